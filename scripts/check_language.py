@@ -34,6 +34,7 @@ CHECKED = (
     "src/shoal/report/**/*.py",
     "src/shoal/strategies/**/*.py",
     "src/shoal/telemetry/**/*.py",
+    "src/shoal/training/**/*.py",
 )
 UNCHECKED = {"CHANGELOG.md", "style.md"}
 """Files that name the words they replace."""

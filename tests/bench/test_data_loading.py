@@ -131,7 +131,7 @@ def test_ctrl_c_keeps_what_was_measured(sets: str, tmp_path: Path) -> None:
         ("Broken", {"workers": (0,)}, "it raises ValueError: sample without a label"),
         ("Broken", {"workers": (1,)}, "it raises ValueError: sample without a label"),
         ("Lengthless", {}, "lacks __len__"),
-        ("empty", {}, "without a sample"),
+        ("empty", {}, "without samples"),
         ("loader", {"batch_sizes": (9,)}, "whose batch size is 8"),
         ("tensors", {"batch_sizes": (0,)}, "batch sizes 1 or more"),
         ("tensors", {"workers": (-1,)}, "workers are 0 or more"),

@@ -168,8 +168,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 FILES = ("manifest.json", "state.json", "rank-0.safetensors")
 SAID = {
     ("manifest.json", "missing"): "manifest.json is missing",
-    ("manifest.json", "truncated"): "manifest.json is altered|manifest.json is torn",
-    ("manifest.json", "altered"): "manifest.json is altered|manifest.json is torn",
+    ("manifest.json", "truncated"): "manifest.json is altered|manifest.json is truncated",
+    ("manifest.json", "altered"): "manifest.json is altered|manifest.json is truncated",
     **{(file, "missing"): f"{file} is missing" for file in FILES[1:]},
     **{(file, "truncated"): f"{file} has [0-9,]+ bytes, should have" for file in FILES[1:]},
     **{(file, "altered"): f"{file} is altered" for file in FILES[1:]},

@@ -132,7 +132,7 @@ def lost(path: Path) -> None:
     [
         (altered, r"rank-0.safetensors is altered \(its SHA-256 differs\)"),
         (shortened, r"rank-0.safetensors has [\d,]+ bytes, should have"),
-        (forged, "manifest.json is torn or altered"),
+        (forged, "manifest.json is truncated or altered"),
         (lost, "state.json is missing"),
     ],
 )

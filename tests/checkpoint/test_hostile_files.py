@@ -83,7 +83,7 @@ def read_all(step: Path) -> None:
 )
 def test_a_manifest_names_files_of_its_own_directory(name: str, step: Path) -> None:
     raw = Manifest(1, 1, None, {name: FileRecord(0, SUM)}).render()
-    with pytest.raises(DamageError, match="what no checkpoint can be"):
+    with pytest.raises(DamageError, match="has values that no checkpoint can have"):
         Manifest.parse(raw)
     (step / "manifest.json").write_bytes(raw)
     assert_refused(step, "manifest.json")
@@ -106,7 +106,7 @@ def test_a_manifest_holds_possible_numbers(numbers: dict[str, Any], step: Path) 
         numbers.get("step", 1), numbers.get("world_size", 1), None, {"file": record}
     ).render()
     if numbers.get("bytes") != 10**400:
-        with pytest.raises(DamageError, match="what no checkpoint can be"):
+        with pytest.raises(DamageError, match="has values that no checkpoint can have"):
             Manifest.parse(raw)
     (step / "manifest.json").write_bytes(raw)
     assert_refused(step, "manifest.json" if numbers.get("bytes") != 10**400 else "missing")

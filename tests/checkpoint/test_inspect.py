@@ -152,8 +152,8 @@ def test_all_that_is_there_is_listed(run: Path, monkeypatch: pytest.MonkeyPatch)
     assert rows["step-2"].endswith("damaged")
     assert re.search(r"^step-3 +24 +1 +\d+ (s|min) +1 +\S+ +[\d.]+ kB +complete$", rows["step-3"])
     assert "step-2 state.json is missing" in out
-    assert re.search(r"step-4\.partial, [\d.]+ kB: a save that was interrupted", words(out))
-    assert re.search(r"step-1\.trash, [\d.]+ kB: a removal that was interrupted", words(out))
+    assert re.search(r"step-4\.partial, [\d.]+ kB: an interrupted or running save", words(out))
+    assert re.search(r"step-1\.trash, [\d.]+ kB: an interrupted or running removal", words(out))
     assert ".probe-0, 0 B: " in out
     assert "step-3" in best
 
@@ -190,7 +190,7 @@ def test_everything_is_said_at_any_width(
     ):
         assert text in flat, text
     assert re.search(r"^lr +0\.1 *$", shown, re.MULTILINE)
-    assert "Of each of 1 rank: python, numpy, torch; " in words(shown)
+    assert "State of each of 1 rank: python, numpy, torch; " in words(shown)
 
 
 def test_a_whole_run_verifies(run: Path) -> None:
@@ -232,7 +232,7 @@ def test_what_is_no_checkpoint(command: str, given: str, tmp_path: Path) -> None
     (tmp_path / "begun" / "step-1.partial").mkdir(parents=True)
     more = {"export": [tmp_path / "out.pt"], "diff": [tmp_path]}.get(command, [])
     if (command, given) == ("ls", "begun"):
-        assert "a save that was interrupted" in words(checkpoint("ls", tmp_path / given)[1])
+        assert "an interrupted or running save" in words(checkpoint("ls", tmp_path / given)[1])
         return
     with pytest.raises(CheckpointError) as caught:
         checkpoint(command, tmp_path / given, *more)
@@ -242,7 +242,7 @@ def test_what_is_no_checkpoint(command: str, given: str, tmp_path: Path) -> None
         "file": "it is a file",
         "empty": "it holds nothing",
         "other": "it holds photos",
-        "begun": "no save has been finished",
+        "begun": "no save has finished",
     }
     assert found[given] in caught.value.found
     assert not (tmp_path / "out.pt").exists()
@@ -364,7 +364,7 @@ def test_all_kinds_of_differences(tmp_path: Path) -> None:
     assert " dtype float32 2 x 3 float16 2 x 3" in text
     assert " shape float32 2 x 3 float32 3 x 2" in text
     assert "lr 0.1 0.2 n 1 (none) m (none) 1" in text
-    assert "Saved otherwise" in text
+    assert "Other info of the save" in text
     assert text.endswith("4 of 4 tensors and 3 plain values differ.")
 
 
@@ -485,4 +485,4 @@ def test_entries_that_are_no_tensors_are_named(tmp_path: Path) -> None:
     save(tmp_path / "a", {"steps": {"step": {"model": model}}})
     code, said = checkpoint("export", tmp_path / "a", tmp_path / "model.safetensors")
     assert code == 0
-    assert "Not written, since they are no tensors: _extra_state" in words(said)
+    assert "Not written, because they are not tensors: _extra_state" in words(said)

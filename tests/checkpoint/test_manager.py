@@ -260,7 +260,7 @@ def test_all_ranks_go_back_to_the_same_one(tmp_path: Path) -> None:
     step, skipped = results[0]
     assert step == 1
     assert skipped[0].startswith("step-3: rank-1.safetensors is missing")
-    assert skipped[1].startswith("step-2: manifest.json is torn")
+    assert skipped[1].startswith("step-2: manifest.json is truncated")
 
 
 def own_state(world: OverGloo, directory: Path) -> Any:

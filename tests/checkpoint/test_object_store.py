@@ -147,7 +147,7 @@ def test_a_password_in_a_url_is_shown_nowhere(tmp_path: Path) -> None:
         ("s3://bucket/run", "s3fs", "pip install s3fs"),
         ("nothing://bucket/run", "not known", "filesystem-spec"),
         ("simplecache::s3://bucket/run", "chain", "s3://bucket/run"),
-        ("memory://run-*/a", "no *", "s3://bucket/run"),
+        ("memory://run-*/a", "without *", "s3://bucket/run"),
     ],
 )
 def test_what_can_not_be_had_is_told(
@@ -207,7 +207,7 @@ def test_the_tools_read_them(place: AnyPath, tmp_path: Path) -> None:
     assert code == 1
     assert "step-1.a1: damaged: state.json has" in out
     assert "step-2.a1, " in (listed := checkpoint("ls", place)[1])
-    assert "a save that was interrupted" in listed
+    assert "an interrupted or running save" in listed
     with pytest.raises(CheckpointError, match=r"none is complete: step-1\.a1: state\.json has"):
         checkpoint("show", place)
     with pytest.raises(CheckpointError, match="no such directory"):
@@ -259,9 +259,9 @@ def forged(place: AnyPath, **files: bytes) -> None:
 def test_a_manifest_may_not_point_elsewhere(place: AnyPath, name: str) -> None:
     save(begin(place), 1)
     forged(place, **{name: b"x"})
-    with pytest.raises(CheckpointError, match="says what no checkpoint can be"):
+    with pytest.raises(CheckpointError, match="has values that no checkpoint can have"):
         restored(place)
-    with pytest.raises(CheckpointError, match="says what no checkpoint can be"):
+    with pytest.raises(CheckpointError, match="has values that no checkpoint can have"):
         checkpoint("show", place / "checkpoints" / "step-1.a1")
 
 

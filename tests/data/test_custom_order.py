@@ -121,7 +121,7 @@ class Strange:
 @pytest.mark.parametrize(
     ("order", "found"),
     [
-        (RandomSampler(DATA), "other indices each time"),
+        (RandomSampler(DATA), "different indices each time"),
         (WeightedRandomSampler([1.0] * SIZE, SIZE), "draws from a generator"),
         (DistributedSampler(TensorDataset(DATA), 2, 0), "splits the batches over ranks"),
         (BatchSampler(SequentialSampler(DATA), 4, False), "yields batches"),

@@ -78,7 +78,7 @@ def test_it_goes_on_where_it_was_left(world: shoal.World, num_workers: int, stop
 def test_short_batches_may_be_dropped(world: shoal.World) -> None:
     found = seen(build(world, drop_last=True), 3)
     assert [len(batch) for batch in found] == [4] * 16
-    with pytest.raises(DataError, match="so no batch"):
+    with pytest.raises(DataError, match="not enough for a batch"):
         seen(build(world, Counting(3), drop_last=True), 1)
 
 
@@ -153,7 +153,7 @@ def test_a_hub_stream_resumes_with_its_shuffle_buffer(
 
 def test_a_hub_stream_that_was_divided_already(world: shoal.World) -> None:
     divided = split_dataset_by_node(hub(False), rank=0, world_size=2)
-    with pytest.raises(DataError, match="cut that part again"):
+    with pytest.raises(DataError, match="split that part again"):
         build(world, divided)
 
 

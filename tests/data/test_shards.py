@@ -208,7 +208,7 @@ def test_what_is_no_stream(options: Any, found: str) -> None:
 def test_a_stream_has_no_other_order(world: shoal.World) -> None:
     with pytest.raises(DataError, match="not at random"):
         build(world, order=shoal.WeightedSampling([1.0] * SIZE))
-    with pytest.raises(DataError, match="without a sample"):
+    with pytest.raises(DataError, match="without samples"):
         build(world, shoal.ShardedDataset([0], lambda shard, start: iter(())))
 
 

@@ -173,8 +173,8 @@ class NoLength:
     [
         (NoLength(), "lacks __len__ or __getitem__"),
         (iter([1]), "lacks __len__ or __getitem__"),
-        ([], "without a sample"),
-        (torch.empty(0, 3), "without a sample"),
+        ([], "without samples"),
+        (torch.empty(0, 3), "without samples"),
         ((X, Y[:3]), r"different numbers of samples: \{0: 11, 1: 3\}"),
         ({"x": X, "y": Y[:3]}, r"different numbers of samples: \{'x': 11, 'y': 3\}"),
         (torch.tensor(1.0), "the first dimension counts samples"),
@@ -182,8 +182,8 @@ class NoLength:
         ((X, Y.tolist()), "list"),
         ({"x": X, "y": Y.tolist()}, "list"),
         ({"x": "text"}, "str"),
-        ({}, "without a sample"),
-        ((), "without a sample"),
+        ({}, "without samples"),
+        ((), "without samples"),
     ],
 )
 def test_what_is_no_dataset(world: shoal.World, dataset: Any, found: str) -> None:

@@ -69,14 +69,13 @@ def long_files(root: Path) -> Iterator[str]:
 
 
 def long_functions(root: Path) -> Iterator[str]:
-    """Functions that do not fit on a screen, without their docstrings."""
+    """Yield functions whose code does not fit on a screen; their docstrings do not count."""
     for path in python_files(root):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                first = node.body[0]
-                documented = ast.get_docstring(node) is not None
-                docstring = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if ast.get_docstring(node) is not None:
+                    lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
                 if lines > FUNCTION_LINES:
                     yield f"{path.relative_to(root)}:{node.lineno}: {node.name}, {lines} lines"
 

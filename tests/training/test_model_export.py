@@ -128,7 +128,7 @@ def test_what_a_file_can_not_hold_is_named_and_loaded_from_the_model(
     path = shoal.export(shoal.parallelize(model, world), tmp_path / f"model{suffix}")
     assert f"{path} does not hold _extra_state of the state_dict" in capsys.readouterr().out
     other = Counted(7)
-    with pytest.warns(UserWarning, match="lacks _extra_state, which the model keeps"):
+    with pytest.warns(UserWarning, match="lacks _extra_state; the model keeps its own values"):
         shoal.load(other, torch.load(path) if suffix == ".pt" else path)
     assert other.extra["calls"] == 7
     assert torch.equal(other.weight, model.weight)
@@ -194,11 +194,11 @@ BOTH = {**PLAIN, **{f"module.{name}": torch.zeros_like(value) for name, value in
 @pytest.mark.parametrize(
     ("act", "found"),
     [
-        (lambda path: shoal.load(nn.Linear(2, 2), path / "model.pt"), "unpickles nothing"),
+        (lambda path: shoal.load(nn.Linear(2, 2), path / "model.pt"), "does not unpickle files"),
         (lambda path: shoal.load(nn.Linear(2, 2), path / "gone.safetensors"), "No such file"),
         (lambda path: shoal.load(nn.Linear(2, 2), nn.Linear(2, 3).state_dict()), "instead of"),
         (lambda path: shoal.load(nn.Linear(2, 2), {}), "missing: weight, bias"),
-        (lambda path: shoal.load(nn.Linear(2, 2), BOTH), "module.bias for one"),
+        (lambda path: shoal.load(nn.Linear(2, 2), BOTH), "such as module.bias"),
     ],
 )
 def test_what_can_not_be_loaded(act: object, found: str, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_file_that_does_not_fit_is_an_error_that_says_so(suffix: str, tmp_path
 
 def test_what_can_not_be_exported(world: shoal.World, tmp_path: Path) -> None:
     model = shoal.parallelize(nn.Linear(2, 2), world)
-    with pytest.raises(CheckpointError, match=r"the endings are \.safetensors, \.pt, \.ts, \.pt2"):
+    with pytest.raises(CheckpointError, match=r"the extensions are \.safetensors, \.pt, \.ts, \.pt2"):
         shoal.export(model, tmp_path / "model.onnx")
     with pytest.raises(CheckpointError, match=r"torch\.export traces the model"):
         shoal.export(model, tmp_path / "model.pt2")

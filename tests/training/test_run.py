@@ -253,7 +253,7 @@ def tear_manifest(path: Path) -> None:
         (truncate, "rank-0.safetensors has"),
         (alter, "state.json is altered"),
         (remove, "rank-0.safetensors is missing"),
-        (tear_manifest, "manifest.json is torn or altered"),
+        (tear_manifest, "manifest.json is truncated or altered"),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_and_said(

@@ -57,7 +57,7 @@ def test_nothing_is_written_through_a_link(name: str, precious: Path, tmp_path: 
             assert isinstance(found.error, CheckpointError)
             assert name in found.error.found
             assert "symbolic link" in found.error.found
-            assert "remove it" in found.error.fix
+            assert "remove the symbolic link" in found.error.fix
     assert precious.read_text() == PRECIOUS
     assert link.is_symlink()
 

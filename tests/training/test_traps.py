@@ -251,7 +251,7 @@ def test_an_optimizer_built_before_parallelize_is_refused(
     started: Callable[[str], Ranks], way: str, deferred: bool
 ) -> None:
     for text in raised(started(way).attempt(early, way, deferred)):
-        assert "those from before parallelize" in text
+        assert "parallelize has replaced them" in text
         assert "build the optimizer after parallelize" in text
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints that exist whole or not at all, readable at any number of ranks.
+"""Atomic checkpoints, readable at any number of ranks.
 
-It offers `Checkpoints` to save and load state, and `inspect` to look at files from outside. Nothing
-is imported until it is used (PEP 562): what only looks at files needs no torch.
+`Checkpoints` saves and loads state; `inspect` reads files without a process group. Names are imported
+when they are first used (PEP 562): code that only reads file names and manifests needs no torch.
 """
 
 from __future__ import annotations

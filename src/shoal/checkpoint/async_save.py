@@ -1,4 +1,4 @@
-"""Saves in the background: the thread of one save, the messages of its ranks, its copy of tensors."""
+"""Background saves: the thread of one save, the messages between its ranks, its copy of tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=1)
-"""How long a rank that has written its part waits for the others."""
+"""The time that a rank which has written its part waits for the others."""
 _PAUSE = 0.02
 BLOCK = 16 << 20
 """Bytes that are hashed and written at a time."""
@@ -40,7 +40,7 @@ class BackgroundSave(Generic[T]):
         self.seconds = 0.0
         """The duration, once it has ended."""
         self._outcome: T | BaseException
-        # A daemon: a rank that fails must be able to end while its save is still running.
+        # A daemon thread, so that a rank that fails can end while its save is running.
         self._thread = threading.Thread(target=self._run, args=(action,), name=ASIDE, daemon=True)
         self._thread.start()
 
@@ -54,20 +54,20 @@ class BackgroundSave(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """True if `wait` returns at once."""
         return not self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended and `wait` raises."""
+        """True if the save has ended and `wait` raises its error."""
         return self.done and isinstance(self._outcome, BaseException)
 
     def join(self, within: float | None = None) -> None:
-        """Wait until it has ended, with or without an error, for at most `within` seconds."""
+        """Wait until the save has ended, with or without an error, for at most `within` seconds."""
         self._thread.join(within)
 
     def wait(self) -> T:
-        """Wait for it; return what it returned, or raise what it raised."""
+        """Wait for the save; return its result or raise its error."""
         self.join()
         if isinstance(self._outcome, BaseException):
             raise self._outcome
@@ -75,10 +75,10 @@ class BackgroundSave(Generic[T]):
 
 
 class StoreChannel:
-    """A channel through the ranks' store, for ranks of which any may end at any moment.
+    """A channel through the store of the ranks, for ranks of which any may end at any moment.
 
-    In a collective of Gloo's, ranks that exchange nothing with the one that has ended would wait until
-    the time limit. `name` must be unique in the store, which keeps the messages of earlier channels.
+    In a Gloo collective, ranks that exchange no data with the rank that has ended would wait until the
+    timeout. `name` must be unique in the store, which keeps the messages of earlier channels.
     """
 
     def __init__(self, survivors: Survivors, name: str) -> None:
@@ -93,7 +93,7 @@ class StoreChannel:
 
     @property
     def fits(self) -> bool:
-        """Whether the members are still those that live."""
+        """True if the members are still the running ranks."""
         return self.members == self._survivors.members
 
     def collect(self, value: Any) -> list[Any]:
@@ -125,7 +125,7 @@ class StoreChannel:
                 raise CheckpointError(
                     given="a checkpoint that is being saved",
                     found=f"rank {member} has ended, and its part is missing",
-                    fix="nothing: the next one is saved without it",
+                    fix="nothing to do: the other ranks save the next one",
                 )
         found = objects.decode(self._store.get(key), member)
         if last:
@@ -137,11 +137,11 @@ class StoreChannel:
 
 
 class Staging:
-    """A copy of tensors in one buffer of host memory, which is reused, laid out as a safetensors file.
+    """A copy of tensors in one reused buffer of host memory, laid out as a safetensors file.
 
-    https://huggingface.co/docs/safetensors: the header's length in 8 bytes, the header, the data
-    without gaps. Wide dtypes come first, so that all are aligned. (The library's own writer leaves no
-    way to hash and to sync what it writes, and makes copies of its own.)
+    https://huggingface.co/docs/safetensors: the length of the header in 8 bytes, the header, the data
+    without gaps. Wide dtypes come first, so that all are aligned. The writer of the safetensors library
+    makes additional copies, and can neither hash nor sync the data that it writes.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Staging:
         return len(self._header) + self._bytes
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors`; when this returns they may change. No thread may read `blocks` during it."""
+        """Copy `tensors`; when this returns, they may change. No thread may read `blocks` meanwhile."""
         real = {name: _as_real(tensor) for name, tensor in tensors.items()}
         names = sorted(real, key=lambda name: (-real[name].element_size(), name))
         described: dict[str, object] = {}
@@ -173,7 +173,7 @@ class Staging:
         self._header = _header(described)
         devices = {tensor.device for tensor in real.values() if tensor.device.type == "cuda"}
         if self._buffer.numel() < end or (devices and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # first the old one goes
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
         for name in names:
             tensor = real[name]
@@ -190,23 +190,23 @@ class Staging:
 
 
 class BackgroundSaver:
-    """Runs one save at a time, on a thread, with the channel, the buffer and the plan that saves reuse.
+    """Runs one save at a time on a thread; keeps the channel, the buffer and the plan for later saves.
 
-    The channel is a process group of its own: on the group of training, collectives of a save would
-    meet those of a step.
+    The channel is a separate process group: on the group of training, the collectives of a save would
+    mix with those of a step.
     """
 
     def __init__(self, world: Ranks) -> None:
         self.staging = Staging()
         self.plan: Plan | None = None
-        """Which rank writes what, from the save before."""
+        """The tensors that each rank writes, from the previous save."""
         self._world = world
         self._group: dist.ProcessGroup | None = None
         self._messages: StoreChannel | None = None
         self._save: BackgroundSave[Any] | None = None
 
     def prepare(self) -> None:
-        """Make the channel: a process group, or a StoreChannel where ranks may end. Collective."""
+        """Create the channel: a process group, or a StoreChannel if ranks may end. Collective."""
         if self._world.group is None:
             return
         survivors = self._world.membership.survivors
@@ -221,11 +221,11 @@ class BackgroundSaver:
 
     @property
     def fits(self) -> bool:
-        """Whether the channel still has the ranks that live."""
+        """True if the members of the channel are still the running ranks."""
         return self._messages is None or self._messages.fits
 
     def start(self, action: Callable[[], T]) -> BackgroundSave[T]:
-        """Run `action` on a thread; it may use the channel. The save before must have ended."""
+        """Run `action`, which may use the channel, on a thread. The previous save must have ended."""
         self._save = save = BackgroundSave(action)
         return save
 

@@ -25,37 +25,37 @@ _FIXES = {
     errno.EACCES: "make the directory writable for you (ls -ld shows its owner), or choose another",
     errno.EPERM: "make the directory writable for you (ls -ld shows its owner), or choose another",
     errno.EROFS: "choose a directory on a file system that is not mounted read-only",
-    errno.ENOTDIR: "choose a directory that is not below a file (ls -ld shows which it is)",
-    errno.EISDIR: "move what has this name away (ls -ld shows it), or choose another directory",
-    errno.ELOOP: "look where it leads (ls -l shows it) and remove it, or choose another directory",
-    errno.EEXIST: "move what has this name away (ls -ld shows it), or choose another directory",
+    errno.ENOTDIR: "choose a directory that is not below a file (ls -ld shows the file)",
+    errno.EISDIR: "rename the directory of this name (ls -ld shows it), or choose another directory",
+    errno.ELOOP: "remove the symbolic link (ls -l shows its target), or choose another directory",
+    errno.EEXIST: "rename the file of this name (ls -ld shows it), or choose another directory",
 }
 
 
 class Ranks(Protocol):
-    """The part of World that checkpoints use; `group` is None in a world of one."""
+    """The part of World that checkpoints use; `group` is None in a world of size 1."""
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """The number of this process."""
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of all of them."""
+        """The process group of all ranks."""
 
     @property
     def membership(self) -> Membership:
         """The ranks that take part."""
 
     def gather(self, value: Any, /) -> list[Any]:
-        """Each rank's value, on all ranks."""
+        """Return each rank's value, on all ranks."""
 
     def broadcast(self, value: Any, /) -> Any:
-        """Rank 0's value, on all ranks."""
+        """Return rank 0's value, on all ranks."""
 
 
 class Agreement:
@@ -65,9 +65,9 @@ class Agreement:
         self._world = world
 
     def together(self, given: str, action: Callable[[], T]) -> T:
-        """Run `action` on each rank and return its result; raise if it failed on any rank.
+        """Run `action` on each rank and return its result; raise an error if it failed on any rank.
 
-        `given` begins the error: what was asked for. Collective.
+        `given` is the first line of the error: the user's request. Collective.
         """
         outcome = outcome_of(action)
         failures = self._world.gather(_failure(outcome, given, self._world.rank))
@@ -78,7 +78,7 @@ class Agreement:
 
 
 class Channel(Protocol):
-    """Messages that do not meet the collectives of training."""
+    """Messages between ranks that do not mix with the collectives of training."""
 
     def collect(self, value: Any) -> list[Any]:
         """Return each rank's value on rank 0, and an empty list elsewhere."""
@@ -88,9 +88,9 @@ class Channel(Protocol):
 
 
 class RankZeroAgreement:
-    """Makes what rank 0 returns or raises the outcome of all ranks.
+    """Makes the result or the error of rank 0 the outcome of all ranks.
 
-    `given` begins the errors: what was asked for.
+    `given` is the first line of the errors: the user's request.
     """
 
     def __init__(self, channel: Channel, rank: int, given: str) -> None:
@@ -99,7 +99,7 @@ class RankZeroAgreement:
         self._given = given
 
     def decide(self, action: Callable[[], T]) -> T:
-        """Run `action` on each rank, then return or raise on each what it did on rank 0. Collective."""
+        """Run `action` on each rank; return rank 0's result or raise its error on all. Collective."""
         outcome = outcome_of(action)
         with explained(self._given, self._rank):
             value, failure = self._channel.broadcast(self._message(outcome))
@@ -108,9 +108,10 @@ class RankZeroAgreement:
         return value  # type: ignore[no-any-return]
 
     def collect(self, outcome: Future[T]) -> list[T]:
-        """Return the results of all ranks on rank 0, and an empty list elsewhere. Collective.
+        """Return the results of all ranks on rank 0, and an empty list on the others. Collective.
 
-        Raises on rank 0 if any rank failed. For actions of `decide`, which raises that on all ranks.
+        Raises an error on rank 0 if any rank failed. Call it in actions of `decide`, which raises that
+        error on all ranks.
         """
         messages = self._channel.collect(self._message(outcome))
         failure = _combined([failure for _, failure in messages])
@@ -133,18 +134,18 @@ def explained(given: str, rank: int) -> Iterator[None]:
 
 
 def outcome_of(action: Callable[[], T]) -> Future[T]:
-    """Run `action` now; `result` of the future returns what it returned, or raises what it raised."""
+    """Run `action` now; return a future with its result or its error."""
     outcome: Future[T] = Future()
     try:
         outcome.set_result(action())
     except Exception as error:
-        # With its traceback it would keep the tensors of this call alive.
+        # The traceback would keep the tensors of this call alive.
         outcome.set_exception(error.with_traceback(None))
     return outcome
 
 
 class _RankFailureError(Exception):
-    """Carries an error that names its rank already."""
+    """Carries an error that already contains its rank."""
 
     def __init__(self, failure: CheckpointError) -> None:
         super().__init__(failure)
@@ -172,10 +173,10 @@ def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
     if isinstance(error, ShoalError):
         return CheckpointError(given=error.given, found=f"rank {rank}: {error.found}", fix=error.fix)
     if isinstance(error, RemoteError):
-        fix = "see whether fsspec reaches it with your login and may write there; then the same again"
+        fix = "check that fsspec reaches it with your login and may write there; then try again"
         return CheckpointError(given=given, found=f"rank {rank}: {error}", fix=fix)
     if isinstance(error, OSError):
-        fix = _FIXES.get(error.errno or 0, "see whether the file system of this path is in order")
+        fix = _FIXES.get(error.errno or 0, "check the file system of this path (df -h, mount)")
         return CheckpointError(given=given, found=f"rank {rank}: {error}", fix=fix)
     if isinstance(error, DamageError):
         fix = "remove this checkpoint to resume from the previous one, or use the Shoal that wrote it"
@@ -183,5 +184,5 @@ def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
     return CheckpointError(
         given=given,
         found=f"rank {rank}: {type(error).__name__}: {error}",
-        fix="if this is not your own code's error, report it together with this text",
+        fix="if the error is not in your own code, report it with this text",
     )

@@ -1,4 +1,4 @@
-"""The two ways in which a checkpoint comes to its place: by a rename, or under a name of its own."""
+"""The two ways to commit a checkpoint: with a rename, or in a directory with a unique name."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shoal.checkpoint.store import MANIFEST, Store, damage, manifest_of
 
 
 def store_in(directory: AnyPath, files: Files) -> DiskStore | RemoteStore:
-    """The checkpoints below a directory, in the way that its file system allows."""
+    """Return the store of the checkpoints below a directory, which depends on its file system."""
     if isinstance(directory, RemotePath):
         return RemoteStore(directory, files)
     return DiskStore(directory, files)
 
 
 class DiskStore(Store[Path]):
-    """A save fills `step-N.partial/`; once that is committed, a rename to `step-N/` only tidies up.
+    """A save fills `step-N.partial/`, commits it, and renames it to `step-N/`.
 
-    Removal begins with a rename to `step-N.trash/`.
+    The rename is not part of the commit. Removal begins with a rename to `step-N.trash/`.
     """
 
     def expect(self, step: int) -> None:
@@ -34,7 +34,7 @@ class DiskStore(Store[Path]):
         """See Store."""
         return self.directory / str(Name(step))
 
-    def under_way(self, step: int) -> Path:
+    def unfinished(self, step: int) -> Path:
         """See Store."""
         return self.directory / str(Name(step, suffix=PARTIAL))
 
@@ -46,15 +46,15 @@ class DiskStore(Store[Path]):
                 self._settle(name.step, path)
         for name, path in leftovers:
             if name.suffix == TRASH and os.path.lexists(path):
-                # Network file systems don't remove open files, which does no harm.
+                # Network file systems can't remove open files; the next save removes them.
                 with suppress(OSError):
                     self.remove_tree(path)
 
     def publish(self, step: int) -> Path:
         """See Store."""
-        partial, final = self.under_way(step), self.where(step)
+        partial, final = self.unfinished(step), self.where(step)
         with suppress(OSError):
-            # Where a plain file has the name, the rename fails and the partial one stays, which counts.
+            # If a plain file has the name, the rename fails; the partial one stays and is valid.
             replaced = self._to_trash(final) if final.is_dir() else None
             self.files.rename(partial, final)
             if replaced is not None:
@@ -68,7 +68,7 @@ class DiskStore(Store[Path]):
     def remove_tree(self, path: Path) -> None:
         """See Store."""
         if path.is_symlink():
-            self.files.unlink(path)  # what it leads to is somebody else's
+            self.files.unlink(path)  # its target belongs to another user or program
             return
         for child in sorted(path.iterdir(), key=lambda child: child.name != MANIFEST):
             if child.is_dir() or child.is_symlink():
@@ -81,7 +81,7 @@ class DiskStore(Store[Path]):
         if not self.is_committed(partial):
             self.remove_tree(partial)
         elif self.where(step).exists() and damage(partial, manifest_of(partial)):
-            # The older one of the same step must not give way to a damaged newer one.
+            # A damaged newer checkpoint must not replace the older one of the same step.
             self.remove(partial)
         else:
             self.publish(step)
@@ -95,12 +95,12 @@ class DiskStore(Store[Path]):
 
 
 class RemoteStore(Store[RemotePath]):
-    """Each save has a directory of a name that no other has, `step-N.aA` by attempt A.
+    """Each save has a directory with a unique name: `step-N.aA` for attempt A.
 
-    Where nothing is renamed, and a file that exists is replaced without a word, writers must not meet:
-    what an attempt that was cut off and lives on still writes is in directories of its own, and what a
-    later one has saved it does not remove. A look at the fence comes before each operation, but there
-    is a moment in between.
+    On file systems without renames, on which writing to an existing file replaces it silently, two
+    writers must not use the same path. An old attempt that was cut off and still runs writes into its
+    own directories, and it does not remove checkpoints of a later attempt. It checks the fence before
+    each operation, but a later attempt may begin between the check and the operation.
     """
 
     def __init__(self, directory: RemotePath, files: Files) -> None:
@@ -115,7 +115,7 @@ class RemoteStore(Store[RemotePath]):
         """See Store."""
         return self.directory / str(Name(step, self.files.attempt, self._takes[step]))
 
-    def under_way(self, step: int) -> RemotePath:
+    def unfinished(self, step: int) -> RemotePath:
         """See Store."""
         return self.where(step)
 

@@ -1,8 +1,8 @@
 """The names of checkpoints' directories.
 
-`step-8` is one that a rename has made; `step-8.partial` and `step-8.trash` are before and after that.
-Where nothing can be renamed it is `step-8.a3`, saved by attempt 3, and `step-8.a3.2` if that attempt
-saved the same step for the second time: no two saves ever write to the same name.
+A save fills `step-8.partial` and renames it to `step-8`; a removal renames that to `step-8.trash`.
+On file systems without renames the name is `step-8.a3` for attempt 3, and `step-8.a3.2` if that
+attempt saved the same step for the second time: no two saves ever write to the same name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _NAME = re.compile(rf"step-{_NUMBER}(?:(\.partial|\.trash)|\.a{_NUMBER}(?:\.{_NU
 
 
 class Name(NamedTuple):
-    """The name of a directory. Of two, the greater one was saved later, as far as names tell."""
+    """The name of a directory. A name that compares greater was saved later, as far as names show."""
 
     step: int
     attempt: int = -1
-    """Of the run; -1 where the name has none."""
+    """The attempt at the run; -1 if the name has none."""
     take: int = 0
-    """Which of the attempt's saves of this step."""
+    """The number of the attempt's save of this step."""
     suffix: str = ""
 
     def __str__(self) -> str:
@@ -35,12 +35,12 @@ class Name(NamedTuple):
 
     @property
     def numbered(self) -> bool:
-        """Whether it is the name for good, from the first file on."""
+        """True if the name is final from the first file on."""
         return self.attempt >= 0
 
     @staticmethod
     def read(text: str) -> Name | None:
-        """The name that prints as `text`; None for what no checkpoint is called."""
+        """Return the name that prints as `text`; None if `text` is not the name of a checkpoint."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None
@@ -52,12 +52,12 @@ class Name(NamedTuple):
 
 
 def is_named(path: AnyPath) -> bool:
-    """Whether a path has the name of a checkpoint, or of what a save or a removal left."""
+    """Return whether a path has the name of a checkpoint, or of an unfinished save or removal."""
     return Name.read(path.name) is not None
 
 
 def step_of(path: AnyPath) -> int:
-    """The step in the name of a checkpoint's directory."""
+    """Return the step in the name of a checkpoint's directory."""
     name = Name.read(path.name)
     if name is None:
         raise ValueError(f"{path} is not named like a checkpoint")

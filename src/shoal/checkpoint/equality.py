@@ -1,4 +1,4 @@
-"""Whether ranks hold the same state: what is compared, and the first entry in which they differ."""
+"""A check that ranks hold the same state: the compared facts, and the first entry that differs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shoal.checkpoint.state_tree import path_of
 from shoal.strategies.dtensor import is_divided
 
 _SAMPLED = 4096
-"""How many elements of a tensor, evenly spaced, are compared in their order."""
+"""The number of elements of a tensor, evenly spaced, whose order is compared."""
 _TOLERANCE = 1e-5
-"""Relative: replicas may differ in the last bits of what each of them computed."""
+"""Relative: replicas may differ in the last bits of values that each of them computed."""
 _TOLERANCE_16 = 1e-2
 
 
@@ -31,8 +31,8 @@ class Fact(NamedTuple):
 def facts(tree: Any, *root: str | int, in_parts: bool = False) -> dict[str, Fact]:
     """Return the compared facts of each entry of a state, by path; outer entries come first.
 
-    Where ranks hold the state `in_parts`, the keys of dicts may differ. Divided tensors are compared
-    by shape only. Reads each tensor once, and copies none.
+    If ranks hold the state `in_parts`, the keys of dicts may differ. Sharded tensors are compared by
+    shape only. Reads each tensor once, without a copy.
     """
     found = {path_of(*root): _fact(tree, in_parts)} if root else {}
     if isinstance(tree, Mapping):
@@ -47,9 +47,9 @@ def facts(tree: Any, *root: str | int, in_parts: bool = False) -> dict[str, Fact
 
 
 def differing(ranks: Sequence[Mapping[str, Fact]]) -> tuple[str, tuple[int, ...]] | None:
-    """The first path whose fact is not the same on all ranks that have it, and the ranks that differ.
+    """Return the first path whose fact is not the same on all ranks that have it, and the odd ranks.
 
-    They differ from the first rank that has the entry.
+    These differ from the first rank that has the entry.
     """
     for path in dict.fromkeys(path for found in ranks for path in found):
         holders = {rank: found[path] for rank, found in enumerate(ranks) if path in found}

@@ -1,11 +1,12 @@
-"""Attempts at a run, numbered: one that another has taken over changes no checkpoint any more.
+"""The numbers of attempts at a run: an old attempt can't change checkpoints after a newer one started.
 
 A machine may lose its network or be suspended, so that its ranks don't know that others continued
-without them. A lock does not reach it, and a lease would trust its clock. So each attempt writes the
-next number into a directory next to the checkpoints, and looks for higher numbers before each
-operation that changes a checkpoint. Exclusive creation of a file is atomic on network file systems
-too (open(2), O_EXCL), and opening a directory asks their server again. Other file systems may not
-support exclusive creation, but listing a directory shows all earlier files, which is enough.
+without them. A lock does not reach such a machine, and a lease would depend on its clock. Each
+attempt therefore writes the next number into a directory next to the checkpoints, and looks for
+higher numbers before each operation that changes a checkpoint. Exclusive creation of a file is atomic
+on network file systems too (open(2), O_EXCL), and opening a directory makes them ask the server
+again. Other file systems may not support exclusive creation; it is enough that listing a directory
+shows all earlier files.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _KEPT = 10
 _LONGEST = 10_000
 
 SEEN_SECONDS = 60.0
-"""How long a network file system may show a directory as it was before."""
+"""The time for which a network file system may show an outdated directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Takeover:
-    """Who took an attempt over, and when; empty and 0 where that can't be read."""
+    """The process that started an attempt, and when; empty and 0 if that can't be read."""
 
     number: int
     host: str = ""
@@ -52,10 +53,11 @@ class Takeover:
 
 
 class Fence:
-    """The attempts at one run, a file `N.json` for each in `directory`; all its ranks share a number.
+    """The numbered attempts at one run: a file `N.json` for each in `directory`.
 
-    On file systems of fsspec's it is `N-T.json`, T being a random text.
-    `number` is this attempt's; 0 until it is known, and nothing is kept out before.
+    All ranks of an attempt have the same number. On file systems of fsspec the file is `N-T.json` with
+    a random text T. `number` is that of this attempt; 0 until it is known, and until then the fence
+    keeps no attempt out.
     """
 
     def __init__(self, directory: AnyPath) -> None:
@@ -65,13 +67,13 @@ class Fence:
         self.number = 0
 
     def take(self) -> int:
-        """Take the next number, on one rank, and with it the run from all attempts before.
+        """Take the next number, on one rank, and with it the run from all earlier attempts.
 
-        Raises OSError where the directory can't be written.
+        Raises OSError if the directory can't be written.
         """
         number = self.newest() + 1
         while not self._claim(number):
-            number += 1  # another attempt begins at the same moment; the higher number wins
+            number += 1  # another attempt starts at the same moment; the higher number wins
         for _, old in self._taken()[:-_KEPT]:
             with suppress(OSError):
                 old.unlink()
@@ -82,9 +84,10 @@ class Fence:
         return self._mine
 
     def look_for(self, number: int, mark: str, within: float) -> None:
-        """Take over the number that another rank has taken, once this one sees what it wrote.
+        """Use the number that another rank has taken, once this rank sees the text that it wrote.
 
-        Raises CheckpointError where it does not: each would save its part into a place of its own.
+        Raises CheckpointError if it does not see the text within `within` seconds: each rank would save
+        its part in a different place.
         """
         until = time.monotonic() + within
         while not self._shows(number, mark):
@@ -92,8 +95,8 @@ class Fence:
                 raise CheckpointError(
                     given=f"a Run in {self._directory.parent} on {socket.gethostname()}",
                     found=f"attempt {number}, which rank 0 has just written there, is not there: the "
-                    "ranks were given different directories, or each machine has its own of this name",
-                    fix="give all ranks the same path (without the time or a process's number in it), "
+                    "ranks have different paths, or each machine has its own directory of this name",
+                    fix="use the same path on all ranks (without the time or a process id in it), "
                     "on a file system that all machines share",
                 )
             time.sleep(0.05)
@@ -103,18 +106,18 @@ class Fence:
         return any(_read(path) == mark for each, path in self._taken() if each == number)
 
     def newest(self) -> int:
-        """The highest number taken; 0 for none."""
+        """Return the highest number taken; 0 if there is none."""
         return max((number for number, _ in self._taken()), default=0)
 
     def check(self) -> None:
-        """Raise CheckpointError where a later attempt has taken the run over."""
+        """Raise CheckpointError if a later attempt has taken the run over."""
         taken = self._taken()
         newest = taken[-1][0] if taken else 0
         if self.number and (newest > self.number or self._is_anothers(taken)):
             raise CheckpointError(
                 given=f"checkpoints in {self._directory.parent}, by attempt {self.number}",
                 found=f"{self._who(newest)}, has taken over: what this one saves now would be lost or "
-                "spoil the other's",
+                "damage the other's",
                 fix="end this process; the newer attempt resumes from the last checkpoint",
             )
 
@@ -157,8 +160,8 @@ class Fence:
         if self._own is None or not taken:
             return False
         if self._own.name not in [path.name for _, path in taken]:
-            return True  # others' numbers are there, and this one never goes before a higher one
-        # Elsewhere no other file has its name; an empty one is being written.
+            return True  # only others' files are there; this one is removed after higher numbers only
+        # Remote names are unique. A local file that is empty is being written.
         return isinstance(self._own, Path) and _read(self._own) not in (self._mine, "")
 
     def _who(self, number: int) -> Takeover:
@@ -169,8 +172,8 @@ class Fence:
         return Takeover(number=number)
 
     def _taken(self) -> list[tuple[int, AnyPath]]:
-        """The numbers with their files, in order."""
-        # A directory that is gone, as scratch is purged, holds no later attempt.
+        """Return the numbers with their files, in order."""
+        # A directory that was removed, as from scratch, has no later attempt.
         with suppress(FileNotFoundError):
             named = [(path.name.removesuffix(".json"), path) for path in self._directory.iterdir()]
             split = [(stem.partition("-")[0], path) for stem, path in named]
@@ -187,10 +190,11 @@ def _read(path: AnyPath) -> str:
 
 
 class FencedFiles(Files):
-    """Operations on a file system, each of them after a look at the fence.
+    """Operations on a file system, with a check of the fence before each of them.
 
-    So an attempt that was taken over neither commits nor renames nor removes, whatever it was in the
-    middle of. It may still write its open files: they have been removed, or belong to it alone.
+    An attempt that was taken over therefore neither commits nor renames nor removes, even if it was in
+    the middle of an operation. It may still write to its open files: they have been removed, or only
+    this attempt uses them.
     """
 
     def __init__(self, fence: Fence) -> None:
@@ -248,9 +252,9 @@ class FencedFiles(Files):
 
 
 def take_over(directory: Path, fence: Fence, world: Ranks, *, job: str, attempt: int) -> Lock | None:
-    """Make sure that no other run is alive in `directory`, and none that is cut off does harm.
+    """Take over the run in `directory`, so that no other run uses it and no older attempt harms it.
 
-    `job` and `attempt` are those of the launcher. The lock is rank 0's. Collective; raises
+    `job` and `attempt` are those of the launcher. Rank 0 holds the lock. Collective; raises
     CheckpointError.
     """
 

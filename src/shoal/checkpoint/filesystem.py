@@ -1,4 +1,4 @@
-"""The operations by which checkpoints change a file system, and what room there is on it."""
+"""The operations by which checkpoints change a file system, and its free space."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import BinaryIO, NamedTuple, cast
 from shoal.checkpoint.object_store import RemoteFile, RemotePath
 from shoal.checkpoint.paths import AnyPath
 
-# Some network file systems can't sync a directory and have nothing to sync there.
+# Some network file systems can't sync a directory and don't need to.
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
-# Errors of file systems that can't reserve space, and of the C library where it would emulate that.
+# Errors of file systems that can't reserve space, and of the C library's emulation.
 _NO_RESERVATION = (errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FreeSpace(NamedTuple):
-    """How many bytes and how many files more a file system takes; None where it doesn't say."""
+    """The bytes and files that a file system can still take; None if it does not report them."""
 
     bytes: int | None
     files: int | None
 
 
 class Files:
-    """Every operation by which a checkpoint changes a file system.
+    """All operations by which a checkpoint changes a file system.
 
-    Nothing else in this package does, so that a subclass can count, refuse or cut short each one.
-    `room` only looks; it is here so that a subclass can pretend.
+    No other code of this package changes files, so that a subclass can count, reject or interrupt each
+    operation. `room` changes nothing; it is here so that a test can replace it.
     """
 
     @property
@@ -37,22 +37,24 @@ class Files:
         return 0
 
     def make_directory(self, path: AnyPath) -> None:
-        """Make a directory and its parents; one that exists is fine. A remote file brings its own."""
+        """Create a directory and its parents, unless it exists. Remote directories need no creation."""
         if isinstance(path, Path):
             path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: AnyPath) -> BinaryIO:
-        """Open a new file. One that exists belongs to another writer and is an error, where the file
-        system can tell."""
+        """Open a new file.
+
+        A file that exists belongs to another writer and raises an error, if the file system can tell.
+        """
         if isinstance(path, RemotePath):
             return cast(BinaryIO, path.create())
         return path.open("xb", buffering=1 << 20)
 
     def reserve(self, file: BinaryIO, size: int) -> None:
-        """Take `size` bytes of the disk for a new file, so that a full one or a quota shows at once.
+        """Reserve `size` bytes for a new file, so that a full disk or a quota raises an error at once.
 
-        Nothing happens on file systems that can't do it themselves. For those the C library would
-        write into each block, but not to a file that is open to append (posix_fallocate(3)).
+        Does nothing on file systems without reservation. For those the C library would write into each
+        block, except to a file that is open to append (posix_fallocate(3)).
         """
         if isinstance(file, RemoteFile):
             return
@@ -74,9 +76,9 @@ class Files:
         while not path.exists():
             path = path.parent
         found = os.statvfs(path)
-        root = os.geteuid() == 0  # may use what is kept for it
+        root = os.geteuid() == 0  # may use the reserved blocks
         blocks, files = (found.f_bfree, found.f_ffree) if root else (found.f_bavail, found.f_favail)
-        # Some file systems count neither, and say that they have none.
+        # Some file systems count neither and report 0.
         return FreeSpace(
             blocks * found.f_frsize if found.f_blocks else None, files if found.f_files else None
         )
@@ -86,7 +88,7 @@ class Files:
         file.write(data)
 
     def sync(self, file: BinaryIO) -> None:
-        """Bring a file's content to the disk. A remote one is there from this moment on."""
+        """Write a file's content to the disk. A remote file exists from this moment on."""
         if isinstance(file, RemoteFile):
             file.finish()
             return
@@ -94,7 +96,7 @@ class Files:
         os.fsync(file.fileno())
 
     def sync_directory(self, path: AnyPath) -> None:
-        """Bring a directory's entries to the disk."""
+        """Write a directory's entries to the disk."""
         if isinstance(path, RemotePath):
             return
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

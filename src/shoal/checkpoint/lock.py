@@ -1,4 +1,4 @@
-"""One live run per directory: two would remove what the other is writing."""
+"""A lock for one running run per directory: two would remove each other's files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ WAIT_SECONDS = 5.0
 """The seconds that a killed attempt may need to end."""
 
 TAKE_OVER_SECONDS = 1.0
-"""The same where the next attempt of its launcher need not wait for it."""
+"""The same if the next attempt of the same launcher need not wait for it."""
 
 
 class Lock:
-    """A POSIX record lock on a file: it ends with its process, however that ends, and forked workers
-    don't hold it. Several runs of one process share it. File systems without locks go without.
+    """A POSIX record lock on a file, which ends with its process; forked workers don't hold it.
 
-    An attempt does without what an earlier one of the same `job` still holds, whose machine was cut
-    off or stopped: the launcher knows that it is over, and a Fence keeps it from doing harm.
-    Raises CheckpointError, naming the other process, where another one holds it, and OSError where
-    the file is a symbolic link.
+    Several runs of one process share it. On file systems without locks it has no effect.
+
+    An attempt starts without the lock if an earlier attempt of the same `job` still holds it, whose
+    machine was cut off or stopped: the launcher knows that that attempt is over, and a Fence keeps it
+    from doing harm. Raises CheckpointError with the other process if that holds the lock, and OSError
+    if the file is a symbolic link.
     """
 
     def __init__(self, path: Path, *, job: str = "", attempt: int = 0) -> None:
@@ -43,7 +44,7 @@ class Lock:
                 self.release()
                 raise CheckpointError(
                     given=f"a Run in {path.parent}",
-                    found=f"another one that is alive there: {holder}",
+                    found=f"another Run is open there: {holder}",
                     fix="wait for it or end it, or choose another directory: shoal.Run('runs/b', …)",
                 )
             time.sleep(0.05)
@@ -62,13 +63,13 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Let others in; twice is fine."""
+        """Release the lock; a second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def _attempt_of(holder: str, job: str) -> float:
-    """Which attempt of `job` the holder of a lock is; infinity for none of them."""
+    """Return the attempt of `job` that holds a lock; infinity if the holder is of another job."""
     match = re.search(r", attempt (\d+) of (\S+)$", holder)
     return int(match[1]) if match is not None and match[2] == job else math.inf

@@ -37,7 +37,7 @@ from shoal.util.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Skipped:
-    """A directory that a restore passed over, and why."""
+    """A directory that a restore did not use, and the reason."""
 
     path: AnyPath
     reason: str
@@ -79,9 +79,7 @@ class Checkpoints:
         keep_every: int | None = None,
         files: Files | None = None,
     ) -> None:
-        """Keep the newest `keep` checkpoints known to be complete, all newer ones, and those of
-        every `keep_every`-th step.
-        """
+        """Keep the newest `keep` complete checkpoints, all newer ones, and each `keep_every`-th."""
         if type(keep) is not int or keep < 1:
             raise CheckpointError(
                 given=f"keep={keep!r}",
@@ -114,8 +112,11 @@ class Checkpoints:
         )
 
     def sibling(self, name: str) -> Checkpoints:
-        """Return the checkpoints in the directory `name` next to this one. They keep only the one
-        saved last, of any step. Each of the two waits for the saves of the other."""
+        """Return the checkpoints in the directory `name` next to this one.
+
+        They keep only the last saved one, of any step. Each of the two waits for the saves of the
+        other.
+        """
         made = Checkpoints(self.directory.parent / name, self._world, keep=1, files=self._files)
         made._store = store_in(self._store.directory.parent / name, self._files)
         made._only_last = True
@@ -222,7 +223,7 @@ class Checkpoints:
             raise CheckpointError(
                 given=given,
                 found=f"none is complete: {listing}",
-                fix=f"to start afresh, {how_to_remove(self.directory, '/step-*')} "
+                fix=f"to start a new run, {how_to_remove(self.directory, '/step-*')} "
                 "(or choose another directory)",
             )
         return None

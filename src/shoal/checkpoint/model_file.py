@@ -1,4 +1,4 @@
-"""Files of a model's tensors, which appear whole or not at all."""
+"""Files of a model's tensors, which are complete when they appear."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def save_pickled(tensors: dict[str, Any], path: Path) -> None:
-    """Write a `.pt` file; raises OSError where that can't be."""
+    """Write a `.pt` file; raises OSError if it can't be written."""
     try:
         with path.open("wb") as file:
             torch.save(tensors, file)
     except RuntimeError as error:
-        # Of a full disk torch itself only says that a position is unexpected.
+        # For a full disk, torch only reports an unexpected position.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise

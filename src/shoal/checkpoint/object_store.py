@@ -1,8 +1,8 @@
-"""Paths on file systems of fsspec's: object stores, SFTP, HDFS, whatever has a package for it.
+"""Paths on file systems of fsspec: object stores, SFTP, HDFS and all others with a package for it.
 
-They promise less than a disk does. Nothing is renamed or synced there: a file is there once it has
-been closed, and on most of them not before. A directory may be no more than the beginning of names.
-Nothing that was asked once is remembered: each answer is the file system's own, of that moment.
+They guarantee less than a disk. Shoal neither renames nor syncs files there: a file exists once it has
+been closed, and on most of them not before. A directory may be only a prefix of names. No answer is
+cached: each one is the current state of the file system.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from shoal.util.errors import CheckpointError
 from shoal.util.text import MASK
 
 BLOCK = 32 << 20
-"""Bytes of a request. Some stores take ten thousand of them for a file at most."""
+"""Bytes of a request. Some stores accept at most ten thousand requests per file."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^*?\[]+")
-# Errors of packages that have a type and no number.
+# Errors of packages that have a type but no number.
 _CODES: tuple[tuple[type[Exception], int], ...] = (
     (FileNotFoundError, errno.ENOENT),
     (FileExistsError, errno.EEXIST),
@@ -43,20 +43,20 @@ class RemoteError(OSError):
 
 
 def is_url(given: object) -> bool:
-    """Whether this names a path on another file system."""
+    """Return whether `given` is a URL: a path on another file system."""
     return isinstance(given, str) and "://" in given
 
 
 def masked_url(url: str) -> str:
-    """A URL that may be shown: without a name and a password."""
+    """Return a URL without its user name and password, for messages."""
     return _split(url)[0]
 
 
 def _split(url: str) -> tuple[str, str]:
-    """A URL that may be shown, and the login that was in it."""
+    """Return a URL for messages, and the login that was in it."""
     protocol, _, rest = url.partition("://")
     login, at, place = rest.rpartition("@")
-    # Beyond the first slash an @ may be part of a name; and a password may have a slash in it.
+    # After the first slash an @ may be part of a name, and a password may contain a slash.
     if at and (":" in login or "/" not in login):
         return f"{protocol}://{MASK}@{place}", login
     return url, ""
@@ -64,7 +64,7 @@ def _split(url: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _System:
-    """A file system, and what its errors may not tell."""
+    """A file system, and the secrets that its errors must not show."""
 
     fs: Any
     secrets: tuple[str, ...]
@@ -76,10 +76,10 @@ class _System:
 
 
 class RemotePath:
-    """A path on a file system of fsspec's, with what checkpoints need of pathlib's methods.
+    """A path on a file system of fsspec, with the methods of pathlib that checkpoints use.
 
-    Its text is its URL, which shows no password. A missing file raises FileNotFoundError with
-    its URL, and any other failure RemoteError.
+    Its text is its URL without the password. A missing file raises FileNotFoundError with its URL, and
+    any other failure RemoteError.
     """
 
     def __init__(self, system: _System, key: str, url: str) -> None:
@@ -104,29 +104,29 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last part of the path."""
         return self._url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """All but the last part."""
+        """The path without its last part."""
         key, url = (text.rpartition("/")[0] for text in (self._key, self._url))
         return RemotePath(self._system, key, url)
 
     def exists(self) -> bool:
-        """Whether anything is there."""
+        """Return whether the path exists."""
         return self._info() is not None
 
     def is_dir(self) -> bool:
-        """Whether it is a directory, or the beginning of names."""
+        """Return whether it is a directory, or a prefix of names."""
         return (self._info() or {}).get("type") == "directory"
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
+        """Return whether it is a file."""
         return (self._info() or {}).get("type") == "file"
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Return its entries, in no order."""
+        """Return its entries, sorted by name."""
         with self.asking():
             self._system.fs.invalidate_cache()
             keys = [str(key).strip("/") for key in self._system.fs.ls(self._key, detail=False)]
@@ -135,7 +135,7 @@ class RemotePath:
         return (self / name for name in sorted(names - {"", ".", ".."}))
 
     def size(self) -> int:
-        """The bytes of a file, or of all files in a directory."""
+        """Return the bytes of a file, or of all files in a directory."""
         info = self._info()
         if info is not None and info.get("type") == "file":
             return int(info["size"])
@@ -149,17 +149,17 @@ class RemotePath:
         if info is None:
             raise self._missing()
         if info.get("type") != "file" or info.get("islink"):
-            raise OSError(errno.EINVAL, "it is no regular file", str(self))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(self))
         with self.asking():
             return BufferedReader(RemoteFile(self, self._open("rb"), writes=False), 1 << 20)
 
     def create(self) -> RemoteFile:
-        """Open a new file with a unique name; it exists once it has been finished."""
+        """Open a new file with a unique name; it exists once it is finished."""
         with self.asking(writes=True):
             try:
                 file = self._open("wb")
             except FileNotFoundError:
-                # Only file systems with real directories say so.
+                # Only file systems with real directories raise this.
                 self._system.fs.makedirs(self._key.rpartition("/")[0], exist_ok=True)
                 file = self._open("wb")
             return RemoteFile(self, file, writes=True)
@@ -170,13 +170,13 @@ class RemotePath:
             self._system.fs.rm_file(self._key)
 
     def remove_tree(self) -> None:
-        """Remove a directory with all that is in it; one that is gone is fine."""
+        """Remove a directory with its contents; does nothing if it does not exist."""
         with self.asking(), suppress(FileNotFoundError):
             self._system.fs.invalidate_cache()
             self._system.fs.rm(self._key, recursive=True)
 
     def download(self, target: Path) -> None:
-        """Copy a file to this machine; raises OSError (ENOSPC) where there is no room for it."""
+        """Copy a file to this machine; raises OSError (ENOSPC) if the disk has no space for it."""
         size, free = self.size(), shutil.disk_usage(target.parent).free
         if size > free:
             said = f"{os.strerror(errno.ENOSPC)}: {size:,} bytes are needed for a copy of {self.name}"
@@ -186,9 +186,10 @@ class RemotePath:
 
     @contextmanager
     def asking(self, *, writes: bool = False) -> Iterator[None]:
-        """Raise any failure there as an error with this path and no secret.
+        """Raise any failure of the block as an error with this path and without secrets.
 
-        Who writes is not told that a file is missing: what is, a bucket maybe, must be named.
+        If the block `writes`, a missing file is a RemoteError: the error shows what is missing, such as
+        a bucket.
         """
         try:
             yield
@@ -209,7 +210,7 @@ class RemotePath:
         return self._system.fs.open(self._key, mode, block_size=BLOCK)
 
     def _info(self) -> Mapping[str, Any] | None:
-        # fsspec's own `exists` and `isdir` take a store that can't be reached for a no.
+        # fsspec's own `exists` and `isdir` return False for a store that can't be reached.
         with self.asking():
             self._system.fs.invalidate_cache()
             try:
@@ -219,9 +220,9 @@ class RemotePath:
 
 
 class RemoteFile(io.RawIOBase):
-    """An open file of fsspec's, whose errors are those of its path.
+    """An open file of fsspec, whose errors have the path.
 
-    A new one that is closed without having been finished is given up.
+    A new file that is closed before it is finished is discarded.
     """
 
     def __init__(self, path: RemotePath, file: Any, *, writes: bool) -> None:
@@ -268,13 +269,13 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
     def finish(self) -> None:
-        """Bring the whole file there: when this returns, it is."""
+        """Upload the complete file; it exists when this returns."""
         with self._path.asking(writes=True):
             self._file.close()
         self._finished = True
 
     def close(self) -> None:
-        """Let go of the file; a new one that is not finished does not appear, if that can be had."""
+        """Close the file; a new one that is not finished does not appear, if the store allows that."""
         if self.closed:
             return
         super().close()
@@ -295,17 +296,17 @@ class RemoteFile(io.RawIOBase):
 
 
 def connect(url: str) -> Path | RemotePath:
-    """The path that a URL names; one of this machine's own file systems is a Path.
+    """Return the path of a URL: a Path if it is on a file system of this machine.
 
-    Raises CheckpointError where fsspec, or its package for the protocol, is missing.
+    Raises CheckpointError if fsspec, or its package for the protocol, is missing.
     """
     shown, login = _split(url)
     given = f"checkpoints at {shown}"
     if not _URL.fullmatch(url):
         raise CheckpointError(
             given=given,
-            found="it is no URL of a single place: no *, ? or [ and no chain of protocols",
-            fix="give one like s3://bucket/run",
+            found="not a URL of a single place, without *, ? or [ and without a chain of protocols",
+            fix="a URL such as s3://bucket/run",
         )
     try:
         from fsspec.core import url_to_fs
@@ -328,7 +329,7 @@ def connect(url: str) -> Path | RemotePath:
             found=_System(None, secrets).masked(f"{type(error).__name__}: {error}"),
             fix=f"pip install {package}"
             if missing
-            else "see what fsspec needs for this protocol: "
+            else "see the requirements of fsspec for this protocol: "
             "https://filesystem-spec.readthedocs.io/en/latest/api.html",
         ) from None
     if isinstance(fs, LocalFileSystem):

@@ -1,4 +1,4 @@
-"""Where checkpoints are: a path of this machine's file systems, or one of fsspec's."""
+"""Paths of checkpoints: on this machine's file systems, or on those of fsspec."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ P = TypeVar("P", Path, RemotePath)
 
 
 def path_from(given: str | Path) -> AnyPath:
-    """The path that somebody gave, maybe as a URL; raises CheckpointError for one that can't be had."""
+    """Return the path of a string, maybe a URL; raises CheckpointError if it can't be reached."""
     return connect(given) if isinstance(given, str) and is_url(given) else Path(given)
 
 
 def lasting(path: AnyPath) -> AnyPath:
-    """The same place wherever the process goes later: its working directory may change."""
+    """Return the same path, independent of the working directory of the process."""
     return path.absolute() if isinstance(path, Path) else path
 
 
 def open_file(path: AnyPath) -> BufferedReader:
-    """Open a regular file to read. Raises OSError for what is none: a pipe would make readers wait
-    for ever, and a link may lead anywhere."""
+    """Open a regular file to read.
+
+    Raises OSError for other files: a pipe would make readers wait forever, and a link may lead
+    anywhere.
+    """
     if isinstance(path, RemotePath):
         return path.open()
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -39,13 +42,13 @@ def open_file(path: AnyPath) -> BufferedReader:
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(code, f"{os.strerror(code)}: it is no regular file", str(path))
+        raise OSError(code, f"{os.strerror(code)}: it is not a regular file", str(path))
     return open(descriptor, "rb")
 
 
 @contextmanager
 def local_file(path: AnyPath) -> Iterator[Path]:
-    """A file as one of this machine: itself, or a copy for as long as the block lasts."""
+    """Yield a path on this machine: the file itself, or a copy that exists during the block."""
     if isinstance(path, Path):
         yield path
         return
@@ -56,7 +59,7 @@ def local_file(path: AnyPath) -> Iterator[Path]:
 
 
 def size_of(path: AnyPath) -> int:
-    """The bytes of a file, or of all files in a directory; links are followed nowhere."""
+    """Return the bytes of a file, or of all files in a directory; links are not followed."""
     if isinstance(path, RemotePath):
         return path.size()
     size = 0
@@ -70,5 +73,5 @@ def size_of(path: AnyPath) -> int:
 def how_to_remove(path: AnyPath, below: str = "") -> str:
     """Return the command that removes a path, or the files `below` it."""
     if isinstance(path, RemotePath):
-        return f"remove {path}{below} with what that store has for it"
+        return f"remove {path}{below} with the tools of that store"
     return f"rm -r {shlex.quote(str(path))}{below}"

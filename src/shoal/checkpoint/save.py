@@ -1,4 +1,4 @@
-"""One save, from the values that it is given to the commit."""
+"""One save, from its values to the commit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from shoal.checkpoint.tensors import Plan, chunks_of, file_of, form_of, global_p
 
 
 class RankPart(NamedTuple):
-    """The part of a checkpoint from one rank: the record of its file, its own state, and its keys
-    of `state` where those of all ranks are joined."""
+    """The part of a checkpoint from one rank: the record of its file, its rank state, and its state.
+
+    `state` is None unless the dicts of all ranks are joined.
+    """
 
     record: FileRecord
     rank_state: Any
@@ -60,7 +62,7 @@ class SaveAttempt:
         given: str,
         join: bool,
     ) -> None:
-        """With `join` the dicts of the state may have other keys on each rank: all of them are kept."""
+        """Prepare a save. With `join`, the dicts of the state may have other keys on each rank."""
         self._step = step
         self._world = world
         self._store = store
@@ -72,8 +74,8 @@ class SaveAttempt:
     def begin(self, state: Tree, rank_state: Tree, info: Mapping[str, Any]) -> None:
         """Check the values, decide which rank writes which tensors, and copy those of this rank.
 
-        Waits for the save before. When this returns, the values may change. An error of the copy is
-        raised by `write`, since training need not wait here until all ranks have copied.
+        Waits for the previous save. When this returns, the values may change. `write` raises an error
+        of the copy, so that training does not wait here until all ranks have copied.
         """
         background = self._background
         background.wait()
@@ -131,14 +133,14 @@ class SaveAttempt:
         return RankPart(record, contents.rank_state, contents.state if self._join else None)
 
     def collect(self, part: Future[RankPart]) -> list[RankPart]:
-        """Return what all ranks wrote on rank 0, and an empty list elsewhere."""
+        """Return the parts of all ranks on rank 0, and an empty list on the others."""
         with self._discarded_on_error():
             return self._ranks.collect(part)
 
     def commit(self, parts: list[RankPart]) -> str:
         """On rank 0, write the values and the manifest; return the directory's name.
 
-        With the manifest the checkpoint exists; until then an error discards it.
+        The checkpoint exists once the manifest is written; an error before that discards it.
         """
         if self._rank != 0:
             return ""

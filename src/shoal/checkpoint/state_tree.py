@@ -1,4 +1,4 @@
-"""State trees, taken apart into named tensors and JSON, and put together again.
+"""State trees as named tensors and JSON, and back.
 
 A tree is made of `dict` (also `OrderedDict` and `Counter`; keys are `str` or `int`), `list` and
 `tuple`; of tensors, NumPy arrays and NumPy scalars; and of plain values: `None`, `bool`, `int`,
@@ -43,7 +43,7 @@ DTYPES = {
     torch.complex64: "F32",
     torch.complex128: "F64",
 }
-# Beyond these not every reader of JSON is exact.
+# Not every reader of JSON is exact beyond this integer.
 _EXACT = 2**53
 _DEEPEST = 64
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
@@ -51,10 +51,10 @@ _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "count
 
 @dataclass
 class Parts:
-    """A tree taken apart: its tensors by name, and JSON that refers to them.
+    """A tree in parts: its tensors by name, and JSON that refers to them.
 
-    A tensor's name is its path: keys and positions joined by `/`. Within a key, `~`, `/` and `#`
-    are written `~0`, `~1` and `~2`.
+    A tensor's name is its path: keys and positions joined by `/`. Within a key, `~`, `/` and `#` are
+    written `~0`, `~1` and `~2`.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -62,9 +62,9 @@ class Parts:
 
 
 def take_apart(tree: Any, *root: str) -> Parts:
-    """Take a tree apart; names of its tensors begin with `root`.
+    """Return the tensors and the JSON of a tree; names of its tensors begin with `root`.
 
-    Raises CheckpointError, naming the path, for what can't be stored. Copies NumPy arrays only.
+    Raises CheckpointError with the path of a value that can't be stored. Copies only NumPy arrays.
     """
     parts = Parts()
     parts.json = _Encoder(parts.tensors).encode(tree, root)
@@ -74,9 +74,9 @@ def take_apart(tree: Any, *root: str) -> Parts:
 def encode_checkpoint(
     state: Tree, rank_state: Tree, info: Mapping[str, Any], rank: int
 ) -> tuple[Parts, Parts, Any]:
-    """Take apart what a checkpoint holds: the state, the one of this rank, and `info`, secrets masked.
+    """Return the parts of a checkpoint: the state, this rank's own state, and `info` without secrets.
 
-    Raises CheckpointError for what can't be stored, and for tensors in `info`.
+    Raises CheckpointError for values that can't be stored, and for tensors in `info`.
     """
     parts = take_apart(state, "state")
     own_parts = take_apart(rank_state, "rank", str(rank))
@@ -91,9 +91,9 @@ def encode_checkpoint(
 
 
 def put_together(json: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The tree that `take_apart` took apart; raises CheckpointError where the JSON makes no sense.
+    """Return the tree from the parts that `take_apart` returned; raises CheckpointError if it can't.
 
-    Tensors appear in the tree as the objects they are in `tensors`.
+    The tree contains the objects of `tensors` themselves.
     """
     try:
         return _decode(json, tensors)
@@ -106,7 +106,7 @@ def put_together(json: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def names_in(json: Any) -> set[str]:
-    """Names of the tensors that an encoded tree refers to."""
+    """Return the names of the tensors that an encoded tree refers to."""
     names: set[str] = set()
     pending = [json]
     while pending:
@@ -125,7 +125,7 @@ def names_in(json: Any) -> set[str]:
 
 
 def joined(one: Any, other: Any) -> Any:
-    """Two encoded trees as one: their dicts hold the keys of both; of all else, what `one` has."""
+    """Return two encoded trees as one: dicts have the keys of both, other values are those of `one`."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return one
     [(tag, mine)], theirs = one.items(), other.get(next(iter(one)))
@@ -136,7 +136,7 @@ def joined(one: Any, other: Any) -> Any:
 
 
 def present(tree: Any) -> Any:
-    """A decoded tree without what was not read, because other ranks hold it."""
+    """Return a decoded tree without the tensors that were not read because other ranks hold them."""
     if not isinstance(tree, dict):
         return tree
     kept = {key: present(value) for key, value in tree.items() if not _absent(value)}
@@ -144,7 +144,7 @@ def present(tree: Any) -> Any:
 
 
 def some(tree: Any, keep: Callable[[str, torch.Tensor], bool], *root: str | int) -> dict[Any, Any]:
-    """Of a tree only the tensors for which `keep(path, tensor)` holds, in dicts."""
+    """Return only the tensors of a tree for which `keep(path, tensor)` is true, in dicts."""
     kept: dict[Any, Any] = {}
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         at = (*root, key)
@@ -157,7 +157,7 @@ def some(tree: Any, keep: Callable[[str, torch.Tensor], bool], *root: str | int)
 
 
 def path_of(*keys: str | int) -> str:
-    """The name of the tensor below these keys."""
+    """Return the name of the tensor below these keys."""
     return "/".join(map(_escape, keys))
 
 
@@ -166,13 +166,13 @@ def _absent(value: Any) -> bool:
 
 
 def shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a tree, to be compared by `compare_names`."""
+    """Return the names and shapes of the tensors of a tree, for `compare_names`."""
     return {name: tuple(tensor.shape) for name, tensor in take_apart(tree).tensors.items()}
 
 
 @dataclass(frozen=True)
 class TensorDifferences:
-    """How stored tensors differ from expected ones; `str` gives the first of each kind."""
+    """The differences between stored and expected tensors; `str` shows the first of each kind."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -189,7 +189,7 @@ class TensorDifferences:
 def compare_names(
     expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]
 ) -> TensorDifferences | None:
-    """Compare names and shapes, in the order in which they are given; None if they are equal."""
+    """Compare names and shapes, in the given order; return None if they are equal."""
     difference = TensorDifferences(
         missing=tuple(name for name in expected if name not in found),
         unexpected=tuple(name for name in found if name not in expected),
@@ -204,7 +204,7 @@ def compare_names(
 
 
 class _Encoder:
-    """Every JSON object it makes has one key, which says what the value is."""
+    """Encodes values as JSON; each object has a single key, the kind of the value."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -280,7 +280,7 @@ def _escape(key: str | int) -> str:
 
 def _from_numpy(array: np.ndarray[Any, Any], path: tuple[str, ...]) -> torch.Tensor:
     try:
-        # The copy also gives torch what it needs: writable memory and positive strides.
+        # torch also needs the copy for writable memory and positive strides.
         return torch.from_numpy(array.copy(order="C"))
     except (TypeError, ValueError):
         found = f"a NumPy array of dtype {array.dtype}"
@@ -296,7 +296,7 @@ def _refusal(path: tuple[str, ...], found: str, fix: str) -> CheckpointError:
 
 
 def _items(content: Any) -> dict[Any, Any]:
-    # Only keys that are not all strings make a list of pairs.
+    # A list of pairs if not all keys are strings.
     if isinstance(content, dict):
         return content
     return {_decode(key, {}): value for key, value in content}

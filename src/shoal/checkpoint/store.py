@@ -1,8 +1,8 @@
-"""Checkpoints as directories: what commits one, and what proves one whole.
+"""Checkpoints as directories: the commit of a save, and the proof that a checkpoint is complete.
 
-A save fills a directory of its own. The manifest, written and synced last, is the commit, and is what
-a removal removes first. So at whatever moment a process dies, each directory either is a complete
-checkpoint or visibly is not.
+Each save fills its own directory. The manifest is written and synced last, which is the commit, and a
+removal removes it first. Whenever a process dies, each directory is therefore either a complete
+checkpoint or visibly incomplete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 FORMAT = "shoal checkpoint"
 VERSION = 1
 
-# Names that lie in a checkpoint's own directory, on every file system, and that any terminal shows.
+# Names that are in a checkpoint's own directory on every file system, and that any terminal shows.
 _FILE = re.compile(r"\w[\w.+-]*", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST_MANIFEST = 1 << 28
@@ -43,9 +43,9 @@ class FileRecord:
     sha256: str
 
     def difference(self, path: AnyPath, *, read: bool = True) -> str | None:
-        """Why the file at `path` is not this one; None if it is. Only its size, unless `read`.
+        """Return the difference between the file at `path` and this record; None if there is none.
 
-        Raises RemoteError where that can't be known now.
+        Compares only the size, unless `read`. Raises RemoteError if the file can't be reached now.
         """
         try:
             with open_file(path) as file:
@@ -82,7 +82,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def render(self) -> bytes:
-        """The one text of this manifest: a reader accepts it byte for byte or not at all."""
+        """Return the text of this manifest; a reader accepts only exactly these bytes."""
         body = {
             "step": self.step,
             "world_size": self.world_size,
@@ -95,11 +95,11 @@ class Manifest:
 
     @staticmethod
     def parse(raw: bytes) -> Manifest:
-        """The manifest that renders as `raw`; raises DamageError if there is none."""
+        """Return the manifest that renders as `raw`; raises DamageError if there is none."""
         try:
             content = json.loads(raw)
         except (ValueError, RecursionError):
-            raise DamageError(f"{MANIFEST} is torn or altered (not JSON)") from None
+            raise DamageError(f"{MANIFEST} is truncated or altered (not JSON)") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise DamageError(f"{MANIFEST} is not one of a Shoal checkpoint")
         if content.get("version") != VERSION:
@@ -115,13 +115,13 @@ class Manifest:
         if not whole:
             raise DamageError(f"{MANIFEST} is altered (its own SHA-256 differs)")
         if not manifest.is_possible():
-            raise DamageError(f"{MANIFEST} says what no checkpoint can be")
+            raise DamageError(f"{MANIFEST} has values that no checkpoint can have")
         return manifest
 
     def is_possible(self) -> bool:
-        """Whether its values are of the types and in the ranges that a reader relies on.
+        """Return whether its values have the types and ranges that a reader relies on.
 
-        Anybody can write a manifest with the right SHA-256, so this is no matter of damage alone.
+        Anyone can write a manifest with the right SHA-256, so an invalid value need not be damage.
         """
         records = self.files.values()
         numbers = [self.step, self.world_size, *(record.bytes for record in records)]
@@ -134,7 +134,7 @@ class Manifest:
 
 
 class _Digest(Thread):
-    """Hashes on a core of its own what is written meanwhile: one takes as long as the other."""
+    """Hashes blocks on a separate core while they are written: both take about the same time."""
 
     def __init__(self, blocks: Sequence[bytes | memoryview]) -> None:
         super().__init__(name="shoal digest", daemon=True)
@@ -150,8 +150,8 @@ class _Digest(Thread):
 class Store(ABC, Generic[P]):
     """The checkpoints below one directory.
 
-    Any rank may call `write` and `probe`; what moves or removes directories is for one
-    rank only, and only while no other rank writes. The subclasses say where a save writes to.
+    Any rank may call `write` and `probe`. Only one rank may call the methods that move or remove
+    directories, and only while no other rank writes. The subclasses define the directory of a save.
     """
 
     def __init__(self, directory: P, files: Files) -> None:
@@ -164,31 +164,31 @@ class Store(ABC, Generic[P]):
 
     @abstractmethod
     def where(self, step: int) -> P:
-        """The directory of the checkpoint that is being saved, once it is there."""
+        """Return the directory of the checkpoint that is being saved, once it exists."""
 
     @abstractmethod
-    def under_way(self, step: int) -> P:
-        """The directory that the save writes to."""
+    def unfinished(self, step: int) -> P:
+        """Return the directory that the save writes to."""
 
     @abstractmethod
     def tidy(self) -> None:
-        """Finish what a killed save or removal began, without losing a checkpoint."""
+        """Finish interrupted saves and removals without losing a checkpoint."""
 
     @abstractmethod
     def publish(self, step: int) -> P:
         """Give a sealed checkpoint its final name, replacing one of the same step.
 
-        Where that fails it stays where it is, and is as good there. Nothing needs to be synced: a
-        rename that a power cut undoes leaves it there too.
+        If that fails, the checkpoint keeps its name and is valid there. Nothing needs to be synced: if
+        a power failure undoes the rename, the checkpoint is also valid under its first name.
         """
 
     @abstractmethod
     def remove(self, path: P) -> None:
-        """Remove a checkpoint so that no moment shows half of it."""
+        """Remove a checkpoint so that at no moment a part of it looks complete."""
 
     @abstractmethod
     def remove_tree(self, path: P) -> None:
-        """Remove a directory with all that is in it, the manifest first."""
+        """Remove a directory with its contents, the manifest first."""
 
     def candidates(self) -> list[P]:
         """Return the directories that may be checkpoints, newest first.
@@ -207,13 +207,13 @@ class Store(ABC, Generic[P]):
         ]
 
     def begin(self, step: int, size: int = 0, files: int = 0) -> None:
-        """Make room for a checkpoint; before any rank writes to it.
+        """Make room for a checkpoint, before any rank writes to it.
 
-        Raises OSError (ENOSPC) where `size` bytes in `files` files are more than the disk takes.
+        Raises OSError (ENOSPC) if the disk has no space for `size` bytes in `files` files.
         """
         self.tidy()
         self._check_room(size, files)
-        target = self.under_way(step)
+        target = self.unfinished(step)
         if target.exists():
             raise FileExistsError(
                 errno.EEXIST, "a complete checkpoint that can't be replaced is there", str(target)
@@ -222,26 +222,26 @@ class Store(ABC, Generic[P]):
     def write(self, step: int, name: str, blocks: Sequence[bytes | memoryview]) -> FileRecord:
         """Write and sync one file of an unfinished checkpoint, and hash it without reading it back.
 
-        Its bytes are reserved first, where that tells at once that they do not fit.
+        Its bytes are reserved first, so that a full disk raises an error at once.
         """
-        target = self.under_way(step)
+        target = self.unfinished(step)
         self.files.make_directory(target)
         return self._write(target / name, blocks, sum(map(len, blocks)))
 
     def seal(self, step: int, manifest: Manifest) -> None:
-        """Commit: from the moment the manifest is on the disk the checkpoint exists."""
-        target = self.under_way(step)
+        """Commit: the checkpoint exists from the moment at which the manifest is on the disk."""
+        target = self.unfinished(step)
         self._write(target / MANIFEST, [manifest.render()])
         self.files.sync_directory(target)
         self.files.sync_directory(self.directory)
 
     def discard(self, step: int) -> None:
-        """Free what a failed save has taken, as far as possible; before it is published."""
+        """Free the space of a failed save, as far as possible, before it is published."""
         with suppress(OSError):
-            self.remove_tree(self.under_way(step))
+            self.remove_tree(self.unfinished(step))
 
     def probe(self, rank: int) -> None:
-        """Write, sync and remove a small file; raises OSError where that is not possible."""
+        """Write, sync and remove a small file; raises OSError if that is not possible."""
         self.files.make_directory(self.directory)
         path = self.directory / f".probe-{rank}"
         if path.exists():
@@ -259,15 +259,15 @@ class Store(ABC, Generic[P]):
         return sorted(named, key=lambda each: each[0])
 
     def may_be_whole(self, name: Name, path: P) -> bool:
-        """Whether a directory is to be listed; damaged ones are, for somebody may miss them."""
+        """Return whether to list a directory; damaged checkpoints are listed, for users to see."""
         if name.suffix == PARTIAL:
             return self.is_committed(path)
-        # The name is final from the first file on and proves nothing: the save may be running.
+        # The name is final from the first file on; the save may still be running.
         return (path / MANIFEST).exists() if name.numbered else not name.suffix
 
     def is_committed(self, path: P) -> bool:
-        """Whether there is a valid manifest."""
-        # One that can't be read just now may be valid: that raises, and is no "no".
+        """Return whether the directory has a valid manifest."""
+        # A manifest that can't be read now may be valid: that raises an error.
         try:
             _refuse_link(path)
             return read_manifest(path).step == step_of(path)
@@ -304,11 +304,11 @@ class Store(ABC, Generic[P]):
                     self.files.write(file, block)
                 self.files.sync(file)
         except OSError as error:
-            # Errors of write and fsync name no file.
+            # Errors of write and fsync have no file name.
             error.filename = error.filename or str(path)
             raise
         finally:
-            digest.join()  # else it would read what may be overwritten
+            digest.join()  # the blocks may be overwritten after this call
         return FileRecord(sum(map(len, blocks)), digest.sha256.hexdigest())
 
 
@@ -317,10 +317,10 @@ def _is_ours(path: AnyPath) -> bool:
 
 
 def damage(path: AnyPath, manifest: Manifest, *, share: int = 0, of: int = 1) -> str | None:
-    """Why the files of a checkpoint are not what its manifest says; None if they are.
+    """Return the first difference between the files of a checkpoint and its manifest, or None.
 
-    Reads every `of`-th file, beginning with number `share`, so that ranks divide the work. Raises
-    RemoteError where that can't be known now.
+    Reads every `of`-th file from number `share` on, so that ranks split the work. Raises RemoteError if
+    a file can't be reached now.
     """
     for name in sorted(manifest.files)[share::of]:
         reason = manifest.files[name].difference(path / name)
@@ -330,7 +330,7 @@ def damage(path: AnyPath, manifest: Manifest, *, share: int = 0, of: int = 1) ->
 
 
 def is_complete(path: AnyPath) -> bool:
-    """Whether a candidate has a manifest and all files in their sizes. Raises RemoteError."""
+    """Return whether a candidate has a manifest and all files in their sizes. Raises RemoteError."""
     try:
         records = manifest_of(path).files
     except DamageError:
@@ -339,9 +339,9 @@ def is_complete(path: AnyPath) -> bool:
 
 
 def manifest_of(path: AnyPath) -> Manifest:
-    """The manifest of a checkpoint by the name of its step; raises DamageError.
+    """Return the manifest of a checkpoint of the step in its name; raises DamageError.
 
-    Raises RemoteError where it can't be known now.
+    Raises RemoteError if it can't be reached now.
     """
     _refuse_link(path)
     try:
@@ -358,12 +358,12 @@ def manifest_of(path: AnyPath) -> Manifest:
 
 
 def _refuse_link(path: AnyPath) -> None:
-    """Raise DamageError for a link in the place of a checkpoint."""
+    """Raise DamageError if the path of a checkpoint is a symbolic link."""
     if isinstance(path, Path) and path.is_symlink():
-        raise DamageError("it is a symbolic link, which may lead out of the directory")
+        raise DamageError("it is a symbolic link, whose target may be outside of the directory")
 
 
 def read_manifest(path: AnyPath) -> Manifest:
-    """The manifest in a directory, whatever its name; raises OSError or DamageError."""
+    """Return the manifest in a directory of any name; raises OSError or DamageError."""
     with open_file(path / MANIFEST) as file:
         return Manifest.parse(file.read(_LARGEST_MANIFEST))

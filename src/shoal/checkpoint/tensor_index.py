@@ -1,7 +1,7 @@
-"""The table of a checkpoint's tensors, as `state.json` has it, and whether it can be one.
+"""The table of a checkpoint's tensors in `state.json`, and the check that it is valid.
 
-A SHA-256 shows damage, not malice: an attacker who can write files can write their sums. So all of
-a table is checked before a tensor is made or a file opened from it.
+A SHA-256 shows damage, not malice: an attacker who can write files can write their checksums. The
+complete table is therefore checked before a tensor is allocated or a file is opened from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_AXES = 64  # torch's own limit
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: where in it, how large, and the file and key that hold it."""
+    """A part of a tensor: its offsets and sizes in the tensor, and the file and key that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: its dtype by torch's name, its shape, and the chunks that make it up."""
+    """A tensor: its dtype by torch's name, its shape, and its chunks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,14 +49,14 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """The size of the whole tensor."""
+        """The size of the complete tensor."""
         return math.prod(self.shape) * BYTES[self.dtype]
 
 
 def read_tensor_index(raw: bytes, manifest: Manifest) -> dict[str, Any]:
     """Return the contents of `state.json`, with its table checked against the manifest.
 
-    Raises DamageError where it can't be what a checkpoint says.
+    Raises DamageError if they can't be those of a checkpoint.
     """
     if STATE not in manifest.files:
         raise DamageError(f"its manifest names no {STATE}")
@@ -74,9 +74,9 @@ def read_tensor_index(raw: bytes, manifest: Manifest) -> dict[str, Any]:
 
 
 def rows(content: Mapping[str, Any], files: Mapping[str, FileRecord]) -> dict[str, TensorEntry]:
-    """Return the table in what `read_tensor_index` returned.
+    """Return the table of the contents that `read_tensor_index` returned.
 
-    Raises DamageError for one that no tensors can have.
+    Raises DamageError for a table that no tensors can have.
     """
     table = {name: _row(name, row) for name, row in content["tensors"].items()}
     held: Counter[str] = Counter()
@@ -95,7 +95,7 @@ def rows(content: Mapping[str, Any], files: Mapping[str, FileRecord]) -> dict[st
 
 def _row(name: str, row: Any) -> TensorEntry:
     if row["dtype"] not in BYTES:
-        raise _impossible(name, "its dtype is none")
+        raise _impossible(name, "its dtype is unknown")
     shape = _sizes(name, row["shape"])
     if math.prod(size or 1 for size in shape) * BYTES[row["dtype"]] >= 2**63:
         raise _impossible(name, "it is larger than any memory")
@@ -126,7 +126,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def _fill(row: TensorEntry) -> bool:
-    """Whether the chunks are exactly the tensor: none of its elements in two of them, or in none."""
+    """Return whether the chunks fill the tensor exactly, without overlaps or gaps."""
     boxes = [
         tuple((at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
         for chunk in row.chunks
@@ -136,7 +136,7 @@ def _fill(row: TensorEntry) -> bool:
 
 
 def _tile(whole: Box, boxes: Sequence[Box]) -> bool:
-    """Whether boxes fill `whole` exactly, as they do that come of cutting it through and through."""
+    """Return whether boxes that result from cuts straight across `whole` fill it exactly."""
     if len(boxes) <= 1:
         return list(boxes) == [whole]
     for axis in range(len(whole)):
@@ -152,7 +152,7 @@ def _tile(whole: Box, boxes: Sequence[Box]) -> bool:
 
 
 def _slabs(axis: int, boxes: Sequence[Box]) -> Iterator[list[Box]]:
-    """Groups of boxes between which a cut across `axis` goes through none of them."""
+    """Yield groups of boxes such that a cut across `axis` between two groups crosses no box."""
     slab: list[Box] = []
     end = 0
     for box in sorted(boxes, key=lambda box: box[axis]):
@@ -172,4 +172,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")

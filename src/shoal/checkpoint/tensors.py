@@ -1,12 +1,11 @@
-"""Tensors in safetensors files: DCP's planner decides who writes and reads what, we store it.
+"""Tensors in safetensors files: DCP's planner assigns chunks to ranks, Shoal stores them.
 
-A rank writes one file with the chunks that the plan gives it. A table, which is JSON, names each
-tensor's dtype and shape and the file and key of each of its chunks. Nothing is pickled into files
-or unpickled from them.
+A rank writes one file with the chunks of its plan. A JSON table has the dtype and shape of each tensor
+and the file and key of each of its chunks. Files contain no pickled data.
 
-Of saving DCP has only the planning: a plan is made once and serves until the form of the state
-changes. Neither saving nor loading uses DCP's exchange between ranks, which unpickles what other ranks
-send.
+A save uses only DCP's planning: a plan is computed once and reused until the form of the state
+changes. Neither saving nor loading uses DCP's exchange between ranks, which unpickles the data of
+other ranks.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 @dataclass(frozen=True)
 class Plan:
-    """Which chunks of the tensors this rank writes, and where all ranks write which chunk."""
+    """The chunks of tensors that this rank writes, and the place of each chunk of all ranks."""
 
     form: str
-    """Of the tensors, as `form_of` gives it: for others of the same form the plan is the same."""
+    """The form of the tensors, from `form_of`: tensors of the same form have the same plan."""
     items: list[WriteItem]
     table: Table
 
@@ -88,9 +87,9 @@ def file_of(rank: int) -> str:
 
 
 def global_plan(form: str, plans: list[SavePlan], rank: int) -> Plan:
-    """Return what `rank` writes, from the plans of all ranks: what several hold, only one writes.
+    """Return the plan of `rank` from the plans of all ranks; of several copies, one rank writes one.
 
-    Every rank computes the same from the same plans.
+    Every rank computes the same result from the same plans.
     """
     assigned, metadata = _planner({}, first=True).create_global_plan(plans)
     places = {
@@ -102,9 +101,9 @@ def global_plan(form: str, plans: list[SavePlan], rank: int) -> Plan:
 
 
 def chunks_of(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The chunks that this rank writes, by their keys in its file."""
+    """Return the chunks that this rank writes, by their keys in its file."""
     planner = _planner(tensors, first=False)
-    # The state given to DCP holds tensors and nothing else.
+    # The state passed to DCP holds only tensors.
     return {_key(item): cast(torch.Tensor, planner.resolve_data(item)) for item in plan.items}
 
 
@@ -115,10 +114,10 @@ def _planner(tensors: Mapping[str, torch.Tensor], *, first: bool) -> DefaultSave
 
 
 def load_tensors(directory: AnyPath, table: Table, targets: dict[str, torch.Tensor]) -> None:
-    """Fill `targets`, which may be sharded otherwise than what was saved, in place.
+    """Fill `targets` in place; they may be sharded differently than the saved tensors.
 
-    Each rank plans what it reads alone: DCP's exchange of the plans of all ranks, which changes
-    nothing in them, unpickles what other ranks send. Raises what reading raised.
+    Each rank plans alone which parts it reads: DCP's exchange of the plans of all ranks does not change
+    them, and it unpickles data of other ranks. Raises the errors of reading.
     """
     try:
         with _no_warning():
@@ -136,7 +135,7 @@ def load_tensors(directory: AnyPath, table: Table, targets: dict[str, torch.Tens
 def allocate(
     row: Mapping[str, Any], like: torch.Tensor | None = None, device: str = "cpu"
 ) -> torch.Tensor:
-    """An uninitialised tensor for one row of the table: divided as `like` is, else on `device`."""
+    """Return an uninitialised tensor for one row of the table: sharded like `like`, or on `device`."""
     dtype = _DTYPE_NAMES[row["dtype"]]
     if isinstance(like, DTensor) and list(like.shape) == row["shape"]:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
@@ -221,12 +220,14 @@ class ChunkReader(StorageReader):
 
 
 def check_piece(value: torch.Tensor, sizes: Sequence[int], dtype: str) -> None:
-    """Raise DamageError where a file holds another piece than the table says: copying would convert
-    or repeat its values."""
+    """Raise DamageError if a file holds another piece than the table says.
+
+    Copying it would convert or repeat its values.
+    """
     wanted = _DTYPE_NAMES[dtype]
     pair = (2,) if wanted.is_complex else ()
     if tuple(value.shape) != (*sizes, *pair) or value.dtype != wanted.to_real():
-        raise DamageError(f"a file holds {_form(value)} in the place of {dtype} {list(sizes)}")
+        raise DamageError(f"a file holds {_form(value)} in place of {dtype} {list(sizes)}")
 
 
 def _form(value: torch.Tensor) -> str:

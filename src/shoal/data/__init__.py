@@ -1,7 +1,7 @@
-"""The global batch in, this rank's part out: loader, orders, shards and batches.
+"""Data loading: global batches and the local batches of each rank, orders and sharded datasets.
 
-It offers `Loader`, `Batch` and the orders in which samples come; how a batch is divided depends
-only on positions, so that the same samples are consumed at every number of ranks.
+It exports `Loader` and the orders of samples. The split of a batch depends only on positions, so
+that training consumes the same samples at any number of ranks.
 """
 
 from shoal.data.loader import Loader

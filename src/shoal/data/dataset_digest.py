@@ -37,7 +37,7 @@ def arrays_in(dataset: Any, name: str = "", depth: int = 0) -> Iterator[tuple[st
 
 
 def _bytes(array: np.ndarray) -> Tensor:
-    """The bytes of an array, which may be read-only like a memory-mapped file."""
+    """Return the bytes of an array, which may be read-only, such as a memory-mapped file."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8))

@@ -93,7 +93,7 @@ class Feed(ABC):
         return None
 
     def held(self) -> dict[str, str]:
-        """Return digests of the arrays that the user's dataset holds, by their names; see Source."""
+        """Return digests of the arrays that the user's dataset holds, by their names."""
         return {}
 
     @abstractmethod
@@ -226,7 +226,7 @@ def check_state(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             raise DataError(
                 given=f"a Loader with {ours}",
                 found=f"a checkpoint written with {theirs}: samples would be repeated or missed",
-                fix="train on the same data in the same order, or start afresh in another run "
+                fix="train on the same data in the same order, or start a new run in another run "
                 "directory: shoal.Run('runs/b', …)",
             )
 

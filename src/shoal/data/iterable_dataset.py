@@ -51,8 +51,8 @@ class Flow(Feed):
         if getattr(dataset, "_distributed", None) is not None:
             raise DataError(
                 given="Loader(split_dataset_by_node(dataset, …), …)",
-                found="it gives each rank a part, and the Loader would cut that part again",
-                fix="the whole dataset on every rank: leave split_dataset_by_node out",
+                found="it gives each rank a part, and the Loader would split that part again",
+                fix="the complete dataset on every rank: leave split_dataset_by_node out",
             )
         self.seed = cutting.seed
         self._dataset = dataset
@@ -151,10 +151,10 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
         found = sum(len(self._read(samples, first + number, 1)) for number in range(offset))
         if found < offset:
             raise DataError(
-                given=f"Loader({type(self._dataset).__name__}, …) that had given {offset:,} samples of "
-                f"epoch {epoch}",
+                given=f"Loader({type(self._dataset).__name__}, …) after {offset:,} samples of epoch "
+                f"{epoch}",
                 found=f"the dataset now ends after {found:,}",
-                fix="train on the same data, or start afresh in another run directory",
+                fix="train on the same data, or start a new run in another run directory",
             )
         return samples
 
@@ -178,8 +178,8 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
     def _nothing(self, epoch: int, found: int) -> DataError:
         return DataError(
             given=f"Loader({type(self._dataset).__name__}, …)",
-            found=f"epoch {epoch} gives {found} samples, and so no batch",
+            found=f"epoch {epoch} has {found} samples, which is not enough for a batch",
             fix="its __iter__ must start from the beginning each time: "
             "`def __iter__(self): yield from …`, not "
-            "`return self`; or a smaller batch_size with drop_last",
+            "`return self`; with drop_last, a smaller batch_size",
         )

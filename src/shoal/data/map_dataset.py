@@ -21,14 +21,14 @@ from shoal.util.errors import DataError
 Collate = Callable[[list[Any]], Any]
 
 SAMPLE_STREAM = 2
-"""Of Noise: the draws of a dataset's samples; 0 and 1 are a task's inputs and loss."""
+"""The stream of Noise for a dataset's samples; 0 and 1 are a task's inputs and loss."""
 GLOBAL_STREAM = 3
 
 
 class BlockDataset(Dataset[list[list[Any]]]):
     """A dataset whose index is a list of local batches and whose item is their micro-batches.
 
-    This is what torch's DataLoader workers hold: one item per block, fetched at once.
+    torch's DataLoader workers hold it: one item per block, fetched at once.
     """
 
     size: int
@@ -80,11 +80,11 @@ class Sampled(BlockDataset):
 
 
 class Mapped(Sampled):
-    """A map-style dataset: one `__getitems__` or many `__getitem__`.
+    """A map-style dataset: one call of `__getitems__`, or one of `__getitem__` per sample.
 
-    Either may have a parameter `rng`: the numpy.random.Generator of the sample, which depends on
-    (seed, epoch, position) alone, or the list of them. With `seed_transforms` the global generators
-    are set from the same before each sample.
+    Either may have a parameter `rng`: the numpy.random.Generator of the sample, which depends only on
+    (seed, epoch, position), or the list of them. With `seed_transforms`, the global generators are
+    seeded the same way before each sample.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Mapped(Sampled):
         self.size = len(dataset)
 
     def held(self) -> dict[str, str]:
-        """See Source."""
+        """See BlockDataset."""
         return {name: digest([array]) for name, array in arrays_in(self._dataset)}
 
     def samples(self, share: Share) -> list[Any]:
@@ -174,18 +174,18 @@ def _generators() -> tuple[Any, ...]:
 
 def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
     (python, numpy, ours), (python_now, numpy_now, ours_now) = before, after
-    alike = all(np.array_equal(one, other) for one, other in zip(numpy, numpy_now, strict=True))
-    return python == python_now and alike and torch.equal(ours, ours_now)
+    equal = all(np.array_equal(one, other) for one, other in zip(numpy, numpy_now, strict=True))
+    return python == python_now and equal and torch.equal(ours, ours_now)
 
 
 def _tell_of_draws() -> None:
-    """Once: from the first worker, if there are several."""
+    """Warn once: only the first worker does."""
     here = get_worker_info()
     if here is None or here.id == 0:
         warnings.warn(
-            "the dataset draws random numbers that are not those of its samples, so results depend on "
-            "the numbers of processes and workers: def __getitem__(self, index, rng) takes a NumPy "
-            "generator of the sample's own; Loader(…, seed_transforms=True) seeds the global ones",
+            "the dataset draws random numbers from global generators, so results depend on the numbers "
+            "of processes and workers: def __getitem__(self, index, rng) gets a NumPy generator for "
+            "the sample; Loader(…, seed_transforms=True) seeds the global generators for each sample",
             stacklevel=2,
         )
 
@@ -215,9 +215,9 @@ def _refuse_to_hide(inner: Any, wrapper: Any) -> None:
         raise DataError(
             given=f"Loader({type(wrapper).__name__} of {type(inner).__name__}, …)",
             found=f"{type(inner).__name__}.__getitem__ takes rng, which {type(wrapper).__name__} does "
-            "not pass on: its samples would be without",
-            fix="choose the samples inside the dataset, or pass rng on in a __getitem__ of "
-            "the wrapper's own",
+            "not pass on: its samples would get no generator",
+            fix="choose the samples inside the dataset, or define a __getitem__ of the wrapper that "
+            "passes rng on",
         )
 
 

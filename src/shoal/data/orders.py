@@ -78,7 +78,7 @@ class WeightedSampling:
         if table.ndim != 1 or not np.isfinite(table).all() or (table < 0).any() or not table.any():
             raise DataError(
                 given=f"WeightedSampling(weights) of shape {table.shape}",
-                found="not one finite number >= 0 per sample, or nothing but zeros",
+                found="not one finite number >= 0 per sample, or only zeros",
                 fix="one weight per sample, for example 1 / count[label] for each label",
             )
         if size is not None and size < 1:
@@ -91,7 +91,7 @@ class WeightedSampling:
         self._size = self.samples if size is None else int(size)
         # Scaling by a power of two is exact. Unscaled sums could overflow or underflow.
         self._sums = np.cumsum(np.ldexp(table, -np.frexp(table.max())[1]))
-        self._last = int(np.flatnonzero(table)[-1])  # rounding must not draw a weight of 0 behind it
+        self._last = int(np.flatnonzero(table)[-1])  # rounding must not draw a weight of 0 after it
 
     def __len__(self) -> int:
         return self._size
@@ -125,7 +125,7 @@ def uniform(positions: Indices, *, seed: int, epoch: int) -> npt.NDArray[np.floa
 
 
 class Listed:
-    """A torch Sampler, listed once per epoch; DataError unless the list depends on epoch only."""
+    """A torch Sampler, listed once per epoch; DataError unless the list depends only on the epoch."""
 
     def __init__(self, sampler: Sampler[Any]) -> None:
         self._sampler = sampler
@@ -134,7 +134,7 @@ class Listed:
         if not np.array_equal(self._list(0), self._listed[1]):
             raise DataError(
                 given=f"Loader(order={type(sampler).__name__})",
-                found="it lists other indices each time, so that ranks and resumed runs would differ",
+                found="it lists different indices each time, so ranks and resumed runs would differ",
                 fix="shuffle=True without order, which shuffles by (seed, epoch); or in the sampler: "
                 "set_epoch(epoch), and a generator seeded from it in __iter__",
             )
@@ -151,7 +151,7 @@ class Listed:
                     given=f"Loader(order={type(self._sampler).__name__})",
                     found=f"it lists {len(self):,} indices in one epoch and {len(listed):,} in epoch "
                     f"{epoch}, so that positions have no fixed meaning",
-                    fix="a sampler of one length, or shoal.WeightedSampling(weights, size=…)",
+                    fix="a sampler of constant length, or shoal.WeightedSampling(weights, size=…)",
                 )
             self._listed = epoch, listed
         taken: Indices = self._listed[1][positions]
@@ -171,7 +171,7 @@ def _refuse_known(sampler: Sampler[Any]) -> None:
             "leave order out, or shuffle=True",
         )
     elif isinstance(sampler, WeightedRandomSampler):
-        found = "it draws from a generator whose state no position gives back"
+        found = "it draws from a generator, and a position does not determine its state"
         fix = "order=shoal.WeightedSampling(weights)"
     elif isinstance(sampler, BatchSampler):
         found = "it yields batches; batch_size is a separate option"

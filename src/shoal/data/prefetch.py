@@ -9,7 +9,7 @@ import torch
 
 from shoal.distributed.to_device import move, tensors_in
 from shoal.telemetry.step_timer import TRANSFER, Timeline
-from shoal.util.accelerator import streams
+from shoal.util.accelerator import is_accelerator, streams
 
 Item = TypeVar("Item")
 
@@ -23,6 +23,9 @@ def on_device(
     copies overlap only from pinned memory. A device without streams copies each item when it is due,
     and on the CPU the items pass unchanged. The `timeline` records the waits of the computation.
     """
+    if not is_accelerator(device):
+        yield from items
+        return
     module = streams(device)
     if module is None:
         for item, values in items:

@@ -103,10 +103,10 @@ class ShardedDataset(Generic[Shard]):
 
 
 class Lanes:
-    """The order of a stream: its shards, shuffled and laid end to end, cut into equal lanes.
+    """The order of a sharded dataset: its shuffled shards, concatenated and split into equal lanes.
 
-    A lane may begin and end in mid-shard; so all lanes end together, and no rank runs out before the
-    others. They are taken in turn, `chunk` samples each, then what is left of each.
+    A lane may begin and end in mid-shard, so that all lanes end together and no rank runs out of
+    samples before the others. The lanes are read in turn, `chunk` samples each, then the rest of each.
     """
 
     def __init__(self, lengths: Sequence[int], *, lanes: int, chunk: int, shuffle: bool) -> None:
@@ -162,7 +162,7 @@ class Lanes:
 
 
 class Streamed(Sampled):
-    """The source of a ShardedDataset: shards stay open between local batches and are read on."""
+    """The source of a ShardedDataset: shards stay open from one local batch to the next."""
 
     def __init__(
         self, stream: ShardedDataset[Any], collate: Collate, seed: int, *, seed_transforms: bool
@@ -196,7 +196,7 @@ class Streamed(Sampled):
         return found
 
     def _at(self, shard: int, offset: int) -> Iterator[Any]:
-        """Return the shard from sample `offset` on: one open shortly before it, or opened there."""
+        """Return the shard from sample `offset` on: one open shortly before it, or a new iterator."""
         near = range(offset - 1, offset - 1 - SKIPPED, -1)
         behind = [place for number, place in self._open if number == shard and place in near]
         if behind:
@@ -224,7 +224,7 @@ class Streamed(Sampled):
             given=f"ShardedDataset: shard {self._stream.shards[shard]!r} (number {shard}) of "
             f"{self._lengths[shard]:,} samples",
             found=found,
-            fix="give the lengths that `read` yields, or none and they are counted; "
+            fix="pass the lengths that `read` yields, or leave lengths out; "
             "`read(shard, start)` begins with sample number `start`, from 0",
         )
 
@@ -233,7 +233,7 @@ _END = object()
 
 
 def counted(stream: ShardedDataset[Any], world: World) -> list[int]:
-    """Return the lengths of a stream's shards; all ranks together count unknown ones. Collective."""
+    """Return the lengths of a dataset's shards; all ranks together count unknown ones. Collective."""
     if stream.lengths is None:
         begun = time.perf_counter()
         mine: list[int] = []

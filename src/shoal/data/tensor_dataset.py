@@ -21,10 +21,10 @@ BLOCK_BYTES = 4 * 2**20
 
 
 class Arrays(BlockDataset):
-    """Tensors in memory: one gather per tensor and block, micro-batches are parts of its memory.
+    """Tensors in memory: one gather per tensor and block; micro-batches are parts of the result.
 
-    Each part has a version counter of its own, which views do not have: a model may change one
-    micro-batch in place while autograd keeps another for its backward.
+    Each part has its own version counter, unlike a view: a model may change one micro-batch in
+    place while autograd keeps another for its backward.
     """
 
     def __init__(self, structure: Any, tensors: dict[Any, Tensor], share: int) -> None:
@@ -74,7 +74,7 @@ def source(
             raise DataError(
                 given="Loader with several tensors",
                 found=f"they hold different numbers of samples: {lengths}",
-                fix="give tensors with the same first dimension: print([len(t) for t in tensors])",
+                fix="use tensors with the same first dimension: print([len(t) for t in tensors])",
             )
     found: BlockDataset
     if isinstance(dataset, ShardedDataset):
@@ -95,14 +95,14 @@ def source(
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",
             found="it lacks __len__ or __getitem__, which random access needs",
-            fix="a map-style dataset, tensors or NumPy arrays, for example list(samples); of a "
-            "DataLoader its .dataset",
+            fix="a map-style dataset, tensors or NumPy arrays, for example list(samples); for a "
+            "DataLoader, its .dataset",
         )
     if found.size == 0:
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",
-            found="a dataset without a sample",
-            fix="print(len(dataset)) before it, and check the path or the filter that it was made from",
+            found="a dataset without samples",
+            fix="print(len(dataset)) before it, and check the path or the filter of the dataset",
         )
     return found
 
@@ -138,7 +138,8 @@ def _tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
         raise DataError(
             given=f"Loader with an array of dtype {value.dtype}",
             found="torch has no tensor for it",
-            fix="array.astype('float32') of numbers, np.unique(array, return_inverse=True)[1] of names",
+            fix="array.astype('float32') for numbers, "
+            "np.unique(array, return_inverse=True)[1] for names",
         ) from None
     if value.ndim == 0:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Datasets whose items come with the time that it took to make them, in the process that made them."""
+"""Datasets that measure the time of each item, in the process that makes it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 def timed(dataset: Dataset[Any]) -> Dataset[tuple[Any, float]]:
-    """The same dataset, each item with the seconds that it took.
+    """Return the same dataset, each item with the seconds that making it took.
 
-    A rank with workers sees only how long it waits for them: almost nothing while they keep up, and
-    on one rank alone once none of them do, since the other ranks wait for that rank meanwhile.
+    A rank with workers measures only its wait for them: almost nothing while they keep up. If all
+    ranks' workers are too slow, only one rank waits for its workers, and the others wait for that rank.
     """
     if isinstance(dataset, IterableDataset):
         return _TimedIterable(dataset)

@@ -23,7 +23,7 @@ _FIX: dict[signal.Signals | None, str] = {
     signal.SIGBUS: "shared memory may be full (df -h /dev/shm): take fewer workers, "
     "num_workers={fewer}",
 }
-_ELSE = "num_workers=0 reads the dataset in the rank itself, whose report then has the line"
+_ELSE = "num_workers=0 reads the dataset in the rank itself, whose error then shows the line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class LoaderWorkers:
     processes: list[BaseProcess] = field(default_factory=list)
 
     def explain(self, error: BaseException) -> DataError | None:
-        """The error to raise in the place of torch's, where that tells of a worker that died."""
+        """Return the error to raise in place of torch's if that reports a dead worker, else None."""
         if isinstance(error.__cause__, DataError):
             return error.__cause__
         match = _DIED.match(str(error))
@@ -52,7 +52,7 @@ class LoaderWorkers:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raises DataError for what torch raises inside where a worker has died."""
+        """Raise DataError in place of an error by which torch reports a dead worker."""
         try:
             yield
         except RuntimeError as error:
@@ -62,9 +62,9 @@ class LoaderWorkers:
             raise explained from None
 
     def watch(self) -> None:
-        """Do the same for what torch raises wherever the main thread is when a worker dies.
+        """Do the same for errors that torch raises in the main thread outside the Loader.
 
-        It does so in a handler of SIGCHLD, which it sets when the first workers start.
+        torch raises them in a handler of SIGCHLD, which it sets when the first workers start.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -75,7 +75,7 @@ class LoaderWorkers:
 
 
 class _Handler:
-    """A handler of SIGCHLD that explains what the `former` one raises."""
+    """A handler of SIGCHLD that explains the errors that the `former` one raises."""
 
     def __init__(self, former: Callable[[int, FrameType | None], Any], workers: LoaderWorkers) -> None:
         self.former = former
@@ -87,7 +87,7 @@ class _Handler:
 
 
 def _how(text: str, code: int | None) -> tuple[str, signal.Signals | None]:
-    """How a worker ended, by torch's text or else by the exit `code` of its process."""
+    """Return how a worker ended, by torch's text or else by the exit `code` of its process."""
     killed = _SIGNAL.search(text)
     if killed is not None:
         found = [each for each in signal.Signals if signal.strsignal(each) == killed[1]]

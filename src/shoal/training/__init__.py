@@ -1,5 +1,5 @@
-"""One optimizer step, the run directory, the training loop, evaluation and export.
+"""The optimizer step, the run directory, the training loop, evaluation and export.
 
-It offers `Run`, `train` and the train state with what happens around a step: schedules, preemption,
-early stopping, averages of parameters; a script takes these from `shoal` itself.
+Also schedules, preemption, early stopping and averages of parameters. Scripts import the public names
+from `shoal`.
 """

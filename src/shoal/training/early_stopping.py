@@ -78,8 +78,8 @@ class Validation:
             if value is not None and value < 1:
                 raise StepError(
                     given=f"Validation({name}={value})",
-                    found="it is a number of 1 or more",
-                    fix=f"leave {name} out, or give a positive number",
+                    found="it must be an integer, 1 or more",
+                    fix=f"leave {name} out, or pass a positive number",
                 )
 
     def collating(self, collate_fn: Callable[[list[Any]], Any] | None) -> Validation:
@@ -104,7 +104,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class EarlyStoppingState:
-    """The best evaluation so far, how many have passed since, what follows, and the last `metrics`."""
+    """The best evaluation so far, the number of evaluations since, and the last `metrics`."""
 
     def __init__(self, evaluation: Validation | None) -> None:
         self.evaluation = evaluation

@@ -305,7 +305,7 @@ def _local(name: str, metric: Any, world: World) -> Any:
         raise StepError(
             given=f"metrics={{{name!r}: {type(metric).__name__}}}",
             found="a collection, whose states can't be merged over ranks",
-            fix="give its metrics one by one: metrics={'f1': F1Score(…), 'recall': Recall(…)}",
+            fix="pass its metrics one by one: metrics={'f1': F1Score(…), 'recall': Recall(…)}",
         )
     copy = metric.clone().to(world.device)
     copy.reset()

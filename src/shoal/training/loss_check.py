@@ -1,4 +1,4 @@
-"""The trial of a loss before the first step: is it of the right form, and a sum rather than a mean?"""
+"""The check of a loss function before the first step: that it returns (sum, count), and not a mean."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.strategies.task import Task, place
 from shoal.util.errors import ShoalError, StepError
 
 TOLERANCE = 0.02
-"""Relative to the largest of the losses compared: sums in half precision are that far off."""
+"""Relative to the largest of the compared losses: the error of sums in half precision."""
 
 Sum: TypeAlias = tuple[float, float]
 """(loss sum, count) of some samples."""
@@ -30,13 +30,13 @@ Sum: TypeAlias = tuple[float, float]
 def check_loss_adds_up(
     engine: Engine, task: Task, batch: Batch, *, autocast: torch.dtype | None
 ) -> None:
-    """Raise StepError for a loss that is no (sum, count), or whose sum is a mean. Collective.
+    """Raise StepError if a loss is not (sum, count), or if its sum is a mean. Collective.
 
-    The loss of a rank's first micro-batch is compared with the losses of its halves. One that can't be
-    cut in halves is collated anew from the samples of each; one of a single sample is tried together
-    with another sample. The model runs in eval mode, without gradients, and random states, modes, what
-    the model holds and the tensors of the batch are put back, so that nothing else changes. Rank 0
-    says so where no rank could try the loss. Raises ShoalError on all ranks if on any.
+    The loss of a rank's first micro-batch is compared with the losses of its halves. If the micro-batch
+    can't be cut in halves, the samples of each half are collated again; a single sample is tried
+    together with another sample. The model runs in eval mode, without gradients. Random states, modes,
+    the model's buffers and the tensors of the batch are restored, so that nothing else changes. Rank 0
+    prints a message if no rank could try the loss. A ShoalError on one rank is raised on all.
     """
     world = engine.world
     trial = _Trial(engine, task, batch, autocast)
@@ -61,10 +61,10 @@ def check_loss_adds_up(
 
 
 def is_mean(whole: float, halves: tuple[Sum, Sum], samples: tuple[int, int]) -> bool:
-    """Whether `whole` is the mean of the losses of its halves and not their sum.
+    """Return whether `whole` is the mean of the losses of its halves and not their sum.
 
-    A mean weighs halves by samples or by counts. False wherever that can't be known, as for losses
-    that couple samples (contrastive ones), which are neither.
+    A mean weighs halves by samples or by counts. False if that can't be known, as for losses that
+    couple samples (contrastive ones), which are neither.
     """
     (first, first_count), (second, second_count) = halves
     tolerance = TOLERANCE * max(abs(whole), abs(first), abs(second))
@@ -78,7 +78,7 @@ def is_mean(whole: float, halves: tuple[Sum, Sum], samples: tuple[int, int]) -> 
 
 
 class _Trial:
-    """A rank's first micro-batch, whole and in halves; a rank without an output only takes part."""
+    """A rank's first micro-batch, complete and in halves; a rank without an output only takes part."""
 
     def __init__(self, engine: Engine, task: Task, batch: Batch, autocast: torch.dtype | None) -> None:
         self._engine = engine
@@ -87,25 +87,25 @@ class _Trial:
         self._micro = batch.micros[0]
         self._autocast = autocast
         self._parts: list[Micro] = []
-        """The micro-batch and its two halves, where there are such; without a world, so that
-        `shoal.gather` asks no other rank."""
+        """The micro-batch and its two halves, if it has halves. They have no world, so that
+        `shoal.gather` does not communicate."""
         self._output_can_be_cut = False
         self.sums: list[Sum] = []
-        """The loss of each part, once they are known."""
+        """The loss of each part, once it is known."""
         self.again = False
-        """Whether this rank has to run the model on the parts to know them."""
+        """True if this rank has to run the model on the parts to know their losses."""
         self.obstacle = ""
-        """Why they can't be known."""
+        """The reason why the losses can't be known."""
 
     def on_all_ranks(self, action: Callable[[], None]) -> None:
-        """Do a part of the trial; raise a ShoalError that it raises on any rank on all. Collective."""
+        """Run a part of the trial; raise a ShoalError of any rank on all ranks. Collective."""
         error: ShoalError | None = None
         try:
             action()
         except ShoalError as caught:
             error = caught
         except Exception as caught:
-            # The step meets it again if it is real; then its traceback is the one that helps.
+            # A real error occurs again in the step, where its traceback is more useful.
             self.obstacle = f"{type(caught).__name__}: {caught}"
         errors = self._engine.world.gather(error)
         if error is not None:
@@ -116,15 +116,15 @@ class _Trial:
                 raise type(other)(given=other.given, found=found, fix=other.fix)
 
     def divide(self) -> None:
-        """Cut the micro-batch in halves, or collate halves and their union anew."""
+        """Cut the micro-batch in halves, or collate its halves and their union again."""
         micro = self._micro
-        if not micro.weight:  # a stand-in
+        if not micro.weight:  # a padding sample
             return
         if micro.samples > 1:
             middle = micro.samples // 2
             rows = (slice(0, middle), slice(middle, micro.samples))
             with suppress(ValueError):
-                # On all ranks that share samples alike, speaking or not.
+                # On all ranks that process the same samples, with or without an output.
                 whole = slice(0, micro.samples)
                 self._parts = [_part(micro, some) for some in (whole, *rows)]
                 self._output_can_be_cut = True
@@ -133,7 +133,7 @@ class _Trial:
         sizes = (size // 2, size - size // 2)
         with random_states_kept(self._engine.module):
             halves = self._batch.again(micro.first, sizes)
-        union = self._batch.again(micro.first, (size,))  # of the same draws
+        union = self._batch.again(micro.first, (size,))  # with the same random numbers
         if halves is None or union is None:
             kind = type(micro.value).__name__
             what = f"a {kind} that can't be cut in halves" if micro.samples > 1 else "one sample"
@@ -149,20 +149,20 @@ class _Trial:
         output = self._run(self._micro)
         if output is None and not self._engine.reports_loss:
             return
-        # Peers that repeat an output take the loss too: it may run another model, which is collective.
+        # Ranks that repeat an output compute the loss too: it may run another model, a collective.
         total = self._reduce(self._micro, output)
         if not self._parts:
             return
         if self._output_can_be_cut:
-            # Models that return their loss, or objects of their own, can't be cut and run again.
+            # The output can't be cut if the model returns its loss or a custom object.
             with suppress(Exception):
-                # Cutting the output is exact even where the model draws noise.
+                # Cutting the output is exact even if the model draws random numbers.
                 halves = [(part, self._cut_for(part, output)) for part in self._parts[1:]]
                 self.sums = [total, *(self._reduce(*pair) for pair in halves)]
         self.again = not self.sums
 
     def in_parts(self) -> None:
-        """Run the model on the parts, or on the whole as often where only others need it."""
+        """Run the model on the parts, or as often on the micro-batch if only other ranks have parts."""
         parts = self._parts or [self._micro._replace(world=None)] * 3
         outputs = [self._run(part) for part in parts]
         if self.again:
@@ -172,7 +172,7 @@ class _Trial:
                 self.obstacle = f"half of a batch raised {type(error).__name__}: {error}"
 
     def compare(self) -> None:
-        """Raise StepError for a mean."""
+        """Raise StepError if the loss is a mean."""
         if not self.sums:
             return
         (whole, counted), first, second = self.sums
@@ -185,7 +185,7 @@ class _Trial:
             )
             return
         if self._micro.samples == 1 and first[1] == second[1] == 1:
-            return  # of one sample the mean is the sum
+            return  # the mean of one sample is its sum
         samples = (self._parts[1].samples, self._parts[2].samples)
         if is_mean(whole, (first, second), samples):
             raise StepError(
@@ -217,7 +217,7 @@ def _part(micro: Micro, rows: slice) -> Micro:
 
 
 def _cut(value: Any, rows: slice, size: int) -> Any:
-    """Some samples of tensors and arrays in tuples, lists and dicts; ValueError for anything else."""
+    """Return some samples of tensors and arrays in tuples, lists and dicts; ValueError for others."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim and len(value) == size:
         return value[rows]
     if type(value) is dict:

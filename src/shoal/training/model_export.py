@@ -1,4 +1,4 @@
-"""Models to and from files that know nothing of Shoal."""
+"""Export and import of models as files that other tools read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shoal.training.step import Step
 from shoal.util.errors import CheckpointError, LaunchError
 
 PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
-"""What wrappers put before a model's own names: DDP and DataParallel, torch.compile, FSDP1."""
+"""The prefixes of names by wrappers: DDP and DataParallel, torch.compile, FSDP1."""
 
 
 def export(
@@ -88,7 +88,7 @@ def export(
     if path.suffix not in (*_STATES, *_PROGRAMS):
         raise CheckpointError(
             given=f"shoal.export(…, {str(path)!r})",
-            found=f"the endings are {', '.join((*_STATES, *_PROGRAMS))}",
+            found=f"the extensions are {', '.join((*_STATES, *_PROGRAMS))}",
             fix="shoal.export(model, 'model.safetensors')",
         )
     if path.suffix in _PROGRAMS:
@@ -116,7 +116,7 @@ def export(
 
 
 def _replicated(model: nn.Module) -> bool:
-    """Whether rank 0 has the whole model, the same as the others at the same step."""
+    """Return whether rank 0 has the complete model, the same as the other ranks at the same step."""
     engine = engine_of(model)
     whole = engine.world.layout.degree("pipeline") == 1 and not divided(dict(model.named_parameters()))
     return whole and not engine.independent_steps and engine.world.membership.survivors is None
@@ -126,7 +126,7 @@ def _first_alone(world: World, given: str, path: Path, save: Callable[[], None])
     """Save on rank 0, which waits for no other rank; the others wait until the file is there.
 
     Many scripts call export on rank 0 only. The step is part of the key: rank 0 may have written the
-    same path before, alone.
+    same path before without the other ranks.
     """
     if world.size == 1:
         Agreement(world).together(given, save)
@@ -146,7 +146,7 @@ def _first_alone(world: World, given: str, path: Path, save: Callable[[], None])
 
 
 def _held(state: dict[str, Any], path: Path, world: World) -> dict[str, Any]:
-    """What a file of this ending can hold of a state; says which entries it can't."""
+    """Return the entries of a state that the format of `path` can hold; print the other names."""
     kept = {
         name: value
         for name, value in state.items()
@@ -167,7 +167,7 @@ def _held(state: dict[str, Any], path: Path, world: World) -> dict[str, Any]:
 
 
 def _readable(value: object) -> bool:
-    """Whether `torch.load(…, weights_only=True)` can read `value` from a file."""
+    """Return whether `torch.load(…, weights_only=True)` can read `value` from a file."""
     if type(value) in (dict, OrderedDict):
         return all(map(_readable, (*value, *value.values())))  # type: ignore[misc, attr-defined]
     if type(value) in (list, tuple, torch.Size):
@@ -212,8 +212,8 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
         twice = sorted(name for name in found if name not in named)
         raise CheckpointError(
             given=f"shoal.load(model, …) of {len(found)} tensors",
-            found=f"several of them are the same one without their prefixes, {twice[0]} for one",
-            fix="give those of one model: {k: v for k, v in state.items() if k.startswith('module.')}",
+            found=f"several have the same name without its prefix, such as {twice[0]}",
+            fix="pass those of one model: {k: v for k, v in state.items() if k.startswith('module.')}",
         )
     absent = [name for name, shape in here.items() if shape is None and name not in named]
     expected = {name: shape for name, shape in here.items() if name not in absent}
@@ -222,12 +222,12 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
         raise CheckpointError(
             given=f"shoal.load(model, …) {of} into a {type(model).__name__} of {len(here)} entries",
             found=f"it is the state of another model; {differences}",
-            fix="build the model that the file was written from, or give a dict with the model's "
+            fix="build the model that the file was written from, or pass a dict with the model's "
             "names: shoal.load(model, {new_name(k): v for k, v in state.items()})",
         )
     if absent:
         warnings.warn(
-            f"shoal.load(model, …) {of}: it lacks {', '.join(absent)}, which the model keeps as it is",
+            f"shoal.load(model, …) {of}: it lacks {', '.join(absent)}; the model keeps its own values",
             stacklevel=2,
         )
     own = model.state_dict()  # of a pipeline, this rank's part
@@ -236,7 +236,7 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
 
 
 def _of_all_ranks(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """The shapes of the model's state, of which the ranks of a pipeline hold parts."""
+    """Return the shapes of the model's state, of which each rank of a pipeline holds a part."""
     mine, engine = shapes(model.state_dict()), known_engine(model)
     if engine is None or engine.world.layout.degree("pipeline") == 1:
         return mine
@@ -263,26 +263,26 @@ def _program(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> N
             found="torch.export traces the model",
             fix="shoal.export(model, 'model.pt2', example=(inputs,))",
         )
-    from torch.export import Dim, ShapesCollection  # half a second, which is for those who trace
+    from torch.export import Dim, ShapesCollection  # takes half a second
 
     world = engine_of(model).world
     alone, inputs = _alone(model, example)
     sizes = ShapesCollection()
     for tensor in tensors_in(inputs):
         if tensor.dim() and len(tensor) > 1:  # torch.export fixes sizes of 0 and 1 anyway
-            sizes[tensor] = {0: Dim.AUTO}  # any size, unless the code needs this one
+            sizes[tensor] = {0: Dim.AUTO}  # any size, unless the code requires this one
     program = torch.export.export(alone, inputs, dynamic_shapes=sizes.dynamic_shapes(alone, inputs))
     fixed = _fixed_sizes(program)
     if fixed:
         world.print(
-            f"shoal: the .pt2 program takes these sizes of the first dimension only: {fixed}; the "
-            "model's code fixes them, or the example has a single sample (give two or more)"
+            f"shoal: the .pt2 program takes only these sizes of the first dimension: {fixed}; the "
+            "model's code fixes them, or the example has a single sample (pass two or more)"
         )
     _write(program, torch.export.save, path)
 
 
 def _fixed_sizes(program: torch.export.ExportedProgram) -> str:
-    """The inputs of a program whose first dimension has one size only."""
+    """Return the inputs of a program whose first dimension has only one size, as text."""
     inputs = set(program.graph_signature.user_inputs)
     found = []
     for node in program.graph.nodes:
@@ -293,7 +293,7 @@ def _fixed_sizes(program: torch.export.ExportedProgram) -> str:
 
 
 def _alone(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
-    """A copy without what needs other ranks, as slices of sequences do, or moves between devices."""
+    """Return a copy of the model that needs no other rank and moves nothing between devices."""
     span, model = span_of(model), copy.deepcopy(model)
     if span is None or not span.hooked:
         return model, example
@@ -303,7 +303,7 @@ def _alone(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
 
 
 def _write(made: Any, save: Callable[[Any, IO[bytes]], object], path: Path) -> None:
-    # By way of memory: torch's own writer aborts the process where the disk is full.
+    # Write to memory first: torch's own writer aborts the process if the disk is full.
     memory = io.BytesIO()
     save(made, memory)
     path.write_bytes(memory.getbuffer())
@@ -317,7 +317,7 @@ def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
-    except KeyError as error:  # safetensors' own of a dtype
+    except KeyError as error:  # safetensors raises it for an unknown dtype
         odd = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
         if not odd:
             raise
@@ -345,18 +345,19 @@ def _refuse_divided(model: nn.Module, path: Path) -> None:
     if in_stages or divided(dict(model.named_parameters())):
         raise CheckpointError(
             given=f"shoal.export(…, {path.suffix!r}) of a {type(model).__name__}",
-            found="its parameters are divided over ranks, and this format holds a whole program",
+            found="its parameters are sharded or split over ranks, and this format holds a complete "
+            "program",
             fix="shoal.export(model, 'model.safetensors'); then, in one process, model = Model(), "
             f"shoal.load(model, 'model.safetensors'), and export that as {path.suffix}",
         )
 
 
 def _whole_state(model: nn.Module, *, keep: bool, alone: bool) -> dict[str, Any]:
-    """The model's state, tensors on the CPU one after the other; only those who `keep` it have it.
+    """Return the model's state, one tensor at a time on the CPU; empty on ranks that do not `keep` it.
 
-    Collective, unless this rank has all of it `alone`.
+    Collective, unless this rank has the complete model (`alone`).
     """
-    # Copies: tied weights keep both of their names, which safetensors refuses for shared memory.
+    # Copies, so that tied weights keep both names: safetensors raises for shared memory.
     world = engine_of(model).world
     own = model.state_dict()
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
@@ -367,7 +368,7 @@ def _whole_state(model: nn.Module, *, keep: bool, alone: bool) -> dict[str, Any]
     for name, (shape, dtype) in {n: form for held, _ in holders for n, form in held.items()}.items():
         source = next(rank for rank, (held, _) in enumerate(holders) if name in held)
         tensor = whole(tensors[name].detach()).contiguous() if name in tensors else None
-        if source > 0 and world.rank in (0, source):  # a stage of a pipeline that rank 0 has not
+        if source > 0 and world.rank in (0, source):  # a pipeline stage of another rank than 0
             tensor = _sent(tensor, torch.Size(shape), dtype, source, world)
         if keep and tensor is not None:
             state[name] = tensor.cpu().clone()
@@ -378,7 +379,7 @@ def _whole_state(model: nn.Module, *, keep: bool, alone: bool) -> dict[str, Any]
 def _sent(
     tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype, source: int, world: World
 ) -> Tensor:
-    """The tensor of rank `source`, on that rank and on rank 0."""
+    """Return the tensor of rank `source`, on that rank and on rank 0."""
     if tensor is not None:
         dist.send(tensor, 0, group=world.group)
         return tensor
@@ -394,7 +395,7 @@ def _bare(name: str, here: Mapping[str, object]) -> str:
         if prefix is None:
             break
         bare = bare.removeprefix(prefix)
-    # torch.compile may have wrapped a part of the model only.
+    # torch.compile may have wrapped only a part of the model.
     inner = bare
     for prefix in PREFIXES:
         inner = inner.replace(f".{prefix}", ".")
@@ -405,15 +406,15 @@ def _read(path: Path) -> dict[str, Tensor]:
     if path.suffix != ".safetensors":
         raise CheckpointError(
             given=f"shoal.load(model, {str(path)!r})",
-            found="it is not a safetensors file, and Shoal unpickles nothing",
+            found="it is not a safetensors file, and Shoal does not unpickle files",
             fix=f"shoal.load(model, torch.load({str(path)!r}, weights_only=True)), if you trust it",
         )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except Exception as error:  # safetensors raises its own and OSErrors alike
+    except Exception as error:  # safetensors raises OSError and its own errors
         raise CheckpointError(
             given=f"shoal.load(model, {str(path)!r})",
             found=str(error),
-            fix="give a safetensors file that is whole, as shoal.export writes it",
+            fix="pass a complete safetensors file, as shoal.export writes it",
         ) from None

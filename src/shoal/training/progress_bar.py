@@ -1,4 +1,4 @@
-"""Where the run stands, on rank 0: one line rewritten in a terminal, ever rarer lines in a log file."""
+"""The progress bar on rank 0: one line in a terminal, or lines at growing intervals in a log file."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 TERMINAL_SECONDS = 0.5
 LOG_SECONDS = 10.0
 LOG_GROWTH = 0.02
-"""A log gets its next line after 2 % of the time so far: under 100 KB for a day."""
+"""A log file gets its next line after 2 % of the time so far: under 100 KB for a day."""
 
 RATE_SECONDS = 10.0
-"""Over how long, at least, the throughput is averaged."""
+"""The shortest time over which the throughput is averaged."""
 
 BARS = (40, 20, 8)
-"""Lengths of the bar. The longest that fits is taken: it would tremble if it filled the line."""
+"""Lengths of the bar; the longest that fits is drawn. A bar that filled the line would flicker."""
 
 Part: TypeAlias = Literal["percent", "step", "epoch", "loss", "losses", "rate", "clock"]
 
 KEPT: tuple[Part, ...] = ("percent", "loss", "clock", "epoch", "rate", "losses", "step")
-"""Which parts are kept first in a line too narrow for all; the bar goes before all but the last."""
+"""The parts by priority in a line too narrow for all; the bar has priority over the last part only."""
 
 SEPARATOR = " · "
 
 
 class Standing(NamedTuple):
-    """Where a run stands; positions in samples since the start, `rate` in samples/s over all ranks.
+    """The progress of a run: positions in samples since the start, `rate` in samples/s over all ranks.
 
-    `took` is the time of the whole run in seconds, once it has ended.
+    `took` is the duration of the run in seconds, once it has ended.
     """
 
     step: int
@@ -53,7 +53,7 @@ class Standing(NamedTuple):
     took: float | None = None
 
     def parts(self) -> dict[Part, str]:
-        """What the line says, in the order in which it says it."""
+        """Return the texts of the line, in their order."""
         losses = [f"{name} {value:.4g}" for name, value in self.losses.items()]
         parts: dict[Part, str | None] = {
             "percent": self._percent(),
@@ -69,7 +69,7 @@ class Standing(NamedTuple):
     def _percent(self) -> str | None:
         if not self.goal:
             return None
-        permille = min(1000, 1000 * self.position // self.goal)  # 100 % is for the end alone
+        permille = min(1000, 1000 * self.position // self.goal)  # rounded down: 100 % is the end
         return "100 %" if permille == 1000 else f"{permille / 10:.1f} %"
 
     def _epoch(self) -> str:
@@ -87,10 +87,10 @@ class Standing(NamedTuple):
 
 
 class ProgressBar:
-    """Shows where the run stands to whoever looks: `due` at every step, `show` when it is.
+    """Shows the progress of a run on rank 0: `due` is called at every step, `show` only if it is due.
 
-    In a terminal it is one line below whatever else is printed; elsewhere, and where it is not to be
-    `live`, plain lines.
+    In a terminal it is one line below all other output. In a log file, or if not `live`, it prints
+    plain lines.
     """
 
     def __init__(self, stream: TextIO, *, live: bool = True) -> None:
@@ -110,11 +110,11 @@ class ProgressBar:
         return cls(sys.stdout, live=live) if world.is_rank_zero and sys.stdout else None
 
     def due(self, now: float) -> bool:
-        """Whether the line would be shown at `now`; cheap enough for every step."""
-        return not self._shown <= now < self._due  # nor for long where the clock was set back
+        """Return whether to show the line at `now`; cheap enough for every step."""
+        return not self._shown <= now < self._due  # True as well if the clock was set back
 
     def show(self, step: int, loader: Loader, losses: Mapping[str, float], now: float) -> None:
-        """Show step, epoch, losses, throughput and, where the loader has a goal, the time left."""
+        """Show step, epoch, losses, throughput and, if the loader has a goal, the remaining time."""
         self._mark(loader.position, now)
         rate = _rate(self._marks[0], self._marks[-1])
         standing = Standing(step, loader.position, loader.goal, loader.epoch_size, losses, rate)
@@ -123,9 +123,9 @@ class ProgressBar:
         self._shown, self._due = now, now + (TERMINAL_SECONDS if self._terminal else rarer)
 
     def close(self, step: int, loader: Loader, losses: Mapping[str, float], now: float) -> None:
-        """The last line, with the time of the whole and its throughput; what follows comes after it.
+        """Print the last line, with the duration and the mean throughput; later output follows it.
 
-        Nothing where nothing was shown, or when called again.
+        Does nothing if nothing was shown, or if called again.
         """
         if self._first is None:
             return
@@ -146,12 +146,12 @@ class ProgressBar:
             self._line = _live(self._stream)
             self._terminal = self._line is not None
             if self._line is not None:
-                atexit.register(self._end)  # for a Run that nobody closes
+                atexit.register(self._end)  # for a Run that is not closed
         if self._line is not None:
             self._line.update(_ProgressLine(standing), refresh=True)
         else:
             text = SEPARATOR.join(standing.parts().values())
-            with suppress(OSError):  # a log on a full disk is no reason to stop training
+            with suppress(OSError):  # a full disk must not stop training
                 self._stream.write(_writable(text, self._stream.encoding) + "\n")
                 self._stream.flush()
 
@@ -165,7 +165,7 @@ class ProgressBar:
 
 
 class _ProgressLine:
-    """A standing as rich draws it: on one line, whatever the width of the terminal then."""
+    """A Standing as rich draws it: on one line, at any width of the terminal."""
 
     def __init__(self, standing: Standing) -> None:
         self._standing = standing
@@ -217,15 +217,15 @@ class _ProgressLine:
 
 
 def _live(stream: TextIO) -> Live | None:
-    """rich's live line on a terminal, begun; None where it can't rewrite lines, such as TERM=dumb."""
+    """Start rich's live line on a terminal; return None if it can't rewrite lines, as for TERM=dumb."""
     from rich.console import Console
     from rich.live import Live
 
-    # What others print goes through this console: it is neither wrapped nor interpreted.
+    # All other output passes through this console, which must neither wrap nor interpret it.
     console = Console(file=stream, soft_wrap=True, markup=False, highlight=False, emoji=False)
     if console.is_dumb_terminal or not console.is_terminal:
         return None
-    # stderr only where it is a terminal, too: a file of errors stays one.
+    # Redirect stderr only if it is a terminal too, so that a log file gets its errors.
     live = Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
     live.start()
     console.show_cursor(True)  # a killed process could not bring it back
@@ -242,5 +242,5 @@ def _number(value: float) -> str:
 
 
 def _writable(text: str, encoding: str | None) -> str:
-    """`text` with `?` for what the encoding lacks, which is no reason to stop training."""
+    """Return `text` with `?` for each character that the encoding lacks."""
     return text.encode(encoding or "utf-8", "replace").decode(encoding or "utf-8")

@@ -244,7 +244,8 @@ class Run:
         if batch is not None and all(each.last is None for each in self.train_states.values()):
             raise StepError(
                 given="run.tick() after a batch",
-                found="no Step of this Run has processed a batch, nor batch.finish(model) on its model",
+                found="no Step of this Run has processed a batch, and batch.finish(model) was not "
+                "called",
                 fix="step(batch) with the Step of the Run, or batch.finish(model) with its model, then "
                 "run.tick()",
             )

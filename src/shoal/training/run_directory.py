@@ -43,11 +43,11 @@ _OWN = {
 class RunDirectory:
     """The directory of a run, which no other attempt uses while it is open.
 
-    `checkpoints` is another directory or a URL for the checkpoints and the numbers of attempts, None
-    being `directory` itself. The constructor takes the directory over: it is created if necessary and
-    locked, and the attempt gets its number. Collective.
+    `checkpoints` is another directory or a URL for the checkpoints and the numbers of attempts; None is
+    `directory` itself. The constructor creates the directory if necessary, locks it and takes a number
+    for the attempt. Collective.
 
-    Raises CheckpointError, on all ranks, if a directory can't be written or another run is alive in it.
+    Raises CheckpointError, on all ranks, if a directory can't be written or another run is open in it.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class RunDirectory:
         return loaded
 
     def check_unused(self) -> None:
-        """Raise CheckpointError if an earlier run has left checkpoints, unless this one continues it.
+        """Raise CheckpointError if there are checkpoints of a run that this one does not continue.
 
-        The next restore would take the newest of either.
+        The next restore would take the newest checkpoint of either run.
         """
         if self._continues:
             return
@@ -106,9 +106,9 @@ class RunDirectory:
             raise CheckpointError(
                 given=f"training from the start in {self._place}",
                 found=f"checkpoints of an earlier run, the newest {there.name}, which the next restore "
-                "would take for this one's",
-                fix="run.restore() before the first batch, or another directory, or to start afresh: "
-                f"{how_to_remove(self._place)}",
+                "would load as this run's",
+                fix="run.restore() before the first batch, or another directory, or to start a new "
+                f"run: {how_to_remove(self._place)}",
             )
         self._continues = True
 
@@ -124,7 +124,7 @@ class RunDirectory:
     def check_present(self) -> None:
         """Raise CheckpointError if the directory has been removed since it was opened.
 
-        A concurrent save may have created it again, without what lay in it first.
+        A concurrent save may have created it again, without its earlier contents.
         """
         if not any((self.absolute / name).exists() for name in ("lock", "events")):
             raise CheckpointError(

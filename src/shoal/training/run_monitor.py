@@ -61,13 +61,13 @@ class RunMonitor:
         """Start sampling. Earlier records do not count."""
         jobs = [
             PeriodicTask(
-                name="what this process uses",
+                name="the usage of this process",
                 seconds=WINDOW_SECONDS,
                 run=noting("usage", Usage(self._world.device).fields),
                 ends=True,
             ),
             PeriodicTask(
-                name="the wish for a timeline",
+                name="the request for a timeline",
                 seconds=REQUEST_SECONDS,
                 run=self._recorder.requests.look,
             ),
@@ -76,13 +76,13 @@ class RunMonitor:
             traffic = CollectiveStats()
             jobs += [
                 PeriodicTask(
-                    name="what this rank sends",
+                    name="the traffic of this rank",
                     seconds=WINDOW_SECONDS,
                     run=noting("collectives", traffic.window),
                     ends=True,
                 ),
                 PeriodicTask(
-                    name="how long it takes", seconds=LOOK_SECONDS, run=traffic.look, jitter=True
+                    name="the time of collectives", seconds=LOOK_SECONDS, run=traffic.look, jitter=True
                 ),
             ]
         # The thread has no reference to this or to the model, so it ends with a Run that is not closed.

@@ -53,7 +53,7 @@ def check_options(state: object, config: object) -> None:
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise CheckpointError(
                 given=f"shoal.Run(…, {name}={type(given).__name__})",
-                found="no dict whose keys are names",
+                found="not a dict whose keys are names",
                 fix=f"{name}={{'ema': ema}}" if name == "state" else f"{name}={{'rate': 0.1}}",
             )
         for key, item in given.items() if name == "state" else ():
@@ -61,8 +61,8 @@ def check_options(state: object, config: object) -> None:
             if isinstance(item, type) or not all(map(callable, methods)):
                 raise CheckpointError(
                     given=f"shoal.Run(…, state={{{key!r}: {type(item).__name__}}})",
-                    found="no object with state_dict and load_state_dict",
-                    fix="an object that has both, such as a shoal.EMA; plain values: config=",
+                    found="not an object with state_dict and load_state_dict",
+                    fix="an object that has both, such as a shoal.EMA; for plain values, config=",
                 )
 
 
@@ -217,7 +217,7 @@ class RunState:
         ):
             return
         mine = facts(state, in_parts=self.in_parts)
-        # One digest is enough where all ranks agree to the last bit, which is the usual case.
+        # One digest is enough if all ranks agree to the last bit, which is the usual case.
         if len(set(self._world.gather(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
             return
         found = differing(self._world.gather(mine))
@@ -243,5 +243,5 @@ class RunState:
                 raise CheckpointError(
                     given=f"{given} with {what} {sorted(here)}",
                     found=f"a checkpoint with {what} {sorted(saved[what])}",
-                    fix="give Run the same names as before, or choose another directory",
+                    fix="use the same names as before, or choose another directory",
                 )

@@ -1,4 +1,4 @@
-"""State by the user's names: of a model and an optimizer, and whether a checkpoint's fits them."""
+"""The states of a model and an optimizer by the user's names, and checks that a saved one fits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shoal.util.errors import CheckpointError, StepError
 
 _PARTS = {"model", "optimizer", "number", "engine"}
 _EXTRA = "_extra_state"
-"""How torch's names of what `get_extra_state` returns end; it may be anything."""
+"""The suffix of torch's names for results of `get_extra_state`, which may be any object."""
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The user's names of the optimizer's parameters, in the order of its state's numbers.
+    """Return the user's names of the optimizer's parameters, in the order of the numbers in its state.
 
-    Raises StepError for what is no optimizer that a step can drive, or of other parameters.
+    Raises StepError if a step can't drive the optimizer, or if it has parameters of another model.
     """
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -35,7 +35,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise StepError(
             given=f"an optimizer of type {kind}",
-            found="it takes a closure that computes the loss again and again; a step computes it once",
+            found="it takes a closure that computes the loss several times; a step computes it once",
             fix="torch.optim.AdamW(model.parameters()), or another that needs no closure",
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -45,8 +45,8 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
         raise StepError(
             given=f"{type(optimizer).__name__} over {len(parameters)} parameters",
             found=f"{len(strange)} of them are not the model's (the first: shape "
-            f"{tuple(strange[0].shape)}): they are those from before parallelize, which has replaced "
-            "them, or others, whose gradients are not reduced over ranks",
+            f"{tuple(strange[0].shape)}): parallelize has replaced them, or they are not part of the "
+            "model, and their gradients are not reduced over ranks",
             fix="build the optimizer after parallelize: torch.optim.AdamW(model.parameters()); make "
             "further parameters, such as loss weights, part of the model",
         )
@@ -54,9 +54,9 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 
 
 def named(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """The optimizer's state by parameter name, so that ranks holding parts of a model can be merged.
+    """Return the optimizer's state by parameter name, so that the parts of several ranks can be merged.
 
-    `members` says which group a parameter is in; the groups themselves name none.
+    `members` has the group of each parameter; the groups have no names.
     """
     state = optimizer.state_dict()
     groups = state["param_groups"]
@@ -69,7 +69,7 @@ def named(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
 
 
 def members(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, int]:
-    """The number of the group that each parameter is in."""
+    """Return the number of each parameter's group."""
     groups = enumerate(optimizer.param_groups)
     numbers = [number for number, group in groups for _ in group["params"]]
     return dict(zip(names, numbers, strict=True))
@@ -78,13 +78,16 @@ def members(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, int
 def check_optimizer(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any], here: Mapping[str, int]
 ) -> None:
-    """`here` and `state["members"]` say which group each parameter is in, over all ranks."""
+    """Raise CheckpointError if a saved optimizer state does not fit `optimizer`.
+
+    `here` and `state["members"]` have the group of each parameter, over all ranks.
+    """
     kind = type(optimizer).__name__
     if state["type"] != kind:
         raise CheckpointError(
             given=f"a Step with {kind}",
             found=f"a checkpoint of one with {state['type']}",
-            fix=f"torch.optim.{state['type']}, or start afresh: shoal.Run('runs/b', …)",
+            fix=f"torch.optim.{state['type']}, or start a new run: shoal.Run('runs/b', …)",
         )
     saved: Mapping[str, int] = state["members"]
     groups = len(state["groups"])
@@ -92,7 +95,7 @@ def check_optimizer(
         raise CheckpointError(
             given=f"{kind} with {len(optimizer.param_groups)} parameter group(s)",
             found=f"a checkpoint of one with {groups}",
-            fix="give the optimizer the same groups, or start afresh: shoal.Run('runs/b', …)",
+            fix="use the same parameter groups, or start a new run: shoal.Run('runs/b', …)",
         )
     if saved != here:
         missing = [name for name in here if name not in saved]
@@ -102,7 +105,7 @@ def check_optimizer(
             given=f"{kind} over {len(here)} parameters",
             found=f"a checkpoint of one over {len(saved)}; missing in it: {_first(missing)}; "
             f"unexpected: {_first(unexpected)}; in another group: {_first(moved)}",
-            fix="give the optimizer the same parameters in the same groups, or start afresh: "
+            fix="use the same parameters in the same groups, or start a new run: "
             "shoal.Run('runs/b', …)",
         )
 
@@ -146,13 +149,16 @@ def check_parts(saved: Any, given: str) -> None:
 def check_model(
     model: nn.Module, saved: Mapping[str, Any], here: Mapping[str, tuple[int, ...] | None]
 ) -> None:
-    """`here` holds the shapes of the model's state as `shapes` gives them, over all ranks."""
+    """Raise CheckpointError if a saved model state does not fit `model`.
+
+    `here` has the shapes of the model's state as `shapes` returns them, over all ranks.
+    """
     found = model_differences(here, shapes(saved))
     if found:
         raise CheckpointError(
             given=f"a {type(model).__name__} with {len(here)} tensors",
             found=f"a checkpoint of another model; {found}",
-            fix="build the same model as in that run, or start afresh: shoal.Run('runs/b', …)",
+            fix="build the same model as in that run, or start a new run: shoal.Run('runs/b', …)",
         )
     restored(model.state_dict(), saved)
 
@@ -160,7 +166,7 @@ def check_model(
 def model_differences(
     here: Mapping[str, tuple[int, ...] | None], there: Mapping[str, tuple[int, ...] | None]
 ) -> str:
-    """How the entries of a saved model differ from those of the model here; empty if they don't."""
+    """Return the differences between the entries of a saved model and this one as text, or ""."""
     missing = [name for name in here if name not in there]
     unexpected = [name for name in there if name not in here]
     reshaped = [
@@ -173,7 +179,7 @@ def model_differences(
 
 
 def owner_of(model: nn.Module, entry: str) -> str:
-    """Which module put `entry` into the model's state_dict: its class, and its path in the model."""
+    """Return the module that put `entry` into the model's state_dict: its class and path, as text."""
     at, owner = "", model
     for name, module in model.named_modules():
         if len(name) > len(at) and entry.startswith(f"{name}."):
@@ -182,7 +188,10 @@ def owner_of(model: nn.Module, entry: str) -> str:
 
 
 def storable(value: Any) -> Any:
-    """`value` with its constants (classes, functions, dtypes, devices) as text; see `restored`."""
+    """Return `value` with its constants (classes, functions, dtypes, devices) as text.
+
+    See `restored`.
+    """
     text = _constant(value)
     if text is not None:
         return text
@@ -196,10 +205,10 @@ def storable(value: Any) -> Any:
 
 
 def restored(own: Any, saved: Any, *path: str) -> Any:
-    """`saved`, as `storable` made it, with the constants that `own` has in its places.
+    """Return `saved`, which `storable` made, with the constants that `own` has at the same places.
 
-    Names in a file so never decide what is imported. Raises CheckpointError where the constants are
-    others than the saved ones.
+    Names in a file therefore never decide what is imported. Raises CheckpointError if the constants
+    differ from the saved ones.
     """
     text = _constant(own)
     if text is not None:
@@ -207,7 +216,7 @@ def restored(own: Any, saved: Any, *path: str) -> Any:
             raise CheckpointError(
                 given=f"a model whose state_dict has {text} at {'.'.join(path)}",
                 found=f"a checkpoint with {saved!r:.80}",
-                fix="build the same model as in that run, or start afresh: shoal.Run('runs/b', …)",
+                fix="build the same model as in that run, or start a new run: shoal.Run('runs/b', …)",
             )
         return own
     if isinstance(own, Mapping) and isinstance(saved, dict):
@@ -220,7 +229,7 @@ def restored(own: Any, saved: Any, *path: str) -> Any:
 
 
 def _constant(value: object) -> str | None:
-    """A text for what a model is built with and training never changes; None for all else."""
+    """Return the text of a constant of a model, which training never changes; None for other values."""
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         kind = "class" if isinstance(value, type) else "function"
         return f"{kind} {value.__module__}.{value.__qualname__}"
@@ -228,7 +237,7 @@ def _constant(value: object) -> str | None:
 
 
 def shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """The shape of each tensor of a model's state; None for a module's extra state, which has none."""
+    """Return the shape of each tensor of a model's state; None for a module's extra state."""
     return {
         name: tuple(value.shape) if isinstance(value, Tensor) and not name.endswith(_EXTRA) else None
         for name, value in state.items()

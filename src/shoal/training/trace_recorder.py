@@ -28,7 +28,7 @@ class _Recording:
     window: Window
     profiler: profile
     name: str
-    """The same on all ranks, and different for each of their records."""
+    """A name that is the same on all ranks and different for each record."""
     begins: list[tuple[int, int]] = field(default_factory=list)
     mark: record_function | None = None
     offsets: list[Offset] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Recorder:
         self._wanted = wanted
         self._clock = clock
         self._step = 0
-        self._under_way: _Recording | None = None
+        self._running: _Recording | None = None
         store = None if world.group is None else world.store("shoal/traces")
         self.requests = Requests(self._folder, store=store, rank=world.rank, size=world.size)
 
@@ -63,11 +63,11 @@ class Recorder:
             return
         self._step = step
         asked = self.requests.due(step)
-        under_way, wanted = self._under_way, self._wanted
-        if under_way is not None:
-            self._mark(under_way, step)
-            if step >= under_way.window.last:
-                self._finish(under_way)
+        running, wanted = self._running, self._wanted
+        if running is not None:
+            self._mark(running, step)
+            if step >= running.window.last:
+                self._finish(running)
         elif wanted is not None and step >= wanted.first - 1:
             self._wanted = None
             self._start(wanted, step)
@@ -80,8 +80,8 @@ class Recorder:
             )
 
     def end(self) -> None:
-        """Drop a running record: the run ends before the window."""
-        recording, self._under_way = self._under_way, None
+        """Drop a running record because the run ends before the window."""
+        recording, self._running = self._running, None
         if recording is not None:
             self._close(recording)
             recording.profiler.stop()
@@ -92,7 +92,7 @@ class Recorder:
         devices = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
             devices.append(ProfilerActivity.CUDA)
-        with self._aside():  # the profiler takes seconds to come up
+        with self._as_other():  # the profiler takes seconds to start
             profiler = profile(activities=devices, acc_events=True)
             error = _started(profiler)
             failed = next(filter(None, self._world.gather(error)), None)
@@ -102,12 +102,12 @@ class Recorder:
                 self._world.print(f"shoal: steps {window} are not recorded: {failed}")
                 return
             name = self._world.broadcast(secrets.token_hex(8))
-            recording = self._under_way = _Recording(window, profiler, name)
+            recording = self._running = _Recording(window, profiler, name)
             self._compare(recording, "begin")
         self._open(recording, step + 1)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _as_other(self) -> Iterator[None]:
         """Count the block as "other" time, not as part of the update; other ranks may wait for it."""
         with self._world.preparing(), self._world.timeline.during(OTHER):
             yield
@@ -137,10 +137,10 @@ class Recorder:
             recording.offsets.append(found)
 
     def _finish(self, recording: _Recording) -> None:
-        self._under_way = None
-        with self._aside():  # writing takes long where there is much
+        self._running = None
+        with self._as_other():  # writing a large record takes long
             self._compare(recording, "end")
-            # Before it stops; what comes later torch leaves out.
+            # Before it stops: torch leaves out later metadata.
             recording.profiler.add_metadata_json("shoal", json.dumps(self._described(recording)))
             recording.profiler.stop()
             path = trace_path(self._folder, self._world.rank, recording.window)
@@ -151,10 +151,12 @@ class Recorder:
                 part.replace(path)
                 self._forget_others(recording.window)
             except OSError as error:
-                self._world.print(f"shoal: steps {recording.window} are not kept: {error}")
+                self._world.print(
+                    f"shoal: the trace of steps {recording.window} was not saved: {error}"
+                )
 
     def _forget_others(self, window: Window) -> None:
-        """Remove what an earlier start has recorded of these steps on ranks that there are no more."""
+        """Remove the records of these steps from ranks of an earlier, larger world."""
         if self._world.is_rank_zero:
             here = {trace_path(self._folder, rank, window) for rank in range(self._world.size)}
             for path in {*self._folder.glob(trace_path(self._folder, "*", window).name)} - here:
@@ -172,7 +174,7 @@ class Recorder:
 
 
 def _started(profiler: profile) -> str | None:
-    """Why a profiler did not start: there can be one in a process."""
+    """Start a profiler; return the reason if it did not start: a process can have only one."""
     try:
         profiler.start()
     except RuntimeError as error:

@@ -174,7 +174,7 @@ class TrainState:
                     given=f"a Step {'with' if own is not None else 'without'} a {part}",
                     found=f"a checkpoint {'with' if part in state else 'without'} one",
                     fix="use the same schedule= and precision= as the run that wrote the checkpoint, "
-                    "or start afresh: shoal.Run('runs/b', …)",
+                    "or start a new run: shoal.Run('runs/b', …)",
                 )
 
     def _options(self) -> dict[str, object]:

@@ -1,5 +1,5 @@
-"""Checkpoints looked at from outside: listed, shown, verified, compared, exported; none is changed.
+"""Read-only inspection of checkpoints: list, show, verify, compare, export.
 
-No process group, no model and no code of the user's is needed. Functions that read no
-tensors import no torch.
+It needs no process group, no model and no user code. Functions that do not read tensors do not import
+torch.
 """

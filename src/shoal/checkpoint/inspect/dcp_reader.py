@@ -28,9 +28,12 @@ class DCPReader(ChunkReader):
 
     Names are those of `shoal checkpoint show`: nested dicts as above, or one dict with dots in its keys
     where that prints slashes. DTensors may have other shards than those that were saved.
-    The content of a file is verified before any tensor is read from it. Only tensors are read: DCP
+    A file is verified before any tensor is read from it. Only tensors are read: DCP
     unpickles all other values, and a Shoal checkpoint holds no pickles. DCP raises an error of one rank
-    as a CheckpointException on all ranks, whose text has that of the CheckpointError.
+    as a CheckpointException on all ranks, whose text contains that of the CheckpointError.
+
+    Args:
+        path: Directory or URL of the checkpoint.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -69,7 +72,7 @@ class DCPReader(ChunkReader):
             raise CheckpointError(
                 given=given,
                 found="it is not the directory of a checkpoint",
-                fix="give one like runs/a/checkpoints/step-100; shoal checkpoint ls runs/a names them",
+                fix="a path such as runs/a/checkpoints/step-100; shoal checkpoint ls runs/a lists them",
             )
         contents = inspect_checkpoint(path)
         names: dict[str, str] = {}
@@ -91,7 +94,7 @@ class DCPReader(ChunkReader):
                 raise CheckpointError(
                     given=f"the checkpoint {self._directory}",
                     found=f"{file} {reason}",
-                    fix=f"read another one: shoal checkpoint ls {self._directory.parent} names them",
+                    fix=f"read another one: shoal checkpoint ls {self._directory.parent} lists them",
                 )
         return super().read_data(plan, planner)
 

@@ -1,4 +1,4 @@
-"""Two checkpoints compared: names, forms and values of tensors, and all plain state."""
+"""Comparison of two checkpoints: names, forms and values of tensors, and all plain state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BLOCK = 1 << 25
 
 @dataclass(frozen=True, kw_only=True)
 class Changed:
-    """A tensor of the same form with other values.
+    """A tensor of the same dtype and shape with other values.
 
     `elements` of `of` differ, by at most `absolute`; `relative` is that divided by the largest
-    magnitude in the first checkpoint. Both are NaN where one has a NaN and the other has not.
+    magnitude in the first checkpoint. Both are NaN if one value is NaN and the other is not.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Changed:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How two checkpoints differ.
+    """The differences between two checkpoints.
 
-    `plain` and `info` hold a path with both values, None for one that is missing; `info`, under which
-    circumstances they were saved, is no part of what they are.
+    `plain` and `info` hold a path with both values, None for a missing one. `info` has the
+    circumstances of a save, which are not part of the state.
     """
 
     only_first: tuple[str, ...]
@@ -51,24 +51,22 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Return whether a run would continue in the same way from both."""
+        """True if a run would continue in the same way from both."""
         parts = (self.only_first, self.only_second, self.reformed, self.changed, self.plain)
         return not any(parts)
 
 
 def compare(first: CheckpointManifest, second: CheckpointManifest) -> Comparison:
-    """Compare all that is in two checkpoints, block by block, so that memory stays small."""
+    """Compare the contents of two checkpoints, block by block, so that memory stays small."""
     a, b = first.tensors, second.tensors
     common = [name for name in a if name in b]
-    alike = [
-        name for name in common if (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
-    ]
+    same = [name for name in common if (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)]
     with Values(first) as left, Values(second) as right:
-        found = [_changed(name, a[name], left, right) for name in alike]
+        found = [_changed(name, a[name], left, right) for name in same]
     return Comparison(
         only_first=tuple(name for name in a if name not in b),
         only_second=tuple(name for name in b if name not in a),
-        reformed=tuple((name, a[name], b[name]) for name in common if name not in set(alike)),
+        reformed=tuple((name, a[name], b[name]) for name in common if name not in set(same)),
         changed=tuple(one for one in found if one is not None),
         plain=_differing(_plain(first), _plain(second)),
         info=_differing(first.info, second.info),
@@ -95,7 +93,7 @@ def _plain(contents: CheckpointManifest) -> dict[str, Any]:
 
 
 def _texts(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """All that is no tensor, by path, as text that tells any two values apart."""
+    """Yield all values that are not tensors, by path, as text that differs for any two values."""
     for at, value in leaves(tree):
         if not isinstance(value, Reference):
             yield "/".join(at), repr(value)
@@ -121,9 +119,9 @@ def _changed(name: str, row: TensorEntry, left: Values, right: Values) -> Change
 
 
 def _difference(one: Tensor, other: Tensor) -> tuple[int, float]:
-    """How many elements differ, if only in the sign of a zero, and by how much at most.
+    """Return the number of elements that differ, and the largest difference.
 
-    NaNs are equal, whatever their bits.
+    Zeros of different signs differ. NaNs are equal, independent of their bits.
     """
     if torch.equal(_bits(one), _bits(other)):
         return 0, 0.0

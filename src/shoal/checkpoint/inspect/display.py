@@ -38,7 +38,7 @@ def listing(
     *,
     verified: bool,
 ) -> None:
-    """The checkpoints in one directory, what is wrong with them, and what else takes room there."""
+    """Print the checkpoints in one directory, their problems, and the leftovers of saves there."""
     columns = _columns(found, width=console.width, verified=verified)
     table = make_table(*columns, right=("position", "epoch", "ranks", "files", "size"))
     for entry in found:
@@ -54,7 +54,7 @@ def listing(
 
 
 def _columns(found: Sequence[CheckpointEntry], *, width: int, verified: bool) -> dict[str, Any]:
-    """Of each column its text for an entry. On a narrow screen only what most people look for."""
+    """Return a function for each column that returns its text; narrow screens get fewer columns."""
     now, wide = time.time(), width >= _WIDE
     said = {name for entry in found for name in entry.info} if width >= _USUAL else set()
     good = "verified" if verified else "complete"
@@ -74,7 +74,7 @@ def _columns(found: Sequence[CheckpointEntry], *, width: int, verified: bool) ->
 
 
 def contents(console: Console, found: CheckpointManifest) -> None:
-    """One checkpoint: where it comes from, and all that it holds."""
+    """Print one checkpoint: its origin and its contents."""
     saved = moment(found.path, found.info)
     records = found.manifest.files
     rest = {name: value for name, value in found.info.items() if name != "time"}
@@ -118,7 +118,7 @@ def _flat(tree: Any) -> dict[Any, Any]:
 
 
 def _tree(console: Console, title: str, tree: Any, tensors: Mapping[str, TensorEntry]) -> None:
-    """Tensors as a table, and all else below it."""
+    """Print tensors as a table, and all other values below it."""
     found = list(leaves(tree))
     named = [(_joined(at), tensors[item.name]) for at, item in found if isinstance(item, Reference)]
     plain = [(_joined(at), _value(item)) for at, item in found if not isinstance(item, Reference)]
@@ -143,7 +143,7 @@ def _tensors(console: Console, title: str, named: Iterable[tuple[str, TensorEntr
 def _optimizer(
     console: Console, title: str, tree: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> None:
-    """Of an optimizer the kinds of its tensors, summed up, and its groups."""
+    """Print the kinds of an optimizer's tensors with their sums, and its parameter groups."""
     kinds: dict[tuple[str, str], list[TensorEntry]] = {}
     for _, item in _parts(tree, "state"):
         for at, leaf in leaves(item):
@@ -169,7 +169,7 @@ def _ranks(console: Console, found: CheckpointManifest) -> None:
         total += found.tensors[item.name].bytes if isinstance(item, Reference) else 0
     if names:
         whose = _many(len(found.rank_state), "rank")
-        print_line(console, f"Of each of {whose}: {', '.join(names)}; {size(total)}")
+        print_line(console, f"State of each of {whose}: {', '.join(names)}; {size(total)}")
 
 
 def verdict(console: Console, path: AnyPath, problems: Sequence[str], *, step: int | None) -> None:
@@ -182,24 +182,24 @@ def verdict(console: Console, path: AnyPath, problems: Sequence[str], *, step: i
 
 
 def differences(console: Console, first: AnyPath, second: AnyPath, found: Comparison) -> None:
-    """How two checkpoints differ."""
+    """Print the differences between two checkpoints."""
     for path, names in ((first, found.only_first), (second, found.only_second)):
         if names:
             print_path(console, f"Only in {path}:")
             print_line(console, *(f"  {_inner(name)}" for name in names), "")
     if found.reformed:
-        table = make_table("other dtypes or shapes", "first", "second")
+        table = make_table("tensor", "first", "second")
         for name, one, other in found.reformed:
             add_row(table, _inner(name), f"{one.dtype} {_shape(one)}", f"{other.dtype} {_shape(other)}")
-        print_table(console, "Tensors of another form", table)
+        print_table(console, "Tensors of another dtype or shape", table)
     if found.changed:
         right = ("elements", "largest", "relative")
         table = make_table("tensor", "elements", "largest", "relative", right=right)
         for each in found.changed:
             counts = f"{each.elements:,} of {each.of:,}"
             add_row(table, _inner(each.name), counts, f"{each.absolute:.3g}", f"{each.relative:.3g}")
-        print_table(console, "Tensors with other values, by how much at most", table)
-    for title, rows in (("Other plain values", found.plain), ("Saved otherwise", found.info)):
+        print_table(console, "Tensors with other values, and the largest differences", table)
+    for title, rows in (("Other plain values", found.plain), ("Other info of the save", found.info)):
         if rows:
             table = make_table("value", "first", "second")
             for where, *values in rows:
@@ -222,11 +222,11 @@ def extracted(console: Console, source: AnyPath, found: Extracted) -> None:
     )
     print_path(console, f"{what}{averaged}, from {source}")
     if found.left:
-        print_line(console, f"Not written, since they are no tensors: {', '.join(found.left)}")
+        print_line(console, f"Not written, because they are not tensors: {', '.join(found.left)}")
 
 
 def _inner(name: str) -> str:
-    """A name without what nearly all names begin with."""
+    """Return a name without the prefix of nearly all names."""
     return name.removeprefix("state/")
 
 

@@ -1,4 +1,4 @@
-"""A model out of a checkpoint, for use without Shoal: without its code and without the ranks."""
+"""Export of a model from a checkpoint, without its code and without the ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shoal.util.errors import CheckpointError
 ENDINGS = (".safetensors", ".pt")
 
 _BLOCK = 1 << 26
-# As the library's own writer has it; a checkpoint keeps pairs of real numbers.
+# The name of the library's own writer; a checkpoint keeps pairs of real numbers.
 _NAMES = {**DTYPES, torch.complex64: "C64"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extracted:
-    """The file that was written: the model of a Step, with averaged parameters if `ema` names them.
+    """The file that was written: the model of a Step, with averaged parameters if `ema` has their name.
 
-    `left` are the entries of its state_dict that are no tensors, which are not written.
+    `left` are the entries of its state_dict that are not tensors, which are not written.
     """
 
     path: Path
@@ -43,17 +43,18 @@ def extract(
 ) -> Extracted:
     """Write the tensors of a model under the user's names, as `shoal.export` does.
 
-    The ending of `path` says how: `.safetensors` is written block by block, `.pt` needs as much memory
-    as the model. `step` names one of several Steps, by default the first; `ema` an EMA among the
-    user's state, whose averages take the place of the parameters. The file appears whole or not at all.
+    The extension of `path` sets the format: `.safetensors` is written block by block, `.pt` needs as
+    much memory as the model. `step` is the name of one of several Steps. Default: the first. `ema` is
+    the name of an EMA in the user's state, whose averages replace the parameters. The file is complete
+    when it appears.
 
-    Raises CheckpointError for another ending, or where the checkpoint has no such model.
+    Raises CheckpointError for another extension, or if the checkpoint has no such model.
     """
     if path.suffix not in ENDINGS:
         raise CheckpointError(
             given=f"shoal checkpoint export … {path}",
-            found=f"the endings are {' and '.join(ENDINGS)}; a program needs the model's code",
-            fix="give OUT.safetensors; for .ts and .pt2 load that into the model, then shoal.export",
+            found=f"the extensions are {' and '.join(ENDINGS)}; a program needs the model's code",
+            fix="use OUT.safetensors; for .ts and .pt2 load that into the model, then shoal.export",
         )
     steps = _section(contents.state, "steps")
     chosen = _choose(contents, "Step", step, steps) if step or not steps else next(iter(steps))
@@ -66,7 +67,7 @@ def extract(
         averages = _tensors(averaged[_choose(contents, "EMA", ema, averaged)]["averages"])
         model = {name: averages.get(name, own) for name, own in model.items()}
     if not model:
-        raise _without(contents, "the Step has a model without a tensor")
+        raise _without(contents, "the Step has a model without tensors")
     with Values(contents) as values, appearing(path) as partial:
         if path.suffix == ".pt":
             save_pickled({name: values.whole(of).clone() for name, of in model.items()}, partial)
@@ -82,7 +83,7 @@ def _section(tree: Any, key: str) -> dict[str, Any]:
 
 
 def _tensors(tree: Mapping[str, Any]) -> dict[str, str]:
-    """By the user's names, the names of the tensors in the checkpoint."""
+    """Return the names of the tensors in the checkpoint, by the user's names."""
     return {
         str(name): item.name
         for name, item in tree.items()
@@ -101,12 +102,12 @@ def _without(contents: CheckpointManifest, found: str) -> CheckpointError:
     return CheckpointError(
         given=f"the checkpoint {contents.path}",
         found=found,
-        fix=f"shoal checkpoint show {contents.path} tells what it holds",
+        fix=f"shoal checkpoint show {contents.path} prints its contents",
     )
 
 
 def _write(model: Mapping[str, str], contents: CheckpointManifest, values: Values, path: Path) -> None:
-    """A safetensors file (https://huggingface.co/docs/safetensors), widest dtypes first."""
+    """Write a safetensors file (https://huggingface.co/docs/safetensors), widest dtypes first."""
     rows = {name: contents.tensors[of] for name, of in model.items()}
     dtypes = {name: getattr(torch, row.dtype) for name, row in rows.items()}
     odd = [name for name, dtype in dtypes.items() if dtype is torch.complex128]

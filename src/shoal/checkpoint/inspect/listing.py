@@ -16,12 +16,12 @@ from shoal.checkpoint.inspect.verify import manifest, problems
 from shoal.checkpoint.paths import AnyPath, size_of
 from shoal.checkpoint.store import MANIFEST, DamageError
 
-_LAST = 2.0**36  # in the year 4147; beyond it not every clock can say what time it is
+_LAST = 2.0**36  # in the year 4147; not every clock can show later times
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
-    """A checkpoint; `saved` is in seconds since the epoch, the rest of a damaged one may be unknown."""
+    """A checkpoint; `saved` is in seconds since the epoch. Values of a damaged one may be unknown."""
 
     path: AnyPath
     info: dict[str, Any]
@@ -42,7 +42,7 @@ class Leftover:
 
 
 def entries(folder: AnyPath, *, verify: bool) -> Iterator[CheckpointEntry]:
-    """The checkpoints in a directory, oldest first; `verify` reads all of their files."""
+    """Yield the checkpoints in a directory, oldest first; `verify` reads all of their files."""
     newest_first: Sequence[AnyPath] = store_in(folder, Files()).candidates()
     for path in reversed(newest_first):
         now, found = examined(path, read=verify)
@@ -52,23 +52,21 @@ def entries(folder: AnyPath, *, verify: bool) -> Iterator[CheckpointEntry]:
 
 def leftovers(folder: AnyPath) -> list[Leftover]:
     """Return the directories of interrupted or running saves and removals."""
-    removed = "a removal that was interrupted, or is running; the next save finishes it"
-    saved = "a save that was interrupted, or is running; the next one removes it"
+    removed = "an interrupted or running removal; the next save finishes it"
+    saved = "an interrupted or running save; the next save removes it"
     found = [
         Leftover(path=path, bytes=size_of(path), what=removed if path.name.endswith(TRASH) else saved)
         for path in store_in(folder, Files()).leftovers()
     ]
     probes = [path for path in folder.iterdir() if path.name.startswith(".probe-") and path.is_file()]
     return found + [
-        Leftover(
-            path=path, bytes=size_of(path), what="a killed start, which tried whether it may write"
-        )
+        Leftover(path=path, bytes=size_of(path), what="a write test of a start that was killed")
         for path in sorted(probes, key=lambda path: path.name)
     ]
 
 
 def entry(path: AnyPath, *, verify: bool) -> CheckpointEntry:
-    """One checkpoint; `verify` reads all of its files."""
+    """Return one checkpoint; `verify` reads all of its files."""
     return _entry(path, problems(path, read=verify))
 
 
@@ -110,5 +108,5 @@ def _info(encoded: Any) -> dict[str, Any]:
     try:
         info = simplify(encoded)
     except (ValueError, TypeError, RecursionError):
-        info = None  # of a manifest that somebody else wrote
+        info = None  # the manifest of another program
     return info if isinstance(info, dict) else {}

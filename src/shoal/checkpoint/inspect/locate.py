@@ -17,10 +17,10 @@ from shoal.util.errors import CheckpointError
 R = TypeVar("R")
 
 _TRIES = 5
-"""How often a checkpoint that a live run renames or removes meanwhile is looked for again."""
+"""The number of searches for a checkpoint that a live run renames or removes meanwhile."""
 
 USUAL = "checkpoints"
-"""Where a Run keeps its checkpoints, in its directory."""
+"""The directory of the checkpoints in a run directory."""
 
 
 def is_checkpoint(path: AnyPath) -> bool:
@@ -29,15 +29,15 @@ def is_checkpoint(path: AnyPath) -> bool:
 
 
 def folders(given: AnyPath) -> list[AnyPath]:
-    """The directories with checkpoints that `given` names: itself, or those of a run, the usual first.
+    """Return the directories with checkpoints: `given` itself, or those of a run, the usual one first.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     if not given.is_dir():
         raise CheckpointError(
             given=str(given),
             found="it is a file" if given.exists() else "there is no such directory",
-            fix="give a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
+            fix="pass a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
         )
     inside: list[AnyPath] = sorted((path for path in given.iterdir() if path.is_dir()), key=_name)
     if any(map(is_named, inside)):
@@ -48,7 +48,7 @@ def folders(given: AnyPath) -> list[AnyPath]:
         raise CheckpointError(
             given=str(given),
             found=f"no checkpoint (step-N) in it or in its folders; it holds {names}",
-            fix="give a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
+            fix="pass a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
         )
     return sorted(found, key=lambda path: path.name != USUAL)
 
@@ -64,8 +64,7 @@ def checkpoints(given: AnyPath) -> list[AnyPath]:
 
 
 def newest(given: AnyPath) -> AnyPath:
-    """The checkpoint that `given` names: itself, or the newest in the first of its folders that has
-    all its files."""
+    """Return `given` if it is a checkpoint, or else the newest complete one in its first folder."""
     if is_checkpoint(given):
         return given
     store = store_in(folders(given)[0], Files())
@@ -86,10 +85,10 @@ def newest(given: AnyPath) -> AnyPath:
 
 
 def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
-    """Where a checkpoint that was listed is now, and its problems, as `problems` finds them.
+    """Return the current path of a checkpoint that was listed, and its problems, as `problems` does.
 
-    A live run renames `step-8.partial` to `step-8` when its save ends, and removes old ones: the path
-    is None for one that is gone.
+    A live run renames `step-8.partial` to `step-8` when its save ends, and removes old checkpoints: the
+    path is None for a removed one.
     """
     found = problems(path, read=read)
     if not found or path.exists():
@@ -102,7 +101,7 @@ def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
 def read_newest(given: Sequence[AnyPath], action: Callable[[list[CheckpointManifest]], R]) -> R:
     """Return the result of `action` for the newest checkpoint of each of `given`.
 
-    It is called again where a live run has renamed or removed one of them meanwhile.
+    Calls it again if a live run has renamed or removed one of them meanwhile.
     """
     tries = _TRIES
     while True:
@@ -122,6 +121,6 @@ def _name(path: AnyPath) -> str:
 def _unfinished(given: AnyPath) -> CheckpointError:
     return CheckpointError(
         given=str(given),
-        found="no save has been finished there",
-        fix=f"shoal checkpoint ls {given} names what is there",
+        found="no save has finished there",
+        fix=f"shoal checkpoint ls {given} lists its contents",
     )

@@ -25,7 +25,7 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Reference:
-    """Where a tree has a "tensor", an "array" or a "scalar" of NumPy's: its name in the table."""
+    """A "tensor", an "array" or a NumPy "scalar" in a tree: its name in the table."""
 
     kind: str
     name: str
@@ -44,15 +44,15 @@ class CheckpointManifest:
 
     @property
     def bytes(self) -> int:
-        """The size of all files that the manifest names."""
+        """The size of all files in the manifest."""
         return sum(record.bytes for record in self.manifest.files.values())
 
 
 def inspect_checkpoint(path: AnyPath) -> CheckpointManifest:
-    """Read a checkpoint's JSON; its files have to be there in their sizes, whatever they hold.
+    """Read a checkpoint's JSON; checks the sizes of its files, but not their contents.
 
-    Raises CheckpointError for what is damaged, or is no checkpoint; RemoteError where that can't be
-    known now.
+    Raises CheckpointError for a damaged checkpoint or a path that is not one; RemoteError if a file
+    can't be reached now.
     """
     try:
         manifest = read_manifest(path)
@@ -65,7 +65,7 @@ def inspect_checkpoint(path: AnyPath) -> CheckpointManifest:
         ranks = [simplify(each) for each in content["rank_state"]]
         rows = tensor_index.rows(content, manifest.files)
         if not isinstance(info, dict):
-            raise DamageError("its manifest's info has no names")
+            raise DamageError("the info of its manifest is not a dict")
         for at, leaf in leaves([info, state, ranks]):
             if isinstance(leaf, Reference) and leaf.name not in rows:
                 raise DamageError(
@@ -84,18 +84,18 @@ def inspect_checkpoint(path: AnyPath) -> CheckpointManifest:
             found=found,
             fix="pip install --upgrade shoal"
             if newer
-            else f"shoal checkpoint ls {_beside(path)} names others",
+            else f"shoal checkpoint ls {_folder(path)} lists others",
         ) from None
 
 
-def _beside(path: AnyPath) -> AnyPath:
+def _folder(path: AnyPath) -> AnyPath:
     return path.absolute().parent if isinstance(path, Path) else path.parent
 
 
 def simplify(node: Any, depth: int = 0) -> Any:
-    """An encoded tree (see `checkpoint.state_tree`) as dicts, lists, tuples, values and References.
+    """Return an encoded tree (see `checkpoint.state_tree`) as Python values and References.
 
-    Raises ValueError for what is no such tree.
+    Raises ValueError if it is not such a tree.
     """
     if depth > _DEEPEST:
         raise ValueError("a state that is nested too deeply")
@@ -119,7 +119,7 @@ def simplify(node: Any, depth: int = 0) -> Any:
 
 
 def _int(text: str) -> int:
-    if len(text) > _LONGEST_INT:  # Python shows no longer ones
+    if len(text) > _LONGEST_INT:  # Python prints no longer ones
         raise ValueError(f"a state with a number of {len(text):,} digits")
     return int(text, 16)
 
@@ -128,7 +128,7 @@ def _bytes(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
-        raise ValueError(f"a state with bytes that are none: {error}") from None
+        raise ValueError(f"a state with invalid bytes: {error}") from None
 
 
 _SIMPLE: Mapping[str, Any] = {
@@ -139,9 +139,9 @@ _SIMPLE: Mapping[str, Any] = {
 
 
 def leaves(tree: Any, *at: str) -> Iterator[tuple[Keys, Any]]:
-    """The values of a tree with their paths: References, and all else that holds none.
+    """Yield the values of a tree with their paths: References, and values that contain none.
 
-    Lists and tuples that hold plain values alone are one value.
+    A list or tuple of plain values is one value.
     """
     if isinstance(tree, dict) and tree:
         for key, item in tree.items():

@@ -1,4 +1,4 @@
-"""Tensors of one checkpoint, read in pieces: whole ones, or parts, however they were divided."""
+"""Reading of complete tensors of one checkpoint, or of parts, however they were sharded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 class Values:
     """The open files of a checkpoint. Pages are read on demand, and freed when memory is short.
 
-    Of one on another file system they are copies, removed in the end.
+    Remote files are copies, which are removed at the end.
     """
 
     def __init__(self, contents: CheckpointManifest) -> None:
@@ -45,13 +45,13 @@ class Values:
         self._stack.close()
 
     def whole(self, name: str) -> Tensor:
-        """One tensor. It may lie in the file itself: copy what has to last, write into none."""
+        """Return one tensor. It may share memory with the file: copy it to keep or change it."""
         return self.part(name, [(0, size) for size in self._contents.tensors[name].shape])
 
     def part(self, name: str, spans: Sequence[Span]) -> Tensor:
-        """A part of a tensor, put together from the chunks that contain it.
+        """Return a part of a tensor from the chunks that contain it.
 
-        Raises CheckpointError where a file does not hold what the table says.
+        Raises CheckpointError if a file does not hold the data that the table describes.
         """
         row = self._contents.tensors[name]
         try:
@@ -107,7 +107,7 @@ class Values:
 
 
 def blocks(row: TensorEntry, most: int) -> Iterator[list[Span]]:
-    """The parts of a tensor, of at most `most` bytes or of one row of its first axis."""
+    """Yield the parts of a tensor, each of at most `most` bytes or of one row of its first axis."""
     rest = [(0, size) for size in row.shape[1:]]
     if not row.shape or not row.bytes:
         yield [(0, size) for size in row.shape]

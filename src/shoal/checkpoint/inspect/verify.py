@@ -12,7 +12,7 @@ from shoal.checkpoint.paths import AnyPath, open_file
 from shoal.checkpoint.store import DamageError, Manifest, manifest_of, read_manifest
 
 THREADS = 8
-"""More readers of one file system than this gain little, and take it from others."""
+"""The number of reading threads; more gain little and slow down other users of the file system."""
 
 
 def manifest(path: AnyPath) -> Manifest:
@@ -35,7 +35,7 @@ def problems(path: AnyPath, *, read: bool) -> list[str]:
         return [str(damage)]
     names = sorted(said.files)
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-        # Hashing and reading let go of the interpreter.
+        # Hashing and reading release the GIL.
         found = list(
             threads.map(lambda name: said.files[name].difference(path / name, read=read), names)
         )
