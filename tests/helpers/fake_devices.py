@@ -63,7 +63,8 @@ class Elsewhere(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.tolist:  # which torch refuses for all subclasses
             return plain(args[0]).tolist()
-        return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():  # what leaves the devices is a plain tensor
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # a method in torch's stub
