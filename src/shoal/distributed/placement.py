@@ -46,16 +46,37 @@ class Meeting:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one process of the world sits, and which variables said so.
+    """The position of one process among the ranks of a run, read from the launcher's variables.
 
-    `node` and `nodes` count machines, `cores` is this process's share of its machine's cores,
-    `address` and `port` are where the first rank is met (port 0: nobody needs to be met); with a
-    `meeting` they are only where it will be looked for first. `attempt` counts restarts of the same
-    job from 0; where a launcher may leave ranks of an attempt behind, `job` names it. `choices` say
-    why it is this launcher, these cores and this address. `unsettled` names the fields that the
-    launcher leaves open, since it does not say which ranks share a machine: they hold a guess until
-    the ranks have met, and `World.placement` has their values. `warning` is what rank 0 prints of a
-    launch that is right, but perhaps not what its user meant.
+    `World.placement` has it; users do not construct one.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        size: Number of ranks, or world size.
+        local_rank: Number of this process on its node, from 0.
+        local_size: Number of ranks on this node.
+        node: Number of this node, from 0.
+        nodes: Number of nodes.
+        cores: Number of CPU cores for this process.
+        address: Host or IP address of rank 0 for the rendezvous; the first one to try if there is a
+            `meeting`.
+        port: Port of rank 0 for the rendezvous; 0 if none is needed.
+        launcher: Name of the program that started the ranks, such as `"torchrun"`.
+        attempt: Number of this attempt at the same job; a restart adds 1 to the first, 0.
+        job: Name of the job, the same in all its attempts, for launchers that may leave ranks of an
+            earlier attempt running; empty otherwise.
+        meeting: Parameters of the rendezvous if the launcher sets no address and port; else None.
+        unsettled: Names of the fields that the launcher does not set, since it does not report which
+            ranks are on the same node. They hold a guess until the rendezvous and are empty in
+            `World.placement`, which has the right values.
+        warning: Warning that rank 0 prints about a launch that is valid but may not be intended.
+        reason: Environment variables that the placement was read from.
+        choices: Decisions about the launcher, the cores and the address.
+
+    Examples:
+        >>> with shoal.init(device="cpu") as world:
+        ...     print(world.placement.local_rank, world.placement.nodes)
+        0 1
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""`shoal.launch`: a function in N processes on this machine, from a script or a notebook."""
+"""`shoal.launch`: run a function in N processes on this machine, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -37,20 +37,31 @@ _PIECE = 1 << 16
 def launch(
     function: Callable[[*_Args], _T], *args: *_Args, processes: int, restarts: int = 0
 ) -> list[_T]:
-    """Run `function(*args)` in `processes` processes on this machine; what it returned on each.
+    """Run a function in several processes on this machine and return its results.
 
-    The list is in rank order. Works in scripts, without a guard, and in notebooks; the function may
-    be defined there. It finds its place by `shoal.init()`, as a script does under `shoal run`, and
-    what it prints appears here. The processes are new ones: they have the caller's environment,
-    `sys.path`, `sys.argv` and directory, but nothing that it has open or on a GPU, and no settings
-    such as torch's default dtype: make those in the function. Function, arguments and what is
-    returned are pickled and never in a file. A rank that leaves by
-    `sys.exit(0)` returns None. When a rank fails all are stopped, and up to `restarts` times
-    started again. Ctrl-C is passed on; a second one kills.
+    It works in notebooks, and in scripts without an `if __name__ == "__main__"` guard. The function
+    may be defined there. It calls `shoal.init()` as a script under `shoal run` does, and its output
+    appears in the caller's. The processes are new: they have the caller's environment variables,
+    `sys.path`, `sys.argv` and current directory, but not its open files, its GPU memory or settings
+    such as torch's default dtype. The function, its arguments and its results are pickled, in memory
+    only. Ctrl-C is forwarded to the ranks; a second Ctrl-C kills them.
 
-    Raises LaunchError, after the failing rank's report, where a rank fails; before any process is
-    started where the arguments can't work, the call can't be pickled, or this process is itself a
-    rank of several.
+    Args:
+        function: Function to run on each rank: picklable, or defined in a script or notebook.
+        args: Positional arguments of the function, the same on each rank.
+        processes: Number of ranks, at least 1.
+        restarts: Number of times that Shoal restarts all ranks after one of them fails. Default: 0.
+
+    Returns:
+        The results of the function, in rank order; None for a rank that calls `sys.exit(0)`.
+
+    Raises:
+        LaunchError: If a rank fails, after its report. Also before any process starts, if an argument
+            is invalid, the call can't be pickled, or this process is itself one of several ranks.
+
+    Examples:
+        >>> shoal.launch(pow, 2, 10, processes=2)
+        [1024, 1024]
     """
     given = f"launch({_name(function)}, processes={processes!r})"
     _check(function, processes, restarts, given)
