@@ -25,6 +25,10 @@ CHECKED = (
     "scripts/**/*.py",
     "src/shoal/cli/**/*.py",
     "src/shoal/data/**/*.py",
+    "src/shoal/distributed/**/*.py",
+    "src/shoal/launcher/**/*.py",
+    "src/shoal/util/**/*.py",
+    "src/shoal/*.py",
 )
 UNCHECKED = {"CHANGELOG.md", "style.md"}
 """Files that name the words they replace."""

@@ -10,7 +10,7 @@ from shoal.util.errors import LaunchError
 
 
 class RunLog:
-    """Passes numbers on to the run that is open, if one is, and knows its directory."""
+    """The connection to the open run, if there is one: it records values and has its directory."""
 
     def __init__(self) -> None:
         self.directory: Path | None = None
@@ -22,15 +22,15 @@ class RunLog:
         return self._record is not None
 
     def attach(self, record: Callable[[Mapping[str, Any]], None], directory: Path) -> None:
-        """Pass numbers to `record` from now on, the method of a run in `directory`."""
+        """Send values to `record` from now on, the method of a run in `directory`."""
         self._record, self.directory = record, directory
 
     def detach(self) -> None:
-        """Forget the run, which is closed."""
+        """Disconnect from the run, which is closed."""
         self._record = self.directory = None
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Record `values` with the run that is open; raise LaunchError if there is none."""
+        """Record `values` with the open run. Raises LaunchError if there is none."""
         if self._record is None:
             raise LaunchError(
                 given="world.log(…)",

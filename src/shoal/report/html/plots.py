@@ -207,7 +207,8 @@ def _draw(draw: Callable[[Axes, bool], None], *, height: float = 0.0) -> Drawing
         raise LaunchError(
             given="a page with figures",
             found="no matplotlib here, which draws them",
-            fix="pip install 'shoal[report]'; or without figures: shoal report RUN --text",
+            fix="pip install '.[report]' in the checkout of Shoal; "
+            "or without figures: shoal report RUN --text",
         ) from None
     kept: Any = {
         "svg.fonttype": "none",

@@ -13,7 +13,7 @@ import torch
 class Usage:
     """What this process uses, as the fields of an event; what can't be known is left out.
 
-    Power, energy and utilization are the GPU's, as NVML tells them (`pip install 'shoal[gpu]'`): of all
+    Power, energy and utilization are the GPU's, as NVML tells them (`pip install '.[gpu]'`): of all
     that runs there, and since the start of this.
     """
 
