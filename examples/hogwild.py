@@ -5,7 +5,7 @@ shoal run -n 3 examples/hogwild.py
 shoal run -n 3 examples/hogwild.py -- --staleness 4
 
 Points are told apart by a small network. The last worker sleeps in each step, as one on a busy core
-would; the others don't wait for it, unless a bound says so. Kill a worker meanwhile: the others continue.
+would; the others don't wait for it, unless a bound says so. Kill a worker: the others continue.
 """
 
 import argparse

@@ -40,7 +40,7 @@ def check_job(request: JobRequest, site: Site, job: Job) -> None:
         raise LaunchError(
             given="; ".join(dict.fromkeys(each.given for each in found)),
             found="\n       ".join(each.found for each in found),
-            fix="; ".join(dict.fromkeys(each.fix for each in found)) + " (or --force)",
+            fix="; ".join(dict.fromkeys(each.fix for each in found)) + " (--force submits it anyway)",
         )
 
 

@@ -154,7 +154,7 @@ def _check_alone(run: Path) -> None:
             found=f"job {names}{more} of this run has not ended: of two jobs with one directory, the "
             "older one fails and loses its progress since its last save",
             fix=f"shoal cancel {shlex.quote(str(run))} first, or --run DIR with another directory "
-            "(--force submits it unchanged)",
+            "(--force submits it anyway)",
         )
 
 
