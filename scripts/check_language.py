@@ -25,16 +25,7 @@ CHECKED = (
     "examples/*.md",
     "examples/*.py",
     "scripts/**/*.py",
-    "src/shoal/_torch/**/*.py",
-    "src/shoal/bench/**/*.py",
-    "src/shoal/checkpoint/**/*.py",
-    "src/shoal/cli/**/*.py",
-    "src/shoal/data/**/*.py",
-    "src/shoal/doctor/**/*.py",
-    "src/shoal/report/**/*.py",
-    "src/shoal/strategies/**/*.py",
-    "src/shoal/telemetry/**/*.py",
-    "src/shoal/training/**/*.py",
+    "src/**/*.py",
 )
 UNCHECKED = {"CHANGELOG.md", "style.md"}
 """Files that name the words they replace."""

@@ -1,4 +1,4 @@
-"""Shoal: a PyTorch model from one process to a cluster, with the same numbers everywhere.
+"""Shoal: distributed PyTorch training from one process to a cluster, with the same numbers everywhere.
 
 The public names are those that `__init__.pyi` imports. Each is imported on its first use (PEP 562), so
 that `shoal --help` needs no torch.

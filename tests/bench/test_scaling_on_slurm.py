@@ -296,7 +296,7 @@ def test_what_cannot_be_submitted_is_refused_before_anything_is_made(fakes: Fake
     assert "the sites are" in refused(*ASKED, "--site", "mars").found
     assert "is 4 nodes per job" in refused(*ASKED, "-n", "1,32").found
     assert "no --submit" in refused("scaling", "dense", "--site", "mini").found
-    assert "not a length of time" in refused(*ASKED, "--time", "0").found
+    assert "it is not a duration" in refused(*ASKED, "--time", "0").found
     assert "a node of main has 4 GPUs" in refused(*ASKED, "--gpus-per-node", "8").found
     assert not Path("s").exists()
     assert fakes.calls() == []

@@ -154,7 +154,7 @@ def test_a_directory_for_temporary_files_that_sockets_can_not_name(
     long = tmp_path / ("x" * 80)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with pytest.raises(LaunchError, match="leave 75") as caught:
+    with pytest.raises(LaunchError, match="allow 75") as caught:
         local.run(script, processes=1)
     assert caught.value.fix == "TMPDIR=/tmp shoal run …"
 

@@ -53,7 +53,7 @@ ONE = [
     ("run -n 2 -q train.py", "-q", "no such option", "shoal run --help"),
     ("run -n 2 -m train.py", "-m train.py", "no module train.py", "-m train"),
     ("submit train.py", "shoal submit train.py", "no time limit", "--time 20:00:00 train.py"),
-    ("submit --time x train.py", "--time x", "not a length of time", "--time 20:00:00"),
+    ("submit --time x train.py", "--time x", "not a duration", "--time 20:00:00"),
     ("report --textt runs/a", "--textt", "did you mean --text?", "--text"),
     ("report", "shoal report", "RUN is missing", "shoal report runs/a"),
     ("report -o", "-o", "needs a value", "-o DIR"),

@@ -103,7 +103,7 @@ def test_a_batch_script_and_a_shell_under_salloc_are_no_tasks(name: str) -> None
     """FAILURES 12."""
     (found,) = read_all(name)
     assert (found.launcher, found.size) == ("none", 1)
-    assert "no task of a step" in found.reason
+    assert "not a task of a step" in found.reason
 
 
 def test_slurms_interactive_shell_is_no_task_with_any_process_manager() -> None:

@@ -62,7 +62,7 @@ def test_choices_are_what_the_placement_has(name: str) -> None:
 
 def test_a_launcher_that_is_there_too_but_further_away() -> None:
     why = by_name(read("torchrun-under-srun").choices)["launcher"].rejected["srun"]
-    assert why == "SLURM_STEP_ID=0, SLURM_PROCID=1 is there too, but torchrun is asked earlier"
+    assert why == "SLURM_STEP_ID=0, SLURM_PROCID=1 is set too, but torchrun is checked earlier"
 
 
 def test_a_shell_of_slurms_own_is_told_as_one() -> None:
@@ -172,7 +172,7 @@ def test_nccl_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, "2", "shoal run", 2, "given: OMP_NUM_THREADS=2", set()),
         (3, "2", "srun", 3, "given: set in the process", {"OMP_NUM_THREADS=2"}),
         (16, "", "srun", 4, "this rank's cores; OMP_NUM_THREADS", {"16"}),
-        (2, "", "srun", 2, "as torch has it", set()),
+        (2, "", "srun", 2, "torch's own number", set()),
     ],
 )
 def test_threads_and_who_set_them(
@@ -185,8 +185,8 @@ def test_threads_and_who_set_them(
 
 
 def test_cores_of_ones_own_and_shared_ones() -> None:
-    assert "bound to this rank alone" in share([0, 1], [[0, 1], [2, 3]]).reason
-    assert "divided among 3 ranks" in share(range(8), [range(8)] * 3).reason
+    assert "bound to this rank only" in share([0, 1], [[0, 1], [2, 3]]).reason
+    assert "split among 3 ranks" in share(range(8), [range(8)] * 3).reason
 
 
 @pytest.mark.parametrize(

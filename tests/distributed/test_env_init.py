@@ -51,7 +51,7 @@ def test_a_pod_with_one_process(pod: dict[str, str]) -> None:
     found = read({**ENV, **pod})
     assert (found.local_rank, found.local_size, found.node, found.nodes) == (0, 1, 1, 3)
     assert found.unsettled == ()
-    assert "one process for each pod" in found.reason
+    assert "one process per pod" in found.reason
 
 
 def test_a_pod_that_is_to_run_torchrun() -> None:
@@ -68,7 +68,7 @@ def test_a_local_rank_by_hand_is_kept() -> None:
     assert (settled.local_rank, settled.local_size) == (0, 2)
     with pytest.raises(LaunchError, match="unset LOCAL_RANK") as raised:
         found.settled(["a", "a", "b"], [0, 0, 0])
-    assert "ranks 0, 1 share a machine, and their local ranks are 0, 0" in raised.value.found
+    assert "ranks 0, 1 are on the same machine, and their local ranks are 0, 0" in raised.value.found
 
 
 @pytest.mark.parametrize("name", ["open-mpi-4-in-salloc", "mpich-4-in-salloc"])
@@ -105,5 +105,5 @@ def test_variables_that_contradict_a_launcher(name: str, wrong: dict[str, str]) 
     with pytest.raises(LaunchError) as raised:
         read(change(name, 3, **{**right, **wrong}))
     (variable,) = wrong
-    assert raised.value.found.endswith(f"and {variable} another")
+    assert raised.value.found.endswith(f"which contradicts {variable}")
     assert raised.value.fix.startswith("unset RANK WORLD_SIZE LOCAL_RANK: ")

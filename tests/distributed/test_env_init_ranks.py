@@ -64,5 +64,5 @@ def test_local_ranks_that_are_the_same_raise_on_all_ranks(tmp_path: Path) -> Non
         for process in processes:
             _, errors = process.communicate(timeout=200)
             assert process.returncode == 1
-            assert "found: ranks 0, 1 share a machine, and their local ranks are 0, 0" in errors
+            assert "found: ranks 0, 1 are on the same machine, and their local ranks are 0, 0" in errors
             assert "fix:   unset LOCAL_RANK" in errors

@@ -69,7 +69,7 @@ def test_report_of_an_error() -> None:
 
 
 def test_report_of_signals_and_exit_codes() -> None:
-    assert report(KILLED, size=1).startswith("killed by SIGKILL (signal 9), which is often")
+    assert report(KILLED, size=1).startswith("killed by SIGKILL (signal 9), often because")
     assert report(replace(KILLED, signal=64), size=1).startswith("killed by ")
     assert report(replace(OWN, text="", code=3), size=1).startswith("ended with exit code 3\n")
 

@@ -184,7 +184,7 @@ def test_a_table_has_a_line_for_each_rank_and_few_of_many_alike() -> None:
             f"rank {rank}   a  train.py:9 in f  waits in all_reduce of float32[4]"
             for rank in range(3, 6)
         ),
-        "and 93 more at the same places",
+        "and 93 more in the same places",
     ]
     assert "rank 1 on b\n" in details([WAITS, SILENT])
 

@@ -55,10 +55,10 @@ def test_a_decision_says_why_and_why_not() -> None:
     report = reached("eth0", "eth1", docker0="172.17.0.1, port 5: refused")
     assert decide([LO, SLOW, FAST, DOCKER], [report], host="a") == {
         "name": "eth1",
-        "reason": "all 2 ranks have reached a (rank 0) by it, and it is the fastest",
+        "reason": "all 2 ranks have reached a (rank 0) through it, and it is the fastest",
         "rejected": {
             "eth0": "1000 Mbit/s, eth1 25000 Mbit/s",
-            "docker0": "b (rank 1) did not reach a (rank 0) by it: 172.17.0.1, port 5: refused",
+            "docker0": "b (rank 1) did not reach a (rank 0) through it: 172.17.0.1, port 5: refused",
         },
     }
 
@@ -68,8 +68,8 @@ def test_where_nobody_can_connect_both_hosts_are_named() -> None:
     reports = [reached("eth0", eth1="timed out"), reached("eth1", host="c", eth0="timed out")]
     given, found, fix = decide([LO, SLOW, FAST], reports, host="a")["error"]
     assert given == "the network of a (rank 0): lo (127.0.0.1), eth0 (10.0.0.1), eth1 (10.1.0.1)"
-    assert "eth0: c (rank 2) did not reach a (rank 0) by it: timed out" in found
-    assert "eth1: b (rank 1) did not reach a (rank 0) by it: timed out" in found
+    assert "eth0: c (rank 2) did not reach a (rank 0) through it: timed out" in found
+    assert "eth1: b (rank 1) did not reach a (rank 0) through it: timed out" in found
     assert "ports" in fix
 
 
@@ -131,7 +131,7 @@ def test_what_answers_but_is_not_rank_0_is_not_taken_for_it(
         monkeypatch.setattr(socket, "create_connection", elsewhere)
         first, second = together(2)
     assert str(first) == str(second)
-    assert "something else answers there" in first.found
+    assert "another program answers there" in first.found
 
 
 def test_variables_of_engines_are_set_where_the_user_has_not() -> None:

@@ -177,10 +177,10 @@ def test_no_two_ranks_share_a_core_while_others_idle(command: list[str], tmp_pat
     if command is SHOAL:
         assert set(first[0]).isdisjoint(second[0])
         assert {*first[0], *second[0]} == CPUS
-    # torchrun sets OMP_NUM_THREADS=1; with two cores that is also the share.
+    # torchrun sets OMP_NUM_THREADS=1; with two cores that is also the rank's number.
     assert [first[1], second[1]] == [first[2], second[2]]
     assert first[2] + second[2] == len(CPUS) - len(CPUS) % 2
-    assert messages.count("shoal: 2 ranks on 1 machine(s)") == 1
+    assert messages.count("shoal: world size 2 on 1 node, launched by ") == 1
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two cores")

@@ -82,7 +82,7 @@ def test_text_names_only_what_is_not_one() -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("", "no axis at all"),
+        ("", "no axis"),
         ("replicas=2", "'replicas=2' is not one of"),
         ("replicate", "'replicate' is not one of"),
         ("replicate=two", "'replicate=two' is not one of"),

@@ -145,7 +145,7 @@ def test_the_mpi_of_another_launcher_is_refused(tmp_path: Path) -> None:
         started.clean_up()
     assert ended.code != 0
     assert "Open MPI" in ended.err
-    assert "whose world has 1 rank(s): it is not that launcher's MPI" in ended.err
+    assert "whose world has 1 rank(s): it is not the launcher's MPI" in ended.err
 
 
 def test_no_library_of_mpi(tmp_path: Path) -> None:
@@ -168,4 +168,4 @@ def test_a_launcher_without_mpi_is_refused(tmp_path: Path) -> None:
     finally:
         started.clean_up()
     assert ended.code == 1
-    assert "found: shoal run starts processes that are no ranks of MPI" in ended.err
+    assert "found: shoal run starts processes that are not MPI ranks" in ended.err

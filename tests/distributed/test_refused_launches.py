@@ -38,11 +38,11 @@ def where(tmp_path: Path) -> list[str]:
         ),
         (
             "salloc -N2 -n2 srun mpirun.openmpi --mca plm isolated --mca ras ^slurm -n 1",
-            ["OMPI_COMM_WORLD_SIZE=1, SLURM_STEP_NUM_TASKS=2", "each would be a world of its own"],
+            ["OMPI_COMM_WORLD_SIZE=1, SLURM_STEP_NUM_TASKS=2", "each would be a separate world"],
         ),
         (
             "salloc -N2 -n2 srun mpirun.mpich -launcher fork -n 1",
-            ["PMI_SIZE=1, SLURM_STEP_NUM_TASKS=2", "each would be a world of its own"],
+            ["PMI_SIZE=1, SLURM_STEP_NUM_TASKS=2", "each would be a separate world"],
         ),
     ],
     ids=["ntasks", "Open MPI", "MPICH"],
@@ -95,5 +95,5 @@ def test_a_batch_script_is_no_task(cluster: Cluster, where: list[str], tmp_path:
     submitted = cluster.run(["sbatch", "-N2", "-n4", "-o", "log", wrapped], folder=tmp_path)
     assert submitted.returncode == 0, submitted.stderr
     log = tmp_path / "log"
-    said = "0 1 none\nshoal: one process, in a Slurm job with room for 4 (job "
+    said = "0 1 none\nshoal: one process in a Slurm job with room for 4 (job "
     wait_for(lambda: log.exists() and log.read_text().startswith(said))

@@ -95,7 +95,7 @@ def test_no_free_port_is_told_with_the_ports(join: Join) -> None:
 @pytest.mark.full
 def test_rank_0_names_the_ranks_that_did_not_come(join: Join) -> None:
     failed, came = join(job("a", *free_ports(2)), 4, [0, 2], timeout=8.0)
-    with pytest.raises(LaunchError, match="rank 1, 3 did not come"):
+    with pytest.raises(LaunchError, match="rank 1, 3 did not join the rendezvous"):
         failed.result(timeout=120)
     assert came.result(timeout=120) is not None
 
@@ -113,7 +113,7 @@ def test_a_host_from_which_nothing_comes_back_is_told_soon(
     monkeypatch.setattr("shoal.distributed.rendezvous.SILENCE", 0.2)
     meeting = job("a", *free_ports(2), hosts=("no-such-host.invalid",))
     (failed,) = join(meeting, 2, [1], timeout=60.0)
-    said = f"found: {socket.gethostname()} can't reach no-such-host.invalid: no answer of any kind"
+    said = f"found: {socket.gethostname()} can't reach no-such-host.invalid: no reply"
     with pytest.raises(LaunchError, match=said):
         failed.result(timeout=120)
 

@@ -344,7 +344,10 @@ def test_unknown_health_is_said_where_there_are_gpus(
     assert grave(list(gpus.check_gpus(seen([gpus.describe_gpus()])))) == []
     monkeypatch.setattr(gpus, "DEVICE", tmp_path)
     (found,) = gpus.check_gpus(seen([gpus.describe_gpus()]))
-    assert (found.state, found.fix) == (Severity.WARNING, "pip install 'shoal[gpu]'")
+    assert (found.state, found.fix) == (
+        Severity.WARNING,
+        "pip install '.[gpu]' in the checkout of Shoal",
+    )
 
 
 def test_the_same_driver_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_a_rank_that_never_comes_is_named(launcher: str, tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 1
-    assert "rank 1 did not come" in done.stdout
+    assert "rank 1 did not join the rendezvous" in done.stdout
     assert "open files" in done.stdout
 
 

@@ -112,7 +112,7 @@ except LaunchError as error:
 
 @pytest.mark.parametrize(
     ("rank", "told"),
-    [(0, "rank 1 did not come"), (1, "looked for rank 0")],
+    [(0, "rank 1 did not join the rendezvous"), (1, "looked for rank 0")],
 )
 @pytest.mark.full
 def test_ranks_that_do_not_come_are_told_as_elsewhere(rank: int, told: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def check(text: str, launcher: str, ranks: int) -> None:
 def test_under_torchrun() -> None:
     text = say([*TORCHRUN, "--nproc-per-node", "2", *INFO])
     check(text, "torchrun", 2)
-    assert "not OMP_NUM_THREADS=1: torchrun sets it by itself" in text
+    assert "not OMP_NUM_THREADS=1: torchrun sets it if the user has not" in text
 
 
 @pytest.mark.system

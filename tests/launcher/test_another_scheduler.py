@@ -74,7 +74,7 @@ def test_a_chain_a_script_alone_and_a_directive(pool: Fakes) -> None:
 
 def test_status_cancel_and_a_second_submission(pool: Fakes) -> None:
     shoal(*SUBMIT, "train.py")
-    assert "Pool does not know it any more" in shoal("status", "runs/train")
+    assert "Pool does not list it any more" in shoal("status", "runs/train")
     pool.set("pool-list", out="pool:7 parked\n")
     assert "job pool:7 can never start: it is parked for good" in shoal("status", "runs/train")
     error = run_shoal(*SUBMIT, "train.py").exception
@@ -89,7 +89,7 @@ def test_status_cancel_and_a_second_submission(pool: Fakes) -> None:
 def test_what_the_scheduler_does_not_have_is_an_error(pool: Fakes) -> None:
     error = run_shoal(*SUBMIT, "--launcher", "srun", "train.py").exception
     assert isinstance(error, LaunchError)
-    assert "one of pool-run, mpirun" in error.found
+    assert "the launchers are pool-run, mpirun" in error.found
     pool.set("pool-submit", code=1, err="no more today\n")
     error = run_shoal(*SUBMIT, "train.py").exception
     assert isinstance(error, LaunchError)

@@ -347,7 +347,7 @@ def test_what_is_staged_is_what_the_script_is_told_of(fakes: Fakes, tmp_path: Pa
 def test_without_its_copies_a_job_does_not_begin(fakes: Fakes, tmp_path: Path) -> None:
     done = staged(tmp_path, fakes, code=1)
     assert done.returncode == 1
-    assert "no copies in" in done.stderr
+    assert "can't copy to" in done.stderr
     assert not any("train.py" in word for call in fakes.calls("srun") for word in call)
 
 

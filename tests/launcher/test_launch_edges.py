@@ -134,7 +134,7 @@ def return_picky() -> Exception:
 
 
 def test_a_result_that_can_not_be_unpickled() -> None:
-    with pytest.raises(shoal.LaunchError, match="what rank 0 returned can't be unpickled here"):
+    with pytest.raises(shoal.LaunchError, match="the result of rank 0 can't be unpickled"):
         shoal.launch(return_picky, processes=1)
 
 

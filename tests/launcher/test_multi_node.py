@@ -167,8 +167,8 @@ def killed_and_back(nodes: Nodes, script: str) -> None:
     ended = [each.end() for each in (*stay, new)]
     assert {each.code for each in ended} == {0}, ended
     for each in ended[:-1]:
-        assert f"{HERE} (process {gone.process.pid}) left: starting again" in each.err
-        assert f"{HERE} (process {new.process.pid}) joined: starting again" in each.err
+        assert f"{HERE} (process {gone.process.pid}) left: restarting" in each.err
+        assert f"{HERE} (process {new.process.pid}) joined: restarting" in each.err
 
     taken = events.steps_by_rank(nodes.folder / "run" / "events")
     sizes = [len(ranks) for _, ranks in sorted(taken.items())]
@@ -221,7 +221,7 @@ def test_ranks_save_before_a_node_joins(nodes: Nodes, tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     ended = [each.end() for each in (first, second)]
     assert [each.code for each in ended] == [0, 0], ended
-    assert f"(process {second.process.pid}) joined: starting again" in ended[0].err
+    assert f"(process {second.process.pid}) joined: restarting" in ended[0].err
     found = re.search(r"saved step ([\d,]+) in", ended[0].out + ended[0].err)
     assert found is not None, ended[0]
     (last,) = nodes.ranks("at-1-0")["at-1-0"]
@@ -258,7 +258,7 @@ def test_a_killed_rank_restarts_all_nodes(nodes: Nodes) -> None:
     assert [each.code for each in ended] == [0, 0], ended
     for each in ended:
         assert each.err.count("where: rank ") == 1
-        assert len(re.findall(r"^first of all, rank \d on .*: killed by SIGKILL", each.err, re.M)) == 1
+        assert len(re.findall(r"^first failure: rank \d on .*: killed by SIGKILL", each.err, re.M)) == 1
         assert re.findall(r"restart (\d) of 2", each.err) == ["1", "2"]
 
 
@@ -267,7 +267,7 @@ def test_without_restarts_all_nodes_end_with_the_culprits_code(nodes: Nodes) -> 
     both = [nodes.start(f"{TALK}\nif rank == 1: sys.exit(7)\ntalk()") for _ in range(2)]
     ended = [each.end() for each in both]
     assert [each.code for each in ended] == [7, 7]
-    assert sum("first of all, rank 1 on" in each.err for each in ended) == 1
+    assert sum("first failure: rank 1 on" in each.err for each in ended) == 1
     assert [each.members() for each in both] == [[], []]
 
 
@@ -282,7 +282,7 @@ def test_a_node_that_never_comes(nodes: Nodes) -> None:
     node = nodes.start("", "--wait", "2", nodes="2:4")
     assert node.process.stderr is not None
     assert "waits at 127.0.0.1:" in node.process.stderr.readline()
-    refused(node.end(), f"after 2 s too few are there: {HERE} (process {node.process.pid})")
+    refused(node.end(), f"after 2 s too few nodes have joined: {HERE} (process {node.process.pid})")
     assert node.members() == []
 
 
@@ -329,7 +329,7 @@ def test_a_node_is_told_to_end_and_the_other_goes_on(nodes: Nodes) -> None:
     (nodes.folder / "stop").touch()
     ended = stay.end()
     assert ended.code == 0
-    assert f"(process {go.process.pid}) left: starting again" in ended.err
+    assert f"(process {go.process.pid}) left: restarting" in ended.err
 
 
 def holder(nodes: Nodes) -> Command:
@@ -356,11 +356,11 @@ def test_without_the_node_that_holds_the_rendezvous_all_end(
     host.process.send_signal(signum)
     ended = other.end()
     if signum == signal.SIGKILL:
-        refused(ended, "which holds the rendezvous, can't be reached")
+        refused(ended, "which hosts the rendezvous, can't be reached")
     else:
         assert host.end().code == 143
         assert ended.code == 143
-        assert "was told to end, and holds the rendezvous: all end" in ended.err
+        assert "received a signal to end and hosts the rendezvous: all nodes end" in ended.err
     wait_for(lambda: not [pid for each in both for pid in each.members()], timeout=GONE_WITHIN)
 
 
@@ -408,4 +408,4 @@ def test_a_late_node_takes_part_or_hears_that_the_run_is_over(nodes: Nodes) -> N
     (nodes.folder / "stop").touch()
     ended = [each.end() for each in three]
     assert [each.code for each in ended] == [0, 0, 0]
-    assert sum("came too late" in each.err for each in ended) <= 1
+    assert sum("joined too late" in each.err for each in ended) <= 1

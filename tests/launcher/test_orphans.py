@@ -71,9 +71,7 @@ def test_a_child_in_a_session_of_its_own_is_ended_and_named(start: Start) -> Non
     ended = run.end()
     assert ended.code == 0, ended.err
     command = f"{sys.executable} child.py"[:80]
-    said = (
-        f"shoal run: process {run.child} ({command}) of rank 1 was still running after 0.5 s, and was"
-    )
+    said = f"shoal run: process {run.child} ({command}) of rank 1 was still running after 0.5 s and was"
     assert said in ended.err
     assert not psutil.pid_exists(run.child)
     assert not run.members()

@@ -234,7 +234,7 @@ def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "MOST", 3)
     for name in "abcde":
         (tmp_path / f"{name}.py").write_text("")
-    with pytest.raises(LaunchError, match="at most 3 are copied"):
+    with pytest.raises(LaunchError, match="copies at most 3"):
         find_source(tmp_path / "a.py", without=tmp_path / "runs")
 
 

@@ -62,7 +62,7 @@ def test_times_as_slurm_reads_them(text: str, seconds: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "1h", "1:2:3:4", "-5", "1-", "$(x)", "1:00\n"])
 def test_other_times_are_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match="not a length of time"):
+    with pytest.raises(LaunchError, match="it is not a duration"):
         parse_time(text)
 
 
@@ -75,14 +75,14 @@ def test_other_times_are_refused(text: str) -> None:
         ({"time": 21 * HOUR, "gpus": 8, "partition": "gpu_p5"}, "gpu_p5 ends jobs after 20:00:00"),
         ({"time": 30 * HOUR, "nodes": 5, "gpus": 4}, "ends jobs after 20:00:00: 600 GPU-hours"),
         ({"qos": "qos_gpu-dev", "gpus": 1}, "gpu_p13 qos_gpu-dev ends jobs after 02:00:00"),
-        ({"time": HOUR, "nodes": 129, "gpus": 4}, "gives a job so long at most 512 GPUs"),
+        ({"time": HOUR, "nodes": 129, "gpus": 4}, "gives a job of this length at most 512 GPUs"),
         ({"gpus": 4, "processes": 1}, "4 GPUs reserved, 1 used: 60 GPU-hours of 80 GPU-hours"),
         ({"gpus": 2, "processes": 4}, "4 processes share 2 GPUs"),
         ({"nodes": 2, "processes": 1}, "1 node(s) without a process"),
         ({"gpus": 4, "cpus": 11}, "44 cores, and a node of gpu_p13 has 40"),
         ({"gpus": 8, "partition": "gpu_p2", "workers": 8}, "a process has 3 core(s)"),
-        ({"memory": "10G"}, "--mem is not accepted"),
-        ({"nodes": 2, "processes": 3, "launcher": "torchrun"}, "do not divide into 2 equal nodes"),
+        ({"memory": "10G"}, "does not accept --mem"),
+        ({"nodes": 2, "processes": 3, "launcher": "torchrun"}, "can't be split equally over 2 nodes"),
         ({"sweep": (("a",),), "launcher": "torchrun"}, "each element has its own"),
         ({"time": 600, "save": 200.0}, "460 s of it are kept for saving"),
     ],
@@ -163,7 +163,7 @@ def test_what_is_said_of_a_job() -> None:
         asked = request(**changes)
         return list(notes(asked, JEAN_ZAY, decide(asked, JEAN_ZAY, save=None)))
 
-    assert any("nobody has tried" in note for note in said())
+    assert any("is untested" in note for note in said())
     plain = Site(name="plain", tried="here", requeue=False)
     *_, chain = notes(request(), plain, decide(request(), plain, save=None))
     assert "--chain N" in chain
@@ -196,26 +196,26 @@ def test_gpu_hours() -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("about = ", "no TOML"),
+        ("about = ", "it is not TOML"),
         ("colour = 'red'", "an unknown key, colour"),
         ("requeue = 'no'", "requeue = 'no', a str"),
         ("lead = 5", "lead = 5, a int"),
-        ("lead = 'soon'", "not a length of time"),
+        ("lead = 'soon'", "it is not a duration"),
         ("setup = 'module purge'", "setup = 'module purge', a str"),
         ("setup = [1]", "setup = 1, a int"),
         ("launcher = 'aprun'", "launcher = 'aprun'"),
-        ("scheduler = 'cron'", "scheduler = 'cron'; Shoal knows slurm"),
+        ("scheduler = 'cron'", "scheduler = 'cron'; Shoal supports slurm"),
         ("ports = '1; rm'", "ports = '1; rm'"),
-        ("default = 'gpu'", "none of its partitions"),
-        ("partitions = 3", "partitions that are no tables"),
+        ("default = 'gpu'", "not one of its partitions"),
+        ("partitions = 3", "partitions that are not tables"),
         ("[partitions.a]\nname = 'b'", "an unknown key, partitions.a.name"),
         ("[partitions.a]\ngpus = true", "partitions.a.gpus = True, a bool"),
         ("[partitions.a]\ngpus = -1", "partitions.a.gpus = -1"),
         ("[partitions.a]\noption = 5", "partitions.a.option = 5, a int"),
         ("mpirun = []", "mpirun = []"),
         ("ports = '20000-10001'", "ports = '20000-10001'"),
-        ("[partitions.a.qos.b]\ntime = '1-'", "not a length of time"),
-        ("[partitions.a]\nqos = ['b']", "partitions.a.qos that are no tables"),
+        ("[partitions.a.qos.b]\ntime = '1-'", "it is not a duration"),
+        ("[partitions.a]\nqos = ['b']", "partitions.a.qos that are not tables"),
     ],
 )
 def test_what_is_wrong_in_a_site_is_named(text: str, found: str) -> None:

@@ -53,7 +53,7 @@ def test_a_job_is_submitted_and_told_about(fakes: Fakes) -> None:
     record = json.loads((folder / "job.json").read_text())
     assert record["jobs"] == ["42"]
     assert record["command"] == "train.py --token '***'"
-    assert "--token and its value stand in the job's files" in said
+    assert "--token and its value are in the job's files" in said
 
 
 def test_the_source_that_was_submitted_runs(fakes: Fakes) -> None:
@@ -79,9 +79,9 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(fakes: Fakes) -> None:
     assert "note:" not in done.stdout
     size = "job: 2 nodes with 4 GPUs, 8 process(es), 01:00:00, at most 8 GPU-hours\n"
     assert done.stderr.startswith(size)
-    unknown = "nothing is known of this site (plain): GPUs, partitions and times are not checked"
+    unknown = "this site (plain) is unknown: GPUs, partitions and times are not checked"
     assert f"note: {unknown}\n" in done.stderr
-    assert "note: told to save 300 s before its end" in done.stderr
+    assert "note: signal to save 300 s before its end" in done.stderr
     assert (fakes.calls(), sorted(os.listdir())) == ([], ["train.py"])
 
 
@@ -94,7 +94,7 @@ def test_a_script_is_kept_and_not_submitted(fakes: Fakes) -> None:
     assert "no job of `shoal submit`" in refused("status", "runs/other").found
     for command in ("status", "logs", "cancel"):
         error = refused(command, "runs/train")
-        assert "written by -o and not submitted by Shoal" in error.found
+        assert "-o wrote the script, and Shoal did not submit it" in error.found
         assert error.fix == "follow it with the scheduler's own command"
     submitted("train.py")
     assert shoal("status", "runs/train").exit_code == 0
@@ -126,12 +126,15 @@ def test_a_sweep_is_an_array(fakes: Fakes) -> None:
     ("arguments", "found"),
     [
         (["train.py"], "no time limit"),
-        (["--time", "1h", "train.py"], "not a length of time"),
+        (["--time", "1h", "train.py"], "it is not a duration"),
         (["--time", "1:00:00", "none.py"], "there is no file"),
-        (["--time", "1:00:00", "--launcher", "aprun", "train.py"], "one of srun, torchrun, mpirun"),
+        (
+            ["--time", "1:00:00", "--launcher", "aprun", "train.py"],
+            "the launchers are srun, torchrun, mpirun",
+        ),
         (["--time", "1:00:00", "--site", "nowhere", "train.py"], "the sites are jean-zay, plain"),
         (["--time", "1:00:00", "--gpus-per-node", "4", "-n", "1", "train.py"], "3 GPU-hours of 4"),
-        (["--time", "1:00:00", "--run", ".", "train.py"], "train.py lies in it"),
+        (["--time", "1:00:00", "--run", ".", "train.py"], "train.py is in it"),
         (["--time", "1:00:00", "--name", "a\nb", "train.py"], "a control character"),
     ],
 )
@@ -205,7 +208,7 @@ def test_sbatch_may_say_more_than_a_number(fakes: Fakes) -> None:
     assert "job 1234:" in submitted("train.py")
     fakes.set("sbatch", out="Submitted, thank you\n")
     error = refused("submit", "--time", "1", "--run", "other", "train.py")
-    assert "printed no number of a job: 'Submitted, thank you'" in error.found
+    assert "printed no job number: 'Submitted, thank you'" in error.found
 
 
 def test_a_run_has_one_job_at_a_time(fakes: Fakes) -> None:
@@ -241,7 +244,7 @@ def test_a_job_that_nobody_would_know_of_is_taken_back(
 def test_no_file_of_the_users_is_written_over(fakes: Fakes) -> None:
     Path("job.sh").write_text("#!/bin/bash\n# by hand\n")
     error = refused("submit", "--time", "1", "-o", "job.sh", "train.py")
-    assert "is no batch script of `shoal submit`" in error.found
+    assert "is not a batch script of `shoal submit`" in error.found
     assert Path("job.sh").read_text() == "#!/bin/bash\n# by hand\n"
     assert refused("submit", "--time", "1", "-o", "none/job.sh", "train.py").given == "-o none/job.sh"
     assert sorted(os.listdir()) == ["job.sh", "train.py"]
@@ -273,9 +276,9 @@ def test_slurm_that_does_not_answer_is_no_job_that_is_gone(fakes: Fakes) -> None
                 assert "Socket timed out" in refused(command, "runs/train").found
         fakes.set(name)
     fakes.set("squeue", code=1, err="slurm_load_jobs error: Invalid job id specified\n")
-    assert "Slurm does not know it any more" in shoal("status", "runs/train").output
+    assert "Slurm does not list it any more" in shoal("status", "runs/train").output
     fakes.set("squeue", out="squeue: warning: x\n")
-    assert "Slurm does not know it any more" in shoal("status", "runs/train").output
+    assert "Slurm does not list it any more" in shoal("status", "runs/train").output
 
 
 @pytest.mark.full
@@ -300,7 +303,7 @@ def test_how_a_job_is(fakes: Fakes) -> None:
     step = {"event": "step", "t": time.time(), "step": 7, "loss": 0.25}
     (events / "rank-0.jsonl").write_text(json.dumps(step) + "\n")
     said = shoal("status", "runs/train").output
-    for part in ("running", "node[01-02]", "saved, to go on"):
+    for part in ("running", "node[01-02]", "saved, to be resumed"):
         assert part in said
     assert re.search(r"step 7, loss 0.25, \d+ s ago", said)
     fakes.set("squeue", code=1)
@@ -321,7 +324,7 @@ def test_its_log_is_shown(fakes: Fakes, capfd: pytest.CaptureFixture[str]) -> No
 @pytest.mark.full
 def test_elements_that_an_array_does_not_have(fakes: Fakes) -> None:
     submitted("train.py")
-    assert "is no array" in refused("logs", "--element", "0", "runs/train").found
+    assert "is not an array" in refused("logs", "--element", "0", "runs/train").found
     Path("sweep.txt").write_text("a\nb\n")
     submitted("--sweep", "sweep.txt", "train.py")
     for element in ("2", "-1"):
@@ -361,7 +364,7 @@ def test_a_record_that_is_somebody_elses(fakes: Fakes) -> None:
 def test_sites_are_listed_shown_and_drafted(fakes: Fakes, tmp_path: Path) -> None:
     listed = shoal("sites", "ls").output
     assert "jean-zay" in listed
-    assert "never tried" in listed
+    assert "untested" in listed
     assert shoal("sites", "show", "jean-zay").output.startswith("# Jean Zay, of IDRIS")
     fakes.set("sinfo", out="main|infinite|8|gpu:8|4|1:8:1\n")
     fakes.set("scontrol", out="ClusterName = mini\n")

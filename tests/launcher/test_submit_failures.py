@@ -132,7 +132,7 @@ def test_a_job_is_put_back_after_so_many_failures(fakes: Fakes, tmp_path: Path) 
         assert done.returncode == 3
         requeued = [call for call in fakes.calls("scontrol") if call[1] == "requeue"]
         assert len(requeued) == min(number, 2)
-    assert "ended with 3 and goes back into the queue" not in done.stdout
+    assert "ended with 3 and is requeued" not in done.stdout
 
 
 def test_a_cancelled_job_is_not_put_back_after_a_failure(fakes: Fakes, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ ODD = "import os, signal, sys\nif os.environ['RANK'] == '1':\n    "
         ("sys.exit(3)", "ended with exit code 3", 3),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
-            "killed by SIGKILL (signal 9), which is often the system running out of memory",
+            "killed by SIGKILL (signal 9), often because the system ran out of memory",
             137,
         ),
     ],
@@ -205,7 +205,7 @@ def test_where_all_of_a_step_is_killed_slurms_own_words_are_kept(fakes: Fakes, t
     assert run(fakes, tmp_path, "pass").returncode == 137
     assert read_failure(tmp_path / "run/jobs/1") == (
         words,
-        "where: 42 on node[01-02], exit code 137; no rank has left a report",
+        "where: 42 on node[01-02], exit code 137; no rank has written a report",
     )
 
 

@@ -70,7 +70,7 @@ def test_status_says_why_a_job_will_not_start(fakes: Fakes) -> None:
     submit("train.py")
     fakes.set("squeue", out="42|PENDING|0:00|1:00:00|(PartitionTimeLimit)\n")
     said = shoal("status", "runs/train").output
-    assert "job 42 can never start: it asks for more time than its partition" in said
+    assert "job 42 can never start: it requests more time than its partition" in said
 
 
 def test_status_names_the_rank_that_failed_and_its_line(fakes: Fakes) -> None:
@@ -128,7 +128,7 @@ def test_an_interpreter_is_looked_at_before_the_queue(fakes: Fakes, tmp_path: Pa
     given = ("submit", "--time", "1", "--python", str(python), "train.py")
     assert refused(*given).found == "there is no such program"
     python.write_text("#!/bin/sh\necho shoal 0.0.1\n")
-    assert refused(*given).found == "it may not be executed"
+    assert refused(*given).found == "it is not executable"
     python.chmod(0o755)
     assert refused(*given).found.startswith("it has shoal 0.0.1, and this is shoal ")
     python.write_text("#!/bin/sh\necho importlib.metadata.PackageNotFoundError: shoal >&2\nexit 1\n")
@@ -149,7 +149,7 @@ def test_restarts_need_a_queue_that_takes_jobs_back(fakes: Fakes, tmp_path: Path
     folder.mkdir(parents=True)
     (folder / "strict.toml").write_text("requeue = false\n")
     error = refused("submit", "--time=1:00:00", "--site=strict", "--restarts=2", "train.py")
-    assert "a job restarts by going back into the queue" in error.found
+    assert "a restart requeues the job" in error.found
     assert submit("--site=strict", "--restarts=2", "--chain=3", "train.py").exit_code == 0
 
 

@@ -227,7 +227,7 @@ def test_a_signal_to_one_rank_requeues_one_element(jobs: Jobs, alone: str) -> No
     assert losses(jobs.log("-0")) == losses(jobs.log("-1")) == [alone]
     assert "resumed" not in jobs.log("-0")
     assert "USR1 on rank" in jobs.log("-1")
-    assert "goes back into the queue" in jobs.log("-1")
+    assert "and is requeued" in jobs.log("-1")
 
 
 @pytest.mark.long
@@ -297,7 +297,7 @@ def test_a_second_preemption_during_the_save(jobs: Jobs, alone: str) -> None:
     assert losses(jobs.log()) == [alone]
     (saved,) = re.findall(r"saved step (\d+)", jobs.log())
     assert re.findall(r"resumed at sample \d+ \(step (\d+)", jobs.log()) == [saved, saved]
-    assert "goes back into the queue" not in jobs.log()
+    assert "and is requeued" not in jobs.log()
     assert jobs.ends()[-1] == (number, 0)
     taken = events.steps_by_rank(jobs.folder / "run")
     assert sorted(taken) == [("step", step) for step in range(1, 22)]
@@ -338,7 +338,7 @@ def test_scancel_is_final(jobs: Jobs) -> None:
     jobs.wait_for_step(2)
     jobs.slurm("scancel", number)
     jobs.wait(jobs.gone)
-    assert "goes back into the queue" not in jobs.log()
+    assert "and is requeued" not in jobs.log()
     assert list((jobs.folder / "run/checkpoints").glob("step-*"))
 
 
@@ -350,7 +350,7 @@ def test_cancel_ends_a_job_after_its_save(jobs: Jobs) -> None:
     jobs.wait(jobs.gone)
     assert [code for _, code in jobs.ends()] == [75]
     assert "has saved and is cancelled" in jobs.log()
-    assert "saved, to go on" in jobs.shoal("status", "run")
+    assert "saved, to be resumed" in jobs.shoal("status", "run")
 
 
 @pytest.mark.long

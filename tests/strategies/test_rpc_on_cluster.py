@@ -143,7 +143,7 @@ def test_workers_push_to_a_server_on_another_host_and_go_on_without_one(
     losses = [float(line) for line in said.splitlines() if line[:1].isdigit()]
     assert len(losses) == 2, said
     assert max(losses) < 1e-3
-    assert "rank 2 has ended; the other 2 go on without it" in said
+    assert "rank 2 has ended; the other 2 continue without it" in said
 
 
 @pytest.mark.long

@@ -213,7 +213,7 @@ TABLE = [
             ("shard=-1,tensor=-1", "shard=-1 and tensor=-1", "only one degree"),
             ("shard=3", "layout='shard=3' on 1 process", "need 3 processes"),
             ("", "layout=''", "no axis"),
-            (4, "layout=4", "a int, not a text"),
+            (4, "layout=4", "a int, not a string"),
         )
     ),
     *(

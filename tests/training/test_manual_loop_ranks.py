@@ -84,7 +84,7 @@ def test_the_data_of_each_loader_are_compared_at_its_first_batch_alone(ranks: Ra
     for (first, second, third), given, fix in ranks.call(counted, own):
         assert first > second == third
         assert "the loader's samples" in given
-        assert "draw data before shoal.parallelize" in fix
+        assert "generate data before shoal.parallelize" in fix
 
 
 def mean_in_a_loop(world: shoal.World) -> str:

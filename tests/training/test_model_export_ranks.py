@@ -90,4 +90,4 @@ def late(world: shoal.World, path: Path) -> str:
 
 def test_a_rank_that_waits_for_rank_0_in_vain_says_so(ranks: Ranks, tmp_path: Path) -> None:
     _, found = ranks.call(late, tmp_path / "model.pt")
-    assert "rank 0 has not come to it within 0.2 s" in found
+    assert "rank 0 has not entered it within 0.2 s" in found

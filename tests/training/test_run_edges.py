@@ -253,7 +253,7 @@ def after_the_end(world: shoal.World) -> list[str]:
 @pytest.mark.full
 def test_a_world_that_has_ended_gives_no_parts_for_the_whole(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks.call(after_the_end)):
-        assert found == [f"rank {rank} has left the group and would go on with its own share only"] * 5
+        assert found == [f"rank {rank} has left the group and would use its local batch only"] * 5
 
 
 def other_data(world: shoal.World, samples: int, shift: float, directory: Path) -> None:

@@ -212,4 +212,4 @@ def drawn_after(world: shoal.World, directory: Path) -> None:
 def test_data_drawn_after_parallelize_is_named_as_the_cause(ranks: Ranks, tmp_path: Path) -> None:
     for refused in ranks.attempt(drawn_after, tmp_path):
         assert "AgreementError" in str(refused)
-        assert "draw data before shoal.parallelize, which seeds the global generators" in str(refused)
+        assert "generate data before shoal.parallelize, which seeds the global " in str(refused)

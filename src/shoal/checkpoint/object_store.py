@@ -314,7 +314,9 @@ def connect(url: str) -> Path | RemotePath:
         from fsspec.registry import known_implementations
     except ImportError:
         raise CheckpointError(
-            given=given, found="fsspec is not installed", fix="pip install 'shoal[remote]'"
+            given=given,
+            found="fsspec is not installed",
+            fix="pip install '.[remote]' in the checkout of Shoal",
         ) from None
     protocol = url.partition("://")[0]
     words = {login, unquote(login), *login.split(":", 1)[1:], *unquote(login).split(":", 1)[1:]}

@@ -1,5 +1,5 @@
-"""How processes become a World: launchers' variables, layout, rendezvous, collectives, watchdog.
+"""Creation of the World: launchers' variables, layout, rendezvous, collectives, watchdog.
 
-It offers `world.World` with its ranks, mesh and collectives, `env_vars` for what a launcher has
-set, and `consistency` to compare facts between ranks; a world of one process has the same methods.
+`world.World` has the ranks, mesh and collectives, `env_vars` reads the variables of the launcher, and
+`consistency` compares facts between ranks. A world of one process has the same methods.
 """

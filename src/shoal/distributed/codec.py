@@ -1,9 +1,9 @@
-"""Values as bytes and back, without pickle: reading forged bytes runs no code.
+"""Conversion of values to bytes and back without pickle, so that forged bytes run no code.
 
-The bytes are a JSON text, followed by the content of tensors, arrays and byte strings. The text names
-the kind of each value that JSON lacks. Classes are looked up among the modules that are imported
-already, and only dataclasses, named tuples, enums and Shoal's errors are allowed; their fields are set
-without a call of any method of theirs.
+The bytes are a JSON text, followed by the content of tensors, arrays and byte strings. The text
+contains the kind of each value that JSON lacks. Classes are looked up among the modules that are
+imported already. Only dataclasses, named tuples, enums and Shoal's errors are allowed, and none of
+their methods is called to set their fields.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import torch
 from shoal.util.errors import ShoalError
 
 SENDABLE = (
-    "None, numbers, text, bytes, paths, lists, tuples, sets, dicts, tensors, NumPy arrays, and "
+    "None, numbers, strings, bytes, paths, lists, tuples, sets, dicts, tensors, NumPy arrays, and "
     "dataclasses, named tuples and enums of these"
 )
 _LENGTH = 8
 _WIDE = 1 << 63
-"""Python refuses to read very long decimal integers; from here on they are written in base 16."""
+"""Python does not parse very long decimal integers; from here on they are written in base 16."""
 
 _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "tuple": tuple,
@@ -55,24 +55,25 @@ _NAMES = {id(kind): name for name, kind in (_SEQUENCES | _MAPPINGS).items()} | {
 
 
 class CodecError(ValueError):
-    """A value that can't be written, or bytes that no value was written to."""
+    """A value that can't be encoded, or bytes that are no encoded value."""
 
 
 def dumps(value: object) -> bytes:
-    """The bytes of a value. Raises CodecError, naming the type of the part that can't be written.
+    """Return the bytes of a value.
 
-    A tensor is written detached and is read on the CPU; a subclass of `str` is read as a `str`.
+    A tensor is detached, and read on the CPU; a subclass of `str` is read as a `str`. Raises CodecError
+    with the type of the part that can't be encoded.
     """
     writer = _Writer()
     try:
         text = json.dumps(writer.write(value), separators=(",", ":")).encode()
     except RecursionError:
-        raise CodecError("values that are nested too deeply or hold themselves") from None
+        raise CodecError("values nested too deeply, or that contain themselves") from None
     return b"".join([len(text).to_bytes(_LENGTH, "big"), text, *writer.buffers])
 
 
 def loads(data: bytes) -> Any:
-    """The value that `dumps` wrote. Raises CodecError for any other bytes."""
+    """Return the value that `dumps` encoded. Raises CodecError for any other bytes."""
     size = int.from_bytes(data[:_LENGTH], "big")
     view = memoryview(data)
     try:
@@ -80,8 +81,8 @@ def loads(data: bytes) -> Any:
         return _ByteReader(view[_LENGTH + size :]).read(tree)
     except CodecError:
         raise
-    except Exception as error:  # whatever forged bytes lead to
-        raise CodecError(f"bytes that hold no value: {type(error).__name__}: {error}"[:500]) from None
+    except Exception as error:  # forged bytes can raise any error
+        raise CodecError(f"bytes that are no value: {type(error).__name__}: {error}"[:500]) from None
 
 
 class _Writer:
@@ -89,7 +90,7 @@ class _Writer:
         self.buffers: list[bytes] = []
 
     def write(self, value: Any) -> Any:
-        """What stands for `value` in the text."""
+        """Return the representation of `value` in the text."""
         kind = type(value)
         if value is None or kind in (bool, float, str):
             return value
@@ -141,7 +142,7 @@ class _Writer:
             raise CodecError(f"{kind.__module__}.{kind.__qualname__}")
         if not isinstance(value, tuple) and not getattr(value, "__dict__", {}).keys() <= set(names):
             raise CodecError(
-                f"{kind.__module__}.{kind.__qualname__} with attributes besides its fields"
+                f"{kind.__module__}.{kind.__qualname__} with attributes that are not fields"
             )
         return {"object": [*_path(kind), [self.write(getattr(value, name)) for name in names]]}
 
@@ -171,7 +172,7 @@ class _ByteReader:
         self._at = 0
 
     def read(self, tree: Any) -> Any:
-        """The value for which `tree` stands in the text."""
+        """Return the value that `tree` represents in the text."""
         if isinstance(tree, list):
             return [self.read(item) for item in tree]
         if not isinstance(tree, dict):
@@ -193,7 +194,7 @@ class _ByteReader:
         return [(self.read(key), self.read(item)) for key, item in content]
 
     def buffer(self, size: int) -> bytearray:
-        """The next `size` bytes behind the text."""
+        """Return the next `size` bytes after the text."""
         data = bytearray(self._buffers[self._at : self._at + size])
         if type(size) is not int or len(data) != size:
             raise CodecError("bytes that end too soon")
@@ -201,7 +202,7 @@ class _ByteReader:
         return data
 
     def tensor(self, content: list[Any]) -> torch.Tensor:
-        """A tensor on the CPU."""
+        """Return a tensor on the CPU."""
         name, shape, size = content
         data = self.buffer(size)
         flat = (
@@ -212,12 +213,12 @@ class _ByteReader:
         return flat.view(_constant("dtype", name)).reshape(shape)
 
     def array(self, content: list[Any]) -> np.ndarray[Any, Any]:
-        """A NumPy array."""
+        """Return a NumPy array."""
         found: np.ndarray[Any, Any] = np.load(io.BytesIO(self.buffer(*content)), allow_pickle=False)
         return found
 
     def object(self, content: list[Any]) -> Any:
-        """A dataclass or a named tuple of an imported module; none of its methods is called."""
+        """Return a dataclass or named tuple of an imported module, without calling its methods."""
         *path, values = content
         kind = _find(path)
         names = _fields(kind)
@@ -243,7 +244,7 @@ def _error(content: list[Any]) -> ShoalError:
     *path, given, found, fix, where = content
     kind = _find(path)
     if not issubclass(kind, ShoalError) or kind.__init__ is not ShoalError.__init__:
-        raise CodecError(f"{'.'.join(path)} in the place of an error")
+        raise CodecError(f"{'.'.join(path)} in place of an error")
     error = kind(given=given, found=found, fix=fix)
     error.where = where
     return error
@@ -253,7 +254,7 @@ def _enum(content: list[Any]) -> Enum:
     *path, name = content
     kind = _find(path)
     if not issubclass(kind, Enum):
-        raise CodecError(f"{'.'.join(path)} in the place of an enum")
+        raise CodecError(f"{'.'.join(path)} in place of an enum")
     return kind.__members__[name]
 
 
@@ -274,19 +275,19 @@ _READ: dict[str, Callable[[_ByteReader, Any], Any]] = {
 
 
 def _path(kind: type) -> tuple[str, str]:
-    """Module and name of a class that can be found again."""
+    """Return the module and name of a class that can be found again."""
     path = kind.__module__, kind.__qualname__
     try:
         found = _find(path)
     except (LookupError, CodecError):
         found = None
     if found is not kind:
-        raise CodecError(f"{'.'.join(path)}, which is no class at the top of a module")
+        raise CodecError(f"{'.'.join(path)}, which is not a class at the top level of a module")
     return path
 
 
 def _find(path: Iterable[str]) -> type:
-    """The class of a module that is imported already; no import, and no attribute that is computed."""
+    """Return a class of a module that is imported already, without imports and computed attributes."""
     module, name = path
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -294,13 +295,13 @@ def _find(path: Iterable[str]) -> type:
             raise CodecError(f"{module}.{name}, which this rank has not imported")
         found = vars(found).get(part)
     if not isinstance(found, type):
-        raise CodecError(f"{module}.{name}, which is no class here")
+        raise CodecError(f"{module}.{name}, which is not a class on this rank")
     return found
 
 
 @functools.cache
 def _fields(kind: type) -> tuple[str, ...] | None:
-    """The names of the fields of a dataclass or a named tuple; None for any other class."""
+    """Return the names of the fields of a dataclass or named tuple; None for any other class."""
     if issubclass(kind, tuple):
         names = vars(kind).get("_fields")
         return names if isinstance(names, tuple) else None

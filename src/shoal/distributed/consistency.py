@@ -1,4 +1,4 @@
-"""Do all ranks run the same code with the same packages on the same data? Compared before training."""
+"""Checks before training that all ranks have the same code, packages and data."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 
 
 class _Comparison:
-    """Whether the ranks of a World have compared their environments."""
+    """State of a World: whether its ranks have compared their environments."""
 
     def __init__(self, world: World) -> None:
         self.done = False
 
     def close(self) -> None:
-        """Close nothing; see `Service`."""
+        """Do nothing; see `Service`."""
 
 
 def check_same_environment(world: World) -> None:
-    """Raise AgreementError, on all ranks, naming the odd rank, its host and what differs. Collective.
+    """Raise AgreementError on all ranks if environments differ, with rank, host and difference.
+    Collective.
 
-    Once for each World. It compares Python, torch, the script with the modules in and below its folder
-    and, between machines, all installed packages (which takes a tenth of a second).
+    It runs once per World. It compares Python, torch, the script with the modules in and below its
+    folder and, between nodes, all installed packages (which takes a tenth of a second).
     """
     comparison = world.service(_Comparison)
     if world.size == 1 or comparison.done:
@@ -43,27 +44,27 @@ def check_same_environment(world: World) -> None:
     facts = {"Python": platform.python_version(), "torch": str(torch.__version__), **sources()}
     if world.placement.nodes > 1:
         facts |= {f"the package {name}": version for name, version in packages().items()}
-    # One digest suffices where all is well; names and versions go round where it is not.
+    # One digest is enough if all are equal; names and versions are sent only if they differ.
     if len(set(world.gather(_digest(repr(sorted(facts.items())))))) > 1:
         compare(world, facts)
 
 
 def check_same_data(world: World, loader: Mapping[str, object]) -> None:
-    """Raise AgreementError, on all ranks, where the state of a loader is not the same on all."""
+    """Raise AgreementError on all ranks if the state of a loader differs between them."""
     facts = {f"the loader's {key}": str(value) for key, value in loader.items()}
     compare(
         world,
         facts,
-        fix="draw data before shoal.parallelize, which seeds the global generators of Python, NumPy "
-        "and torch by rank, or with torch.Generator().manual_seed(0); or read the same file on all "
-        "ranks",
+        fix="generate data before shoal.parallelize, which seeds the global generators of Python, "
+        "NumPy and torch by rank, or with torch.Generator().manual_seed(0); or read the same file on "
+        "all ranks",
     )
 
 
 def warn_of_other_arrays(world: World, arrays: Mapping[str, str]) -> None:
-    """Print a warning where the arrays that a dataset holds differ between ranks. Collective.
+    """Print a warning if the arrays of a dataset differ between ranks. Collective.
 
-    A warning and no error, since an array may be a buffer that each rank fills as it likes.
+    It is a warning and not an error, since an array may be a buffer that each rank fills on its own.
     """
     if world.size == 1:
         return
@@ -71,7 +72,7 @@ def warn_of_other_arrays(world: World, arrays: Mapping[str, str]) -> None:
         ranks = sorted(rank for others in found.others.values() for rank in others)
         world.print(
             f"shoal: the dataset's {found.name} differs between ranks (rank {spans(ranks)}): all ranks "
-            "need the same dataset, since the Loader divides the samples; draw it before "
+            "need the same dataset, since the Loader splits it; generate it before "
             "shoal.parallelize, or with torch.Generator().manual_seed(0)"
         )
         return
@@ -94,7 +95,7 @@ def compare(world: World, facts: Mapping[str, str], *, fix: str | None = None) -
 
 
 def sources() -> dict[str, str]:
-    """The digest of the script's text and of each module loaded from beside or below it."""
+    """Return the digests of the script and of the modules loaded from its folder or below."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if main is None:
         return {}
@@ -103,7 +104,7 @@ def sources() -> dict[str, str]:
     paths = {Path(main).absolute()}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        # Thousands of modules: text is compared, and no file asked for.
+        # There are thousands of modules: compare strings, without a system call for each file.
         if file.startswith(f"{folder}/") and file.endswith(".py") and not file.startswith(inside):
             paths.add(Path(file))
     return {

@@ -1,4 +1,4 @@
-"""The cores of a machine divided among its ranks, and the threads that follow from it."""
+"""Assignment of a machine's cores to its ranks, and the number of threads that follows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def divide(cpus: Iterable[int], processes: int) -> list[set[int]]:
-    """One share of `cpus` for each of `processes` of a machine; neighbours stay together.
+    """Return one set of `cpus` for each of `processes` on a machine.
 
-    Shares differ by one at most. Threads of one core, and cores of one socket, fall to the same
-    process where the numbers allow. With more processes than cores all share all.
+    The sizes differ by at most one. Threads of one core, and cores of one socket, go to the same
+    process if the numbers allow. With more processes than cores, each process gets all cores.
     """
     ordered = sorted(cpus, key=_place)
     if processes > len(ordered):
@@ -26,7 +26,7 @@ def divide(cpus: Iterable[int], processes: int) -> list[set[int]]:
 
 
 def _place(cpu: int) -> tuple[int, int, int]:
-    """Socket, core and number of a logical processor: threads of one core follow each other."""
+    """Return socket, core and number of a logical CPU, so that threads of one core sort together."""
     place = {"physical_package_id": 0, "core_id": cpu}
     for name in place:
         with suppress(OSError, ValueError):
@@ -35,15 +35,13 @@ def _place(cpu: int) -> tuple[int, int, int]:
 
 
 def share(mine: Collection[int], neighbours: Sequence[Collection[int]]) -> Decision[int]:
-    """How many cores are one rank's own, of those in its affinity, `mine`.
+    """Return the number of cores for one rank, of those in its affinity, `mine`.
 
-    `neighbours` are the affinities of all ranks of its machine, its own included: what several may
-    use is divided among them.
+    `neighbours` are the affinities of all ranks on the machine, including this one. Cores that several
+    ranks may use are split evenly among them.
     """
     users = sum(not set(mine).isdisjoint(other) for other in neighbours)
-    bound = (
-        "bound to this rank alone" if users <= 1 else f"divided among {users} ranks that may use them"
-    )
+    bound = "bound to this rank only" if users <= 1 else f"split among {users} ranks that may use them"
     return Decision(
         what="cores",
         value=max(1, len(mine) // max(1, users)),
@@ -52,25 +50,25 @@ def share(mine: Collection[int], neighbours: Sequence[Collection[int]]) -> Decis
 
 
 def threads(cores: int, *, now: int, variable: str, launcher: str) -> Decision[int]:
-    """How many threads torch is to use in a rank with `cores`, where it uses `now`.
+    """Return the number of torch's threads for a rank with `cores`; it uses `now`.
 
-    OMP_NUM_THREADS (`variable`, empty if not set) is the user's word, but for the 1 that torchrun
-    sets by itself. Without it torch counts all cores that it may use, so ranks that share them get
-    their share; more than now is never right, since a script may have chosen fewer.
+    The user sets it by OMP_NUM_THREADS (`variable`, empty if not set), but a 1 under torchrun is
+    torchrun's own. Without the variable, torch counts all cores that it may use, including those of
+    other ranks. The number is never above `now`, since a script may have chosen fewer.
     """
     value, rejected = now, {}
     if variable == "1" and launcher == "torchrun" and now == 1:
         value, reason = cores, "this rank's cores"
-        rejected = {"OMP_NUM_THREADS=1": "torchrun sets it by itself where nobody has"}
+        rejected = {"OMP_NUM_THREADS=1": "torchrun sets it if the user has not"}
     elif variable == str(now):
         by = "set by shoal run or before it" if launcher == "shoal run" else "set before this process"
         reason = f"{GIVEN}: OMP_NUM_THREADS={variable}, {by}"
     elif variable:
         reason = f"{GIVEN}: set in the process"
-        rejected = {f"OMP_NUM_THREADS={variable}": "something has chosen another number since"}
+        rejected = {f"OMP_NUM_THREADS={variable}": "the process has set another number since"}
     elif cores < now:
         value, reason = cores, "this rank's cores; OMP_NUM_THREADS is not set"
         rejected = {str(now): "torch's own number counts the cores of other ranks too"}
     else:
-        reason = "as torch has it, not more than this rank's cores; OMP_NUM_THREADS is not set"
+        reason = "torch's own number, at most this rank's cores; OMP_NUM_THREADS is not set"
     return Decision(what="threads", value=value, reason=reason, rejected=rejected)

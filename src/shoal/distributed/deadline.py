@@ -1,4 +1,4 @@
-"""How all ranks come to the same answer where a clock decides."""
+"""A time limit on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 from shoal.distributed.world import World
 
 CHECK_SECONDS = 5.0
-"""How often, at most, ranks agree on whether the time is over."""
+"""Shortest time in seconds between two checks of the clock."""
 
 
 class Deadline:
-    """Over after so many seconds, on all ranks at the same step, without a collective in every step.
+    """A time limit in seconds that is reached on all ranks at the same step.
 
-    Rank 0 looks at its clock; when it does, it also says at which step it will look again: after as
-    many as fit into CHECK_SECONDS, or into what is left. All ranks count the same steps. Only rank
-    0's `seconds` count; without a number it is never over, on any rank.
+    It needs no collective in every step: when rank 0 reads its clock, it also broadcasts the step of
+    the next reading, after as many steps as fit into CHECK_SECONDS or into the remaining time. All
+    ranks count the same steps. Only `seconds` of rank 0 count; None means no limit, on any rank.
     """
 
     def __init__(self, seconds: float | None, world: World) -> None:
@@ -26,7 +26,7 @@ class Deadline:
         self._at, self._next = 0, 1
 
     def over(self) -> bool:
-        """Whether the time is over after this step. Collective at the steps agreed on."""
+        """Return whether the time is over after this step. Collective at the agreed steps."""
         self._steps += 1
         if self._seconds is None or self._steps < self._next:
             return False
@@ -38,6 +38,6 @@ class Deadline:
         timed = self._steps - self._at
         each = (now - self._looked) / timed
         self._looked, self._at = now, self._steps
-        # Half of what is left, and no more than twice the steps just timed: steps may grow slower.
+        # Half of the remaining time, and at most twice the steps just timed: steps may become slower.
         fit = int(min(CHECK_SECONDS, left / 2) / max(each, 1e-6))
         return left <= 0, self._steps + max(1, min(fit, 2 * timed))

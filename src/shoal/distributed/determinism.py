@@ -1,4 +1,4 @@
-"""Whether torch computes with deterministic algorithms, for as long as a world is open."""
+"""Deterministic algorithms of torch while a world is open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.util.decision import GIVEN, Decision
 
 
 class DeterministicMode:
-    """Asks torch for deterministic algorithms if `enabled`, until `restore`."""
+    """torch's mode of deterministic algorithms, set if `enabled` until `restore`."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -20,11 +20,11 @@ class DeterministicMode:
 
     @property
     def decision(self) -> Decision[bool]:
-        """Whether algorithms are deterministic, and why."""
+        """The decision about deterministic algorithms."""
         reason = GIVEN if self._enabled else "the default: deterministic algorithms are slower"
         return Decision(what="deterministic", value=self._enabled, reason=reason)
 
     def restore(self) -> None:
-        """Restore torch's mode of before."""
+        """Restore torch's previous mode."""
         if self._enabled:
             torch.set_deterministic_debug_mode(self._former)

@@ -1,4 +1,4 @@
-"""The device on which a rank computes."""
+"""Choice of the device of a rank."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shoal.util.errors import LaunchError
 def choose_device(
     device: str | torch.device | None, placement: Placement, count: int = 1
 ) -> Decision[torch.device]:
-    """The device of this rank, of several the first: as given, else the visible GPU of its local rank,
-    else the CPU.
+    """Return the device of this rank, or the first if it has several.
 
-    "cuda" without a number is the GPU of the local rank too, of `count` for each the first of its own.
-    Where each task sees only so many, these are its devices whatever its local rank is.
+    It is `device` if given, else the visible GPU with the number of the local rank, else the CPU.
+    "cuda" without a number is the GPU of the local rank too; with `count` devices per rank, it is the
+    first of them. If each task sees only `count` GPUs, these are its devices for any local rank.
     """
     if count < 1:
         raise LaunchError(
             given=f"devices_per_rank={count}",
-            found="a rank computes on one device at least",
+            found="a rank needs at least one device",
             fix="devices_per_rank=2, or leave it out",
         )
     if device is not None:
@@ -68,7 +68,7 @@ def choose_device(
         )
     reason = f"local rank {placement.local_rank}, {visible} visible GPUs"
     if visible == count:
-        own = "only visible GPU" if count == 1 else f"first of {count} visible GPUs, all its own"
+        own = "only visible GPU" if count == 1 else f"first of {count} visible GPUs, all for this rank"
         reason = f"the {own}; so its local rank, {placement.local_rank}, does not matter"
     return Decision(
         what="device",
@@ -79,7 +79,7 @@ def choose_device(
 
 
 def neighbours(device: torch.device, count: int) -> tuple[torch.device, ...]:
-    """The devices of a rank, of which `device` is the first: GPUs next to it, or the same again."""
+    """Return the devices of a rank: `device` and the GPUs after it, or `device` repeated."""
     if device.type != "cuda":
         return (device,) * count
     return tuple(torch.device("cuda", device.index + number) for number in range(count))

@@ -1,4 +1,4 @@
-"""The only reader and writer of the process environment."""
+"""Access to the process environment; no other module reads or writes it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a new Python from looking for modules in the current directory."""
 
 THREADS = "OMP_NUM_THREADS"
-"""How many threads torch and the libraries beneath it start with."""
+"""Sets the number of threads of torch and the libraries that it uses."""
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """The network interfaces that Gloo, and NCCL or RCCL, take."""
 
 TENSORPIPE = "TP_SOCKET_IFNAME"
-"""The network interface that torch's RPC takes."""
+"""Sets the network interface of torch's RPC."""
 
 SITE = "SHOAL_SITE"
-"""The site that `shoal submit` takes where none is named."""
+"""Sets the site of `shoal submit` if its command line has none."""
 
 REPORTS = "SHOAL_REPORTS"
-"""The pipe by which a rank tells the launcher how it failed: its process id and file descriptor."""
+"""Sets the pipe by which a rank reports its failure to the launcher: process id and file descriptor."""
 
 FAILURES = "SHOAL_FAILURES"
-"""The directory in which a rank of a batch job leaves the report of its failure."""
+"""Sets the directory in which a rank of a batch job writes the report of its failure."""
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -40,12 +40,12 @@ def placement(
     cpus: int | None = None,
     commands: Commands | None = None,
 ) -> Placement:
-    """Read where this process sits from `env` (default: the process environment).
+    """Return the placement of this process by the variables of its launcher.
 
-    Launchers are asked in the order of `cluster_env.LAUNCHERS`; where none left its variables, the
-    world is one process. `cpus` is how many cores this process may run on (default: its CPU
-    affinity), `commands` gives the command lines of its ancestors.
-    Raises LaunchError for environments that are half set or contradict themselves.
+    Without a launcher, the world size is 1. `env` is the environment (default: of this process), `cpus`
+    the number of cores that this process may use (default: its CPU affinity), and `commands` returns
+    the command lines of its ancestors. Raises LaunchError if variables are missing or contradict each
+    other.
     """
     return detect(
         os.environ if env is None else env,
@@ -55,7 +55,7 @@ def placement(
 
 
 def _ancestors() -> list[str]:
-    """The command lines of this process's ancestors, nearest first."""
+    """Return the command lines of this process's ancestors, nearest first."""
     import psutil
 
     lines = []
@@ -68,29 +68,29 @@ def _ancestors() -> list[str]:
 
 
 def launcher_variables() -> dict[str, str]:
-    """The launchers in the order in which they are asked, each with those of its marks that are set."""
+    """Return the launchers in the order of detection, each with those of its variables that are set."""
     return marks_found(os.environ)
 
 
 def visible_devices() -> dict[str, str]:
-    """The variables that restrict which GPUs a process sees, if set; an empty one hides all."""
+    """Return the variables that restrict the visible GPUs, if set; an empty one hides all."""
     return {name: os.environ[name] for name in _VISIBLE if name in os.environ}
 
 
 def threads_variable() -> str:
-    """OMP_NUM_THREADS as this process was given it; empty if it was not."""
+    """Return OMP_NUM_THREADS, or "" if it is not set."""
     return os.environ.get(THREADS, "")
 
 
 def interface_variable() -> str:
-    """GLOO_SOCKET_IFNAME as the user has set it; empty if not."""
+    """Return GLOO_SOCKET_IFNAME, or "" if it is not set."""
     return os.environ.get(GLOO, "")
 
 
 def worker_threads(processes: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variable that gives each of `processes` on this machine its share of the cores.
+    """Return OMP_NUM_THREADS for each of `processes` on this machine: the cores divided by `processes`.
 
-    Empty where the user has set OMP_NUM_THREADS already.
+    Empty if the user has set it already.
     """
     env = os.environ if env is None else env
     if env.get(THREADS):
@@ -112,9 +112,9 @@ def worker_variables(
     restarts: int,
     run_id: str,
 ) -> dict[str, str]:
-    """The variables that tell one worker its place, named as torchrun names them.
+    """Return the placement of one worker as variables with torchrun's names.
 
-    The store at `address` and `port` is the launcher's, so no worker opens one.
+    The launcher hosts the store at `address` and `port`, so no worker opens one.
     """
     values = {
         "RANK": rank,
@@ -137,61 +137,63 @@ def worker_variables(
 
 
 def speaks_mpi() -> bool:
-    """Whether what started this process has told it how ranks of MPI find each other."""
+    """Return whether the launcher has set the variables by which MPI ranks find each other."""
     return any(name.startswith(("PMI_", "PMI2_", "PMIX_")) for name in os.environ)
 
 
 def reports() -> int | None:
-    """The pipe to the launcher of this very process, and not of one that started it; None without."""
+    """Return the pipe to the launcher of this process, not of an ancestor; None if there is none."""
     process, _, descriptor = os.environ.get(REPORTS, "").partition(":")
     return int(descriptor) if process == str(os.getpid()) else None
 
 
 def failures() -> Path | None:
-    """Where this rank is to leave the report of its failure; None where nobody reads it."""
+    """Return the directory for the report of this rank's failure; None if no process reads it."""
     return Path(os.environ[FAILURES]) if os.environ.get(FAILURES) else None
 
 
 def config_folder() -> Path:
-    """Where the user's own settings are: `$XDG_CONFIG_HOME/shoal`, or `~/.config/shoal`."""
+    """Return the directory of the user's settings: `$XDG_CONFIG_HOME/shoal` or `~/.config/shoal`."""
     return _user_folder("XDG_CONFIG_HOME", "~/.config")
 
 
 def state_folder() -> Path:
-    """Where lists of the user's own runs are: `$XDG_STATE_HOME/shoal`, or `~/.local/state/shoal`."""
+    """Return the directory of the user's lists of runs: `$XDG_STATE_HOME/shoal` or
+    `~/.local/state/shoal`.
+    """
     return _user_folder("XDG_STATE_HOME", "~/.local/state")
 
 
 def _user_folder(variable: str, default: str) -> Path:
     given = os.environ.get(variable, "")
-    # Relative paths are invalid by the specification of these variables.
+    # The specification of these variables says that relative paths are invalid.
     base = Path(given) if os.path.isabs(given) else Path(default).expanduser()
     return base / "shoal"
 
 
 def site() -> str:
-    """The site that the user has named for all submissions; empty for none."""
+    """Return the site that the user has set for all submissions; empty if none."""
     return os.environ.get(SITE, "")
 
 
 def beginning_with(prefixes: tuple[str, ...]) -> dict[str, str]:
-    """The variables whose names begin with one of these."""
+    """Return the variables whose names begin with one of these prefixes."""
     return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
 
 
 def secrets() -> list[str]:
-    """The values that nobody else should see: of variables with such names, and passwords in URLs."""
+    """Return the values to hide: variables whose names suggest secrets, and passwords in URLs."""
     named = [value for name, value in os.environ.items() if is_secret(name)]
     return [*named, *(password for value in os.environ.values() for password in passwords(value))]
 
 
 def python_path() -> list[str]:
-    """The entries of PYTHONPATH."""
+    """Return the entries of PYTHONPATH."""
     return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
 def outside_of_jobs() -> dict[str, str]:
-    """The environment without what a Slurm job around this process says of itself.
+    """Return the environment without the variables of a Slurm job around this process.
 
     A job that is submitted from within another would take its numbers of nodes and tasks for its own.
     """
@@ -206,7 +208,7 @@ def outside_of_jobs() -> dict[str, str]:
 
 @contextmanager
 def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables of this process for the length of a block (None removes one), then restore."""
+    """Set variables of this process within a block (None removes one), then restore them."""
     before = {name: os.environ.get(name) for name in values}
     write_variables(values)
     try:
@@ -217,13 +219,13 @@ def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def set_defaults(values: Mapping[str, str]) -> Iterator[None]:
-    """Set those of the variables that are not set yet for the length of a block."""
+    """Set variables of this process within a block if they are not set yet."""
     with set_variables({name: value for name, value in values.items() if name not in os.environ}):
         yield
 
 
 def write_variables(values: Mapping[str, str | None]) -> None:
-    """Set variables of this process for good (None removes one)."""
+    """Set variables of this process permanently (None removes one)."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
@@ -232,7 +234,7 @@ def write_variables(values: Mapping[str, str | None]) -> None:
 
 
 def write_defaults(values: Mapping[str, str]) -> dict[str, str]:
-    """Set those of the variables for good that are not set yet, and return them."""
+    """Set variables permanently if they are not set yet, and return those that were set."""
     unset = {name: value for name, value in values.items() if name not in os.environ}
     write_variables(unset)
     return unset

@@ -1,4 +1,4 @@
-"""The first failure of a run: recorded by the rank that fails, decided purely, reported once."""
+"""Failures of ranks: each rank records its own, `culprit` picks the cause, and it is reported once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shoal.util.user_code import is_library, own_traceback
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How one rank failed.
+    """The failure of one rank.
 
-    `code` is what a shell shows (128 + signal for a killed rank), `signal` is 0 for ranks that
-    ended by themselves. `when` is in seconds of `time.monotonic`, which all processes of a machine
-    share. `text` is a traceback or the message of `sys.exit`, without the place; `by_peer` says
-    that the error reads as the consequence of another rank's death, `hung` that ranks waited for
-    this one without end.
+    `code` is the exit code in a shell (128 + signal for a killed rank), `signal` is 0 for ranks that
+    exited by themselves. `when` is in seconds of `time.monotonic`, a clock that all processes of a
+    machine share. `text` is a traceback or the message of `sys.exit`, without the place. `by_peer` is
+    set if the error looks like a consequence of another rank's death, and `hung` if ranks waited for
+    this one in a hang.
     """
 
     rank: int
@@ -39,12 +39,12 @@ class Failure:
 
     @property
     def killed(self) -> bool:
-        """Whether it was killed from outside; libraries abort themselves over others' errors."""
+        """Whether another process killed it; libraries abort themselves after errors of other ranks."""
         return self.signal not in (0, signal.SIGABRT)
 
     @property
     def doubtful(self) -> bool:
-        """Whether another rank's death may be what is behind it, which has to show yet."""
+        """Whether another rank's death may be the cause, which is not known yet."""
         return self.by_peer or self.signal == signal.SIGABRT
 
 
@@ -53,8 +53,9 @@ class Left:
     """A rank that left the others without a failure.
 
     Its script has `ended`, or it has closed its world and its script continues. `when` is as in a
-    Failure, `where` the host and, where it is known, the place in the user's code. `announced` says
-    that the rank itself told the moment; that of others is when their process was found to have ended.
+    Failure; `where` is the host and, if known, the place in the user's code. If `announced`, the rank
+    itself reported the time; otherwise it is the time at which the launcher found that the process had
+    ended.
     """
 
     rank: int
@@ -65,21 +66,21 @@ class Left:
 
 
 def encode(failure: Failure) -> bytes:
-    """Write a failure as JSON, to cross from a rank to its launcher."""
+    """Return a failure as JSON, to send it from a rank to its launcher."""
     return json.dumps(asdict(failure)).encode()
 
 
 def decode(data: bytes) -> Failure:
-    """Read what `encode` wrote."""
+    """Return the failure that `encode` wrote."""
     return Failure(**json.loads(data))
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:
-    """Decide which of the failures (at least one) caused the others.
+    """Return the failure that caused the others, of at least one.
 
-    A rank killed from outside beats all errors, since the others may have noticed its death and
-    recorded theirs before the launcher did. Then come the ranks' own errors, before ranks that left
-    to be started again, and those whose error reads as the death of a peer; among equals the earliest.
+    A killed rank comes before all errors, since the others may have noticed its death and recorded
+    their errors before the launcher did. Then come the ranks' own errors, then ranks that left to be
+    restarted, then errors that look like the death of a peer. Among equals, the earliest comes first.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
@@ -93,9 +94,10 @@ def culprit(failures: Sequence[Failure]) -> Failure:
 
 
 def first_to_leave(failures: Sequence[Failure], left: Sequence[Left]) -> Left | None:
-    """The rank that left first, if that explains failures which all read as another rank's death.
+    """Return the rank that left first, if that explains failures that all look like another rank's
+    death.
 
-    It explains no failure of a rank that has left the others too, and needs them no more.
+    It does not explain the failure of a rank that has left the others too, and no longer needs them.
     """
     gone = {one.rank for one in left}
     failed = {failure.rank for failure in failures}
@@ -108,10 +110,10 @@ def first_to_leave(failures: Sequence[Failure], left: Sequence[Left]) -> Left | 
 
 
 def explain(failures: Sequence[Failure], left: Sequence[Left], *, size: int) -> Failure:
-    """The failure to report of those of a run (at least one): that of the rank which caused the others.
+    """Return the failure to report, of at least one: that of the rank which caused the others.
 
-    That may be a rank that left with exit code 0 while the others still needed it. The text of its
-    report begins with the failure that it caused.
+    It may be a rank that left with exit code 0 while others still needed it. The text of its report
+    begins with the failure that it caused.
     """
     cause = culprit(failures)
     if cause.hung:
@@ -133,12 +135,12 @@ def explain(failures: Sequence[Failure], left: Sequence[Left], *, size: int) -> 
 
 
 def preempted(failures: Sequence[Failure]) -> bool:
-    """Whether ranks have not failed, but left because they were told to, to be started again."""
+    """Return whether the ranks have not failed, but left after a signal, to be restarted."""
     return bool(failures) and all(failure.code == REQUEUE for failure in failures)
 
 
 def report(failure: Failure, *, size: int) -> str:
-    """Spell a failure for the screen: the traceback or the reason, then the place."""
+    """Return a failure as text for the terminal: the traceback or the reason, then the place."""
     text = _text(failure)
     where = f"where: rank {failure.rank} of {size} on {failure.where}"
     others = size - 1
@@ -148,12 +150,12 @@ def report(failure: Failure, *, size: int) -> str:
 
 
 def loss(failure: Failure, *, size: int) -> str:
-    """Spell the end of a rank without which the others go on, in one line."""
-    return f"shoal run: rank {failure.rank} of {size}: {reason(failure)}; the others go on\n"
+    """Return one line about the end of a rank without which the others continue."""
+    return f"shoal run: rank {failure.rank} of {size}: {reason(failure)}; the others continue\n"
 
 
 def reason(failure: Failure) -> str:
-    """Spell a failure in one line: the exception, of a ShoalError what was found, or the signal."""
+    """Return a failure in one line: the exception, the `found` of a ShoalError, or the signal."""
     found = [line for line in _text(failure).splitlines()[-3:] if line.startswith("found: ")]
     return found[0].removeprefix("found: ") if found else _last_line(failure)
 
@@ -166,9 +168,9 @@ def _text(failure: Failure) -> str:
     if failure.signal:
         text = f"killed by {_signal_name(failure.signal)}"
         if failure.signal == signal.SIGKILL:
-            text += ", which is often the system running out of memory"
+            text += ", often because the system ran out of memory"
         return text
-    again = ", to be started again" if failure.code == REQUEUE else ""
+    again = ", to be restarted" if failure.code == REQUEUE else ""
     return failure.text.rstrip("\n") or f"ended with exit code {failure.code}{again}"
 
 
@@ -180,14 +182,16 @@ def _signal_name(number: int) -> str:
 
 
 def from_exit(*, rank: int, host: str, pid: int, exitcode: int, when: float) -> Failure:
-    """Describe a rank that left nothing but its exit code (negative: the signal that killed it)."""
+    """Return the failure of a rank of which only the exit code is known (negative: the signal that
+    killed it).
+    """
     signum = max(0, -exitcode)
     code = 128 + signum if signum else exitcode
     return Failure(rank=rank, code=code, when=when, where=f"{host}, pid {pid}", signal=signum)
 
 
 def from_exception(error: BaseException, *, rank: int, host: str, when: float) -> Failure:
-    """Describe the exception that ended a rank."""
+    """Return the failure of a rank that an exception ended."""
     place = locate(error)
     where = host if place is None else f"{host}, {place}"
     if isinstance(error, SystemExit):
@@ -199,7 +203,7 @@ def from_exception(error: BaseException, *, rank: int, host: str, when: float) -
 
 
 def exit_status(error: SystemExit) -> tuple[int, str]:
-    """The exit code and the message that Python makes of a `sys.exit`."""
+    """Return the exit code and the message of a `sys.exit`, as Python computes them."""
     if error.code is None:
         return 0, ""
     if isinstance(error.code, int):
@@ -208,7 +212,7 @@ def exit_status(error: SystemExit) -> tuple[int, str]:
 
 
 def _spell(error: BaseException) -> str:
-    """The traceback from the user's script on; of a ShoalError only the user's own lines."""
+    """Return the traceback from the user's script on; of a ShoalError, only the lines of user code."""
     trace = _skip_launcher(error)
     if not isinstance(error, ShoalError):
         return "".join(traceback.format_exception(type(error), error, trace))
@@ -231,11 +235,11 @@ def _skip_launcher(error: BaseException) -> TracebackType | None:
 
 
 def locate(error: BaseException) -> str | None:
-    """Name the innermost `file:line` of the user's own code in a traceback, if it has any."""
+    """Return the innermost `file:line` of user code in a traceback, or None."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(_skip_launcher(error))
     own = [frame for frame in frames if not is_library(frame.filename)]
-    # Where Shoal noticed a user's mistake is no place to look for it.
+    # The line in Shoal that detected a user's mistake does not help to find it.
     chosen = own or ([] if isinstance(error, ShoalError) else list(frames))
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else None

@@ -1,4 +1,4 @@
-"""Reports of ranks of a batch job, which has no launcher of Shoal's to hear of their failures."""
+"""Reports of failed ranks of a batch job, which has no launcher of Shoal to receive them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _ROOM = 17
 
 
 def report_into(folder: Path, *, rank: int, size: int) -> None:
-    """Let an exception that ends this process leave its report in a directory.
+    """Write a report into a directory if an exception ends this process.
 
-    Files sort by how much they tell: errors of a rank's own come before those that read as the death
-    of a peer, and of these and those the earliest first.
+    Files sort by relevance: a rank's own errors come before those that look like the death of a peer,
+    and the earliest come first.
     """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # A rank takes a while to end, and the others notice: its file has to be the first.
+        # A rank takes a while to exit, and the others notice its end: its file must sort first.
         with suppress(OSError):
             now = time.time()
             found = from_exception(error, rank=rank, host=socket.gethostname(), when=now)

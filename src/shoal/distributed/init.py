@@ -1,4 +1,4 @@
-"""The beginning of every script: join the other processes, or make a world of one."""
+"""`shoal.init`, the first call of every script: join the process group."""
 
 from __future__ import annotations
 
@@ -26,25 +26,43 @@ def init(
     prepare_timeout: float = PREPARE_TIMEOUT,
     deterministic: bool = False,
 ) -> World:
-    """Join the processes that a launcher started, or make a world of one.
+    """Join the process group that a launcher started, or create a world of size 1.
 
-    `layout` says how the ranks are divided, `backend` how they talk ("nccl" on CUDA, "gloo" on the
-    CPU unless given; "mpi" under MPI's launchers), `device` where this rank computes (by local rank
-    unless given): the first of `devices_per_rank` neighbours, `World.devices`, for a model that is
-    placed on several. `seed` is the root of every random stream. `timeout` is how long a rank may wait
-    for others, in seconds, from the first optimizer step on; before it, and within `World.preparing`,
-    `prepare_timeout` holds. Then the rank that did not arrive is named, and all ranks end.
-    `deterministic` asks torch for deterministic algorithms. Use it as a context manager, so that
-    nothing is left behind.
+    Use the result as a context manager: leaving it leaves the process group and restores the settings
+    that `init` changed. With several ranks, `init` sets the number of torch's threads to the number of
+    cores of this rank, unless OMP_NUM_THREADS is set by the user (torchrun's OMP_NUM_THREADS=1 does not
+    count). Rank 0 prints the number on stderr; `torch.set_num_threads` changes it afterwards.
 
-    With several ranks, torch gets as many threads as this rank has cores for itself, unless
-    OMP_NUM_THREADS says otherwise; torchrun's own OMP_NUM_THREADS=1 does not. Rank 0 says so on
-    stderr. Call `torch.set_num_threads` afterwards for another number.
+    `World.decisions` lists every decision with its reason, and `shoal info` prints them.
 
-    `World.decisions` has what was decided and why; `shoal info` prints it.
+    Args:
+        layout: Degrees of the axes of the device mesh, as a Layout or its text. Default:
+            `"replicate=-1"`, data parallelism over all ranks.
+        backend: `"nccl"`, `"gloo"`, `"mpi"` (under an MPI launcher) or another backend of torch.
+            Default: None, which means NCCL if each rank has its own GPU, and Gloo otherwise.
+        device: Device of this rank. Default: None, which means the GPU with the number of the local
+            rank, or the CPU if no GPU is visible.
+        devices_per_rank: Number of consecutive devices of this rank, for a model that is placed on
+            several (`World.devices`). `device` is the first of them. Default: 1.
+        seed: Root of every random stream. Default: 0.
+        timeout: Longest wait for other ranks, in seconds, from the first optimizer step on. Then Shoal
+            reports the rank that did not arrive, and all ranks end. Default: 600.
+        prepare_timeout: The same limit before the first optimizer step and within `World.preparing`,
+            in seconds. Default: 3600.
+        deterministic: Whether to use deterministic algorithms of torch. Default: False.
 
-    Raises LaunchError for an environment that contradicts itself or a group that can't form,
-    LayoutError for a layout that does not fit.
+    Returns:
+        The world of this process.
+
+    Raises:
+        LaunchError: If the environment variables contradict each other, the device or backend is not
+            available, or the process group can't form.
+        LayoutError: If the layout does not fit the number of processes.
+
+    Examples:
+        >>> with shoal.init(device="cpu") as world:
+        ...     print(world.size, world.rank, world.device)
+        1 0 cpu
     """
     deterministic_mode = DeterministicMode(enabled=deterministic)  # NCCL's groups read it
     try:
@@ -63,7 +81,7 @@ def init(
         with contextlib.suppress(OSError):  # as in `World.print`
             print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
     if folder := env_vars.failures():
-        # Jobs of `shoal submit` alone need it.
+        # Only jobs of `shoal submit` need it.
         from shoal.distributed.failure_reports import report_into
 
         report_into(folder, rank=joined.placement.rank, size=joined.placement.size)

@@ -1,4 +1,4 @@
-"""How a process joins its world: each decision on the way, as a Choice, and the process group."""
+"""Creation of a world: each decision on the way, as a Decision, and the process group."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from shoal.util.errors import LaunchError, LayoutError
 LAYOUT = "replicate=-1"
 TIMEOUT, PREPARE_TIMEOUT = 600.0, 3600.0
 LONGEST = 365 * 86400.0
-"""The longest time limit in seconds: torch can't count to infinity."""
+"""Longest time limit in seconds; torch has no infinite one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A process in its world: its place, how the world is divided, and what was decided for that.
+    """A process in its world: its placement, the layout, and the decisions about them.
 
-    `told` is what rank 0 prints about it; empty elsewhere. `host` is the
-    address by which other ranks reach this one. `variables` are those of the environment that were
-    set for the engines.
+    `told` is the line that rank 0 prints about it; empty elsewhere. `host` is the address by which
+    other ranks reach this one. `variables` are the environment variables that were set for the
+    backends.
     """
 
     placement: Placement
@@ -65,12 +65,12 @@ def join(
     timeout: float,
     prepare_timeout: float,
 ) -> Joined:
-    """Join the processes that a launcher started; see `shoal.init`, which has these arguments."""
+    """Join the process group that a launcher started; see `shoal.init` for the arguments."""
     placement = env_vars.placement()
     division = choose_layout(layout, placement.size)
     limits = check_limits(timeout, prepare_timeout)
     store = None
-    if placement.unsettled:  # the device goes by the local rank, which ranks tell each other
+    if placement.unsettled:  # the device depends on the local rank, which ranks exchange
         store = _meet(placement, prepare_timeout)
         placement = _settle(placement, store, prepare_timeout)
     place = choose_device(device, placement, devices_per_rank)
@@ -88,7 +88,7 @@ def join(
     variable, now = env_vars.threads_variable(), torch.get_num_threads()
     if store is None:
         count = Decision(
-            what="threads", value=now, reason="torch's own number: a process alone is left as it is"
+            what="threads", value=now, reason="torch's own number, which is kept for a single process"
         )
     else:
         name = means.value
@@ -127,27 +127,27 @@ def join(
 
 
 def choose_layout(layout: str | Layout, size: int) -> Decision[Layout]:
-    """The layout as given, resolved for `size` ranks. Raises LayoutError where it does not fit."""
+    """Return the given layout, resolved for `size` ranks. Raises LayoutError if it does not fit."""
     if not isinstance(layout, str | Layout):
         raise LayoutError(
             given=f"layout={layout!r}",
-            found=f"a {type(layout).__name__}, not a text or a Layout",
+            found=f"a {type(layout).__name__}, not a string or a Layout",
             fix=f"for example layout={LAYOUT!r}",
         )
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     resolved = parsed.resolve(size)
     reason = GIVEN if parsed == resolved else f"{GIVEN}: {parsed}, on {size} process(es)"
     if parsed == Layout.parse(LAYOUT):
-        reason = f"{parsed}, the default: each of {size} process(es) has the whole model"
+        reason = f"{parsed}, the default: each of {size} process(es) has a full copy of the model"
     return Decision(what="layout", value=resolved, reason=reason)
 
 
 def check_limits(timeout: float, prepare_timeout: float) -> Decision[tuple[float, float]]:
-    """The time limits in seconds, of a step and before the first one. Raises LaunchError."""
+    """Return the time limits in seconds, of a step and before the first one. Raises LaunchError."""
     if not all(is_number(limit) and 0 < limit <= LONGEST for limit in (timeout, prepare_timeout)):
         raise LaunchError(
             given=f"timeout={timeout!r}, prepare_timeout={prepare_timeout!r}",
-            found="a time limit is a positive number of seconds, a year at most",
+            found="a time limit is a positive number of seconds, at most one year",
             fix="for example timeout=600, prepare_timeout=3600",
         )
     limits = (timeout, prepare_timeout)
@@ -160,9 +160,9 @@ def check_limits(timeout: float, prepare_timeout: float) -> Decision[tuple[float
 
 
 def choose_backend(backend: str | None, device: torch.device, without_nccl: str = "") -> Decision[str]:
-    """How the ranks talk: as given, else by the device. Raises LaunchError if torch lacks it.
+    """Return the backend: the given one, else by the device. Raises LaunchError if torch lacks it.
 
-    `without_nccl` says why GPUs can't be used by NCCL here, if they can't.
+    `without_nccl` is the reason why NCCL can't be used here; empty if it can.
     """
     if backend == MPI:
         mpi.require(device)
@@ -174,14 +174,14 @@ def choose_backend(backend: str | None, device: torch.device, without_nccl: str 
             what="backend",
             value="gloo",
             reason=without_nccl,
-            rejected={"nccl": "it needs a GPU for each rank"},
+            rejected={"nccl": "it needs one GPU per rank"},
         )
     elif device.type == "cuda":
         choice = Decision(
             what="backend",
             value="nccl",
             reason="the device is a GPU",
-            rejected={"gloo": "it copies what is on a GPU through the CPU's memory"},
+            rejected={"gloo": "it copies tensors of a GPU through host memory"},
         )
     else:
         lacks = "" if dist.is_nccl_available() else f"; torch {torch.__version__} is built without it"
@@ -195,18 +195,18 @@ def choose_backend(backend: str | None, device: torch.device, without_nccl: str 
         here = [name for name in ("gloo", "nccl", "xccl") if dist.is_backend_available(name)]
         raise LaunchError(
             given=f"backend={choice.value!r}",
-            found=f"torch {torch.__version__} here has {', '.join(here)}",
+            found=f"torch {torch.__version__} here supports {', '.join(here)}",
             fix="backend='gloo' or 'mpi' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
         )
     return choice
 
 
 _WORLDS = itertools.count()
-"""Numbers of the worlds of this process: a launcher's store outlives them, with their addresses."""
+"""Numbers of this process's worlds: the launcher's store outlives them, with their addresses."""
 
 
 def _meet(placement: Placement, timeout: float) -> Store:
-    """The store of this world, which all ranks of it reach."""
+    """Return the store of this world, which all its ranks can reach."""
     address = _address(placement)
     rank, size, met = placement.rank, placement.size, placement.meeting
     with _explained(placement):
@@ -219,7 +219,7 @@ def _meet(placement: Placement, timeout: float) -> Store:
 
 
 def _settle(placement: Placement, store: Store, timeout: float) -> Placement:
-    """The place of this rank, now that ranks can tell each other which machines they are on."""
+    """Return the placement of this rank, now that ranks can exchange the machines they are on."""
     mine = [interfaces.machine(), placement.local_rank]
     everyone = _exchange(placement, "place", mine, store, timeout)
     machines, local_ranks = zip(*everyone, strict=True)
@@ -229,7 +229,7 @@ def _settle(placement: Placement, store: Store, timeout: float) -> Placement:
 def _show_devices(
     placement: Placement, device: torch.device, store: Store, timeout: float
 ) -> list[tuple[str, str]]:
-    """Of each rank its machine and its GPU, or the kind of its device."""
+    """Return the machine and GPU (or the kind of device) of each rank."""
     name = device.type
     if name == "cuda":
         name = f"GPU {torch.cuda.get_device_properties(device).uuid}"
@@ -240,7 +240,7 @@ def _show_devices(
 def _exchange(
     placement: Placement, what: str, mine: list[Any], store: Store, timeout: float
 ) -> list[list[Any]]:
-    """What each rank has to say, in rank order: lists that JSON holds. Collective."""
+    """Return the JSON lists of all ranks, in rank order. Collective."""
     keys = [f"{what}/{rank}" for rank in range(placement.size)]
     with _explained(placement):
         store.set(keys[placement.rank], json.dumps(mine))
@@ -254,14 +254,14 @@ def _exchange(
 
 def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> LaunchError:
     return LaunchError(
-        given=f"rank {placement.rank} of {placement.size} ({placement.launcher}) waits for the others",
-        found=f"rank {spans(ranks)} did not come within {timeout:g} s",
-        fix="check that every rank was started, and its own error message",
+        given=f"rank {placement.rank} of {placement.size} ({placement.launcher}) waits for others",
+        found=f"rank {spans(ranks)} did not join the rendezvous within {timeout:g} s",
+        fix="check that the launcher started every rank, and read the missing rank's error message",
     )
 
 
 def shared(everyone: Sequence[tuple[str, str]]) -> str:
-    """Why NCCL can't serve these ranks, each given by its machine and GPU; empty where it can."""
+    """Return the reason why NCCL can't serve these ranks, given by machine and GPU; empty if it can."""
     if not any(name.startswith("GPU") for _, name in everyone):
         return ""
     first: dict[tuple[str, str], int] = {}
@@ -277,7 +277,7 @@ def shared(everyone: Sequence[tuple[str, str]]) -> str:
 def _choose_way(
     placement: Placement, store: Store, backend: str, timeout: float
 ) -> tuple[interfaces.Way | None, dict[str, str]]:
-    """How ranks of several machines talk, and the variables that were set for the engines to know."""
+    """Return the interface between ranks of several machines, and the variables for the backends."""
     given = env_vars.interface_variable()
     if placement.nodes == 1:
         interfaces.check_given(given)
@@ -310,7 +310,7 @@ def _address(placement: Placement) -> str:
 
 @contextmanager
 def _explained(placement: Placement) -> Iterator[None]:
-    """Raises LaunchError for what torch raises where ranks don't meet."""
+    """Raise LaunchError in place of torch's errors if ranks can't join the rendezvous."""
     address = _address(placement)
     try:
         yield
@@ -321,25 +321,26 @@ def _explained(placement: Placement) -> Iterator[None]:
             found=f"port {placement.port} is in use" if in_use else str(error).splitlines()[0],
             fix="export MASTER_PORT=N with a free port N (ss -ltn lists those in use)"
             if in_use
-            else "check that every rank was started, and that the first rank's host can be reached: "
+            else "check that the launcher started every rank, and that rank 0's host can be reached: "
             f"ping {placement.address}",
         ) from None
 
 
 def _share_machine(placement: Placement, group: dist.ProcessGroup) -> tuple[Placement, int]:
-    """How many machines there are, and the cores that are this rank's own."""
+    """Return the placement with the cores of this rank, and the number of machines."""
     mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
     everyone: list[tuple[str, list[int]]] = objects.gather(mine, group)
     machines = list(dict.fromkeys(host for host, _ in everyone))
-    if placement.launcher != "srun":  # Slurm has said how many are a task's
+    if placement.launcher != "srun":  # Slurm sets the number of cores per task
         neighbours = [cpus for host, cpus in everyone if host == mine[0]]
         placement = placement.with_cores(cpu_affinity.share(mine[1], neighbours))
     return placement, len(machines)
 
 
 def _tell(placement: Placement, machines: int, threads: int, variable: str) -> str:
-    """What came of the cores and of OMP_NUM_THREADS (`variable`), in one line."""
-    told = f"{placement.size} ranks on {machines} machine(s), by {placement.launcher}; "
+    """Return one line about the ranks, the cores and OMP_NUM_THREADS (`variable`)."""
+    nodes = "1 node" if machines == 1 else f"{machines} nodes"
+    told = f"world size {placement.size} on {nodes}, launched by {placement.launcher}; "
     told += f"rank 0: {placement.cores} core(s), {threads} thread(s)"
     if variable and placement.launcher != "shoal run":
         told += f", OMP_NUM_THREADS={variable}"

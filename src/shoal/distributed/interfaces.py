@@ -1,9 +1,9 @@
-"""By which network interface the ranks of several machines talk: tried, chosen, and said.
+"""Choice of the network interface between the ranks of several machines, by trying all.
 
-Left to themselves, engines guess: Gloo takes the address that a host's own name has, which Debian
-makes 127.0.1.1. So rank 0 offers its interfaces, each rank connects to it by each of them, and the
-fastest by which all have come is taken. What can't connect is found here, within seconds and with
-the names of both hosts, and not by an engine in the middle of something else.
+By default, backends guess: Gloo takes the address of the host's own name, which is 127.0.1.1 on Debian.
+So rank 0 offers its interfaces, each rank connects to it by each of them, and Shoal takes the fastest
+by which all ranks have connected. A failure to connect is thus found within seconds, with the names of
+both hosts, and not by a backend in the middle of another operation.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
 CALL_SECONDS = 3.0
-"""How long a rank tries to reach rank 0 by one address."""
+"""Seconds for which a rank tries to reach rank 0 by one address."""
 
 _FULL = bytes(12 << 10)
-"""Fills packets of every usual size, jumbo frames of 9,000 bytes too."""
+"""Fills packets of every usual size, including jumbo frames of 9,000 bytes."""
 _LATE_SECONDS = 0.3
-"""How long it waits for the rest when it has come by one."""
+"""Seconds for which a rank waits for the other interfaces after it has connected by one."""
 _INFINIBAND = 32
 _UNKNOWN = 1000
-"""The speed that an interface of unknown speed is taken for: virtual machines say none, tunnels 10."""
+"""The speed assumed for an interface of unknown speed: virtual machines report none, tunnels 10."""
 _OFFER, _REPORT, _DECISION = "network/offer", "network/report/{rank}", "network/decision"
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -54,18 +54,18 @@ class Interface:
 
     @property
     def loopback(self) -> bool:
-        """Whether only processes of this machine can come by it."""
+        """Whether only processes of this machine can use it."""
         return all(ipaddress.ip_address(each).is_loopback for each in self.addresses)
 
     @property
     def _worth(self) -> tuple[bool, bool, int]:
-        # All have come by it: they are on one machine, and nobody else can listen there.
+        # If all ranks have used it, they are on one machine, and other hosts can't listen there.
         return self.loopback, self.infiniband, self.speed or _UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True)
 class InterfaceReport:
-    """What came of one rank's calls to rank 0's interfaces: its own address in each, or why not."""
+    """Results of one rank's calls to rank 0's interfaces: its own address in each, or the error."""
 
     host: str
     reached: Mapping[str, str] = field(default_factory=dict)
@@ -75,19 +75,19 @@ class InterfaceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """The interface of this rank that was chosen, and the address by which others reach it there."""
+    """The interface chosen for this rank, and its address there."""
 
     choice: Decision[str]
     address: str
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces of this machine that are up and have an address that others could call."""
+    """Return the interfaces of this machine that are up and have an address others could call."""
     stats = psutil.net_if_stats()
     found = []
     for name, known in psutil.net_if_addrs().items():
         usable = [one for one in known if one.family in (socket.AF_INET, socket.AF_INET6)]
-        # Addresses of one link need its name with them, which differs between machines.
+        # Link-local addresses need the name of the link, which differs between machines.
         addresses = [one.address for one in usable if "%" not in one.address]
         if addresses and name in stats and stats[name].isup:
             kind = 0
@@ -105,7 +105,7 @@ def interfaces() -> list[Interface]:
 
 
 def machine() -> str:
-    """What tells this machine from others: processes for which it is the same share a loopback.
+    """Return an identifier of this machine; processes with the same one share a loopback interface.
 
     Pods and containers on one machine have networks of their own.
     """
@@ -118,24 +118,24 @@ def machine() -> str:
 
 
 def engine_variables(name: str, backend: str) -> dict[str, str]:
-    """What tells the engines of a backend to use this interface."""
-    # Gloo in any case, for what is not on a GPU. NCCL, and RCCL by the same name, take any
-    # interface whose name begins so, unless it is marked as whole.
+    """Return the variables that make a backend use this interface."""
+    # Gloo always, for tensors on the CPU. NCCL, and RCCL by the same variable, take any
+    # interface whose name begins with the value, unless `=` marks it as the full name.
     return {GLOO: name, **({NCCL: f"={name}"} if "nccl" in backend else {})}
 
 
 def check_given(given: str) -> None:
-    """Raise LaunchError where GLOO_SOCKET_IFNAME names an interface that this machine lacks."""
+    """Raise LaunchError if this machine has no interface of the name in GLOO_SOCKET_IFNAME."""
     error = _lacking(given, interfaces(), socket.gethostname()) if given else None
     if error is not None:
         raise _launch_error(error)
 
 
 def agree(store: Store, *, rank: int, size: int, given: str, timeout: float) -> Way:
-    """Choose the interface by which all ranks reach rank 0; `given` is GLOO_SOCKET_IFNAME, if set.
+    """Return the interface by which all ranks reach rank 0; `given` is GLOO_SOCKET_IFNAME, if set.
 
-    Collective, over a store that all ranks have. Raises LaunchError on all ranks where there is
-    none, or where the one that was given is not there or does not reach rank 0.
+    Collective, over a store that all ranks have. Raises LaunchError on all ranks if there is none, or
+    if the given one is missing or does not reach rank 0.
     """
     mine, host = interfaces(), socket.gethostname()
     lacking = _lacking(given, mine, host) if given else None
@@ -170,7 +170,7 @@ def _host(
     lacking: tuple[str, str, str] | None,
     deadline: float,
 ) -> dict[str, Any]:
-    """Rank 0's part: offer its interfaces, hear who came by which, and decide."""
+    """Offer rank 0's interfaces, collect the other ranks' reports, and decide."""
     if lacking is not None:
         store.set(_OFFER, json.dumps({"host": host, "port": 0, "token": "", "interfaces": []}))
         return {"error": lacking}
@@ -188,7 +188,7 @@ def _host(
 def decide(
     offered: Sequence[Interface], reports: Sequence[InterfaceReport], *, host: str
 ) -> dict[str, Any]:
-    """What all ranks are told: the name of rank 0's interface with reasons, or the error.
+    """Return the decision for all ranks: the name of rank 0's interface with reasons, or the error.
 
     `reports` are those of ranks 1, 2 …, `host` is that of rank 0.
     """
@@ -199,23 +199,23 @@ def decide(
     common = [one for one in offered if one.name not in missed]
     if not common:
         return {"error": _nobody(offered, missed, host)}
-    best = max(common, key=lambda one: one._worth)  # of equals the first
+    best = max(common, key=lambda one: one._worth)  # the first of equals
     others = {one.name: f"{_speed(one)}, {best.name} {_speed(best)}" for one in common if one != best}
     unreached = {one.name: missed[one.name] for one in offered if one.name in missed}
     loopback = {one.name for one in offered if one.loopback}
     rejected = {name: why for name, why in {**others, **unreached}.items() if name not in loopback}
-    reason = f"all {len(reports) + 1} ranks have reached {host} (rank 0) by it"
+    reason = f"all {len(reports) + 1} ranks have reached {host} (rank 0) through it"
     if others:
         reason += ", and it is the fastest" if not best.loopback else ": they are on one machine"
     return {"name": best.name, "reason": reason, "rejected": rejected}
 
 
 def _missed(name: str, reports: Sequence[InterfaceReport], host: str) -> str:
-    """Who did not reach rank 0 by its interface `name`, and why; empty if all did."""
+    """Return the rank that did not reach rank 0 by interface `name`, and why; empty if all did."""
     for rank, report in enumerate(reports, 1):
         if name not in report.reached:
             why = report.failed.get(name, "not tried")
-            return f"{report.host} (rank {rank}) did not reach {host} (rank 0) by it: {why}"
+            return f"{report.host} (rank {rank}) did not reach {host} (rank 0) through it: {why}"
     return ""
 
 
@@ -229,13 +229,13 @@ def _nobody(offered: Sequence[Interface], missed: Mapping[str, str], host: str) 
     return (
         f"the network of {host} (rank 0): {names}",
         found,
-        f"let the hosts of a job connect to each other at {ports}, of which Gloo and NCCL take free "
-        f"ones; or, if another interface is right, export {GLOO}=NAME (unset it, if it is set)",
+        f"let the hosts of a job connect to each other at {ports}, since Gloo and NCCL use any free "
+        f"port; or, if another interface is right, export {GLOO}=NAME (unset it if it is set)",
     )
 
 
 def _lacking(given: str, mine: Sequence[Interface], host: str) -> tuple[str, str, str] | None:
-    """The error for a name in `given` that is none of this machine's."""
+    """Return the error for names in `given` that this machine does not have, else None."""
     names = [one.name for one in mine]
     absent = [name for name in given.split(",") if name not in names]
     if not absent:
@@ -244,14 +244,14 @@ def _lacking(given: str, mine: Sequence[Interface], host: str) -> tuple[str, str
     return (
         f"{GLOO}={given} on {host}",
         f"{host} has no interface {absent[0]} that is up with an address; it has {there}",
-        f"unset {GLOO}: the fastest interface that all hosts share is then found; or name one of these",
+        f"unset {GLOO} to use the fastest interface that all hosts share; or set one of these",
     )
 
 
 def _call(
     offer: Mapping[str, Any], host: str, mine: Sequence[Interface], given: Sequence[Interface]
 ) -> InterfaceReport:
-    """Another rank's part: call rank 0 by each of the interfaces that it offers, all at once."""
+    """Call rank 0 by all the interfaces that it offers at once, and report the results."""
     sources = [address for one in given for address in one.addresses]
     pool = ThreadPoolExecutor(max(1, len(offer["interfaces"])))
     calls = {
@@ -263,7 +263,7 @@ def _call(
     reached, failed = {}, {}
     for call, name in calls.items():
         if not call.done():
-            failed[name] = "no answer yet when another interface had one"
+            failed[name] = "no answer before another interface had one"
         elif call.exception() is not None:
             failed[name] = str(call.exception())
         else:
@@ -272,7 +272,7 @@ def _call(
 
 
 def _wait_for_some(calls: Sequence[Future[str]]) -> None:
-    """Wait for all, but not much longer than for the first that succeeds."""
+    """Wait for all calls, but not much longer than for the first that succeeds."""
     waiting = set(calls)
     while waiting:
         done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -282,7 +282,7 @@ def _wait_for_some(calls: Sequence[Future[str]]) -> None:
 
 
 def _reach(addresses: Sequence[str], port: int, token: str, sources: Sequence[str]) -> str:
-    """The address of one's own by which one of rank 0's is reached, from `sources` if there are any.
+    """Return this rank's address by which it reaches one of rank 0's, from `sources` if there are any.
 
     Raises OSError.
     """
@@ -290,7 +290,7 @@ def _reach(addresses: Sequence[str], port: int, token: str, sources: Sequence[st
     for address in addresses:
         alike = [one for one in sources if (":" in one) == (":" in address)]
         if sources and not alike:
-            failures.append(f"{address}: the interface given has no such address")
+            failures.append(f"{address}: the given interface has no such address")
             continue
         try:
             return _reach_one(address, port, token, alike[0] if alike else "")
@@ -305,14 +305,14 @@ def _reach_one(address: str, port: int, token: str, source: str) -> str:
     )
     with call, call.makefile("rb") as answer:
         if answer.readline(1000).decode(errors="replace").strip() != token:
-            raise OSError("something else answers there")
+            raise OSError("another program answers there")
         try:
             whole = len(answer.read(len(_FULL))) == len(_FULL)
         except OSError:
             whole = False
         if not whole:
             raise OSError(
-                "small packets come, packets of full size are lost on the way: a switch or a tunnel "
+                "small packets arrive and full-size packets are lost: a switch or a tunnel "
                 "between them has a smaller MTU than their interfaces (ip link set dev NAME mtu 1400)"
             )
         return str(call.getsockname()[0])

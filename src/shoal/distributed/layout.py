@@ -1,4 +1,4 @@
-"""How the world is divided: the arithmetic of ranks, axes and groups, as one frozen value."""
+"""The device mesh as one frozen value: the arithmetic of ranks, axes and groups."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shoal.util.errors import LayoutError
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes from the outermost (ranks far apart) to the innermost (neighbouring ranks).
 
-The axes that talk most per step (tensor, context) sit on neighbouring ranks, which share a machine;
-pipeline stages, which talk least, sit furthest apart (Narayanan et al. 2021, section 3).
+The axes that communicate most per step (tensor, context) are on neighbouring ranks, which share a
+node. Pipeline stages communicate least and are furthest apart (Narayanan et al. 2021, section 3).
 """
 
 DATA_AXES = ("replicate", "shard")
@@ -21,12 +21,28 @@ DATA_AXES = ("replicate", "shard")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """`replicate x shard x context x tensor x pipeline`: degrees that multiply to the world size.
+    """Degrees of the five axes of the device mesh; their product is the world size.
 
-    One degree may be -1: `resolve` fills it with what the others leave. The text form names the
-    degrees that are not 1, as in `"replicate=2,tensor=4"`, and parses back to an equal value.
+    One degree may be -1: `resolve` computes it from the world size and the other degrees. The text
+    form, as in `"replicate=2,tensor=4"`, lists the degrees that are not 1, and `parse` reads it back.
+    From the outermost axis to the innermost, ranks are numbered over pipeline, replicate, shard,
+    context and tensor, so that the axes that communicate most are on neighbouring ranks (Narayanan
+    et al. 2021).
 
-        >>> layout = Layout.parse("replicate=-1,tensor=2").resolve(8)
+    Args:
+        replicate: Number of replicas of the model, each with its own samples (data parallelism, DDP).
+            Default: 1.
+        shard: Number of ranks over which the parameters of a replica are sharded, each with its own
+            samples (FSDP; together with `replicate`, HSDP). Default: 1.
+        context: Number of slices into which each sequence is split (context parallelism). Default: 1.
+        tensor: Number of ranks over which weight matrices are split (tensor parallelism). Default: 1.
+        pipeline: Number of pipeline stages, each on its own ranks (pipeline parallelism). Default: 1.
+
+    Raises:
+        LayoutError: If a degree is neither a positive integer nor -1, or if two degrees are -1.
+
+    Examples:
+        >>> layout = shoal.Layout(replicate=-1, tensor=2).resolve(8)
         >>> str(layout), layout.data_size, layout.data_rank(5)
         ('replicate=4,tensor=2', 4, 2)
     """
@@ -43,20 +59,31 @@ class Layout:
         if wrong:
             raise LayoutError(
                 given=f"layout with {', '.join(wrong)}",
-                found="a degree is a positive integer, or -1 for what the other axes leave",
+                found="a degree is a positive integer, or -1 to compute it from the world size",
                 fix="for example layout='replicate=-1,tensor=2'",
             )
         open_axes = [axis for axis, degree in degrees.items() if degree == -1]
         if len(open_axes) > 1:
             raise LayoutError(
                 given=f"layout with {' and '.join(f'{axis}=-1' for axis in open_axes)}",
-                found="only one degree can be left open",
+                found="only one degree can be -1",
                 fix=f"a number for one of them: layout='{open_axes[0]}=2,{open_axes[1]}=-1'",
             )
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read `"axis=degree,axis=degree"`. Raises LayoutError for unknown or repeated axes."""
+        """Return the layout that a text describes.
+
+        Args:
+            text: `"axis=degree,axis=degree"`, with the axes `replicate`, `shard`, `context`, `tensor`
+                and `pipeline` in any order. Axes that are left out have degree 1.
+
+        Returns:
+            The layout, not yet resolved.
+
+        Raises:
+            LayoutError: If an axis is unknown or repeated, a degree is invalid, or there is no axis.
+        """
         degrees: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             axis, _, degree = (piece.strip() for piece in part.partition("="))
@@ -75,7 +102,7 @@ class Layout:
         if not degrees:
             raise LayoutError(
                 given=f"layout={text!r}",
-                found="no axis at all",
+                found="no axis",
                 fix="for example layout='replicate=-1'",
             )
         return cls(**degrees)
@@ -85,23 +112,37 @@ class Layout:
         return ",".join(parts) or "replicate=1"
 
     def degree(self, axis: str) -> int:
-        """The number of ranks along one axis."""
+        """Return the number of ranks along one axis.
+
+        Args:
+            axis: `"replicate"`, `"shard"`, `"context"`, `"tensor"` or `"pipeline"`.
+
+        Returns:
+            The degree; -1 if it is not resolved.
+        """
         return int(getattr(self, axis))
 
     @property
     def size(self) -> int:
-        """The number of ranks that this layout needs; meaningful once resolved."""
+        """The number of ranks that this layout needs, once it is resolved."""
         return math.prod(self.degree(axis) for axis in AXES)
 
     @property
     def data_size(self) -> int:
-        """How many ways the global batch is split."""
+        """The number of local batches into which the global batch is split."""
         return math.prod(self.degree(axis) for axis in DATA_AXES)
 
     def resolve(self, world_size: int) -> Layout:
-        """The same layout without -1, for a world of `world_size` ranks.
+        """Return the same layout with -1 replaced by the degree that fits the world size.
 
-        Raises LayoutError if the degrees don't multiply to `world_size`.
+        Args:
+            world_size: Number of ranks.
+
+        Returns:
+            A layout without -1.
+
+        Raises:
+            LayoutError: If the product of the degrees can't be `world_size`.
         """
         known = math.prod(degree for axis in AXES if (degree := self.degree(axis)) != -1)
         open_axis = next((axis for axis in AXES if self.degree(axis) == -1), None)
@@ -118,18 +159,42 @@ class Layout:
         return Layout(**degrees)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where `rank` stands on `axis`, from 0 (row-major over AXES)."""
+        """Return the coordinate of a rank along one axis.
+
+        Args:
+            rank: Global rank.
+            axis: Name of an axis.
+
+        Returns:
+            The coordinate, from 0. Ranks are numbered row-major over pipeline, replicate, shard,
+            context and tensor.
+        """
         return rank // self._stride(axis) % self.degree(axis)
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the global batch `rank` takes; its model-parallel peers take the same."""
+        """Return the data-parallel rank of a rank: the number of the local batch that it processes.
+
+        Args:
+            rank: Global rank.
+
+        Returns:
+            The data-parallel rank, from 0. Model-parallel peers have the same.
+        """
         result = 0
         for axis in DATA_AXES:
             result = result * self.degree(axis) + self.coordinate(rank, axis)
         return result
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` at most along `axes`, in rank order."""
+        """Return the group of a rank along some axes.
+
+        Args:
+            rank: Global rank.
+            axes: Names of axes.
+
+        Returns:
+            The ranks whose coordinates equal those of `rank` on all other axes, in rank order.
+        """
         members = [rank]
         for axis in (axis for axis in AXES if axis in axes):
             stride = self._stride(axis)
@@ -139,7 +204,14 @@ class Layout:
         return tuple(members)
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
-        """Every group along `axes`, each once, by its first rank."""
+        """Yield every group along some axes once.
+
+        Args:
+            axes: Names of axes.
+
+        Returns:
+            An iterator over the groups, in the order of their first ranks.
+        """
         for rank in range(self.size):
             if all(self.coordinate(rank, axis) == 0 for axis in axes):
                 yield self.group(rank, *axes)

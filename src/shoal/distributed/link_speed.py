@@ -1,4 +1,4 @@
-"""How fast each rank reaches each other, and which link, rank or machine is slower than the rest."""
+"""Measurement of the links between ranks, and of the links, ranks or machines that are slower."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ BYTES = 4 << 20
 REPEATS = 9
 _SMALL = 8
 _ROUND_TRIPS = 4
-"""How many small messages make one measurement: a single one is too short for the clock's noise."""
+"""Number of small messages per measurement: a single one is too short for the clock's noise."""
 _FEWEST = 4
-"""Of fewer links of one kind none can be called an exception."""
+"""Fewest links of one kind of which one can be called an exception."""
 
 Matrix = tuple[tuple[float | None, ...], ...]
-"""By sender and receiver, in the order of the ranks; None where nothing was measured."""
+"""By sender and receiver, in rank order; None for pairs that were not measured."""
 Turns = list[list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """What each pair of ranks was measured to give; the same on all ranks.
+    """Measurements of each pair of ranks; the same on all ranks.
 
     `bandwidth` is in bytes/s from the sender (row) to the receiver (column): `bytes` in the time until
-    the receiver's short answer is back. `latency` is in seconds one way, for messages of eight bytes.
-    `hosts` is where each rank is.
+    the receiver's short answer arrives. `latency` is in seconds one way, for messages of eight bytes.
+    `hosts` is the host of each rank.
     """
 
     bytes: int
@@ -50,10 +50,11 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A link, or what is common to slow links, and how it compares with the others of its kind.
+    """A link, rank or machine that is slower than the others of its kind.
 
-    `ranks` are sender and receiver; or one rank, or those of one machine, most of whose links are
-    slow. `bandwidth` is the median of its slow links, `ratio` the usual one divided by it.
+    `ranks` are sender and receiver; or one rank, or those of one machine, if most of its links are
+    slow. `bandwidth` is the median of its links that are slow, `ratio` the usual bandwidth divided by
+    it.
     """
 
     ranks: tuple[int, ...]
@@ -66,15 +67,14 @@ class Slow:
 def pairs(
     world: World, *, bytes: int = BYTES, repeats: int = REPEATS, among: Sequence[int] | None = None
 ) -> Pairs:
-    """Measure every pair of ranks, in both directions; collective.
+    """Measure every pair of ranks, in both directions. Collective.
 
-    Pairs that have a machine in common take turns, all others are measured at once: `schedule`. Each
-    rank sends `bytes` to the other and waits for a short answer, `repeats` times after a first one
-    that doesn't count. The fastest does: sought is what slows a link always, not what else a machine
-    was doing. With `among` only these ranks are measured, for instance one of each machine; the
-    others wait.
+    Pairs that have a machine in common take turns, all others are measured at the same time:
+    `schedule`. Each rank sends `bytes` to the other and waits for a short answer, `repeats` times after
+    a warm-up. The fastest counts, since the search is for lasting causes and not for a momentary load.
+    With `among`, only these ranks are measured, for instance one per machine, and the others wait.
 
-    Raises LaunchError for a world of one, and for numbers that can't be.
+    Raises LaunchError for a world of size 1, and for invalid numbers.
     """
     chosen = sorted(set(range(world.size) if among is None else among))
     _check(world, bytes=bytes, repeats=repeats, chosen=chosen)
@@ -103,13 +103,13 @@ def pairs(
 
 
 def schedule(hosts: Sequence[str]) -> Turns:
-    """The turns in which the pairs of so many ranks, on these machines, are measured.
+    """Return the turns in which the pairs of the ranks on these machines are measured.
 
-    No two pairs of a turn have a machine in common. So nothing that could slow both is shared: no
-    network card, memory or core; a rank that is slow makes its own pairs slow and no others. All at
-    once would measure who gets in whose way, and strictly one after the other takes as long as there
-    are pairs: N machines of R ranks take about N R² turns instead of N² R² / 2. Within machines
-    first, then machines against each other as in a round-robin tournament (the circle method).
+    No two pairs of a turn have a machine in common, so they share no network card, memory or core, and
+    a slow rank slows its own pairs only. All pairs at once would measure their contention. One after
+    the other would take as many turns as there are pairs: N machines of R ranks take about N R² turns
+    instead of N² R² / 2. Pairs within machines come first, then machines against each other as in a
+    round-robin tournament (the circle method).
     """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -122,13 +122,13 @@ def schedule(hosts: Sequence[str]) -> Turns:
 
 
 def _at_once(queues: Iterable[Iterable[tuple[int, int]]]) -> Turns:
-    """The first of all queues, then the second of all, as long as there are any."""
+    """Merge queues turn by turn: the first of all queues, then the second of all, and so on."""
     turns = itertools.zip_longest(*queues)
     return [[pair for pair in turn if pair is not None] for turn in turns]
 
 
 def _tournament(players: int) -> Iterator[list[tuple[int, int]]]:
-    """Rounds in which each of so many meets another, each pair in one round and no other."""
+    """Yield rounds in which each player meets another; each pair occurs in one round."""
     seats: list[int | None] = [*range(players), *([None] if players % 2 else [])]
     for _ in range(len(seats) - 1):
         facing = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
@@ -137,11 +137,12 @@ def _tournament(players: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def slow(measured: Pairs, *, factor: float = 3.0) -> list[Slow]:
-    """What is slower than usual by `factor` or more: machines, then ranks, then single links.
+    """Return machines, ranks and single links that are slower than usual by `factor` or more, in this
+    order.
 
-    Links within a machine are compared with each other, and so are those between machines. Usual is
-    the upper quartile: of three ranks one that is slow has four of all six links. Where most links of
-    a machine to others, or of a rank, are slow, it is named instead of them.
+    Links within a machine are compared with each other, and so are those between machines. The usual
+    bandwidth is the upper quartile: with three ranks, a slow rank has four of all six links. If most
+    links of a machine to others, or of a rank, are slow, it is listed instead of them.
     """
     found: list[Slow] = []
     for within in (False, True):
@@ -181,7 +182,7 @@ def _links(measured: Pairs, *, within: bool) -> Iterator[tuple[Link, float]]:
 
 
 def _machines(hosts: Sequence[str]) -> Iterator[Party]:
-    """The machines with several ranks; one with a single rank is that rank."""
+    """Yield the machines with several ranks; one with a single rank is that rank."""
     for host in dict.fromkeys(hosts):
         ranks = tuple(rank for rank, name in enumerate(hosts) if name == host)
         if len(ranks) > 1:
@@ -189,9 +190,10 @@ def _machines(hosts: Sequence[str]) -> Iterator[Party]:
 
 
 def _most(left: dict[Link, float], all_links: dict[Link, float], parties: list[Party]) -> Party | None:
-    """The first party of those with the largest share of slow links, if that is most of its links.
+    """Return the party with the largest fraction of links in `left`, if that is most of its links; else
+    None.
 
-    In one direction is enough: a narrow way out leaves the way in as it is.
+    One direction is enough, since a narrow outgoing link does not slow incoming traffic.
     """
     best: tuple[float, Party | None] = (0.5, None)
     for party in parties:
@@ -207,19 +209,19 @@ def _check(world: World, *, bytes: int, repeats: int, chosen: Sequence[int]) -> 
     if world.size == 1 or len(chosen) < 2:
         raise LaunchError(
             given=f"pairs of {len(chosen)} rank(s), in a world of {world.size}",
-            found="nobody to talk to",
-            fix="start at least two: shoal run -n 2, srun, mpirun",
+            found="a measurement needs at least two ranks",
+            fix="start at least two ranks: shoal run -n 2, srun, mpirun",
         )
     if bytes < 1 or repeats < 1 or not 0 <= chosen[0] <= chosen[-1] < world.size:
         raise LaunchError(
             given=f"pairs(world, bytes={bytes}, repeats={repeats}, among={chosen})",
-            found=f"bytes and repeats are 1 or more, and ranks 0 to {world.size - 1}",
+            found=f"bytes and repeats are at least 1, and ranks are 0 to {world.size - 1}",
             fix=f"for example bytes={BYTES}, repeats={REPEATS}",
         )
 
 
 class _Probe:
-    """The messages of one rank."""
+    """The messages of one rank during a measurement."""
 
     def __init__(self, world: World, bytes: int, repeats: int) -> None:
         # Gloo and MPI send what is in the CPU's memory, wherever the model computes.
@@ -231,12 +233,12 @@ class _Probe:
         self._repeats = repeats
 
     def latency(self, peer: int, *, begins: bool) -> float:
-        """Seconds one way, of small messages to and fro."""
+        """Return the seconds one way of small messages back and forth."""
         seconds = self._fastest(lambda: self._to_and_fro(self._small, peer, _ROUND_TRIPS, begins))
         return seconds / (2 * _ROUND_TRIPS)
 
     def transfer(self, peer: int, *, sends: bool) -> float:
-        """Seconds from the begin of sending to the answer; of use to the sender."""
+        """Return the seconds from the start of sending to the answer; only the sender uses it."""
         return self._fastest(lambda: self._to_and_fro(self._large, peer, 1, sends))
 
     def _to_and_fro(self, tensor: torch.Tensor, peer: int, times: int, begins: bool) -> None:
@@ -251,7 +253,7 @@ class _Probe:
             torch.cuda.synchronize(self._device)
 
     def _fastest(self, act: Callable[[], None]) -> float:
-        act()  # the first one also connects
+        act()  # the first call also connects
         seconds = []
         for _ in range(self._repeats):
             begun = time.perf_counter()

@@ -1,7 +1,8 @@
-"""Ranks that have ended are left out of what the others do together, where a strategy allows that.
+"""Continuation of a world without ranks that have ended, if the strategy allows it.
 
-Before each collective of a world the ranks meet through its store, which waits for those that live and
-for no others. Whoever finds first that all of them are there says who takes part; what it says holds.
+Before each collective of a world, the ranks join a rendezvous through its store, which waits for live
+ranks only. The first rank that finds all of them present decides who takes part, and its decision
+holds.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from shoal.util.differences import spans
 from shoal.util.errors import LaunchError
 
 LOOK_SECONDS = 0.5
-"""How often, at most, ranks that did not come are asked whether they live."""
+"""Shortest time in seconds between two checks whether missing ranks are alive."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
 
 class Gone(Protocol):
-    """What tells which ranks have ended."""
+    """A function that finds the ranks that have ended."""
 
     def __call__(self, ranks: Sequence[int], *, unreachable: bool = False) -> set[int]:
-        """Those of `ranks` that have ended; if `unreachable`, also those that can't be reached."""
+        """Return those of `ranks` that have ended; with `unreachable`, or that can't be reached."""
 
 
 class Survivors:
-    """The `members` of a world: the ranks, by their first numbers, that lived when they met last.
+    """The `members` of a world: the ranks, by their original numbers, alive at the last rendezvous.
 
-    `gone` gives those of some ranks that have ended; one that is only silent is waited for, and one
-    whose machine can't be reached for as long as a wait may last. `rank` is this one's first number;
-    they meet in `store`.
+    `gone` returns which of some ranks have ended. A rank that is only silent is waited for, and one
+    whose machine can't be reached for as long as a wait may last. `rank` is this rank's original
+    number. The rendezvous uses `store`.
     """
 
     def __init__(self, store: Store, *, rank: int, size: int, gone: Gone) -> None:
@@ -47,26 +48,27 @@ class Survivors:
         self._meetings = 0
 
     def meet(self, limit: float) -> list[int]:
-        """Wait until each member has come or has ended; those that have ended since. Collective.
+        """Wait until each member has joined or has ended, and return those that ended since.
+        Collective.
 
-        Raises LaunchError where one that lives does not come within `limit` seconds, where the others
-        have left this one out, or where the store is gone, with rank 0 or the launcher.
+        Raises LaunchError if a live member does not join within `limit` seconds, if the others have
+        left this rank out, or if the store is gone, with rank 0 or the launcher.
         """
         try:
             here = self._meet(limit)
         except RuntimeError as error:
             raise LaunchError(
-                given="ranks that go on without those which have ended",
-                found="they meet through a store that can't be reached any more: "
+                given="ranks that continue without those that have ended",
+                found="the store of their rendezvous can't be reached any more: "
                 f"{str(error).splitlines()[0]}",
-                fix="see rank 0's own error, which keeps the store unless `shoal run` does; the same "
-                "command goes on from the newest checkpoint",
+                fix="see the error of rank 0, which hosts the store unless `shoal run` does; the same "
+                "command resumes from the newest checkpoint",
             ) from None
         if self.rank not in here:
             raise LaunchError(
-                given=f"rank {self.rank}, which meets the others again",
-                found="they could not reach its machine, and have gone on without it",
-                fix="see the network; the same command, when they are done, goes on from the newest "
+                given=f"rank {self.rank}, which rejoins the other ranks",
+                found="they could not reach its machine, and have continued without it",
+                fix="check the network; the same command, when they are done, resumes from the newest "
                 "checkpoint",
             )
         lost = [member for member in self.members if member not in here]
@@ -82,9 +84,9 @@ class Survivors:
         pause, looked, until = _FIRST_PAUSE, time.monotonic(), time.monotonic() + limit
         while not self.store.check([decided]):
             late = time.monotonic() >= until
-            # The last one to come decides at once; the others only where it may never come.
+            # The last one to join decides at once; the others decide only if it may never join.
             if last or late or time.monotonic() >= looked + LOOK_SECONDS:
-                # Also those that have come: they may have ended while they waited.
+                # Also those that have joined: they may have ended while they waited.
                 others = [member for member in keys if member != self.rank]
                 ended = self.gone(others, unreachable=late)
                 living = [member for member in keys if member not in ended]
@@ -94,9 +96,9 @@ class Survivors:
                     break
                 if late:
                     raise LaunchError(
-                        given=f"a wait of more than {limit:g} s for ranks to meet",
-                        found=f"rank {spans(missing)} lives and did not come",
-                        fix="see what keeps it; if it may take so long, shoal.init(timeout=…)",
+                        given=f"a rendezvous that took more than {limit:g} s",
+                        found=f"rank {spans(missing)} is alive and did not join",
+                        fix="find out what delays it; if it may take that long, shoal.init(timeout=…)",
                     )
                 last, looked = False, time.monotonic()
             time.sleep(pause)
@@ -106,10 +108,10 @@ class Survivors:
 
 
 class Membership:
-    """Which ranks take part in a world: all of them or, after `survive`, those that live.
+    """The ranks that take part in a world: all of them or, after `survive`, those that are alive.
 
-    `survivors` is None until then. Where ranks are lost, `renumber` is called with the members that
-    remain and with the lost ones, before the next collective.
+    `survivors` is None until then. If ranks are lost, `renumber` is called with the remaining members
+    and the lost ones, before the next collective.
     """
 
     def __init__(
@@ -128,8 +130,8 @@ class Membership:
     def survive(self, *, essential: bool = False) -> None:
         """Continue without ranks that end, from now on. Collective.
 
-        For strategies whose steps need no other rank. If a rank that is not `essential` is killed,
-        `shoal run` lets the others continue.
+        It is for strategies whose steps need no other rank. If a rank that is not `essential` is
+        killed, `shoal run` lets the others continue.
         """
         if not self._watchdog.active or self.survivors is not None:
             return
@@ -141,7 +143,7 @@ class Membership:
             may_die_alone()
 
     def meet(self) -> None:
-        """Wait for the ranks that live, if ranks may be lost. Each collective begins with it."""
+        """Wait for the live ranks, if ranks may be lost. Each collective begins with it."""
         if self.survivors is None:
             return
         lost = self.survivors.meet(self._watchdog.limit)

@@ -1,4 +1,4 @@
-"""Values of Python that ranks send each other over a process group: by `codec`, never by pickle."""
+"""Python values sent between ranks over a process group, encoded by `codec`, never by pickle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SENT, _FAILED = b"\0", b"\1"
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Everyone's value, in the order of ranks, on all of them. Collective; raises AgreementError."""
+    """Return the values of all ranks on all ranks, in rank order. Collective; raises AgreementError."""
     parts = _padded(encode(value), group)
     received = [torch.empty_like(parts.mine) for _ in parts.sizes]
     dist.all_gather(received, parts.mine, group=group)
@@ -39,7 +39,7 @@ def barrier(group: dist.ProcessGroup) -> None:
 
 
 def collect(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Everyone's value on the first rank of the group, nothing elsewhere. Collective."""
+    """Return the values of all ranks on the first rank of the group, [] elsewhere. Collective."""
     parts = _padded(encode(value), group)
     first = group.rank() == 0
     received = [torch.empty_like(parts.mine) for _ in parts.sizes] if first else None
@@ -48,7 +48,7 @@ def collect(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def broadcast(value: Any, group: dist.ProcessGroup, source: int = 0) -> Any:
-    """The value of rank `source` on all ranks. Collective; raises AgreementError."""
+    """Return the value of rank `source` on all ranks. Collective; raises AgreementError."""
     device = _device(group)
     mine = group.rank() == source
     data = encode(value) if mine else b""
@@ -68,7 +68,7 @@ def send(value: Any, group: dist.ProcessGroup, to: int) -> None:
 
 
 def receive(group: dist.ProcessGroup, source: int) -> Any:
-    """The value that rank `source` sends. Raises AgreementError where that could not be sent."""
+    """Return the value that rank `source` sends. Raises AgreementError if it could not be sent."""
     device = _device(group)
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(size, group=group, group_src=source)
@@ -78,23 +78,25 @@ def receive(group: dist.ProcessGroup, source: int) -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """The bytes of a value, or of why it can't be sent: others must not wait for it in vain."""
+    """Return the bytes of a value, or of the reason why it can't be sent, since other ranks wait for
+    it.
+    """
     try:
         return _SENT + codec.dumps(value)
     except codec.CodecError as error:
         found = str(error)
-    except Exception as error:  # of the value's own code, or of torch's
-        found = f"what raised {type(error).__name__}: {error}"
+    except Exception as error:  # of the value's own methods, or of torch
+        found = f"a value that raised {type(error).__name__}: {error}"
     return _FAILED + found.encode(errors="replace")
 
 
 def decode(data: bytes, source: int) -> Any:
-    """The value that rank `source` has encoded. Raises AgreementError where there is none."""
+    """Return the value that rank `source` has encoded. Raises AgreementError if there is none."""
     if data[:1] == _FAILED:
         raise AgreementError(
             given=f"a value that rank {source} sends to other ranks",
-            found=f"it holds {data[1:].decode(errors='replace')}, which can't be sent without pickle",
-            fix=f"send what it consists of: {codec.SENDABLE}",
+            found=f"it contains {data[1:].decode(errors='replace')}, which needs pickle",
+            fix=f"send its parts, of these types: {codec.SENDABLE}",
         )
     try:
         return codec.loads(data[1:])
@@ -115,7 +117,7 @@ class _Parts:
         self.sizes = sizes
 
     def read(self, received: list[torch.Tensor]) -> list[Any]:
-        """The values in tensors that were received from all ranks, or from none."""
+        """Return the values in tensors that were received from all ranks, or [] for none."""
         return [
             decode(_content(buffer[:size]), rank)
             for rank, (buffer, size) in enumerate(zip(received, self.sizes, strict=False))
@@ -129,7 +131,7 @@ def _padded(data: bytes, group: dist.ProcessGroup) -> _Parts:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where this group takes tensors from: the memory of the host, if it can."""
+    """Return the device of this group's messages: the CPU if the group supports it."""
     kinds = device_types(group)
     return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 

@@ -1,7 +1,8 @@
-"""Whether other machines answer: a short call every half second, and when no answer came.
+"""Detection of machines that do not answer: a short call every half second, with the time of each
+failure.
 
-A call counts as answered when the other machine's kernel says anything, also that nothing listens at
-that port. So a process that hangs, is stopped or has ended differs from a link that is dead.
+A call counts as answered if the other machine's kernel replies, even if no process listens at that
+port. This distinguishes a process that hangs, is stopped or has ended from a dead link.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from types import TracebackType
 import psutil
 
 LEAST_SECONDS = 2.0
-"""A shorter span is no outage: a packet that is lost is sent again within it."""
+"""A shorter span is no outage: a lost packet is retransmitted within it."""
 
 _LEAST_CALLS = 2
-"""A process that gets no time from its machine makes no calls, and finds no outage either."""
+"""A process that gets no CPU time makes no calls, and detects no outage either."""
 _CALL_SECONDS = 1.0
 _PAUSE = 0.5
 _SILENT = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT)
-# Closed so, a call leaves nothing behind that waits for late packets.
+# A call that is closed this way leaves no socket that waits for late packets.
 _AT_ONCE = struct.pack("ii", 1, 0)
 
 
@@ -35,9 +36,9 @@ class Outage:
     """A span of time in which a machine answered no call.
 
     `began` is the time of its last answer, or of the first call if it has not `answered` before, in
-    seconds since the epoch; `over` says whether it has answered since. `calls` had no answer, the last
-    one for the reason `why`. `interface` is the one of this machine that leads to `address`; it is
-    empty where none does.
+    seconds since the epoch. `over` is True if it has answered since. `calls` had no answer, the last
+    one for the reason `why`. `interface` is the one of this machine that leads to `address`; empty if
+    there is none.
     """
 
     host: str
@@ -56,14 +57,14 @@ class Outage:
         since = time.strftime("%H:%M:%S", time.localtime(self.began))
         last = f"the last answer came at {since}" if self.answered else f"none came since {since}"
         return (
-            f"{self.calls} calls to {self.address}, port {self.port},{by} had no answer of any kind "
+            f"{self.calls} calls to {self.address}, port {self.port},{by} had no reply "
             f"for {self.seconds:.0f} s ({last}; {self.why})"
         )
 
 
 @dataclass(kw_only=True)
 class _ProbeHistory:
-    """What has come of the calls to one machine; times by both clocks."""
+    """The results of the calls to one machine; times by both clocks."""
 
     host: str
     address: str
@@ -94,7 +95,7 @@ class _ProbeHistory:
 
 
 class Probes:
-    """Calls to machines, each given by its name with an address and a port, while a block lasts."""
+    """Repeated calls to machines within a block, each given by its name with an address and a port."""
 
     def __init__(self, machines: Mapping[str, tuple[str, int]]) -> None:
         self._machines = machines
@@ -119,14 +120,14 @@ class Probes:
         self._over.set()
 
     def outages(self) -> list[Outage]:
-        """All outages so far, those that are over first."""
+        """Return all outages so far, those that are over first."""
         with self._lock:
             now = [line.outage(over=False) for line in self._lines.values()]
             return [*self._past, *(one for one in now if one is not None)]
 
     def _watch(self, line: _ProbeHistory) -> None:
         while not self._over.is_set():
-            with suppress(socket.gaierror):  # a name that nobody knows says nothing of the network
+            with suppress(socket.gaierror):  # an unknown name says nothing about the network
                 address = socket.getaddrinfo(line.address, line.port, type=socket.SOCK_STREAM)[0]
                 line.interface = interface_to(address[4]) or line.interface
                 why = _call(address[0], address[4])
@@ -146,7 +147,7 @@ class Probes:
 
 
 def _call(family: int, address: tuple[object, ...]) -> str:
-    """Why nothing came back from an address; empty if something did."""
+    """Return the reason why an address did not reply; empty if it did."""
     with socket.socket(family, socket.SOCK_STREAM) as call:
         call.settimeout(_CALL_SECONDS)
         try:
@@ -160,10 +161,10 @@ def _call(family: int, address: tuple[object, ...]) -> str:
 
 
 def interface_to(address: tuple[object, ...]) -> str:
-    """The interface of this machine by which packets to an address leave; empty without one."""
+    """Return this machine's interface for packets to an address; empty if there is none."""
     family = socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
+        probe.connect(address)  # sends no packet
         own = probe.getsockname()[0]
         for name, known in psutil.net_if_addrs().items():
             if any(one.address.partition("%")[0] == own for one in known):

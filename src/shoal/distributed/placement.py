@@ -1,4 +1,4 @@
-"""Where one process of a world sits, and how it finds the first rank."""
+"""The placement of one process in a world, and the parameters of the rendezvous."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _T = TypeVar("_T")
 
 _LAST_PORT = 65535
 PORTS = "SHOAL_PORTS"
-"""Sets the range of ports in which ranks meet where the launcher names none: `first-last`."""
+"""Sets the range of ports for the rendezvous if the launcher sets no port: `first-last`."""
 
 DIRECTORY = "SHOAL_MEETING"
-"""Sets the directory, shared by all machines, in which rank 0 publishes its address if it must."""
+"""Sets the directory, shared by all machines, in which rank 0 publishes its address if needed."""
 
-# Below the ephemeral ports (32768 up), so that no outgoing connection can hold one of them.
+# Below the ephemeral ports (32768 and up), so that no outgoing connection can hold one of them.
 _DEFAULT_PORTS = "10001-20000"
 _TRIES = 8
 
@@ -28,12 +28,12 @@ _FIX = "start the script with `shoal run -n N script.py`, or unset {names}"
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """How the ranks of a job find the first one where nobody told them an address and a port.
+    """The parameters of the rendezvous if the launcher sets no address and port.
 
-    Rank 0 takes the first free one of `ports`; the others look for it at each of `hosts` and in
-    the file that it writes into `directory` (none if empty). `job` is what they know each other by:
-    no other job, step or attempt has the same. `others` are the job's other machines, where the
-    launcher lists them. `choices` say who named hosts and ports.
+    Rank 0 takes the first free port of `ports`. The others look for it at each of `hosts` and in the
+    file that it writes into `directory` (none if empty). `job` identifies the rendezvous; no other job,
+    step or attempt has the same. `others` are the job's other machines, if the launcher lists them.
+    `choices` are the decisions about hosts and ports.
     """
 
     job: str
@@ -46,16 +46,37 @@ class Meeting:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one process of the world sits, and which variables said so.
+    """The position of one process among the ranks of a run, read from the launcher's variables.
 
-    `node` and `nodes` count machines, `cores` is this process's share of its machine's cores,
-    `address` and `port` are where the first rank is met (port 0: nobody needs to be met); with a
-    `meeting` they are only where it will be looked for first. `attempt` counts restarts of the same
-    job from 0; where a launcher may leave ranks of an attempt behind, `job` names it. `choices` say
-    why it is this launcher, these cores and this address. `unsettled` names the fields that the
-    launcher leaves open, since it does not say which ranks share a machine: they hold a guess until
-    the ranks have met, and `World.placement` has their values. `warning` is what rank 0 prints of a
-    launch that is right, but perhaps not what its user meant.
+    `World.placement` has it; users do not construct one.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        size: Number of ranks, or world size.
+        local_rank: Number of this process on its node, from 0.
+        local_size: Number of ranks on this node.
+        node: Number of this node, from 0.
+        nodes: Number of nodes.
+        cores: Number of CPU cores for this process.
+        address: Host or IP address of rank 0 for the rendezvous; the first one to try if there is a
+            `meeting`.
+        port: Port of rank 0 for the rendezvous; 0 if none is needed.
+        launcher: Name of the program that started the ranks, such as `"torchrun"`.
+        attempt: Number of this attempt at the same job; a restart adds 1 to the first, 0.
+        job: Name of the job, the same in all its attempts, for launchers that may leave ranks of an
+            earlier attempt running; empty otherwise.
+        meeting: Parameters of the rendezvous if the launcher sets no address and port; else None.
+        unsettled: Names of the fields that the launcher does not set, since it does not report which
+            ranks are on the same node. They hold a guess until the rendezvous and are empty in
+            `World.placement`, which has the right values.
+        warning: Warning that rank 0 prints about a launch that is valid but may not be intended.
+        reason: Environment variables that the placement was read from.
+        choices: Decisions about the launcher, the cores and the address.
+
+    Examples:
+        >>> with shoal.init(device="cpu") as world:
+        ...     print(world.placement.local_rank, world.placement.nodes)
+        0 1
     """
 
     rank: int
@@ -77,9 +98,9 @@ class Placement:
     choices: tuple[Decision[Any], ...] = field(default=(), compare=False)
 
     def settled(self, machines: Sequence[str], local_ranks: Sequence[int]) -> Placement:
-        """The same place where each rank has told its machine and its local rank, in rank order.
+        """Return the same placement after all ranks reported machine and local rank, in rank order.
 
-        Raises LaunchError where local ranks that were given do not number the ranks of a machine.
+        Raises LaunchError if given local ranks do not number the ranks of a machine.
         """
         here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
         order = list(dict.fromkeys(machines))
@@ -95,14 +116,14 @@ class Placement:
             ranks, numbers = (", ".join(map(str, each)) for each in (here, given))
             raise LaunchError(
                 given=self.reason,
-                found=f"ranks {ranks} share a machine, and their local ranks are {numbers}",
-                fix="unset LOCAL_RANK: ranks number themselves when they meet",
+                found=f"ranks {ranks} are on the same machine, and their local ranks are {numbers}",
+                fix="unset LOCAL_RANK: Shoal numbers the ranks at the rendezvous",
             )
         values = {name: known[name] for name in self.unsettled}
         return replace(self, **values, unsettled=())  # type: ignore[arg-type]
 
     def with_cores(self, cores: Decision[int]) -> Placement:
-        """The same place with another number of cores."""
+        """Return the same placement with another number of cores."""
         others = tuple(choice for choice in self.choices if choice.what != cores.what)
         return replace(self, cores=cores.value, choices=(*others, cores))
 
@@ -118,7 +139,7 @@ class Placement:
                 raise LaunchError(
                     given=self.reason,
                     found=f"{name} {value} does not fit {limit_name} {limit}",
-                    fix="start the script with one launcher only, without setting these by hand",
+                    fix="start the script with one launcher only, and do not set these by hand",
                 )
 
 
@@ -131,11 +152,11 @@ def meet(
     shared: bool = False,
     others: tuple[str, ...] = (),
 ) -> Meeting:
-    """The meeting of the job known as `job`; MASTER_ADDR and MASTER_PORT, where set, decide.
+    """Return the rendezvous parameters of the job `job`; MASTER_ADDR and MASTER_PORT win if set.
 
-    `hosts` are those where rank 0 may be, and who says so. `number` is a number of the job;
-    neighbours get different first ports. With `shared`, rank 0 also publishes its address in a
-    directory that all machines see. `others` are the machines of the job but for this one.
+    `hosts` are those where rank 0 may be, as a decision. `number` is a number of the job; jobs with
+    successive numbers get different first ports. With `shared`, rank 0 also publishes its address in a
+    directory that all machines see. `others` are the other machines of the job.
     """
     own = bool(env.get("MASTER_ADDR"))
     unset = {"one of your own": "MASTER_ADDR is not set"}
@@ -157,37 +178,37 @@ def meet(
 
 
 def _given_address(env: Mapping[str, str]) -> Decision[tuple[str, ...]]:
-    """The address that MASTER_ADDR names."""
+    """Return the address in MASTER_ADDR."""
     address = env["MASTER_ADDR"]
     return Decision(what="address", value=(address,), reason=f"{GIVEN}: MASTER_ADDR={address}")
 
 
 def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
-    """MASTER_PORT, if there is such a port; 0 is for worlds that need none."""
+    """Return MASTER_PORT if it is a valid port; 0 is for worlds that need none."""
     port = integer(env, "MASTER_PORT")
     if not least <= port <= _LAST_PORT:
         raise LaunchError(
             given=spell(env, ("MASTER_PORT",)),
             found=f"ports are numbers from 1 to {_LAST_PORT}",
-            fix="unset MASTER_PORT, and a free one is found; or name one that is free (ss -ltn)",
+            fix="unset MASTER_PORT to let Shoal find a free port; or set a free one (ss -ltn)",
         )
     return port
 
 
 def _given_port(env: Mapping[str, str]) -> Decision[tuple[int, ...]]:
-    """The port that MASTER_PORT names."""
+    """Return the port in MASTER_PORT."""
     port = master_port(env, least=1)
     return Decision(what="port", value=(port,), reason=f"{GIVEN}: MASTER_PORT={port}")
 
 
 def one_machine(variables: str) -> Decision[tuple[str, ...]]:
-    """The address of ranks that `variables` put on one machine."""
+    """Return the address of ranks that `variables` put on one machine."""
     reason = f"all ranks are on this machine ({variables})"
     return Decision(what="address", value=("127.0.0.1",), reason=reason)
 
 
 def divided(cpus: int, local_size: int) -> Decision[int]:
-    """The cores of one of `local_size` processes, as far as it can know without the others."""
+    """Return the cores of one of `local_size` processes, as far as it can know without the others."""
     reason = f"{cpus} core(s) in its affinity, divided by {local_size} process(es) of this machine"
     return Decision(what="cores", value=max(1, cpus // max(1, local_size)), reason=reason)
 
@@ -198,7 +219,7 @@ def _directory(env: Mapping[str, str]) -> Decision[str]:
     else:
         value = f"{env.get('HOME') or '~'}/.cache/shoal/meeting"
         reason = (
-            f"no scheduler lists the machines, so rank 0 says here where it is; {DIRECTORY} is not set"
+            f"no scheduler lists the nodes, so rank 0 writes its address here; {DIRECTORY} is not set"
         )
     return Decision(what="meeting", value=value, reason=reason)
 
@@ -215,38 +236,38 @@ def _ports(env: Mapping[str, str], job: str, number: int | None) -> Decision[tup
     count = int(last) - int(first) + 1
     digest = hashlib.sha256(job.encode()).digest()
     start = int.from_bytes(digest[:8], "little") if number is None else number
-    # Jobs that share their first port go on to different ones.
+    # Jobs with the same first port continue with different ones.
     stride = 1 + int.from_bytes(digest[8:16], "little") % max(1, count - 1)
     steps = (int(first) + (start + i * stride) % count for i in range(min(_TRIES, count)))
-    by = f"{PORTS}={text}" if env.get(PORTS) else f"{text}, {PORTS} not being set"
+    by = f"{PORTS}={text}" if env.get(PORTS) else f"{text}; {PORTS} is not set"
     return Decision(
         what="port",
         value=tuple(dict.fromkeys(steps)),
-        reason=f"the first of these that is free; they follow from the job, in the range {by}",
+        reason=f"the first free one of these; the job determines them, in the range {by}",
         rejected={"one of your own": "MASTER_PORT is not set"},
     )
 
 
 def slurm_job(env: Mapping[str, str]) -> str:
-    """The name of a job of Slurm, the same in all its attempts; empty outside of one.
+    """Return the name of a Slurm job, the same in all its attempts; empty outside of a job.
 
-    Slurm starts a job anew when a node is silent, whose ranks may live on and hold what they hold.
+    Slurm restarts a job when a node is silent, and its ranks there may still run and hold resources.
     """
     number = env.get("SLURM_JOB_ID", "")
     return f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{number}" if number else ""
 
 
 def refuse_many_worlds(given: str, found: str, names: str) -> LaunchError:
-    """The error for N processes that would each be a world of their own."""
+    """Return the error for N processes that would each be a world of size 1."""
     return LaunchError(
         given=given,
-        found=f"{found}: each would be a world of its own",
-        fix=f"start the script with one launcher only; if that is wanted, unset {names}",
+        found=f"{found}: each would be a separate world",
+        fix=f"start the script with one launcher only; if this is intended, unset {names}",
     )
 
 
 def require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
-    """Raise LaunchError naming those of `names` that are not set."""
+    """Raise LaunchError with those of `names` that are not set."""
     missing = [name for name in names if not env.get(name)]
     if missing:
         present = tuple(name for name in names if env.get(name))
@@ -258,14 +279,14 @@ def require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
 
 
 def integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The whole number in a variable; `default` where it is not set or empty."""
+    """Return the integer in a variable; `default` if it is not set or empty."""
     if default is not None and not env.get(name):
         return default
     return parse(env, name, int)
 
 
 def parse(env: Mapping[str, str], name: str, read: Callable[[str], _T]) -> _T:
-    """What `read` makes of a variable; its ValueError becomes a LaunchError that names it."""
+    """Return a variable as converted by `read`; its ValueError becomes a LaunchError."""
     try:
         return read(env[name])
     except ValueError:
@@ -277,5 +298,5 @@ def parse(env: Mapping[str, str], name: str, read: Callable[[str], _T]) -> _T:
 
 
 def spell(env: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """The variables of `names` that are set, as one would type them."""
+    """Return those of the variables `names` that are set, as a user would type them."""
     return ", ".join(f"{name}={env[name]}" for name in names if env.get(name))

@@ -1,4 +1,4 @@
-"""Sections that rank 0 runs before the others, which learn through the store how each one ended."""
+"""Blocks that rank 0 runs before the others, which read the outcome of each from the store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal.util.errors import LaunchError
 
 _POLL_SECONDS = 0.05
 _HEAR_SECONDS = 5.0
-"""How long rank 0, leaving, waits for ranks that poll for the end of its section; the dead don't."""
+"""Seconds for which rank 0 waits, when it leaves, for ranks that poll for the end of its block."""
 
 
 class RanksWithStore(Protocol):
-    """What a section needs of a World."""
+    """The parts of a World that a block needs."""
 
     size: int
 
@@ -28,12 +28,12 @@ class RanksWithStore(Protocol):
         ...
 
     def store(self, prefix: str) -> Any:
-        """Return a store that all ranks share, with keys below `prefix`."""
+        """Return the part of the ranks' common store whose keys begin with `prefix`."""
         ...
 
 
 class RankZeroFirst:
-    """The sections of a world of several ranks; it counts those that all ranks enter."""
+    """The blocks of a world of several ranks; it counts those that all ranks enter."""
 
     def __init__(self, world: RanksWithStore) -> None:
         self._world = world
@@ -43,14 +43,14 @@ class RankZeroFirst:
 
     @contextlib.contextmanager
     def next(self) -> Iterator[bool]:
-        """Let rank 0 run the body alone, and then the others; see `World.rank_zero_first`."""
+        """Run the body on rank 0, and then on the others; see `World.rank_zero_first`."""
         self._count += 1
         with self.named(f"{self._count}") as first:
             yield first
 
     @contextlib.contextmanager
     def named(self, key: str, *, within: float = math.inf) -> Iterator[bool]:
-        """Enter a section with its own key, which rank 0 may enter alone.
+        """Enter a block with its own key, which rank 0 may enter alone.
 
         Raises LaunchError on a rank that has waited longer than `within` seconds for rank 0.
         """
@@ -68,8 +68,8 @@ class RankZeroFirst:
             if time.monotonic() > until:
                 raise LaunchError(
                     given="a section that rank 0 runs first",
-                    found=f"rank 0 has not come to it within {within:g} s",
-                    fix="let rank 0 come to it too, or rank 0 alone",
+                    found=f"rank 0 has not entered it within {within:g} s",
+                    fix="let rank 0 enter it too, or only rank 0",
                 )
             time.sleep(_POLL_SECONDS)
         outcome = self._store.get(key).decode()
@@ -83,7 +83,7 @@ class RankZeroFirst:
         yield False
 
     def close(self) -> None:
-        """Rank 0 may host the store: it stays until all have heard how its last section ended."""
+        """Wait until all ranks have read how the last block ended, since rank 0 may host the store."""
         if not self._world.is_rank_zero or not dist.is_initialized():
             return
         others, until = self._world.size - 1, time.monotonic() + _HEAR_SECONDS

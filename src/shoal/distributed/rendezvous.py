@@ -1,9 +1,9 @@
-"""How the ranks of a job find the first one where no launcher gave them an address and a port.
+"""The rendezvous of a job's ranks if no launcher gave them an address and a port.
 
-Rank 0 takes the first free port of the job's own list and answers whoever connects there with the
-name of the job and the port of the store. The others ask at each host and port in turn and pass
-over whatever answers otherwise, such as another job or an older attempt of this one. So nobody has
-to know which port was free, and two jobs on one machine can't meet by mistake.
+Rank 0 takes the first free port of the job's list and answers every connection with the name of the job
+and the port of the store. The others ask at each host and port in turn and skip those that answer
+differently, such as another job or an older attempt of this one. So no rank has to know which port was
+free, and two jobs on one machine can't be mixed up.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from shoal.distributed.outages import Probes
 from shoal.util.errors import LaunchError
 
 LONGEST = 300.0
-"""How many seconds ranks look for the first one at most: as long as torch's own stores wait."""
+"""Longest time in seconds for which ranks look for rank 0, the same as in torch's own stores."""
 
 SILENCE = 10.0
-"""After so many seconds in which nothing comes back from any host it is the network that is wrong:
-a host on which rank 0 is not ready yet says that nobody listens."""
+"""After this many seconds without a reply from any host, the network is at fault: a host on which rank
+0 is not ready yet replies that no process listens.
+"""
 
 _MOST_CALLED = 64
-"""So many other machines rank 0 calls at most when ranks are missing."""
+"""Largest number of other machines that rank 0 calls if ranks are missing."""
 _NAMED = 3
 _ANSWER_SECONDS = 2.0
 _CALLERS = 1024
@@ -41,9 +42,10 @@ _HERE = "shoal/rank/{rank}"
 
 
 def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
-    """The store of a job, once all its ranks are there: rank 0 opens it, the others find it.
+    """Return the store of a job after all its ranks have joined; rank 0 opens it, the others find it.
 
-    Raises LaunchError where rank 0 finds no free port or not all others, or another rank no rank 0.
+    Raises LaunchError if rank 0 finds no free port or not all other ranks, or if another rank does not
+    find rank 0.
     """
     limit = min(timeout, LONGEST)
     if rank:
@@ -61,9 +63,9 @@ def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
 
 @contextmanager
 def answering(server: socket.socket, line: bytes, then: bytes = b"") -> Iterator[None]:
-    """Send every caller at `server` the same line and hang up, for the length of the block.
+    """Send every caller at `server` the same line and disconnect, within the block.
 
-    `then` follows in packets of its own, as large as the network takes them.
+    `then` follows in separate packets, as large as the network takes them.
     """
     thread = threading.Thread(target=_answer, args=(server, line, then), daemon=True)
     thread.start()
@@ -96,8 +98,8 @@ def await_all(
 ) -> None:
     """Wait, on rank 0, for the key of each other rank.
 
-    Raises LaunchError, which names the ranks that do not come; or those of `machines`, given by their
-    names with an address and a port, that answer no call.
+    Raises LaunchError with the missing ranks, or with those of `machines` that answer no call. Each
+    machine is given by its name with an address and a port.
     """
     missing = list(range(1, size))
     pause, begun = _FIRST_PAUSE, time.monotonic()
@@ -117,7 +119,7 @@ def await_all(
 
 
 def _machines(meeting: Meeting) -> dict[str, tuple[str, int]]:
-    """The job's other machines, each with its name for an address and a port to call."""
+    """Return the job's other machines, each by its name with an address and a port to call."""
     return {host: (host, meeting.ports[0]) for host in meeting.others[:_MOST_CALLED]}
 
 
@@ -129,23 +131,23 @@ def _not_come(missing: Sequence[int], size: int, calls: Probes | None) -> Launch
     if not dead:
         return LaunchError(
             given=given,
-            found=f"rank {names} did not come",
-            fix="check that every rank was started, and its own error message",
+            found=f"rank {names} did not join the rendezvous",
+            fix="check that the launcher started every rank, and read the missing rank's error message",
         )
     silent = "; ".join(f"{one.host} does not answer {here}: {one}" for one in dead[:_NAMED])
     more = f"; {len(dead) - _NAMED} more machines do not answer" if dead[_NAMED:] else ""
     return LaunchError(
         given=given,
         found=f"{silent}{more}; missing: rank {names}",
-        fix=f"look at the link between {here} and {dead[0].host} (ping {dead[0].host}; ip -s link), "
+        fix=f"check the link between {here} and {dead[0].host} (ping {dead[0].host}; ip -s link), "
         f"or leave that machine out (sbatch --exclude={dead[0].host})",
     )
 
 
 def _listen(meeting: Meeting, ports: Iterable[int]) -> socket.socket:
-    """A socket at the first free port: of this machine alone where nobody else has ranks.
+    """Return a socket at the first free port, of the loopback only if all ranks are on this machine.
 
-    Elsewhere of all its interfaces: nobody knows by which one the others will come.
+    Otherwise it listens on all interfaces, since the one that the others will use is not known.
     """
     for port in ports:
         try:
@@ -157,7 +159,7 @@ def _listen(meeting: Meeting, ports: Iterable[int]) -> socket.socket:
 
 
 def listen(port: int, address: str = "") -> socket.socket:
-    """A socket that listens at an address of this machine, or at all of them; port 0: a free one."""
+    """Return a socket that listens at an address of this machine, or at all; port 0: a free one."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=_CALLERS)
@@ -169,17 +171,17 @@ def listen(port: int, address: str = "") -> socket.socket:
 
 
 def _open_store(meeting: Meeting, server: socket.socket, size: int, limit: float) -> TCPStore:
-    # From the end of the list: callers try its start, and a store keeps them waiting.
+    # From the end of the list: callers try its start first, and a store would make them wait.
     taken = server.getsockname()[1]
     own = _listen(meeting, [port for port in (*reversed(meeting.ports), 0) if port != taken])
-    # Left to itself, torch's store would listen on all interfaces always.
+    # By default, torch's store would always listen on all interfaces.
     return _store("127.0.0.1", own.getsockname()[1], size, limit, listens=own.detach())
 
 
 def _no_port(meeting: Meeting) -> LaunchError:
     ports = ", ".join(map(str, meeting.ports))
     return LaunchError(
-        given=f"rank 0 on {socket.gethostname()} may listen at port {ports}",
+        given=f"rank 0 on {socket.gethostname()}, which may listen at port {ports}",
         found="in use" if len(meeting.ports) == 1 else "all of them are in use",
         fix=f"export MASTER_PORT=N with a free port N (ss -ltn lists those in use), or {PORTS}",
     )
@@ -198,17 +200,17 @@ def _store(host: str, port: int, size: int, limit: float, *, listens: int | None
 
 
 class _UnreachableError(OSError):
-    """Nothing came back from a host, not even that nobody listens there."""
+    """An error for a host that sent no reply at all."""
 
 
 def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
-    """The host and the port of the store of this job."""
-    pause, why, first = _FIRST_PAUSE, "nobody has said where rank 0 is", 0
+    """Return the host and the port of this job's store."""
+    pause, why, first = _FIRST_PAUSE, "rank 0 has not published its address", 0
     answered = time.monotonic()
     while True:
-        silent = not meeting.directory  # where hosts are a guess, that one is silent means nothing
+        silent = not meeting.directory  # hosts that are guessed may be silent
         for host, ports in [(host, meeting.ports) for host in meeting.hosts] + _read(meeting):
-            # Whatever drops calls drops them for seconds each: one a round, the next port next time.
+            # A network that drops calls costs seconds for each: one per round, then the next port.
             start = first % len(ports)
             for port in (*ports[start:], *ports[:start]):
                 try:
@@ -226,7 +228,7 @@ def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
             raise LaunchError(
                 given=f"rank {rank} on {socket.gethostname()} looked for rank 0 of {meeting.job} "
                 f"at {_where(meeting)}",
-                found=f"not there; last, {why}",
+                found=f"not there; last error: {why}",
                 fix="check that every rank was started and that hosts reach each other, or export "
                 "MASTER_ADDR and MASTER_PORT (host and free port of rank 0)"
                 + (f", or {DIRECTORY} (a directory that all hosts share)" * bool(meeting.directory)),
@@ -239,7 +241,7 @@ def _unreachable(meeting: Meeting, rank: int, seconds: float, why: str) -> Launc
     here, there = socket.gethostname(), ", ".join(meeting.hosts)
     return LaunchError(
         given=f"rank {rank} on {here} looked for rank 0 of {meeting.job} at {_where(meeting)}",
-        found=f"{here} can't reach {there}: no answer of any kind in {seconds:.0f} s; last, {why}",
+        found=f"{here} can't reach {there}: no reply in {seconds:.0f} s; last error: {why}",
         fix="let the hosts of a job connect to each other at these ports, or export "
         f"{PORTS}=FIRST-LAST with ports at which they may; if {there} is not where rank 0 is, or on a "
         "network that is not theirs, MASTER_ADDR=ADDRESS",
@@ -247,7 +249,7 @@ def _unreachable(meeting: Meeting, rank: int, seconds: float, why: str) -> Launc
 
 
 def _ask(job: str, host: str, port: int) -> int:
-    """The port of the store of `job`, if rank 0 of that job answers."""
+    """Return the port of the store of `job`, if rank 0 of that job answers."""
     try:
         call = socket.create_connection((host, port), timeout=_ANSWER_SECONDS)
     except (TimeoutError, socket.gaierror) as error:
@@ -260,7 +262,7 @@ def _ask(job: str, host: str, port: int) -> int:
         line = answer.readline(1000).decode(errors="replace")
     name, _, number = line.strip().rpartition(" ")
     if name != job:
-        raise ValueError("something else answers there")
+        raise ValueError("another program answers there")
     return int(number)
 
 
@@ -276,7 +278,7 @@ def _file(meeting: Meeting) -> Path:
 
 @contextmanager
 def _published(meeting: Meeting, port: int) -> Iterator[None]:
-    """Rank 0's address in the shared directory for as long as the others may look for it."""
+    """Publish rank 0's address in the shared directory while the others may look for it."""
     if not meeting.directory:
         yield
         return
@@ -311,10 +313,12 @@ def _read(meeting: Meeting) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def own_addresses() -> list[str]:
-    """How other machines may call this one: by the address of its way out, and by name."""
+    """Return the addresses by which other machines may call this one: of its default route, and its
+    name.
+    """
     addresses = [socket.gethostname()]
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: connecting a datagram socket only chooses a way. RFC 5737's address.
+        # No packet is sent: connecting a datagram socket only selects a route. RFC 5737's address.
         probe.connect(("192.0.2.1", 9))
         addresses.insert(0, probe.getsockname()[0])
     return addresses

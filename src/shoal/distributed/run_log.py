@@ -14,9 +14,9 @@ Record = Callable[[Mapping[str, Any]], None]
 
 
 class RunLog:
-    """Passes numbers on to the run that was opened last, if one is open, and knows its directory.
+    """The connection to the run that was opened last, if one is open: its log and its directory.
 
-    Runs opened before that one are held by weak references: nobody may close them.
+    Runs that were opened before it are held by weak references, since a script may never close them.
     """
 
     def __init__(self) -> None:
@@ -31,19 +31,19 @@ class RunLog:
         return self._record is not None
 
     def attach(self, record: Record, directory: Path) -> None:
-        """Pass numbers to `record` from now on, the method of a run in `directory`."""
+        """Send values to `record` from now on, the method of a run in `directory`."""
         if self._record is not None and self.directory is not None:
             self._earlier.append((WeakMethod(self._record), self.directory))
         self._record, self.directory = record, directory
         self._newest[os.path.realpath(directory)] = WeakMethod(record)
 
     def is_newest(self, record: Record, directory: Path) -> bool:
-        """Whether no run was opened in the directory after the one with this method."""
+        """Return whether no run was opened in the directory after the one with this method."""
         newest = self._newest.get(os.path.realpath(directory))
         return newest is None or newest() == record
 
     def detach(self, record: Record) -> None:
-        """Forget the run with this method, which is closed; go on with the one before."""
+        """Disconnect from the run with this method, which is closed, and return to the one before."""
         self._earlier = [each for each in self._earlier if each[0]() not in (record, None)]
         if self._record == record:
             self._record = self.directory = None
@@ -52,7 +52,7 @@ class RunLog:
                 self._record = reference()
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Record `values` with the run that is open; raise LaunchError if there is none."""
+        """Record `values` with the open run. Raises LaunchError if there is none."""
         if self._record is None:
             raise LaunchError(
                 given="world.log(…)",

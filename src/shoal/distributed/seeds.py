@@ -12,13 +12,13 @@ import torch
 
 
 def derive_seed(seed: int, purpose: str, index: int) -> int:
-    """A 63-bit seed from a root seed, a purpose and an index: the head of a SHA-256."""
+    """Return a 63-bit seed from a root seed, a purpose and an index: the head of a SHA-256."""
     digest = hashlib.sha256(f"shoal/{seed}/{purpose}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def random_state() -> dict[str, Any]:
-    """The global random states of this process: Python's, NumPy's and torch's."""
+    """Return the global random states of this process: Python's, NumPy's and torch's."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -30,7 +30,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what `random_state` returned."""
+    """Restore the states that `random_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""Tensors in nested values: found, and moved to a device."""
+"""Search for tensors in nested values, and their transfer to a device."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from shoal._torch import autograd
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; itself if it is there. A copy is waited for only where the CPU reads it."""
+    """Return `tensor` on `device`. Only a copy to the CPU is waited for, since the CPU reads it."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def move(
     value: Any, device: torch.device, each: Callable[[Tensor, torch.device], Tensor] = send
 ) -> Any:
-    """`value` with every tensor in it on `device`: tuples, lists, mappings, objects with `.to`.
+    """Return `value` with every tensor in it on `device`: in tuples, lists, mappings, objects with
+    `.to`.
 
-    `each` moves one tensor. What holds nothing that moves stays the same object.
+    `each` moves one tensor. Values without tensors to move are returned as the same object.
     """
     if isinstance(value, Tensor):
         return each(value, device)
@@ -50,20 +51,21 @@ def _move_mapping(
         return value
     if not isinstance(value, MutableMapping):
         return items
-    moved = copy.copy(value)  # a mapping of another library may have attributes too
+    moved = copy.copy(value)  # mappings of other libraries may have attributes
     for key, item in items.items():
         moved[key] = item
     return moved
 
 
 def device_in(value: Any) -> torch.device | None:
-    """The device of the first tensor in `value`; None if there is none."""
+    """Return the device of the first tensor in `value`; None if there is none."""
     return next((tensor.device for tensor in tensors_in(value)), None)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value: through tuples, lists, mappings and the attributes of objects that
-    move themselves (a graph batch of another library keeps stores within stores)."""
+    """Yield the tensors in a value: in tuples, lists, mappings and the attributes of objects that move
+    themselves (a graph batch of another library has nested stores).
+    """
     waiting, met = [value], set()
     while waiting:
         item = waiting.pop(0)
@@ -82,7 +84,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def values_kept(value: Any) -> Iterator[None]:
-    """Afterwards the tensors in `value` hold what they hold now, though a model works in place."""
+    """Restore the tensors in `value` after the block, even if a model works in place."""
     kept = [(tensor, version(tensor), tensor.clone()) for tensor in tensors_in(value)]
     shapes = [tensor.shape for tensor, _, _ in kept]
     try:
@@ -97,5 +99,7 @@ def values_kept(value: Any) -> Iterator[None]:
 
 
 def version(tensor: Tensor) -> int | None:
-    """How often a tensor has been changed in place; torch does not count it of inference tensors."""
+    """Return the number of in-place changes of a tensor; None for inference tensors, which have no
+    count.
+    """
     return None if tensor.is_inference() else autograd.version(tensor)

@@ -1,4 +1,4 @@
-"""Placement and layout brought to life: process group, device, mesh, agreement between ranks."""
+"""The World: placement and layout in use, with process group, device, mesh and collectives."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from shoal.util.differences import spans
 from shoal.util.errors import AgreementError, LaunchError, LayoutError, ShoalError
 
 LET_GO_SECONDS = 0.05
-"""How long a rank that has left its group lets the group's threads finish."""
+"""Seconds for which a rank that has left its group lets the group's threads finish."""
 
 
 class Service(Protocol):
-    """What a world has once for all that use it, such as torch's RPC."""
+    """A service of which a world has one for all its users, such as torch's RPC."""
 
     def close(self) -> None:
-        """Leave other ranks."""
+        """Disconnect from the other ranks."""
         ...
 
 
@@ -52,7 +52,32 @@ P = TypeVar("P")
 
 
 class World:
-    """The processes of a run as this one sees them. A world of one has every method too."""
+    """The processes of a run as seen by one of them, built by `shoal.init`.
+
+    A world of size 1 has the same attributes and methods.
+
+    Attributes:
+        size: Number of ranks, or world size.
+        rank: Number of this process among them, from 0.
+        is_rank_zero: Whether this is rank 0.
+        data_size: Number of ranks with different samples: the number of local batches per global batch.
+        data_rank: Number of this rank among them. Model-parallel peers have the same.
+        device: The `torch.device` of this rank.
+        devices: All devices of this rank, in order; `device` is the first.
+        layout: Resolved Layout: the degrees of the axes of the device mesh.
+        mesh: torch's `DeviceMesh` over all axes of the layout, if there are several ranks.
+        group: Process group of all ranks; None if there is only this process.
+        data_group: Process group of the ranks with different samples; None if there is only this
+            process.
+        placement: Placement of this process: its node, local rank and launcher.
+        seed: Root of every random stream.
+        decisions: Every Decision that `shoal.init` made.
+
+    Examples:
+        >>> with shoal.init(device="cpu") as world:
+        ...     print(world.size, world.gather({"loss": 0.5}))
+        1 [{'loss': 0.5}]
+    """
 
     def __init__(
         self,
@@ -98,28 +123,36 @@ class World:
 
     @property
     def is_rank_zero(self) -> bool:
-        """True on global rank 0, and on no other, however many ranks believe to be local rank 0."""
+        """Whether this is global rank 0; True on one rank of the world only."""
         return self.rank == 0
 
     @property
     def _alone(self) -> bool:
-        """Whether this is a world of one. LaunchError where it was one of several and is closed."""
+        """Whether the world size is 1.
+
+        Raises:
+            LaunchError: If the world has several ranks and is closed.
+        """
         if self.group is None and self.size > 1:
             raise LaunchError(
                 given=f"a World of {self.size} ranks after its `with` block, or after close()",
-                found=f"rank {self.rank} has left the group and would go on with its own share only",
+                found=f"rank {self.rank} has left the group and would use its local batch only",
                 fix="evaluate and save inside `with shoal.init() as world:`",
             )
         return self.group is None
 
     @property
     def mesh(self) -> DeviceMesh:
-        """torch's device mesh over all axes of the layout, outermost first. Collective, once."""
+        """torch's device mesh over all axes of the layout, outermost first. First use: collective.
+
+        Raises:
+            LayoutError: If there is only one process without a process group.
+        """
         if self.group is None:
             raise LayoutError(
                 given="world.mesh in a world of one process",
-                found="torch's device mesh needs a process group, which one process has not",
-                fix="shoal run -n 1 is a world of one too; ask world.size before world.mesh",
+                found="torch's device mesh needs a process group, and a single process has none",
+                fix="check that world.size > 1 before world.mesh, or start several: shoal run -n 2 …",
             )
         if self._mesh is None:
             degrees = tuple(self.layout.degree(axis) for axis in AXES)
@@ -135,7 +168,7 @@ class World:
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The group of the ranks that have different samples, in the order of their data ranks."""
+        """The process group of the ranks that have different samples, in data-parallel rank order."""
         if self.group is None or self.data_size == self.size:
             return self.group
         if self._data_group is None:
@@ -143,7 +176,18 @@ class World:
         return self._data_group
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduce `tensor` over all ranks in place ("sum", "max" or "min") and return it."""
+        """Reduce a tensor over all ranks in place. Collective.
+
+        Args:
+            tensor: Tensor of the same shape and dtype on every rank, on the device of the backend.
+            op: `"sum"`, `"max"` or `"min"`. Default: `"sum"`.
+
+        Returns:
+            `tensor`, which holds the result on every rank.
+
+        Raises:
+            AgreementError: If `op` is another operation.
+        """
         operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         if op not in operations:
             raise AgreementError(
@@ -157,11 +201,19 @@ class World:
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Everyone's value, in rank order, on every rank.
+        """Return the values of all ranks on every rank. Collective.
 
-        A value is None, a number, text, bytes, a path, a list, tuple, set, dict, tensor or NumPy array,
-        or a dataclass, named tuple or enum of these. Nothing is pickled. Tensors arrive on the CPU,
-        without gradients. Raises AgreementError, on all ranks, for any other value.
+        Nothing is pickled. Tensors arrive on the CPU, without gradients.
+
+        Args:
+            value: None, a number, string, bytes, path, list, tuple, set, dict, tensor or NumPy array,
+                or a dataclass, named tuple or enum of these. It may differ between ranks.
+
+        Returns:
+            One value per rank, in rank order.
+
+        Raises:
+            AgreementError: On all ranks, if a value has another type.
         """
         if self._alone or self.group is None:
             return [value]
@@ -169,20 +221,42 @@ class World:
         return objects.gather(value, self.group)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of rank `source` on every rank; see `gather` for what can be sent."""
+        """Return the value of one rank on every rank. Collective.
+
+        Args:
+            value: Value to send, of the types that `gather` takes; other ranks may pass None.
+            source: Rank that sends its value. Default: 0.
+
+        Returns:
+            The value of rank `source`.
+
+        Raises:
+            AgreementError: If the value has a type that can't be sent.
+        """
         if self._alone or self.group is None:
             return value
         self.membership.meet()
         return objects.broadcast(value, self.group, source)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called `barrier`. Collective."""
         if not self._alone and self.group is not None:
             self.membership.meet()
             objects.barrier(self.group)
 
     def agree(self, value: Any, what: str) -> Any:
-        """Return `value` if every rank has the same; raise AgreementError naming the odd ones."""
+        """Check that every rank has the same value. Collective.
+
+        Args:
+            value: Value of this rank, of the types that `gather` takes.
+            what: Name of the value for the error message.
+
+        Returns:
+            `value`.
+
+        Raises:
+            AgreementError: If the values differ; it lists the ranks in the minority.
+        """
         values = self.gather(value)
         usual = values[0]
         if any(other != usual for other in values):  # rank 0 may be the odd one
@@ -198,13 +272,19 @@ class World:
 
     @contextlib.contextmanager
     def rank_zero_first(self) -> Iterator[bool]:
-        """Rank 0 runs the body alone, then the others do: to download or prepare something once.
+        """Run the body of a `with` block on rank 0 first, and then on the others.
+
+        Use it to download or prepare files once. The wait has no time limit, since the other ranks
+        poll a key and start no collective. If rank 0 fails, they raise within a second.
 
             with world.rank_zero_first():
                 data = prepare("cache/")
 
-        The wait has no time limit, since it polls a key and starts no collective. If rank 0 fails,
-        the others raise within a second instead of waiting.
+        Returns:
+            A context manager whose value is True on rank 0 and False on the others.
+
+        Raises:
+            LaunchError: On the other ranks, if the body failed on rank 0.
         """
         if self._alone:
             yield True
@@ -213,25 +293,44 @@ class World:
             yield first
 
     def store(self, prefix: str) -> dist.PrefixStore:  # type: ignore[name-defined]
-        """The keys under `prefix` in the store that several ranks share."""
+        """Return the part of the ranks' common store whose keys begin with `prefix`."""
         return dist.PrefixStore(prefix, c10d.default_store())  # type: ignore[attr-defined]
 
     def generator(self, purpose: str, *, by_rank: bool = True) -> torch.Generator:
-        """A generator of its own for `purpose`; see `seed_for`."""
+        """Return a new random generator for one purpose, on the device of this rank.
+
+        Args:
+            purpose: Any string; each has its own random stream.
+            by_rank: Whether each data-parallel rank has its own stream. Default: True.
+
+        Returns:
+            A `torch.Generator` seeded with `seed_for(purpose, by_rank=by_rank)`.
+        """
         generator = torch.Generator(self.device)
         return generator.manual_seed(self.seed_for(purpose, by_rank=by_rank))
 
     def seed_for(self, purpose: str, *, by_rank: bool = True) -> int:
-        """A 63-bit seed derived from (seed, purpose) and, with `by_rank`, the data rank.
+        """Return a 63-bit seed that is derived from the seed of the world and a purpose.
 
-        Ranks that hold parts of one model, and so the same samples, draw alike.
+        Args:
+            purpose: Any string; each has its own random stream.
+            by_rank: Whether the seed depends on the data-parallel rank too. Ranks that hold parts of
+                one model process the same samples and get the same seed. Default: True.
+
+        Returns:
+            An integer from 0 to 2**63 - 1.
         """
         return derive_seed(self.seed, purpose, self.data_rank if by_rank else 0)
 
     def reseed(self, purpose: str, *, by_rank: bool = True) -> None:
-        """Set the global generators of Python, NumPy and torch to the stream of `purpose`.
+        """Seed the global generators of Python, NumPy and torch for one purpose.
 
-        `init` calls it with "weights", the same on all ranks; `parallelize` with "noise", by rank.
+        `shoal.init` calls it with `"weights"`, the same on all ranks, and `parallelize` with `"noise"`,
+        by rank.
+
+        Args:
+            purpose: Any string; each has its own random stream.
+            by_rank: Whether each data-parallel rank has its own stream. Default: True.
         """
         seed = self.seed_for(purpose, by_rank=by_rank)
         random.seed(seed)
@@ -239,48 +338,63 @@ class World:
         torch.manual_seed(seed)
 
     def print(self, *parts: object) -> None:
-        """Print `parts` once, as `print` does: on rank 0. A log on a full disk ends no training."""
+        """Print on rank 0 only.
+
+        Errors of the output, such as a full disk, are ignored and do not end training.
+
+        Args:
+            parts: Values to print, as for Python's `print`.
+        """
         if self.is_rank_zero:
             with contextlib.suppress(OSError):
                 print(*parts, flush=True)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record numbers of the present step with the Run that is open: losses, rates, scores.
+        """Record values of the current step in the open Run, such as losses and learning rates.
+
+        They become events, and curves in the Run's trackers. The progress line shows those of rank 0.
 
             world.log({"rate": optimizer.param_groups[0]["lr"]})
 
-        They become events, and curves in the Run's trackers; those of rank 0 are shown.
-        Raises LaunchError where no Run is open.
+        Args:
+            values: Name → number.
+
+        Raises:
+            LaunchError: If no Run is open.
         """
         self.run_log.write(values)
 
     def preparing(self) -> AbstractContextManager[None]:
-        """Let one rank take its time while the others wait for it: `prepare_timeout` holds inside.
+        """Apply `prepare_timeout` in place of `timeout` within a `with` block.
+
+        Use it if ranks wait in a collective for one that prepares something. All ranks enter the
+        block. See `rank_zero_first` if they need no collective.
 
             with world.preparing():
                 if world.is_rank_zero:
                     build_index("cache/")
                 world.barrier()
 
-        All ranks enter it. See `rank_zero_first` where the others need no collective.
+        Returns:
+            A context manager.
         """
         return self.watchdog.preparing()
 
     def before_closing(self, method: Callable[[], None]) -> None:
-        """Call this method of an object, if that is still alive, before the group is left."""
+        """Call a method before the world leaves its process group, if its object is still alive."""
         self._before_closing.append(weakref.WeakMethod(method))
 
     def service(self, kind: Callable[[World], S]) -> S:
-        """The one object of this kind that the world has, made when first asked for. Collective, once.
+        """Return the world's only object of this kind, and create it at the first call (collective).
 
-        It is closed before the group is left.
+        The world closes it before it leaves its process group.
         """
         if kind not in self._services:
             self._services[kind] = kind(self)
         return cast(S, self._services[kind])
 
     def provide(self, kind: type[P], implementation: P) -> None:
-        """Let `provided(kind)` return `implementation`, so that its users need not import it."""
+        """Make `provided(kind)` return `implementation`, so that its users need not import it."""
         self._provided[kind] = implementation
 
     def provided(self, kind: type[P]) -> P | None:
@@ -288,7 +402,7 @@ class World:
         return cast("P | None", self._provided.get(kind))
 
     def close(self) -> None:
-        """Leave the group and restore what `init` changed; closing twice is fine."""
+        """Leave the process group and restore what `init` changed. A second call has no effect."""
         if self._closed:
             return
         self._closed = True
@@ -307,22 +421,22 @@ class World:
         self.watchdog.leave()
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
-            # A model that lives on keeps Gloo's threads. One of them may still have to let go of
-            # the last collective's tensors, for which it needs the interpreter: it would abort the
-            # process if that had begun to end.
+            # A model that outlives the world keeps Gloo's threads. One of them may still have to
+            # release the last collective's tensors. It needs the interpreter for that, and would
+            # abort the process if the interpreter had begun to exit.
             time.sleep(LET_GO_SECONDS)
         env_vars.write_variables(dict.fromkeys(self._variables))
         self.group = None
 
     def _renumber(self, members: Sequence[int], lost: Sequence[int]) -> None:
-        """Continue with `members`, the ranks by their first numbers, and without the `lost` ones."""
+        """Continue with `members`, given by their original ranks, and without the `lost` ranks."""
         self.group = dist.new_group(list(members), use_local_synchronization=True)
         self.rank = self.data_rank = members.index(self.placement.rank)
         self.size = self.data_size = len(members)
         self.layout = Layout.parse(LAYOUT).resolve(self.size)
         self._mesh = self._data_group = None
         self.watchdog.extend_torch_timeouts()
-        self.print(f"shoal: rank {spans(lost)} has ended; the other {self.size} go on without it")
+        self.print(f"shoal: rank {spans(lost)} has ended; the other {self.size} continue without it")
 
     def __enter__(self) -> World:
         return self
@@ -337,7 +451,7 @@ class World:
             error.where = f"rank {self.rank} of {self.size} on {socket.gethostname()}" + _line(trace)
         over_mpi = isinstance(self.group, RecordingGroup)
         self.close()
-        if over_mpi and type(error) is SystemExit:  # and not one with which all ranks stop
+        if over_mpi and type(error) is SystemExit:  # not a subclass, with which all ranks stop
             mpi.leaving(error.code)
 
     def __repr__(self) -> str:
@@ -345,6 +459,6 @@ class World:
 
 
 def _line(trace: TracebackType | None) -> str:
-    """Where in the user's own file the error came from: the outermost frame of the `with` block."""
+    """Return the line of the user's file that raised the error: the outermost frame of the block."""
     frames = traceback.extract_tb(trace)
     return f", {frames[0].filename}:{frames[0].lineno}" if frames else ""

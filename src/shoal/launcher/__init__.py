@@ -1,7 +1,7 @@
-"""Starts processes: here, on several nodes, from a function, or as jobs of a scheduler.
+"""Start of processes: on this machine, on several nodes, from a function, or as jobs of a scheduler.
 
-It offers `launch` and what `shoal run` and `shoal submit` call; when ranks fail, it says once and
-clearly which of them failed first.
+It provides `launch` and the code of `shoal run` and `shoal submit`. If ranks fail, it reports once
+which of them failed first.
 """
 
 from shoal.launcher.function import launch

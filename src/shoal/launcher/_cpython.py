@@ -1,7 +1,7 @@
-"""The private names of CPython that the launcher uses, one function for each job.
+"""The private names of CPython that the launcher uses, one function for each purpose.
 
-They were read in CPython 3.11. If a later version lacks one, the function does less, as its docstring
-says, and `tests/launcher/test_cpython.py` fails with the name.
+They are from CPython 3.11. If a later version lacks one, the function does less, as its docstring says,
+and `tests/launcher/test_cpython.py` fails with the name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 
 
 def join_threads() -> None:
-    """Wait for the threads of this process, by `threading._shutdown`, as Python does at its end.
+    """Wait for the threads of this process, by `threading._shutdown`, as Python does when it exits.
 
     It also ends thread pools, which no public function does for all of them. Without it, processes of
     multiprocessing end their threads later, after the functions registered with atexit.
@@ -27,8 +27,8 @@ def join_threads() -> None:
 def run_exit_functions() -> None:
     """Call the functions registered with atexit, by `atexit._run_exitfuncs`.
 
-    Processes of multiprocessing leave them out, and there is no public way to call them. Without it
-    they are not called.
+    Processes of multiprocessing do not call them, and there is no public way to do it. Without this
+    private name they are not called.
     """
     if run := getattr(atexit, "_run_exitfuncs", None):
         run()
@@ -38,13 +38,13 @@ def stop_fork_server() -> None:
     """Kill the fork server of multiprocessing and wait for its end.
 
     Only then does the processor time of the ranks count as used by the command, for `time` and others.
-    `forkserver._forkserver._forkserver_pid` alone names the process, and `_stop` waits for it. Without
-    these the server ends by itself, after this process.
+    Only `forkserver._forkserver._forkserver_pid` has the process id, and `_stop` waits for it. Without
+    these names the server ends by itself, after this process.
     """
     server = getattr(forkserver, "_forkserver", None)
     process, stop = getattr(server, "_forkserver_pid", None), getattr(server, "_stop", None)
     if process is not None and stop is not None:
         with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)  # it has nothing left to do
+            os.kill(process, signal.SIGKILL)  # it has no work left
         with suppress(ChildProcessError):
             stop()

@@ -1,4 +1,4 @@
-"""How an attempt of several nodes ends: decided once, by the first node that knows, for all."""
+"""The outcome of an attempt of several nodes: decided once, by the first node that knows, for all."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ Kind = Literal["failed", "preempted", "left", "joined", "done", "ended"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptOutcome:
-    """Why an attempt is over, for all of its nodes.
+    """The reason why an attempt is over, for all of its nodes.
 
-    failed: a rank of `nodes` failed, and counts as a restart. preempted: ranks left to be started
-    again, which counts apart. left, joined: `nodes` did, and all
-    start again without or with them. done: all ranks ended well. ended: `nodes`, without whom there
-    is no meeting, was told to end. `code` is the exit code, if it comes to that. `saving` says that
-    all ranks are there still, and can save.
+    failed: a rank of `nodes` failed; it counts as a restart. preempted: ranks left to be restarted,
+    which has its own count. left, joined: `nodes` did, and all restart without or with them. done: all
+    ranks ended well. ended: `nodes`, without which there is no rendezvous, received a signal to end.
+    `code` is the exit code, if needed. `saving` is True if all ranks are still present, and can save.
     """
 
     kind: Kind
@@ -33,24 +32,24 @@ class AttemptOutcome:
     saving: bool = False
 
     def render(self) -> str:
-        """As JSON."""
+        """Return it as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def parse(text: str | bytes) -> AttemptOutcome:
-        """Read what `render` wrote."""
+        """Return the outcome that `render` wrote."""
         values = json.loads(text)
         return AttemptOutcome(**{**values, "nodes": tuple(values["nodes"])})
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What one node sees of an attempt.
+    """An attempt as one node sees it.
 
-    `nodes` are those of the attempt, `present` those alive, by identity; `labels` how people call
-    them. `failure` is this node's own, if any, seen `since` seconds ago; `told` says that its launcher
-    had passed the announcement of an end on to its ranks. `done` counts the nodes
-    whose ranks have all ended well.
+    `nodes` are those of the attempt, `present` those alive, by identity; `labels` are their names in
+    messages. `failure` is this node's own, if any, seen `since` seconds ago. `told` is True if its
+    launcher had forwarded a signal to end to its ranks. `done` counts the nodes whose ranks have all
+    ended well.
     """
 
     me: str
@@ -65,11 +64,11 @@ class NodeReport:
 
 
 def decide_outcome(seen: NodeReport, *, patience: float) -> AttemptOutcome | None:
-    """What a node takes the end of its attempt to be; None while it goes on.
+    """Return the outcome of the attempt as one node sees it; None while it runs.
 
-    A rank that was killed, here, needs no further explanation. An error of a rank is held back for
-    a moment, and one that reads as the death of a peer for `patience` seconds, in which a node that
-    died is missed.
+    A rank that was killed here needs no further explanation. The error of a rank is held back for a
+    moment, and one that looks like the death of a peer for `patience` seconds, in which the death of a
+    node is noticed.
     """
     failure = seen.failure
     if failure is not None and failure.killed:

@@ -1,8 +1,8 @@
-"""Torch elastic as a library: its agent and restarts, over processes that have torch loaded.
+"""torch elastic as a library: its agent and restarts, over processes that have torch loaded.
 
-Elastic's own local agent hard-codes half a minute of waiting for ranks that are stuck, and leaves
-files behind. This one fills in the four methods that elastic leaves open to agents. It runs in a
-process of its own, so that torch is imported once for all and never by the launcher.
+Elastic's own local agent waits half a minute for stuck ranks, which can't be configured, and leaves
+files behind. This one implements the four abstract methods of elastic's agents. It runs in a separate
+process, so that torch is imported once for all and never by the launcher.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LONGEST = 300.0
 
 
 def serve(server: socket.socket, host: str, timeout: float) -> TCPStore:
-    """A store that listens on `server` alone; torch's own would listen on all interfaces."""
+    """Return a store that listens on `server` only; torch's own would listen on all interfaces."""
     return TCPStore(
         host,
         server.getsockname()[1],
@@ -51,15 +51,15 @@ def serve(server: socket.socket, host: str, timeout: float) -> TCPStore:
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
         master_listen_fd=server.detach(),
-        use_libuv=False,  # which can't be given a socket
+        use_libuv=False,  # libuv does not accept a socket
     )
 
 
 class LocalRendezvous(RendezvousHandler):
-    """The meeting of one machine with itself: a new store for each attempt.
+    """The rendezvous of one machine with itself: a new store for each attempt.
 
-    Elastic reuses one store. Gloo then reads the addresses that ranks of the dead attempt left
-    there, and no restart succeeds.
+    Elastic reuses one store. Gloo then reads the addresses that ranks of the failed attempt left there,
+    and no restart succeeds.
     """
 
     def __init__(self, port: int) -> None:
@@ -68,34 +68,34 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks connect to the store in the launcher, so no rank's death takes it away."""
+        """Whether ranks connect to the launcher's store, which survives the death of any rank."""
         return True
 
     def get_backend(self) -> str:
-        """Name this rendezvous."""
+        """Return the name of this rendezvous."""
         return "local"
 
     def get_run_id(self) -> str:
-        """Name this run."""
+        """Return the name of this run."""
         return RUN_ID
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the next attempt's store."""
-        # First close the last one's, which holds the port.
+        # First close the previous store, which holds the port.
         self._server = None
         self._server = serve(socket.create_server((_ADDRESS, self._port)), _ADDRESS, LONGEST)
         meeting = RendezvousStoreInfo(_ADDRESS, self._server.port)
         return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=meeting)
 
     def is_closed(self) -> bool:
-        """Nobody else can close it."""
+        """Return False, since no other node can close it."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else needs to know."""
+        """Do nothing, since there is no other node to notify."""
 
     def num_nodes_waiting(self) -> int:
-        """No other machine can join."""
+        """Return 0, since no other machine can join."""
         return 0
 
     def shutdown(self) -> bool:
@@ -107,8 +107,8 @@ class LocalRendezvous(RendezvousHandler):
 class Agent(ElasticAgent):
     """Elastic's agent, which decides; the launcher at the other end of `orders` acts.
 
-    The launcher stops what is left of an attempt before it says that it failed, so that nothing is
-    left to stop here.
+    The launcher stops the remaining ranks of an attempt before it reports the failure, so that the
+    agent has none to stop.
     """
 
     def __init__(self, spec: WorkerSpec, orders: Connection) -> None:
@@ -118,17 +118,17 @@ class Agent(ElasticAgent):
 
     @staticmethod
     def order(orders: Connection, order: str, value: object) -> Any:
-        """Send an order; the answer."""
+        """Send an order and return the answer."""
         orders.send_bytes(json.dumps([order, value]).encode())
         return json.loads(orders.recv_bytes())
 
     def ask(self, order: str, value: object) -> Any:
-        """Have the launcher do something; its answer."""
+        """Send the launcher an order and return its answer."""
         return self.order(self._orders, order, value)
 
     @property
     def attempt_number(self) -> int:
-        """How often ranks have been started before."""
+        """Return how many times ranks have been started before."""
         return self.restarts_used + self._preemptions
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -154,7 +154,7 @@ class Agent(ElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ended = self.ask("watch", None)
         if ended == "preempted":
-            # The launcher counts these; elastic is about to take one from those of failures.
+            # The launcher counts these; elastic is about to subtract one from its restarts.
             self._preemptions += 1
             self.grant_restart()
         if ended != "over":
@@ -171,12 +171,12 @@ class Agent(ElasticAgent):
         timeout: int = 0,
         is_restart: bool = False,
     ) -> None:
-        # The options are elastic's, which differ from version to version.
+        # The options of elastic differ between versions.
         pass
 
     def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
-        # Elastic's own looks up this host's full name for each event, which takes seconds where
-        # the domain name service stalls, for a log that is switched off.
+        # Elastic's own method looks up this host's full name for each event, for a log that is
+        # switched off. That takes seconds if DNS stalls.
         return Event(state, source)
 
 
@@ -196,7 +196,7 @@ def supervise(orders: Connection, *, processes: int, restarts: int, port: int) -
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep elastic's own messages from the screen: everything it knows is in the report."""
+    """Suppress elastic's own messages, since the report contains all that they say."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.NullHandler()
     propagate = logger.propagate

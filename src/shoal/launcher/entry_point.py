@@ -1,4 +1,4 @@
-"""What the ranks of a run do: the user's script or module, as `python` would run it, or a call."""
+"""The code that ranks execute: a script or module, as `python` would run it, or a call."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from shoal.util.pickling import pickle_value, unpickle
 
 
 class EntryPoint(Protocol):
-    """What each rank runs; it crosses to the ranks by multiprocessing."""
+    """The code that each rank runs; multiprocessing sends it to the ranks."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Its name in messages."""
 
     @property
     def safe_path(self) -> bool:
-        """Whether Python was told not to look for modules beside the script (`-P`)."""
+        """Whether Python must not look for modules in the script's directory (`-P`)."""
 
     def run(self) -> bytes | None:
-        """Do it; what is returned reaches the launcher, None being nothing."""
+        """Run it. The launcher receives the result; None means that there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class Script:
     def run(self) -> None:
         """Execute the file as the module `__main__`.
 
-        The module is a real one with a `__file__`, so that processes which the script starts by
-        spawn or forkserver can import it again, and `inspect` and TorchScript find its source.
+        The module is a real one with a `__file__`, so that processes which the script starts by spawn
+        or forkserver can import it again, and `inspect` and TorchScript find its source.
         """
         path = os.path.abspath(self.path)
         module = types.ModuleType("__main__")
@@ -64,7 +64,7 @@ class Script:
         if not self.safe_path:
             sys.path[0] = os.path.dirname(os.path.realpath(path))
         with io.open_code(path) as file:
-            # Not inheriting this file's own `from __future__` lines.
+            # Do not inherit this file's own `from __future__` lines.
             code = compile(file.read(), path, "exec", dont_inherit=True)
         exec(code, module.__dict__)
 
@@ -158,7 +158,7 @@ def _no_module(name: str, found: str) -> LaunchError:
 class FunctionCall:
     """A function and its arguments, pickled by the process that called `shoal.launch`.
 
-    `cells` is the text of code that is in no file, a notebook's, by the name that tracebacks give.
+    `cells` has the source of code without a file, as in a notebook, by its name in tracebacks.
     """
 
     name: str
@@ -167,7 +167,7 @@ class FunctionCall:
     safe_path: bool = False
 
     def run(self) -> bytes:
-        """Call the function; what it returns, pickled. LaunchError where that can't be."""
+        """Call the function and return its result, pickled. Raises LaunchError if it can't be."""
         for name, text in self.cells.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         function, args = unpickle(self.pickled)
@@ -176,7 +176,7 @@ class FunctionCall:
             return pickle_value(value)
         except Exception as error:
             raise LaunchError(
-                given=f"what {self.name} returned",
+                given=f"the result of {self.name}",
                 found=f"a {type(value).__qualname__} that can't be pickled and sent ({error})",
                 fix="return numbers, arrays, tensors, a state_dict or other plain values",
             ) from None

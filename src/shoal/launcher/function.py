@@ -1,4 +1,4 @@
-"""`shoal.launch`: a function in N processes on this machine, from a script or a notebook."""
+"""`shoal.launch`: run a function in N processes on this machine, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from shoal.util.errors import LaunchError
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
 
-# Neither the folder of a script nor the current one is searched before the caller's path is known.
+# Modules are not searched in the script's or current directory before the caller's path is set.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from shoal.launcher.function_process import main; main()"
 )
-# Only processes that have left the run by themselves can hold the pipes open longer.
+# Only processes that have detached themselves from the run can hold the pipes open longer.
 _LAST_WORDS = 2.0
 _PIECE = 1 << 16
 
@@ -37,20 +37,31 @@ _PIECE = 1 << 16
 def launch(
     function: Callable[[*_Args], _T], *args: *_Args, processes: int, restarts: int = 0
 ) -> list[_T]:
-    """Run `function(*args)` in `processes` processes on this machine; what it returned on each.
+    """Run a function in several processes on this machine and return its results.
 
-    The list is in rank order. Works in scripts, without a guard, and in notebooks; the function may
-    be defined there. It finds its place by `shoal.init()`, as a script does under `shoal run`, and
-    what it prints appears here. The processes are new ones: they have the caller's environment,
-    `sys.path`, `sys.argv` and directory, but nothing that it has open or on a GPU, and no settings
-    such as torch's default dtype: make those in the function. Function, arguments and what is
-    returned are pickled and never in a file. A rank that leaves by
-    `sys.exit(0)` returns None. When a rank fails all are stopped, and up to `restarts` times
-    started again. Ctrl-C is passed on; a second one kills.
+    It works in notebooks, and in scripts without an `if __name__ == "__main__"` guard. The function
+    may be defined there. It calls `shoal.init()` as a script under `shoal run` does, and its output
+    appears in the caller's. The processes are new: they have the caller's environment variables,
+    `sys.path`, `sys.argv` and current directory, but not its open files, its GPU memory or settings
+    such as torch's default dtype. The function, its arguments and its results are pickled, in memory
+    only. Ctrl-C is forwarded to the ranks; a second Ctrl-C kills them.
 
-    Raises LaunchError, after the failing rank's report, where a rank fails; before any process is
-    started where the arguments can't work, the call can't be pickled, or this process is itself a
-    rank of several.
+    Args:
+        function: Function to run on each rank: picklable, or defined in a script or notebook.
+        args: Positional arguments of the function, the same on each rank.
+        processes: Number of ranks, at least 1.
+        restarts: Number of times that Shoal restarts all ranks after one of them fails. Default: 0.
+
+    Returns:
+        The results of the function, in rank order; None for a rank that calls `sys.exit(0)`.
+
+    Raises:
+        LaunchError: If a rank fails, after its report. Also before any process starts, if an argument
+            is invalid, the call can't be pickled, or this process is itself one of several ranks.
+
+    Examples:
+        >>> shoal.launch(pow, 2, 10, processes=2)
+        [1024, 1024]
     """
     given = f"launch({_name(function)}, processes={processes!r})"
     _check(function, processes, restarts, given)
@@ -73,24 +84,24 @@ def launch(
         raise LaunchError(given=given, found=found, fix=fix)
     raise LaunchError(
         given=given,
-        found=f"the process that starts the ranks ended early, {kind.decode()}",
-        fix="see what is printed above, if anything; `shoal run -n 1 script.py` may say more",
+        found=f"the process that starts the ranks ended early {kind.decode()}",
+        fix="see the output above, if any; `shoal run -n 1 script.py` may print more",
     )
 
 
 def _name(function: object) -> str:
-    # Not its repr: that of a partial shows all arguments.
+    # Not its repr, since the repr of a partial shows all arguments.
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _unpickled(value: bytes, rank: int, given: str) -> object:
-    """What a rank returned; None where it left without returning."""
+    """Return the result of a rank; None if it left without one."""
     try:
         return pickling.unpickle(value) if value else None
     except Exception as error:
         raise LaunchError(
             given=given,
-            found=f"what rank {rank} returned can't be unpickled here: {type(error).__name__}: {error}",
+            found=f"the result of rank {rank} can't be unpickled: {type(error).__name__}: {error}",
             fix="return numbers, arrays, tensors, a state_dict or other plain values",
         ) from error
 
@@ -99,27 +110,27 @@ def _check(function: object, processes: object, restarts: object, given: str) ->
     if not callable(function):
         raise LaunchError(
             given=given,
-            found=f"{function!r} can't be called",
-            fix="give the function and its arguments apart: shoal.launch(train, 0.1, processes=2)",
+            found=f"{function!r} is not callable",
+            fix="pass the function and its arguments separately: shoal.launch(train, 0.1, processes=2)",
         )
     for name, value, least in (("processes", processes, 1), ("restarts", restarts, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise LaunchError(
                 given=f"launch({_name(function)}, {name}={value!r})",
-                found=f"{name} is a whole number, {least} or more",
+                found=f"{name} must be an integer, at least {least}",
                 fix=f"shoal.launch({_name(function)}, …, processes=2)",
             )
     here = placement()
     if here.size > 1:
         raise LaunchError(
             given=given,
-            found=f"this process is rank {here.rank} of {here.size} already, by {here.launcher}",
-            fix=f"call {_name(function)}(…) itself, on each rank, and let the launcher start them",
+            found=f"this process is already rank {here.rank} of {here.size} of {here.launcher}",
+            fix=f"call {_name(function)}(…) directly on each rank, since the launcher has started them",
         )
 
 
 def _cells() -> dict[str, str]:
-    """The text of code that is in no file, such as a notebook's, for the tracebacks of ranks."""
+    """Return the source of code without a file, such as a notebook's, for the tracebacks of ranks."""
     entries = list(linecache.cache.items())
     return {name: "".join(entry[2]) for name, entry in entries if len(entry) == 4 and entry[1] is None}
 
@@ -128,14 +139,14 @@ def _failed(failure: Failure, given: str) -> LaunchError:
     return LaunchError(
         given=given,
         found=f"rank {failure.rank}: {reason(failure)} ({failure.where})",
-        fix="see the report above, which is that rank's; processes=1 runs the function alone",
+        fix="see that rank's report above; processes=1 runs the function in one process",
     )
 
 
 def _ask(order: Sequence[bytes], processes: int) -> tuple[bytes, list[bytes]]:
-    """Have a new launcher do it; the kind of its answer and what follows, or how it ended."""
+    """Start a launcher for the call; return the kind of its answer and the data, or how it ended."""
     ours, low = os.pipe()
-    # Not in the place of a stdout that is closed, where ranks would print into it.
+    # Not the number of a closed stdout, since ranks would print into it.
     theirs = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(low)
     with open(ours, "rb") as answer, _started(theirs) as (launcher, orders):
@@ -154,21 +165,22 @@ def _ask(order: Sequence[bytes], processes: int) -> tuple[bytes, list[bytes]]:
 
 @contextmanager
 def _started(answer: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """The launcher's process and its stdin; it ends with the block, and what it started with it.
+    """Start the launcher's process, yield it with its stdin, and end it and its processes after the
+    block.
 
-    It has a session of its own, so that the terminal's Ctrl-C does not reach it.
+    It is in a new session, so that the terminal's Ctrl-C does not reach it.
     """
-    # Python itself passes over anything else in its path.
+    # Python itself ignores anything else in its path.
     path = json.dumps([folder for folder in sys.path if isinstance(folder, str)])
     command = [sys.executable, "-P", "-c", _PROGRAM, path, str(answer)]
     shown = [(sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)]
     out, err = (_where(now, first) for now, first in shown)
     for now, _ in shown:
         if not _gone(now):
-            # A caller whose reader is gone meets that at its own next word.
+            # A caller whose reader has ended gets this error at its own next output.
             with suppress(OSError):
                 now.flush()
-    # The launcher receives signals when it is ready for them, and this thread when it can pass
+    # The launcher receives signals when it is ready for them, and this thread when it can forward
     # them on.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -206,8 +218,9 @@ def _gone(stream: TextIO | None) -> bool:
 
 
 def _where(now: TextIO | None, first: TextIO | None) -> int | None:
-    """Where the launcher and the ranks write for subprocess: where this process began to, through
-    a pipe to what has taken its place since, or nowhere."""
+    """Return the stdout or stderr of the launcher and its ranks, for subprocess: the caller's original
+    one, a pipe to its replacement, or /dev/null.
+    """
     if _gone(now):
         return subprocess.DEVNULL
     return None if now is first else subprocess.PIPE
@@ -218,18 +231,18 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
     if launcher.poll() is None:
         launcher.kill()
     launcher.wait()
-    # What it did not read is of no interest.
+    # Input that it did not read does not matter.
     with suppress(BrokenPipeError):
         cast(IO[bytes], launcher.stdin).close()
 
 
 @contextmanager
 def _interruptible(launcher: subprocess.Popen[bytes], answer: IO[bytes]) -> Iterator[None]:
-    """Pass Ctrl-C on and wait for the end of all; the launcher kills at the second."""
+    """Forward Ctrl-C and wait for the end of all; the launcher kills the ranks at the second."""
     try:
         yield
     except KeyboardInterrupt:
-        # It may be about to write more than fits into the pipe.
+        # The launcher may be about to write more than fits into the pipe.
         answer.close()
         while launcher.poll() is None:
             launcher.send_signal(signal.SIGINT)
@@ -239,13 +252,13 @@ def _interruptible(launcher: subprocess.Popen[bytes], answer: IO[bytes]) -> Iter
 
 
 def _relay(pipe: IO[bytes], stream: TextIO) -> None:
-    """Copy what comes through a pipe of the launcher's to sys.stdout or sys.stderr."""
+    """Copy the output in a pipe of the launcher to sys.stdout or sys.stderr."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     data = b"more"
     with pipe:
         while data:
             data = os.read(pipe.fileno(), _PIECE)
-            # Into a stream that is closed nothing goes, but ranks must not wait for a reader.
+            # A closed stream takes no output, but ranks must not wait for a reader.
             with suppress(ValueError, OSError):
                 stream.write(decoder.decode(data, final=not data))
                 stream.flush()

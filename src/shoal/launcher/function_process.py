@@ -1,8 +1,8 @@
-"""The launcher process behind `shoal.launch`: does for a call what `shoal run` does for a script.
+"""The launcher process of `shoal.launch`: does for a call what `shoal run` does for a script.
 
-It is a process of its own, so that what the caller has open, imported or running does not matter,
-and so that a notebook may launch any number of times. Its stdin brings the call, and breaks when
-the caller dies; another pipe takes back what the ranks returned.
+It is a separate process, so that the open files, imports and threads of the caller do not matter, and
+so that a notebook can launch any number of times. Its stdin has the call, and breaks when the caller
+dies; another pipe returns the results of the ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shoal.util.errors import LaunchError
 
 
 def main() -> None:
-    """Be the launcher; `sys.argv[1]` is the file descriptor for the answer."""
-    # Ranks and the fork server shall not hold the caller's pipe.
+    """Run the launcher; `sys.argv[1]` is the file descriptor for the answer."""
+    # Ranks and the fork server must not hold the caller's pipe.
     pipe = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    # Whoever is gone, or does not listen after Ctrl-C, needs no answer.
+    # A caller that has ended, or does not listen after Ctrl-C, needs no answer.
     gone = suppress(EOFError, BrokenPipeError)
     with gone, open(pipe, "rb") as caller, open(int(sys.argv[1]), "wb") as answer:
         order = json.loads(pickling.read_framed(caller))

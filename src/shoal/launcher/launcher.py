@@ -1,4 +1,4 @@
-"""The launcher of a run: starts elastic's agent, carries out its orders, tells the failure."""
+"""The launcher of a run: starts elastic's agent, carries out its orders, reports the failure."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from shoal.launcher.worker_main import bind_to_launcher
 from shoal.launcher.workers import GRACE, Workers, start_server, without_main
 from shoal.util.errors import LaunchError
 
-# What the agent may need to tell other nodes that this one was told to end.
+# Seconds that the agent may need to notify other nodes that this one received a signal to end.
 _LEAVE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """How a run ended: its exit code, the failure of its last attempt, or what ranks returned.
+    """The end of a run: its exit code, and the failure of its last attempt or the results of the ranks.
 
-    `values` are in rank order, pickled; empty for a rank that returned nothing.
+    `values` are in rank order, pickled; empty for a rank without a result.
     """
 
     code: int = 0
@@ -46,8 +46,8 @@ class RunEnd:
 class Launcher:
     """Carries out the orders of one run's agent.
 
-    `logs`, if given, take what ranks write. `undisturbed()` makes a context in which no signal
-    interrupts. With `nodes` this is one launcher of several, whose agents decide together.
+    `logs`, if given, receive the output of the ranks. `undisturbed()` returns a context in which no
+    signal interrupts. With `nodes` this is one launcher of several, whose agents decide together.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class Launcher:
             finally:
                 saved = self._workers.stop(interrupted.passed_on, self._grace)
             if self._nodes is not None and self._agent.is_alive():
-                self._answer(None)  # it may go when the others have heard
+                self._answer(None)  # it may end when the others have read it
                 self._agent.join(2 * self._nodes.silence)
             if saved:
                 return RunEnd(code=REQUEUE)
             if self._workers.over is not None and self._nodes is None:
-                return RunEnd(values=self._workers.over)  # it was too late to end anything
+                return RunEnd(values=self._workers.over)  # the signal came after the end
             raise
         finally:
             try:
@@ -126,10 +126,10 @@ class Launcher:
             return
         _tell(f"shoal run: waiting up to {grace:g} s for processes that ranks left running: {found}\n")
         for name in self._orphans.end(grace):
-            _tell(f"shoal run: {name} was still running after {grace:g} s, and was killed\n")
+            _tell(f"shoal run: {name} was still running after {grace:g} s and was killed\n")
 
     def forward(self, signum: int) -> bool:
-        """Pass a signal on to the ranks, which may end because of it; whether there are any."""
+        """Forward a signal to the ranks, which may end because of it; return whether there are any."""
         self._told = True
         return self._workers.send(signum)
 
@@ -161,7 +161,7 @@ class Launcher:
             except (EOFError, ConnectionError):
                 break
             answer = deeds[order](value)
-            # An agent that looks at ranks has nothing else to do, unless it is cut off.
+            # An agent that watches ranks needs no time limit, unless it is cut off.
             limit = 3 * self._nodes.silence if self._nodes and order in ("look", "pause") else None
             self._answer(answer)
         self._agent.join()
@@ -174,19 +174,21 @@ class Launcher:
             self._workers.stop(signal.SIGTERM, self._short)
             raise LaunchError(
                 given=f"a node of {self._job.name}",
-                found=f"it has not heard from the others for {limit:g} s: it is cut off",
-                fix="see to the network between the nodes, then start the command here again",
+                found=f"it has received no message from the others for {limit:g} s: it is cut off",
+                fix="check the network between the nodes, then start the command here again",
             )
         order, value = json.loads(self._orders.recv_bytes())
         return order, value
 
     def _answer(self, answer: object) -> None:
-        # An agent that has died is noticed at its next order.
+        # The death of an agent is noticed at its next order.
         with suppress(ConnectionError):
             self._orders.send_bytes(json.dumps(answer).encode())
 
     def _leave(self, code: int) -> None:
-        """Have the agent tell other nodes, before the ranks go, that this one was told to end."""
+        """Let the agent notify other nodes, before the ranks end, that this one received a signal to
+        end.
+        """
         if self._nodes is None or not self._agent.is_alive():
             return
         self._answer({"leaving": code})
@@ -215,15 +217,15 @@ class Launcher:
     def _agent_lost(self, why: str) -> LaunchError:
         return LaunchError(
             given=f"{self._processes} processes of {self._job.name}",
-            found=f"torch elastic's agent ended ({why}), for the reason printed above, if any",
+            found=f"torch elastic's agent ended ({why}); the reason is printed above, if known",
             fix="try `python -c 'import torch.distributed.elastic.agent.server.api'`",
         )
 
     def _watch(self, _: object) -> str:
-        """Wait for the end of an attempt; stops what is left of it and tells why.
+        """Wait for the end of an attempt, stop its remaining ranks and report why.
 
-        What the agent has to know: "over", "failed", or "preempted" where that is to be followed by
-        another attempt.
+        Return the result for the agent: "over", "failed", or "preempted" if another attempt should
+        follow.
         """
         failures = self._workers.wait(self._grace)
         if not failures:
@@ -247,11 +249,13 @@ class Launcher:
 
     @property
     def _short(self) -> float:
-        """The grace where nobody can save any more: GRACE is enough for all else."""
+        """The grace period if no rank can save any more: GRACE is enough for all else."""
         return GRACE if self._grace is None else min(GRACE, self._grace)
 
     def _look(self, seconds: float) -> dict[str, Any] | None:
-        """The failure, if any, of ranks that have ended within so many seconds; None while they run."""
+        """Return the failure of ranks that have ended within this many seconds, if any; None while they
+        run.
+        """
         failures = self._workers.wait(self._grace, seconds)
         if failures is None:
             return None
@@ -261,10 +265,10 @@ class Launcher:
         return {"failure": failure and asdict(failure), "told": self._told}
 
     def _stop(self, end: tuple[int, str, bool, bool]) -> None:
-        """Stop what is left of an attempt and tell its failure here, if any, and then a text.
+        """Stop the remaining ranks of an attempt and report its failure here, if any, and then a text.
 
-        Ranks have time to save where they all can. An error that reads as a peer's death is told only
-        where nothing better is known.
+        Ranks have time to save if they all can. An error that looks like a peer's death is reported
+        only if no better cause is known.
         """
         code, text, saving, first = end
         failure = self._end.failure
@@ -276,24 +280,24 @@ class Launcher:
         self._end = RunEnd(code=REQUEUE if left and code else code, failure=failure)
 
     def _stop_and_tell(self, grace: float | None, failure: Failure | None, text: str) -> bool:
-        """Stop what is left of an attempt and tell why; whether ranks left to be started again."""
+        """Stop the remaining ranks and report why; return whether ranks left to be restarted."""
         rank = self._ranks.start if failure is None else failure.rank
         first = failure is not None and failure.hung
-        if first:  # a rank that hangs may use up all of its grace, and the others have ended
+        if first:  # a rank that hangs may use its full grace period, while the others have ended
             self._tell_of(rank, text)
         try:
             saved = self._workers.stop(signal.SIGTERM, grace)
             self._end_orphans(self._short)
             return saved
         finally:
-            # Last on the screen, also for those who press Ctrl-C while the others are stopped.
+            # Last on the terminal, also after a Ctrl-C while the others are stopped.
             if not first:
                 self._tell_of(rank, text)
 
     def _tell_of(self, rank: int, text: str) -> None:
-        """Tell how an attempt ended on the screen, and in the file of the rank that was first."""
+        """Report how an attempt ended on the terminal, and in the file of the rank that was first."""
         if self._logs is not None:
-            # That of a hang may be on another machine.
+            # The rank that caused a hang may be on another machine.
             self._logs.append(self._ranks.index(rank) if rank in self._ranks else 0, text)
         _tell(text)
 
@@ -307,11 +311,11 @@ class Launcher:
 
 
 def _tell(text: str) -> None:
-    """Print on stderr, unless nobody reads any more: that changes no restart and no exit code."""
+    """Print on stderr. If its reader has ended, that changes no restart and no exit code."""
     try:
         print(text, end="", file=sys.stderr, flush=True)
     except OSError:
-        # At its end Python would write what is left in the buffer, and fail again.
+        # When Python exits, it would write the rest of the buffer, and fail again.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stderr.fileno())
         os.close(null)
@@ -326,8 +330,8 @@ def _supervise(
     nodes: Nodes | None,
     label: str,
 ) -> None:
-    """Be the agent's process; here, where the launcher can name it without importing torch."""
-    # It ends when the launcher says so.
+    """Run the agent's process; it is here so that the launcher need not import torch to refer to it."""
+    # It ends when the launcher ends it.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     bind_to_launcher()
     if nodes is None:

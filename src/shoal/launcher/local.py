@@ -19,7 +19,8 @@ from shoal.launcher.signals import Interrupted, Interrupts
 from shoal.util.errors import LaunchError
 
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
-"""Of temporary files, in bytes: Linux cuts the path of a socket at 107."""
+"""Longest path of the directory for temporary files, in bytes: Linux cuts the path of a socket at 107.
+"""
 
 
 def run(
@@ -38,24 +39,27 @@ def run(
     wait: float = WAIT,
     silence: float = SILENCE,
 ) -> int:
-    """Run `script` in `processes` processes and return the exit code of the whole.
+    """Run `script` in `processes` processes and return one exit code.
 
     With `module`, `script` is the name of a module, as after `python -m`.
 
-    The processes find each other by torchrun's variables. When one fails the others are stopped,
-    and the first failure is reported on stderr; up to `restarts` times all are started again, and up
-    to `preemptions` times when they have left with code REQUEUE although the launcher itself was not
-    told to end. `port` is where they meet (default: a free one). `grace` is how many seconds ranks
-    have between the signal that ends them and SIGKILL (default: SAVING_GRACE where a Run is open,
-    else GRACE); after a failure never more than GRACE. With `logs`, a directory, what rank R
-    writes is appended to `rank-R.log` there, and only rank 0's is shown. With `nodes`, `"2"` or
-    `"2:4"`, these are the processes of one of so many machines, on each of which the same is called;
-    they meet at `rendezvous` (`HOST:PORT`; default: as the scheduler says). A node waits `wait`
-    seconds for others, and has left when it gives no sign of life for `silence` seconds. The code is
-    0, that of the first rank that failed, REQUEUE where ranks left with it, or 128 + n for a rank or
-    launcher ended by signal n. Whatever ranks leave running is ended too. Call it once per process,
-    in the main thread.
-    Raises LaunchError before anything is started where the arguments can't work.
+    The processes find each other by torchrun's variables. When one fails, the others are stopped, and
+    the first failure is reported on stderr. All are restarted up to `restarts` times, and up to
+    `preemptions` times if they have left with code REQUEUE although the launcher itself received no
+    signal. `port` is the port of the rendezvous (default: a free one). `grace` is the number of seconds
+    between the signal that ends ranks and SIGKILL (default: SAVING_GRACE if a Run is open, else GRACE);
+    after a failure at most GRACE. With `logs`, a directory, the output of rank R is appended to
+    `rank-R.log` there, and only that of rank 0 is shown.
+
+    With `nodes`, `"2"` or `"2:4"`, these are the processes of one of several machines, each of which
+    makes the same call. They join the rendezvous at `rendezvous` (`HOST:PORT`; default: as the
+    scheduler says). A node waits `wait` seconds for others, and has left after `silence` seconds
+    without a sign of life.
+
+    The exit code is 0, that of the first rank that failed, REQUEUE if ranks left with it, or 128 + n
+    for a rank or launcher ended by signal n. Processes that ranks leave running are ended too. Call it
+    once per process, in the main thread. Raises LaunchError before any process starts if an argument is
+    invalid.
     """
     _check(script, processes=processes, restarts=restarts, preemptions=preemptions, port=port)
     _check_nodes(nodes, rendezvous, port)
@@ -99,7 +103,7 @@ def run_job(
     logs: Logs | None = None,
     nodes: Nodes | None = None,
 ) -> RunEnd:
-    """Do what `run` does for a script, for any job."""
+    """Do for any job what `run` does for a script."""
     check_folder()
     _open_standard_files()
     interrupts = Interrupts()
@@ -114,7 +118,7 @@ def run_job(
         undisturbed=interrupts.held,
         nodes=nodes,
     )
-    # The threads' variable must be there when the fork server loads torch.
+    # OMP_NUM_THREADS must be set when the fork server loads torch.
     variables = set_variables(worker_threads(processes))
     try:
         with interrupts.handled(launcher.forward), variables, logs or nullcontext():
@@ -126,7 +130,7 @@ def run_job(
 def _open_standard_files() -> None:
     """Open stdin, stdout and stderr that are closed (`>&-`) as /dev/null, for the ranks too.
 
-    What is opened next would otherwise be taken for them.
+    Otherwise the next file that is opened would be taken for them.
     """
     file = os.open(os.devnull, os.O_RDWR)
     while file <= 2:
@@ -139,14 +143,14 @@ def _check(script: str, *, processes: int, restarts: int, preemptions: int, port
     if processes < 1:
         raise LaunchError(
             given=f"-n {processes}",
-            found="a run has at least one process",
+            found="a run needs at least one process",
             fix=f"shoal run -n 1 {script}",
         )
     for name, value in (("restarts", restarts), ("preemptions", preemptions)):
         if value < 0:
             raise LaunchError(
                 given=f"--{name} {value}",
-                found=f"the number of {name} is 0 (none) or more",
+                found=f"the number of {name} is 0 or more",
                 fix=f"shoal run -n {processes} --{name} 0 {script}",
             )
     if port is not None:
@@ -157,35 +161,35 @@ def _check_nodes(nodes: str | None, rendezvous: str | None, port: int | None) ->
     if nodes is None and rendezvous is not None:
         raise LaunchError(
             given=f"--rendezvous {rendezvous}",
-            found="not how many nodes meet there",
+            found="the number of nodes is missing",
             fix=f"for example --nodes 2 --rendezvous {rendezvous}",
         )
     if nodes is not None and port is not None:
         raise LaunchError(
             given=f"--nodes {nodes}, --port {port}",
-            found="--port is where the processes of one machine meet",
-            fix="say where the nodes meet: --rendezvous HOST:PORT",
+            found="--port is for the processes of one machine",
+            fix="give the address of the rendezvous: --rendezvous HOST:PORT",
         )
 
 
 def check_folder() -> None:
-    """Raise LaunchError where the name of the directory for temporary files is too long."""
+    """Raise LaunchError if the path of the directory for temporary files is too long."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
         raise LaunchError(
-            given=f"a directory for temporary files with a long name, {folder}",
-            found=f"{len(os.fsencode(folder))} bytes; the sockets that processes are started through "
-            f"leave {LONGEST_FOLDER}",
+            given=f"a directory for temporary files with a long path, {folder}",
+            found=f"{len(os.fsencode(folder))} bytes; the sockets through which processes are started "
+            f"allow {LONGEST_FOLDER}",
             fix="TMPDIR=/tmp shoal run …",
         )
 
 
 def _check_port(port: int) -> None:
-    fix = "leave --port out (a free one is found), or give another"
+    fix = "leave --port out to use a free one, or choose another"
     if not 1 <= port <= 65535:
         raise LaunchError(given=f"--port {port}", found="ports are 1 to 65535", fix=fix)
     with socket.socket() as probe:
-        # As the store's server does, so that ports in TIME_WAIT count as free.
+        # The same option as the store's server, so that ports in TIME_WAIT count as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

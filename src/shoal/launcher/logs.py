@@ -1,4 +1,4 @@
-"""Log files: what each rank and its children write, in a file of its own; rank 0's is shown too."""
+"""Log files with the output of each rank and its children; rank 0's is shown too."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 
 from shoal.util.errors import LaunchError
 
-# How long a line of rank 0 may be on its way to the screen.
+# Longest delay of rank 0's output on the terminal, in seconds.
 _SECONDS = 0.05
 _PIECE = 1 << 16
 
 
 class Logs:
-    """The files `rank-R.log` in `folder`, one for each of `processes`, made if they are not there.
+    """The files `rank-R.log` in `folder`, one for each of `processes`, created if missing.
 
-    With a `host`, one of several whose ranks change with each attempt, they are `HOST-N.log`. Ranks
-    append to them by themselves. As a context manager it shows on stdout what comes into the first.
-    Raises LaunchError where the files can't be written.
+    With a `host`, one of several whose ranks change with each attempt, they are `HOST-N.log`. The ranks
+    append to them. As a context manager it shows new content of the first file on stdout. Raises
+    LaunchError if the files can't be written.
     """
 
     def __init__(self, folder: str, processes: int, host: str = "") -> None:
@@ -41,21 +41,21 @@ class Logs:
             raise LaunchError(
                 given=f"--logs {folder}",
                 found=f"{error.filename}: {error.strerror}",
-                fix="give a directory that can be written, as in `--logs logs`",
+                fix="choose a writable directory, as in `--logs logs`",
             ) from None
 
     def begin(self, attempt: int, attempts: int, command: str) -> None:
-        """Head what an attempt, counted from 1, is about to write."""
+        """Write the heading of an attempt, counted from 1."""
         now = datetime.now().astimezone().isoformat(" ", "seconds")
         head = f"{now} on {socket.gethostname()}, attempt {attempt} of {attempts}: {command}"
         for rank in range(len(self.files)):
             self.append(rank, f"=== {head} ===\n")
 
     def append(self, rank: int, text: str) -> None:
-        """Add a line of the launcher's, which is not shown; what came before it is, first."""
+        """Add a line of the launcher, which is not shown; earlier content is shown first."""
         with self._turn:
             self._show()
-            # A disk that is full must not end a run whose output is lost anyway.
+            # A full disk must not end a run whose output is lost anyway.
             with suppress(OSError):
                 _append(self.files[rank], text)
                 if rank == 0:
@@ -72,7 +72,7 @@ class Logs:
     def _follow(self) -> None:
         over = False
         while not over:
-            # Once more after the end, for what came last.
+            # Once more after the end, for the last output.
             over = self._over.wait(_SECONDS)
             with self._turn:
                 self._show()
@@ -82,7 +82,7 @@ class Logs:
             return
         for piece in _from(self.files[0], self._shown):
             self._shown += len(piece)
-            # Nobody may be reading any more.
+            # The reader may have ended.
             with suppress(OSError):
                 sys.stdout.buffer.write(piece)
                 sys.stdout.buffer.flush()

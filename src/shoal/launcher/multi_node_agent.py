@@ -1,4 +1,4 @@
-"""Elastic's agent on one of several nodes: watches its ranks, its peers and who comes and goes."""
+"""Elastic's agent on one of several nodes: watches its ranks, its peers, and joining nodes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from shoal.launcher.nodes import Nodes
 from shoal.util.errors import LaunchError
 
 _LOOK = 0.1
-"""Seconds from one look at ranks and peers to the next."""
+"""Seconds between two checks of ranks and peers."""
 
 
 class Leaving(BaseException):
-    """This node was told to end; with which exit code."""
+    """An exception for a signal to end this node, with its exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -64,7 +64,9 @@ class NodesAgent(Agent):
         self._counts = {kind: self._rendezvous_handler.count(kind) for kind in self._budgets}
 
     def ask(self, order: str, value: object) -> Any:
-        """Have the launcher do something; its answer. Raises Leaving where it was told to end."""
+        """Send the launcher an order and return its answer. Raises Leaving if it received a signal to
+        end.
+        """
         answer = super().ask(order, value)
         if isinstance(answer, dict) and "leaving" in answer:
             raise Leaving(answer["leaving"])
@@ -79,7 +81,7 @@ class NodesAgent(Agent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        # Elastic's own exchanges what is known already, and waits for nodes that have died since.
+        # Elastic's own method exchanges facts known already, and waits for nodes that have died since.
         attempt = self._attempt
         return [
             Worker(
@@ -103,7 +105,7 @@ class NodesAgent(Agent):
 
     @property
     def attempt_number(self) -> int:
-        """The same on all nodes, and never twice."""
+        """Return the number of the attempt: the same on all nodes, and never twice."""
         return self._attempt.number
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -159,19 +161,19 @@ class NodesAgent(Agent):
         if verdict.kind in ("failed", "preempted"):
             return self._fail(verdict, mine)
         if verdict.kind == "ended":
-            text = f"{names} was told to end{verdict.text}: all end\n"
+            text = f"{names} received a signal to end{verdict.text}: all nodes end\n"
             self.ask("stop", [verdict.code, text, verdict.saving, False])
             self.verdict = verdict
             self.end_restarts()
             return RunResult(state=WorkerState.FAILED)
         if verdict.kind == "left":
             self._rendezvous_handler.note_left(verdict.nodes, mine)
-        return self._again(f"{names} {verdict.kind}: starting again\n", verdict.saving)
+        return self._again(f"{names} {verdict.kind}: restarting\n", verdict.saving)
 
     def _fail(self, verdict: AttemptOutcome, mine: bool) -> RunResult:
-        """Count what went wrong, and start again as often as that may be."""
+        """Count the failure, and restart if restarts are left."""
         before, most = self._counts[verdict.kind], self._budgets[verdict.kind]
-        text = "" if mine or verdict.kind == "preempted" else f"first of all, {verdict.text}\n"
+        text = "" if mine or verdict.kind == "preempted" else f"first failure: {verdict.text}\n"
         self._rendezvous_handler.count_one(verdict.kind, before)
         if before < most:
             what = "restart" if verdict.kind == "failed" else "preemption"
@@ -184,41 +186,41 @@ class NodesAgent(Agent):
 
     def _again(self, text: str, saving: bool, code: int = 0, first: bool = False) -> RunResult:
         self.ask("stop", [code, text, saving, first])
-        # Elastic starts again for this too, and counts nothing: each of its agents would count alone.
+        # Elastic restarts for this without a count, since each of its agents would count alone.
         self._rendezvous_handler.again = True
         return RunResult(state=WorkerState.HEALTHY)
 
     def _exit_barrier(self) -> None:
-        # All have said that they are done.
+        # All nodes have reported that they are done.
         pass
 
 
 def _leaving(label: str, hosts: bool, code: int) -> AttemptOutcome:
-    """What a node says that was told to end."""
+    """Return the outcome that a node proposes after a signal to end."""
     if not hosts:
         return AttemptOutcome(kind="left", nodes=(label,), code=code, saving=True)
-    text = ", and holds the rendezvous"
+    text = " and hosts the rendezvous"
     return AttemptOutcome(kind="ended", nodes=(label,), text=text, code=code, saving=True)
 
 
 def supervise(
     orders: Connection, *, processes: int, restarts: int, preemptions: int, nodes: Nodes, label: str
 ) -> None:
-    """Order attempts until one succeeds, the restarts are used up or too few nodes are there."""
+    """Order attempts until one succeeds, the restarts are used up or there are too few nodes."""
     try:
         with quiet():
             _supervise(orders, processes, restarts, preemptions, nodes, label)
     except LaunchError as error:
         _order(orders, "refuse", [error.given, error.found, error.fix])
     except ClosedError as closed:
-        text = f"{label} came too late: the run has ended\n"
+        text = f"{label} joined too late: the run has ended\n"
         _order(orders, "stop", [closed.verdict.code, text, False, False])
     except (RendezvousError, DistError) as error:
         why = str(error.__cause__ or error).splitlines()[0][:200]
         lost = [
             f"{label}, one of --nodes {nodes.text}",
-            f"the node at {nodes.address}, which holds the rendezvous, can't be reached ({why})",
-            "see what ended there; start the command again, on that node too",
+            f"the node at {nodes.address}, which hosts the rendezvous, can't be reached ({why})",
+            "read that node's output; start the command again, on that node too",
         ]
         _order(orders, "refuse", lost)
 
@@ -249,7 +251,7 @@ def _supervise(
         with suppress(RendezvousError, DistError):
             if rendezvous is not None:
                 rendezvous.leave(_leaving(label, rendezvous.hosts, leaving.code))
-        # The launcher answers when the ranks have saved. The store stays until others have heard.
+        # The launcher answers when the ranks have saved. The store stays until others have read it.
         _order(orders, "left", None)
         if rendezvous is not None:
             rendezvous.wait_for_others()
@@ -262,7 +264,7 @@ def _run_to_end(agent: NodesAgent, rendezvous: NodesRendezvous) -> None:
     except (RendezvousError, DistError):
         if agent.verdict is None:
             raise
-        # All is decided, and the node that holds the store need not be there any more.
+        # All is decided, and the node that hosts the store may have ended.
 
 
 def _order(orders: Connection, order: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Where nodes meet: torch elastic's dynamic rendezvous, in a store that this run alone has."""
+"""The rendezvous of nodes: torch elastic's dynamic rendezvous, in a store of this run only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shoal.util.time_limit import run_within
 BEAT = 1.0
 """Seconds between two signs of life of a node; torch looks for changes as often."""
 
-# Torch asks for changes once a second, so that nodes which wait for the same moment come apart.
+# torch polls once a second; random delays separate nodes that wait for the same moment.
 _LAST_CALL = timedelta(seconds=3)
 _PAUSE = 0.02
 _NAME, _JOB, _END = "shoal/name", "shoal/job", "shoal/end"
@@ -42,7 +42,7 @@ _ARRIVED, _DEPARTED, _VERDICT, _DONE = "shoal/arrived", "shoal/departed", "verdi
 
 
 class ClosedError(Exception):
-    """The run ended before this node could take part again; how."""
+    """The run ended, with this outcome, before this node could take part again."""
 
     def __init__(self, verdict: AttemptOutcome) -> None:
         super().__init__(verdict)
@@ -50,20 +50,20 @@ class ClosedError(Exception):
 
 
 def _connect(host: str, port: int, limit: float) -> TCPStore:
-    """The store that another node serves, tried for `limit` seconds.
+    """Return the store that another node serves, trying for `limit` seconds.
 
-    In a thread: torch's own time limit does not end the wait for something that listens and is silent.
+    It uses a thread, since torch's own time limit does not end the wait for a silent server.
     """
     timeout = timedelta(seconds=limit)
     try:
         return run_within(limit + BEAT, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
     except TimeoutError:
-        raise TimeoutError("what listens there does not answer") from None
+        raise TimeoutError("the program that listens there does not answer") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAttempt:
-    """One attempt of several nodes: this node's number, everyone's identity and processes."""
+    """One attempt of several nodes: this node's number, the identities and processes of all."""
 
     number: int
     node: int
@@ -78,30 +78,30 @@ class NodeAttempt:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return sum(self.processes)
 
     def propose(self, verdict: AttemptOutcome) -> AttemptOutcome:
-        """Settle how this attempt ends: as the first node that proposed something said."""
+        """Decide how this attempt ends: as the first node that proposed an outcome said."""
         return AttemptOutcome.parse(self.store.compare_set(_VERDICT, "", verdict.render()))
 
     def verdict(self) -> AttemptOutcome | None:
-        """How this attempt ended; None while it goes on."""
+        """Return how this attempt ended; None while it runs."""
         return AttemptOutcome.parse(self.store.get(_VERDICT)) if self.store.check([_VERDICT]) else None
 
     def finish(self) -> None:
-        """Say that all ranks of this node have ended well; once."""
+        """Report, once, that all ranks of this node have ended well."""
         self.store.add(_DONE, 1)
 
     def finished(self) -> int:
-        """How many nodes have said so."""
+        """Return the number of nodes that have reported this."""
         return int(self.store.add(_DONE, 0))
 
 
 class NodesRendezvous(RendezvousHandler):
-    """The meeting of several nodes; each attempt has a store of its own for its ranks.
+    """The rendezvous of several nodes; each attempt has a store of its own for its ranks.
 
-    Raises LaunchError where there is no way to the others, or where they run something else.
+    Raises LaunchError if the others can't be reached, or run something else.
     """
 
     def __init__(self, nodes: Nodes, *, processes: int, label: str) -> None:
@@ -137,7 +137,7 @@ class NodesRendezvous(RendezvousHandler):
         self._store.add(_ARRIVED, 1)
 
     def _meet(self) -> tuple[TCPStore, bool]:
-        """The store, and whether it is this node's: that of the first one at its address."""
+        """Return the store, and whether this node hosts it: the first one at its address does."""
         nodes, patience = self._nodes, max(10.0, 3 * self._nodes.silence)
         server = listen(nodes.host, nodes.port)
         if isinstance(server, socket.socket):
@@ -147,10 +147,10 @@ class NodesRendezvous(RendezvousHandler):
                 store = _connect(nodes.host, nodes.port, nodes.wait)
             except (DistError, RuntimeError, ValueError, TimeoutError) as error:
                 raise LaunchError(
-                    given=f"--rendezvous {nodes.address}, where nodes meet",
-                    found=f"no other node of this run answers there after {nodes.wait:g} s "
+                    given=f"--rendezvous {nodes.address}",
+                    found=f"no other node of this run answers there within {nodes.wait:g} s "
                     f"({str(error).splitlines()[0][:200]}); here, {server}",
-                    fix="start the command on the node with that address too, and give a free port",
+                    fix="start the command on the node with that address too, with a free port",
                 ) from None
             store.set_timeout(timedelta(seconds=patience))
         theirs = json.loads(store.compare_set(_JOB, "", json.dumps(dict(nodes.job))))
@@ -158,8 +158,8 @@ class NodesRendezvous(RendezvousHandler):
         if found:
             raise LaunchError(
                 given=f"a node at --rendezvous {nodes.address}",
-                found=f"another run meets there: {found}",
-                fix="start the same command on every node, or give this run another port",
+                found=f"another run uses this rendezvous: {found}",
+                fix="start the same command on every node, or use another port for this run",
             )
         return store, isinstance(server, socket.socket)
 
@@ -170,15 +170,15 @@ class NodesRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks connect to the store of an attempt, which no rank's death takes away."""
+        """Whether ranks connect to the attempt's store, which survives the death of any rank."""
         return True
 
     def get_backend(self) -> str:
-        """Name this rendezvous."""
+        """Return the name of this rendezvous."""
         return "nodes"
 
     def get_run_id(self) -> str:
-        """Name this run."""
+        """Return the name of this run."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -190,7 +190,7 @@ class NodesRendezvous(RendezvousHandler):
             except RendezvousTimeoutError:
                 raise self._too_few() from None
             except DistStoreError:
-                # The first node died before it had written where ranks meet.
+                # The first node died before it had written the address of the ranks' store.
                 continue
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 raise ClosedError(self._end()) from None
@@ -199,10 +199,10 @@ class NodesRendezvous(RendezvousHandler):
                 return RendezvousInfo(info.store, info.rank, info.world_size, meeting)
 
     def _gather(self, info: RendezvousInfo) -> RendezvousStoreInfo | None:
-        """Everyone's processes and the address of the new store; None if somebody is lost meanwhile."""
+        """Return all nodes' processes and the new store's address; None if a node is lost meanwhile."""
         store, rank, size = info.store, info.rank, info.world_size
         everyone, _ = self._members.look()
-        # First close the last attempt's.
+        # First close the last attempt's store.
         self._ranks_store = None
         where: list[object] = []
         if rank == 0:
@@ -229,20 +229,20 @@ class NodesRendezvous(RendezvousHandler):
         server = listen(self._address, 0)
         if isinstance(server, str):
             raise LaunchError(
-                given=f"{self._label}, where ranks meet at {self._address}",
+                given=f"{self._label}, whose ranks join the rendezvous at {self._address}",
                 found=server,
-                fix="give the name or the address of a node's own interface: --rendezvous HOST:PORT",
+                fix="use the name or the address of a node's own interface: --rendezvous HOST:PORT",
             )
         self._ranks_store = serve(server, self._address, self._nodes.wait)
         return int(self._ranks_store.port)
 
     def look(self) -> tuple[list[str], list[str]]:
-        """Who takes part and who waits."""
+        """Return the nodes that take part and those that wait."""
         here, waiting = self._members.look()
         return here, waiting
 
     def labels(self, nodes: Sequence[str]) -> dict[str, str]:
-        """How people call these nodes."""
+        """Return the names of these nodes in messages."""
         keys = {node: f"shoal/label/{node}" for node in nodes}
         return {
             node: self._store.get(key).decode()
@@ -251,7 +251,7 @@ class NodesRendezvous(RendezvousHandler):
         }
 
     def count(self, kind: Kind) -> int:
-        """How many attempts have ended like that."""
+        """Return the number of attempts that have ended this way."""
         return int(self._store.add(f"shoal/count/{kind}", 0))
 
     def count_one(self, kind: Kind, before: int) -> None:
@@ -259,32 +259,32 @@ class NodesRendezvous(RendezvousHandler):
         self._store.compare_set(f"shoal/count/{kind}", str(before), str(before + 1))
 
     def note_left(self, nodes: Sequence[str], by_me: bool) -> None:
-        """Remember nodes that left; the one which saw it first departs for them."""
+        """Remember nodes that left; the first node that noticed it departs for them."""
         self._left += [f"{node} at {time.strftime('%H:%M:%S')}" for node in nodes]
         if by_me:
             self._store.add(_DEPARTED, len(nodes))
 
     def leave(self, verdict: AttemptOutcome) -> None:
-        """Take no further part, and say why."""
+        """Stop taking part, and record why."""
         if self.attempt is not None and not self.again:
             self.attempt.propose(verdict)
         self._members.leave(BEAT)
         self._store.add(_DEPARTED, 1)
 
     def end(self, verdict: AttemptOutcome) -> None:
-        """Close the run for nodes that wait to join, and go when nobody needs the store any more."""
+        """Close the run for nodes that wait to join, and leave when no node needs the store."""
         self._store.compare_set(_END, "", verdict.render())
         self._members.shutdown()
         self.depart()
 
     def depart(self) -> None:
-        """Go; the node with the store waits for the others, as long as they may be alive."""
+        """Leave; the node with the store waits for the others, while they may be alive."""
         with suppress(DistError, RuntimeError):
             self._store.add(_DEPARTED, 1)
         self.wait_for_others()
 
     def wait_for_others(self) -> None:
-        """On the node with the store: until the others have departed, or must be dead."""
+        """Wait, on the node with the store, until the others have departed or must be dead."""
         with suppress(DistError, RuntimeError):
             deadline = time.monotonic() + self._nodes.silence
             while self.hosts and time.monotonic() < deadline:
@@ -303,13 +303,13 @@ class NodesRendezvous(RendezvousHandler):
         there = ", ".join([self._label, *others])
         left = f"; left: {', '.join(self._left)}" if self._left else ""
         return LaunchError(
-            given=f"--nodes {self._nodes.text}, meeting at {self._nodes.address}",
-            found=f"after {self._nodes.wait:g} s too few are there: {there}{left}",
-            fix="start the same command on more nodes, wait longer (--wait SECONDS), or ask for fewer",
+            given=f"--nodes {self._nodes.text}, --rendezvous {self._nodes.address}",
+            found=f"after {self._nodes.wait:g} s too few nodes have joined: {there}{left}",
+            fix="start the same command on more nodes, wait longer (--wait SECONDS), or use fewer",
         )
 
     def is_closed(self) -> bool:
-        """Whether the run has ended."""
+        """Return whether the run has ended."""
         return bool(self._members.is_closed())
 
     def set_closed(self) -> None:
@@ -317,7 +317,7 @@ class NodesRendezvous(RendezvousHandler):
         self._members.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """What elastic asks whether to start again, though not for a failure."""
+        """Return the number of waiting nodes, for which elastic would restart."""
         return int(self.again)
 
     def shutdown(self) -> bool:

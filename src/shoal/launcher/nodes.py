@@ -1,4 +1,4 @@
-"""Several machines for one run: how many, where they meet, how long they wait for each other."""
+"""Several machines for one run: their number, the rendezvous, and the time limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.distributed.cluster_env import Placement
 from shoal.util.errors import LaunchError
 
 WAIT = 600.0
-"""Seconds for which a node waits until enough are there."""
+"""Seconds for which a node waits until there are enough nodes."""
 
 SILENCE = 5.0
 """Seconds without a sign of life after which a node has left."""
@@ -24,11 +24,11 @@ _EXAMPLE = "shoal run --nodes 2:4 --rendezvous HOST:29400 -n 4 script.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The machines of a run: `least` to `most` of them, met at `host` and `port`.
+    """The machines of a run: `least` to `most` of them, with the rendezvous at `host` and `port`.
 
-    Each runs the same command. `wait` is how many seconds a node waits for others, `silence` after
-    how many without a sign of life one has left. `job` is what all of them must have in common, by
-    name: who differs is another job that came here by chance.
+    Each runs the same command. A node waits `wait` seconds for others, and has left after `silence`
+    seconds without a sign of life. `job` has the facts that must be equal on all nodes, by name; a node
+    that differs belongs to another job that reached this address by chance.
     """
 
     least: int
@@ -41,12 +41,12 @@ class Nodes:
 
     @property
     def text(self) -> str:
-        """The numbers as they are typed."""
+        """The numbers of nodes as typed."""
         return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
 
     @property
     def address(self) -> str:
-        """Where they meet, as it is typed."""
+        """The address of the rendezvous as typed."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -59,10 +59,10 @@ def choose_nodes(
     wait: float = WAIT,
     silence: float = SILENCE,
 ) -> Nodes | None:
-    """What `--nodes` and `--rendezvous` say; None for one machine.
+    """Return the nodes from `--nodes` and `--rendezvous`; None for one machine.
 
-    Without `--rendezvous` the machines meet on the first one that the scheduler listed, where
-    `placement` is that of this launcher as a task of a job. Raises LaunchError.
+    Without `--rendezvous`, the rendezvous is on the first machine in the scheduler's list. `placement`
+    is that of this launcher as a task of a job. Raises LaunchError.
     """
     least, most = parse_numbers(nodes)
     if most == 1:
@@ -85,34 +85,34 @@ def choose_nodes(
     else:
         raise LaunchError(
             given=f"--nodes {nodes}",
-            found="not where the nodes meet, and no scheduler that lists them",
-            fix=f"give all of them the same address of one of them, with a free port: {_EXAMPLE}",
+            found="no rendezvous address, and no scheduler that lists the nodes",
+            fix=f"use the same address of one node, with a free port, on all nodes: {_EXAMPLE}",
         )
     return Nodes(least=least, most=most, host=host, port=port, wait=wait, silence=silence, job=common)
 
 
 def parse_numbers(text: str) -> tuple[int, int]:
-    """Read `2:4`, or `2` for as many and no other number. Raises LaunchError."""
+    """Return the limits in `2:4`, or in `2` for exactly that number. Raises LaunchError."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     if match is None:
-        found = "it is a number of nodes, or the least and the most"
+        found = "it is a number of nodes, or a minimum and a maximum"
     else:
         least, most = int(match[1]), int(match[2] or match[1])
         if 1 <= least <= most:
             return least, most
         found = (
-            "at least one node" if least < 1 else f"the least, {least}, is more than the most, {most}"
+            "at least one node" if least < 1 else f"the minimum, {least}, is above the maximum, {most}"
         )
     raise LaunchError(given=f"--nodes {text}", found=found, fix="for example --nodes 2, or --nodes 2:4")
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Read `HOST:PORT` or `[IPV6]:PORT`. Raises LaunchError."""
+    """Return the host and port in `HOST:PORT` or `[IPV6]:PORT`. Raises LaunchError."""
     match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]\s]+)):(\d+)", text.strip())
     if match is None or not 1 <= int(match[3]) <= 65535:
         raise LaunchError(
             given=f"--rendezvous {text}",
-            found="not a host and a port from 1 to 65535",
+            found="it is not a host and a port from 1 to 65535",
             fix="for example --rendezvous node01:29400",
         )
     return match[1] or match[2], int(match[3])
@@ -121,7 +121,7 @@ def parse_address(text: str) -> tuple[str, int]:
 def describe_script(
     path: str, command: str, *, nodes: str, restarts: int, preemptions: int
 ) -> dict[str, str]:
-    """What the launchers of one run have in common: compared when they meet."""
+    """Return the facts that are compared at the rendezvous between the launchers of one run."""
     with open(path, "rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
     return {
@@ -134,7 +134,7 @@ def describe_script(
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """What two launchers that met do not have in common, in words; empty if all is the same."""
+    """Return the differences between the facts of two launchers as text; empty if there are none."""
     return "; ".join(
         f"{name} {theirs.get(name, 'not given')} there, {ours.get(name, 'not given')} here"
         for name in dict.fromkeys([*theirs, *ours])
@@ -143,24 +143,24 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 def label() -> str:
-    """How this node is called in messages; several may share a machine."""
+    """Return this node's name in messages; several nodes may be on one machine."""
     return f"{socket.gethostname()} (process {os.getpid()})"
 
 
 def listen(host: str, port: int) -> socket.socket | str:
-    """A socket that listens at `host` alone (port 0: a free one), or why there can't be one.
+    """Return a socket that listens at `host` only (port 0: a free one), or why there can't be one.
 
-    A name that means a loopback address only here (`127.0.1.1` in /etc/hosts) is listened for on
-    all interfaces, because others know it by another address.
-    Raises LaunchError where the name means nothing.
+    If the name means a loopback address on this machine only (`127.0.1.1` in /etc/hosts), the socket
+    listens on all interfaces, because other machines know the name by another address. Raises
+    LaunchError for an unknown name.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise LaunchError(
             given=f"--rendezvous {host}:{port}",
-            found=f"{host} is not known here ({error})",
-            fix="give the name or the address of one of the nodes, as all of them know it",
+            found=f"the name {host} can't be resolved ({error})",
+            fix="use the name or the address of one of the nodes, as all of them know it",
         ) from None
     family, _, _, _, address = found[0]
     named_here = str(address[0]).startswith("127.") and host not in ("localhost", address[0])
@@ -172,15 +172,15 @@ def listen(host: str, port: int) -> socket.socket | str:
     except OSError as error:
         server.close()
         if error.errno == errno.EADDRNOTAVAIL:
-            return f"{host} is no address of {socket.gethostname()}"
+            return f"{host} is not an address of {socket.gethostname()}"
         return f"port {port}: {error.strerror}"
     return server
 
 
 def way_to(host: str, port: int) -> str:
-    """The address by which this machine reaches `host`, and others reach this machine."""
+    """Return the address by which this machine reaches `host`, and others reach this machine."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: connecting a datagram socket only chooses a way.
+        # No packet is sent: connecting a datagram socket only selects a route.
         probe.connect(address)
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""Processes that ranks leave running in sessions of their own, which no signal to a group reaches."""
+"""Processes that ranks leave running in their own sessions, which no signal to a group reaches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 import psutil
 
 GRACE = 30.0
-"""Seconds that they have to finish after a run that ended well, as an uploader may."""
+"""Seconds that they have to finish after a run that ended well, as an uploader may need."""
 
 _SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 _PAUSE = 0.05
 
 
 class Orphans:
-    """Makes this process the parent of what its descendants leave, from `adopt` to `release`.
+    """Makes this process the parent of orphaned descendants, from `adopt` to `release`.
 
-    Without that the kernel would make them children of init, and nobody could tell whose they were.
+    Otherwise the kernel would make them children of init, and their origin would be unknown.
     """
 
     def __init__(self) -> None:
@@ -33,31 +33,31 @@ class Orphans:
         self._former: Any = None
 
     def adopt(self) -> None:
-        """Begin; this process's children of this moment are not orphans. In the main thread."""
+        """Start; the current children of this process are not orphans. In the main thread."""
         self._known = {process.pid for process in psutil.Process().children()}
         _subreaper(True)
-        # Those that end by themselves would stay as zombies for as long as the run takes.
+        # Those that end by themselves would stay zombies until the end of the run.
         self._former = signal.signal(signal.SIGCHLD, self._reap)
 
     def release(self) -> None:
-        """Have no more orphans; twice is fine."""
+        """Stop adopting orphans. A second call has no effect."""
         if self._former is not None:
             signal.signal(signal.SIGCHLD, self._former)
             _subreaper(False)
             self._former = None
 
     def expect(self, groups: Iterable[int]) -> None:
-        """Know the process groups of ranks, all of whose members are killed with their rank."""
+        """Register the process groups of ranks, whose members are killed with their rank."""
         self._groups.update(groups)
 
     def left(self) -> list[psutil.Process]:
-        """Those that are running."""
+        """Return those that are running."""
         if self._former is None:
             return []
         return [process for process in psutil.Process().children() if self._is_left(process)]
 
     def end(self, grace: float) -> list[str]:
-        """Wait until all have ended, for `grace` seconds at most, and kill the others; their names.
+        """Wait at most `grace` seconds until all have ended, and kill the others; return their names.
 
         An exception in the wait, such as a second Ctrl-C, ends it and still kills.
         """
@@ -67,7 +67,7 @@ class Orphans:
             while self.left() and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
         finally:
-            while found := self.left():  # the children of one that is killed are left then
+            while found := self.left():  # a killed one leaves its children
                 for process in found:
                     killed.setdefault(process.pid, name(process))
                     with suppress(psutil.Error):
@@ -93,7 +93,7 @@ class Orphans:
 
 
 def name(process: psutil.Process) -> str:
-    """What people call a process: its number, its command, and the rank that it inherited."""
+    """Return the name of a process in messages: its id, its command, and the rank that it inherited."""
     command, rank = "?", ""
     with suppress(psutil.Error):
         command = shlex.join(process.cmdline())[:80]

@@ -11,17 +11,17 @@ from multiprocessing import connection
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What ends a launcher."""
+"""Signals that end a launcher."""
 
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
-"""What ranks take for the announcement of an end, and the launcher only passes on."""
+"""Signals that announce an end to ranks, which the launcher only forwards."""
 
 
 def signal_when_broken(pipe: int, signum: int, *, to: int) -> None:
-    """Send `signum` to `to` (a process, or minus a group) when all writers of `pipe` are gone.
+    """Send `signum` to `to` (a process, or minus a group) when all writers of `pipe` have ended.
 
-    Nothing must come through the pipe any more. The kernel itself sends the signal: no thread,
-    which a call into C might keep from running.
+    The pipe must carry no more data. The kernel itself sends the signal; a thread could be blocked by a
+    call into C.
     """
     fcntl.fcntl(pipe, fcntl.F_SETOWN, to)
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signum)
@@ -31,7 +31,7 @@ def signal_when_broken(pipe: int, signum: int, *, to: int) -> None:
 
 
 class Interrupted(BaseException):
-    """The launcher was told to end."""
+    """An exception for a signal that ends the launcher."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -39,17 +39,19 @@ class Interrupted(BaseException):
 
     @property
     def passed_on(self) -> int:
-        """What ranks are sent: Ctrl-C as it is, all else as the request to end that they expect."""
+        """The signal for the ranks: Ctrl-C unchanged, all others as the request to end that they
+        expect.
+        """
         return self.signum if self.signum == signal.SIGINT else signal.SIGTERM
 
 
 class Interrupts:
     """Raises Interrupted in the main thread at the first signal and at a Ctrl-C that follows one.
 
-    The first asks the ranks to end. Schedulers repeat themselves while ranks save, so that only
-    Ctrl-C kills them then; more must not interrupt the killing. Those of FORWARDED are passed on, and
-    raise only where there is no rank yet. Signals that were ignored (by `nohup`, or in the
-    background) stay ignored.
+    The first asks the ranks to end. Schedulers repeat signals while ranks save, so only Ctrl-C kills
+    them then, and no signal may interrupt the killing. Signals in FORWARDED are forwarded, and raise
+    only if there is no rank yet. Signals that were ignored (by `nohup`, or in the background) stay
+    ignored.
     """
 
     def __init__(self) -> None:
@@ -60,9 +62,9 @@ class Interrupts:
 
     @contextmanager
     def handled(self, forward: Callable[[int], bool]) -> Iterator[None]:
-        """Handle signals inside this context, those too that were blocked before it.
+        """Handle signals inside this context, including those that were blocked before it.
 
-        `forward` sends a signal to the ranks and says whether there are any.
+        `forward` sends a signal to the ranks and returns whether there are any.
         """
         self._forward = forward
         before = {number: signal.getsignal(number) for number in (*SIGNALS, *FORWARDED)}
@@ -81,7 +83,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Put signals off to the end of this context."""
+        """Delay signals until the end of this context."""
         self._held = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""What runs in each process of a run, around the job that it was started for."""
+"""The code that runs in each process of a run, around its job."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from shoal.launcher.entry_point import EntryPoint
 from shoal.launcher.signals import FORWARDED, signal_when_broken
 
 SHIELDED = (signal.SIGTERM, signal.SIGHUP, *FORWARDED)
-"""Signals that the fork server blocks, and so a rank in its first moments."""
+"""Signals that the fork server blocks, and so a rank during its start."""
 
 RETURNED = b"returned"
-"""What a rank sends before the value of its job; all else is a failure."""
+"""The bytes that a rank sends before the result of its job; all else is a failure."""
 
 
 def main(
     job: EntryPoint, rank: int, variables: Mapping[str, str], reports: Connection, log: str | None
 ) -> None:
-    """Run `job` as rank `rank`; what it returns goes to `reports`.
+    """Run `job` as rank `rank` and send its result to `reports`.
 
-    So does a failure, which is not printed here. All that is written to stdout and stderr is
-    appended to the file `log`, if there is one.
+    A failure is sent too, and not printed here. All output on stdout and stderr is appended to the file
+    `log`, if there is one.
     """
     bind_to_launcher()
     if log is not None:
@@ -56,7 +56,7 @@ def main(
     except BaseException as error:
         code = exit_status(error)[0] if isinstance(error, SystemExit) else 1
         if not code:
-            # A handler of the script's own may have raised it before all was done.
+            # A signal handler of the script may have raised it before the end of the block.
             finished = not callable(signal.getsignal(signal.SIGTERM))
             _tell_end(reports, locate(error) or "", finished=finished)
         else:
@@ -71,16 +71,16 @@ def main(
             reports.send_bytes(RETURNED)
             reports.send_bytes(value)
     if not code and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        # All is done: the end of the script is no longer cut short, and keeps its exit code.
+        # All is done: signals no longer interrupt the end of the script, which keeps its exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # As Python does at its end; multiprocessing leaves out the functions registered with atexit.
+    # As Python does when it exits; multiprocessing does not call the functions registered with atexit.
     join_threads()
     run_exit_functions()
     sys.exit(code)
 
 
 def _tell_end(reports: Connection, place: str, *, finished: bool) -> None:
-    """Tell the launcher that the script has ended without an error, in case others still need it."""
+    """Report to the launcher that the script has ended without an error; others may still need it."""
     notice = {"place": place, "ended": True, "finished": finished, "when": time.monotonic()}
     reports.send_bytes(LEFT + json.dumps(notice).encode())
 
@@ -88,9 +88,9 @@ def _tell_end(reports: Connection, place: str, *, finished: bool) -> None:
 def bind_to_launcher() -> None:
     """Put this process and its children in a process group that dies with the launcher.
 
-    The group also keeps the terminal's Ctrl-C from reaching ranks: the launcher passes it on, once.
-    The parent is a fork server that outlives the launcher as long as ranks do, so the parent's
-    death would say nothing; the pipe that the launcher holds open does.
+    The group also keeps the terminal's Ctrl-C from reaching ranks: the launcher forwards it, once. The
+    parent is a fork server that lives as long as ranks do, even without the launcher, so its death is
+    no signal. The pipe that the launcher holds open is.
     """
     os.setpgid(0, 0)
     launcher = multiprocessing.parent_process()
@@ -100,7 +100,7 @@ def bind_to_launcher() -> None:
 
 
 def _write_to(log: str) -> None:
-    """Turn the file descriptors of stdout and stderr, which children inherit, to a file."""
+    """Redirect the file descriptors of stdout and stderr, which children inherit, to a file."""
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -108,9 +108,9 @@ def _write_to(log: str) -> None:
 
 
 def _take_cores(local_rank: int, local_size: int) -> None:
-    """Run on this process's share of the machine, so that no two ranks get in each other's way.
+    """Restrict this process to its own cores of the machine, so that ranks do not compete for cores.
 
-    Not where the user has asked for more threads than fit there.
+    It does nothing if the user has set more threads than these cores.
     """
     mine = divide(os.sched_getaffinity(0), local_size)[local_rank]
     wanted = threads_variable()
@@ -119,25 +119,25 @@ def _take_cores(local_rank: int, local_size: int) -> None:
 
 
 def _be_called(name: str) -> None:
-    """Let ps, top and pgrep show what this process runs, and its rank; Linux keeps 15 bytes."""
+    """Make ps, top and pgrep show the script and the rank of this process; Linux keeps 15 bytes."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 
 
 def _become_main() -> None:
-    """Look to the script like a process that nobody forked."""
+    """Make this process look to the script as if it had not been forked."""
     multiprocessing.current_process().name = "MainProcess"
     # Otherwise data loaders would start their workers as this process was started.
     multiprocessing.set_start_method(None, force=True)
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Whole lines also under PYTHONUNBUFFERED, or those of several ranks come in pieces.
+            # Complete lines even under PYTHONUNBUFFERED, or the output of several ranks is interleaved.
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        # Closed by the script, or on a disk that is full: a failure is told all the same.
+        # Closed by the script, or on a full disk: a failure must be reported anyway.
         with suppress(OSError, ValueError):
             stream.flush()

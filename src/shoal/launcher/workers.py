@@ -26,34 +26,35 @@ from shoal.launcher.worker_main import RETURNED, SHIELDED, main
 from shoal.util.errors import LaunchError
 
 GRACE = 3.0
-"""Seconds between asking ranks to end and killing them, where no Run is open."""
+"""Seconds between asking ranks to end and killing them, if no Run is open."""
 
 SAVING_GRACE = 600.0
-"""The same where one is open, which saves."""
+"""The same if a Run is open, which saves."""
 
 _PRELOAD = ["torch", "torch.distributed", "shoal.launcher.worker_main", "shoal.launcher.elastic_agent"]
 
-# Ranks notice the death of a peer within 50 ms, and their records may overtake its exit status.
+# Ranks notice a peer's death within 50 ms, and their reports may arrive before its exit status.
 _SETTLE = 0.2
 
 _UNEXPLAINED = 3.0
-"""The same while there are only errors that read as the death of a peer: on a busy machine its end may
-be seen seconds after theirs."""
+"""The same while all errors look like the death of a peer: on a busy machine its end may be noticed
+seconds after theirs.
+"""
 
 
 def start_server() -> None:
     """Start the fork server, the only process of a run that imports torch."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
-    # Schedulers signal every process of a job, and the ranks' parent must not die before they have
-    # saved. It inherits the mask; ranks lift it when they are ready, and lose no signal.
+    # Schedulers signal every process of a job, and the parent of the ranks must not die before they
+    # save. It inherits the mask; ranks remove it when they are ready, and lose no signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     try:
         with set_variables({SAFE_PATH: "1"}):
-            # On its own first: it unblocks signals when it has started.
+            # Start it separately first, since it unblocks signals when it has started.
             resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
-        # Python runs the server with `-c`, for which a file in this directory that is named like a
-        # standard module would hide it.
+        # Python runs the server with `-c`, and a file in this directory with the name of a standard
+        # module would hide that module.
         with set_variables({SAFE_PATH: "1"}):
             forkserver.ensure_running()
     finally:
@@ -63,8 +64,8 @@ def start_server() -> None:
 class Workers:
     """The ranks of this machine in one attempt.
 
-    `variables` holds one environment per process, each with its RANK, `logs` the files that take
-    what they write, if any. `lost` is told of each rank without which the others go on.
+    `variables` has one environment per process, each with its RANK, `logs` the files for their output,
+    if any. `lost` is called for each rank without which the others continue.
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class Workers:
         self._ranks: list[_Rank] = []
         self._lost = lost
         self.over: tuple[bytes, ...] | None = None
-        """What the ranks returned, where `stop` has found that all of them ended well."""
+        """The results of the ranks, if `stop` has found that all of them ended well."""
 
     def start(self) -> list[int]:
-        """Start all processes; returns their ids."""
+        """Start all processes and return their ids."""
         pids: list[int] = []
         for rank in self._waiting:
             try:
@@ -97,11 +98,11 @@ class Workers:
         return pids
 
     def wait(self, grace: float | None, limit: float | None = None) -> list[Failure] | None:
-        """Wait until all have ended well (the empty list) or one has failed.
+        """Wait until all have ended well (return the empty list) or one has failed.
 
-        After the first failure, a moment passes in which others may show theirs. When one has left to
-        be started again, the others have `grace` seconds to do the same. None where nothing of that
-        has happened after `limit` seconds, if that is given.
+        After the first failure, there is a short wait for failures of others. When a rank has left to
+        be restarted, the others have `grace` seconds to do the same. Return None if neither has
+        happened after `limit` seconds, if that is given.
         """
         deadline: float | None = None
         until = None if limit is None else time.monotonic() + limit
@@ -126,7 +127,7 @@ class Workers:
             _poll(running, until if first is None and until is not None else deadline)
 
     def _spare(self) -> None:
-        """Ranks that were killed and may die alone have not failed, while there are others."""
+        """Forget killed ranks that may die alone, while there are others."""
         for rank in self._ranks:
             failure = rank.failure
             others = any(not other.ended for other in self._ranks)
@@ -135,32 +136,33 @@ class Workers:
                 self._lost(failure)
 
     def left(self) -> list[Left]:
-        """The ranks that have left the others without a failure."""
+        """Return the ranks that have left the others without a failure."""
         return [rank.left for rank in self._ranks if rank.left is not None]
 
     def values(self) -> list[bytes]:
-        """What ranks that have ended returned, in rank order; empty for nothing."""
+        """Return the results of ranks that have ended, in rank order; empty for none."""
         return [rank.value for rank in self._ranks]
 
     def send(self, signum: int) -> bool:
-        """Signal the ranks that have not ended; whether there are any."""
+        """Signal the ranks that have not ended; return whether there are any."""
         running = [rank for rank in self._ranks if not rank.ended]
         for rank in running:
             rank.send(signum)
         return bool(running)
 
     def stop(self, signum: int, grace: float | None) -> bool:
-        """Send `signum`, and after `grace` seconds SIGKILL to whatever is left.
+        """Send `signum`, and after `grace` seconds SIGKILL to the remaining processes.
 
-        Without `grace` it is what ranks need: GRACE, or SAVING_GRACE. Whether ranks left in that time
-        to be started again. An exception in the wait, such as a second Ctrl-C, ends it and still kills.
+        The default of `grace` depends on the ranks: GRACE, or SAVING_GRACE. Return whether ranks left
+        in that time to be restarted. An exception in the wait, such as a second Ctrl-C, ends it and
+        still kills.
         """
         try:
             running = [rank for rank in self._ranks if not rank.ended]
             if grace is None:
                 grace = SAVING_GRACE if any(rank.saves() for rank in running) else GRACE
             self.send(signum)
-            self.send(signal.SIGCONT)  # one that was stopped could not end
+            self.send(signal.SIGCONT)  # a stopped process could not end
             deadline = time.monotonic() + grace
             while running and time.monotonic() < deadline:
                 _poll(running, deadline)
@@ -174,12 +176,12 @@ class Workers:
                 rank.kill()
             for rank in self._ranks:
                 rank.join()
-            # Their ids may be given to other processes from here on.
+            # The kernel may reuse their ids from here on.
             self._ranks = []
 
 
 class _Rank:
-    """One process, and what is known of its end."""
+    """One process, and the known facts about its end."""
 
     def __init__(self, job: EntryPoint, variables: Mapping[str, str], log: str | None) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -206,13 +208,13 @@ class _Rank:
         return self._process.pid
 
     def handles(self) -> list[connection.Connection | int]:
-        """What to wait for."""
+        """Return the objects to wait for."""
         reports = [] if self._reports.closed else [self._reports]
         return [*reports, self._process.sentinel]
 
     def poll(self) -> None:
-        """Take notice of a value, a failure or an end."""
-        # First, since a rank that has ended has sent what it had to.
+        """Read a value, a failure or an end."""
+        # First, since a rank that has ended has sent its messages.
         exitcode = self._process.exitcode
         with suppress(EOFError, OSError):
             while not self._reports.closed and self._reports.poll():
@@ -243,7 +245,7 @@ class _Rank:
             else:
                 self._note_left(json.loads(report.removeprefix(LEFT)))
         finally:
-            # One report at most besides; afterwards only the end is of interest.
+            # One more report at most; afterwards only the end matters.
             if last:
                 self._reports.close()
 
@@ -254,23 +256,23 @@ class _Rank:
         elif self.left is None:
             where = ", ".join(filter(None, (socket.gethostname(), notice["place"])))
             self.left = Left(rank=self.rank, when=notice["when"], where=where, ended=notice["ended"])
-        else:  # it has closed its world before, and its script has ended now
+        else:  # it closed its world before, and its script has ended now
             self.left = replace(self.left, ended=notice["ended"])
 
     def _take(self, report: bytes) -> None:
         if report == RETURNED:
-            # Maybe hundreds of megabytes, which the rank writes as they are read here.
+            # It may be hundreds of megabytes, which the rank writes while they are read here.
             self.value = self._reports.recv_bytes()
         else:
             self.failure = decode(report)
 
     @property
     def ended_well(self) -> bool:
-        """Whether it came to the end of its script, and its process to its own without an error."""
+        """Return whether its script reached its end, and its process ended without an error."""
         return self.ended and self.finished and self.failure is None
 
     def saves(self) -> bool:
-        """Whether a Run is open there: it handles all of FORWARDED, which hardly anything else does."""
+        """Return whether a Run is open there: it handles all of FORWARDED, which little else does."""
         wanted = sum(1 << (signum - 1) for signum in FORWARDED)
         with suppress(OSError):
             for line in Path(f"/proc/{self._id()}/status").read_text().splitlines():
@@ -279,16 +281,16 @@ class _Rank:
         return False
 
     def send(self, signum: int) -> None:
-        """Signal the process itself: its children are its own affair."""
+        """Signal only the process itself, and not its children."""
         with suppress(ProcessLookupError):
             os.kill(self._id(), signum)
 
     def kill(self) -> None:
-        """Kill the process and whatever it started and left."""
+        """Kill the process and all processes that it started and left."""
         try:
             os.killpg(self._id(), signal.SIGKILL)
         except ProcessLookupError:
-            # It has not got as far as making its group, or all of it is gone.
+            # It has not created its group yet, or all of the group has ended.
             if self._process.exitcode is None:
                 self.send(signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What torch offers for a device: streams and events, by the device module of its type."""
+"""Streams, events and synchronization of a device, by the device module of its type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decision that Shoal took by itself: what it chose, why, and what it passed over and why."""
+"""A decision that Shoal made: the value, the reason, and the rejected alternatives."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from typing import Generic, TypeVar
 T_co = TypeVar("T_co", covariant=True)
 
 GIVEN = "given"
-"""The reason, or how it begins, where the user has chosen: by an argument or by a variable."""
+"""The reason, or its beginning, if the user chose by an argument or an environment variable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision(Generic[T_co]):
-    """What was decided, the value, the reason, and what was rejected with the reason for each.
+    """One value that Shoal or the user chose, with its reason and the rejected alternatives.
 
-    It is made where the decision is made. A choice of the user's has "given" as its reason, or,
-    by a variable of the environment, "given: NAME=value".
+    Args:
+        what: Name of the decision, such as `"backend"`.
+        value: The chosen value.
+        reason: Reason for the value. `"given"` if the user passed an argument, and
+            `"given: NAME=value"` if the user set an environment variable.
+        rejected: Alternatives that were not chosen, each with its reason. Default: none.
 
-        >>> Decision(what="backend", value="gloo", reason="the device is a CPU").value
+    Examples:
+        >>> shoal.Decision(what="backend", value="gloo", reason="the device is a CPU").value
         'gloo'
     """
 

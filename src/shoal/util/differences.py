@@ -1,4 +1,4 @@
-"""What should be the same on all ranks and is not, and ranks in short."""
+"""Facts that differ between ranks but must not, and a short form of lists of ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from itertools import groupby
 
 @dataclass(frozen=True, kw_only=True)
 class RankDifference:
-    """A fact that is not the same on all ranks: the usual value, and of each other one the ranks.
+    """A fact that is not the same on all ranks: the usual value, and the ranks of each other one.
 
-    `usual` is what most have, of equals the one of the first rank.
+    `usual` is the most frequent value; among equals, that of the first rank.
     """
 
     name: str
@@ -22,7 +22,7 @@ class RankDifference:
 
 
 def differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[RankDifference]:
-    """What differs between ranks, each given by its facts; one that a rank lacks is "none" there."""
+    """Yield the differences between ranks, each given by its facts; a missing fact is "none"."""
     for name in sorted({name for found in ranks for name in found}):
         values = [found.get(name, "none") for found in ranks]
         usual, times = Counter(values).most_common(1)[0]
@@ -35,7 +35,7 @@ def differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[RankDifference]:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Numbers in short, as in `0-3,8`."""
+    """Return numbers in a short form, such as `0-3,8`."""
     parts = []
     ordered = sorted(numbers)
     for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):

@@ -1,4 +1,4 @@
-"""The one hierarchy of errors: each says what was given, what was found and what to type."""
+"""The hierarchy of errors; each has the input, the problem and the fix."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from shoal.util.text import printable
 
 
 class ShoalError(Exception):
-    """An error that a user can act on.
+    """An error with a fix for the user, printed as three or four lines.
 
-    `given` is what the user wrote or did, `found` is what contradicts it, `fix` is what to type.
-    `where` (rank, host, file:line) is filled in by whoever knows it, at the latest when the error
-    leaves the world's `with` block. Printed as three or four lines.
+    `given` is the user's input or action, `found` contradicts it, `fix` is the text to type. `where`
+    (rank, host, file:line) is set by the code that knows it, at the latest when the error leaves the
+    world's `with` block.
     """
 
     def __init__(self, *, given: str, found: str, fix: str) -> None:
@@ -24,8 +24,8 @@ class ShoalError(Exception):
         lines = [f"given: {self.given}", f"found: {self.found}", f"fix:   {self.fix}"]
         if self.where is not None:
             lines.append(f"where: {self.where}")
-        # The first line of a traceback carries the class name; start below it so that columns align.
-        # What was found may be text of a file that somebody else wrote.
+        # The first line of a traceback has the class name; start below it so that columns align.
+        # `found` may quote a file that another user wrote.
         shown = (printable(line) for text in lines for line in text.split("\n"))
         return "\n" + "\n".join(shown)
 
@@ -41,24 +41,24 @@ def _rebuild(kind: type[ShoalError], given: str, found: str, fix: str, where: st
 
 
 class LaunchError(ShoalError):
-    """Processes, ports, launchers and their environment."""
+    """An error of processes, ports, launchers or their environment."""
 
 
 class LayoutError(ShoalError):
-    """A layout that can't be read or does not fit the world."""
+    """An error of a layout that can't be parsed or does not fit the world."""
 
 
 class DataError(ShoalError):
-    """Datasets, batches and their sizes."""
+    """An error of datasets, batches or their sizes."""
 
 
 class StepError(ShoalError):
-    """Losses, gradients, precision and the order of calls in a step."""
+    """An error of losses, gradients, precision or the order of calls in a step."""
 
 
 class CheckpointError(ShoalError):
-    """Run directories and checkpoints that can't be written, read or trusted."""
+    """An error of run directories or checkpoints that can't be written, read or trusted."""
 
 
 class AgreementError(ShoalError):
-    """Ranks that should hold the same value and don't."""
+    """An error of ranks that should have the same value and do not."""

@@ -1,4 +1,4 @@
-"""What is installed, by what its metadata say: nothing is imported for it."""
+"""The installed packages, by their metadata, without imports."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from importlib import metadata
 
 
 def packages() -> dict[str, str]:
-    """The version of each package that Python would import, by name.
+    """Return the version of each package that Python would import, by name.
 
-    Where `sys.path` has a package twice, the first one counts, as it does for `import`; spellings of
-    one name, such as `ruamel.yaml` and `ruamel_yaml`, are one package (PEP 503).
+    If `sys.path` has a package twice, the first one counts, as for `import`. Spellings of one name,
+    such as `ruamel.yaml` and `ruamel_yaml`, are one package (PEP 503).
     """
     first: dict[str, tuple[str, str]] = {}
     for found in metadata.distributions():
@@ -22,6 +22,6 @@ def packages() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what trains: Python, torch, NumPy and Shoal."""
+    """Return the versions that matter for training: Python, torch, NumPy and Shoal."""
     names = ("torch", "numpy", "shoal")
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}

@@ -1,8 +1,7 @@
-"""What crosses between the caller of `shoal.launch`, its launcher and the ranks, through pipes.
+"""Pickled data between the caller of `shoal.launch`, its launcher and the ranks, through pipes.
 
-The only place that pickles. Only the caller and the ranks unpickle, and only what came from each
-other; nothing is ever in a file. Where torch itself unpickles what other nodes wrote, `holds_only`
-reads it first.
+No other module pickles. Only the caller and the ranks unpickle, and only data from each other, which is
+never in a file. If torch itself unpickles data of other nodes, `holds_only` checks it first.
 """
 
 from __future__ import annotations
@@ -16,20 +15,22 @@ from typing import IO, Any
 from shoal.util.errors import LaunchError
 
 RETURNED, FAILED, REFUSED = b"returned", b"failed", b"refused"
-"""What a launcher's answer begins with: one value for each rank, a failure or an error follows."""
+"""The beginning of a launcher's answer: one value per rank, a failure or an error follows."""
 
 _LENGTH = 8
 
 
 def write_framed(stream: IO[bytes], data: bytes) -> None:
-    """Write bytes, preceded by how many they are."""
+    """Write bytes, preceded by their number."""
     stream.write(len(data).to_bytes(_LENGTH, "big"))
     stream.write(data)
     stream.flush()
 
 
 def read_framed(stream: IO[bytes]) -> bytes:
-    """Read what `write_framed` wrote; EOFError where the other end is gone before all of it came."""
+    """Return the bytes that `write_framed` wrote. Raises EOFError if the other end closes before the
+    end.
+    """
     return _exactly(stream, int.from_bytes(_exactly(stream, _LENGTH), "big"))
 
 
@@ -41,15 +42,15 @@ def _exactly(stream: IO[bytes], size: int) -> bytes:
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], *, given: str) -> bytes:
-    """Pickle a call; LaunchError where that can't be, naming what is to blame."""
+    """Pickle a call. Raises LaunchError, with the cause, if that is impossible."""
     try:
         return pickle_value((function, args))
     except Exception as error:
         what = _unpicklable(function, args)
         raise LaunchError(
             given=f"{given} with {what}",
-            found=f"it can't be pickled, and so not be sent to the processes ({error})",
-            fix="make it inside the function, or give what it is made from: a path, not an open file",
+            found=f"it can't be pickled, so Shoal can't send it to the processes ({error})",
+            fix="create it inside the function, or pass its source: a path, not an open file",
         ) from None
 
 
@@ -63,35 +64,35 @@ def pickle_value(value: object) -> bytes:
 
 
 def unpickle(data: bytes) -> Any:
-    """What was pickled at the other end."""
+    """Return the value that was pickled at the other end."""
     return pickle.loads(data)
 
 
 def holds_only(data: bytes, classes: Collection[type]) -> bool:
-    """Whether unpickling `data` calls nothing but some classes, each known to do no harm."""
+    """Return whether unpickling `data` calls only these classes, each known to be harmless."""
     try:
         _Restricted(data, classes).load()
-    except Exception:  # whatever forged bytes lead to
+    except Exception:  # forged bytes can raise any error
         return False
     return True
 
 
 class _Restricted(pickle.Unpickler):
-    """Knows no names but those of some classes."""
+    """An unpickler that knows only the names of some classes."""
 
     def __init__(self, data: bytes, classes: Collection[type]) -> None:
         super().__init__(io.BytesIO(data))
         self._classes = {(kind.__module__, kind.__qualname__): kind for kind in classes}
 
     def find_class(self, module: str, name: str) -> type:
-        """The class of this name. Raises UnpicklingError for any other."""
+        """Return the class of this name. Raises UnpicklingError for any other."""
         if (module, name) not in self._classes:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return self._classes[module, name]
 
 
 def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Name the argument, or the variable that the function uses, that can't be pickled."""
+    """Return the argument, or the variable used by the function, that can't be pickled."""
     for number, value in enumerate(args, 1):
         if not _picklable(value):
             return f"argument {number}, {type(value).__qualname__}"

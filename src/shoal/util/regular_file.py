@@ -1,7 +1,7 @@
-"""Files that are opened to write: regular ones, and never where a symbolic link leads.
+"""Opening of files to write: only regular ones, and never through a symbolic link.
 
-A run directory may come from another person, with links in the places of files that a run writes.
-Directories in it may be links: people keep checkpoints on another file system by them.
+A run directory may come from another person, with links in place of files that a run writes.
+Directories in it may be links, since users keep checkpoints on another file system that way.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 
 def open_to_write(path: Path, flags: int) -> int:
-    """Open with `flags` of `os.open`; made where it is missing. Raises OSError for a link or a pipe."""
+    """Open with `flags` of `os.open`; create a missing file. Raises OSError for a link or a pipe."""
     flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o644)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _refused(path, "it is a symbolic link, and Shoal writes through none") from None
+            raise _refused(path, "it is a symbolic link, and Shoal does not write to links") from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -28,7 +28,9 @@ def open_to_write(path: Path, flags: int) -> int:
 
 
 def write_new(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a file that does not exist yet, `private` for its owner alone. Raises FileExistsError."""
+    """Write a file that does not exist yet; if `private`, only its owner can read it. Raises
+    FileExistsError.
+    """
     mode = 0o600 if private else 0o644
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -36,9 +38,9 @@ def write_new(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file that is never seen half, in the place of what has its name, be that a link."""
+    """Write a file atomically, and replace a file or link with its name."""
     partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)  # of a process that was killed, or a link
+    partial.unlink(missing_ok=True)  # left by a killed process, or a link
     write_new(partial, text)
     partial.replace(path)
 

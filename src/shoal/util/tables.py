@@ -1,7 +1,7 @@
-"""The tables that people read: no colours, no cut text, in as many columns as there are.
+"""Tables for the terminal: no colours, no truncated text, as many columns as there are.
 
-All text goes through `printable` and never through markup: names may come from files that somebody
-else wrote.
+All text goes through `printable` and never through markup, since names may come from files that another
+user wrote.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _NARROW = 14
 
 
 def plain_console(*, stderr: bool = False) -> Console:
-    """The standard output or stderr, without styles: it may be a file or somebody's pipe."""
+    """Return a console for standard output or stderr, without styles: it may be a file or a pipe."""
     return Console(color_system=None, highlight=False, stderr=stderr)
 
 
 def make_table(*headers: str, right: Collection[str] = ()) -> Table:
-    """An empty table; the columns named in `right` hold numbers."""
+    """Return an empty table; the columns in `right` contain numbers."""
     table = Table(box=box.SIMPLE_HEAD if any(headers) else None, pad_edge=False, show_edge=False)
     for header in headers:
-        # Longer words than a column are folded: text that is cut may be what somebody looks for.
+        # Words longer than a column are folded, since truncated text could be what a user looks for.
         justify = "right" if header in right else "left"
         table.add_column(header, overflow="fold", justify=justify)  # type: ignore[arg-type]
     return table
@@ -62,10 +62,10 @@ def print_rows(
 
 
 def print_pairs(console: Console, title: str, pairs: Iterable[tuple[str, str]]) -> None:
-    """Print what is what, in two columns."""
+    """Print names and values in two columns."""
     table = make_table("", "")
     table.show_header = False
-    # Names are short but for some; a narrow screen belongs to what was found.
+    # Most names are short; a narrow terminal must leave room for the values.
     table.columns[0].max_width = max(_NARROW, console.width // 3)
     for pair in pairs:
         add_row(table, *pair)
@@ -80,16 +80,16 @@ def rendered(print_to: Callable[[Console], None], width: int) -> str:
 
 
 def print_line(console: Console, *texts: str) -> None:
-    """Print texts, each on lines of its own."""
+    """Print texts, each on a separate line."""
     for text in texts:
         console.print(as_text(text), overflow="fold")
 
 
 def print_path(console: Console, text: str) -> None:
-    """Print a line with a path in it, which somebody may want to find or copy: as long as it is."""
+    """Print a line with a path in it without wrapping, so that users can find and copy the path."""
     console.print(as_text(text), soft_wrap=True)
 
 
 def as_text(text: str) -> Text:
-    """Text as it stands: `node[01-03]` is no markup."""
+    """Return text without markup: `node[01-03]` is not markup."""
     return Text(printable(text))

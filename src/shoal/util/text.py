@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-# Controls of C0 and C1, line separators, marks that reorder text, and halves of surrogate pairs.
+# Controls of C0 and C1, line separators, marks that reorder text, and lone surrogates.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\n-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -32,16 +32,18 @@ MASK = "***"
 
 
 def printable(text: str) -> str:
-    """`text` as one line that a terminal shows and does not obey: control characters are escaped."""
+    """Return `text` as one line that a terminal shows and does not interpret: control characters are
+    escaped.
+    """
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def masked(tree: Any, *, secret: bool = False) -> Any:
-    """Settings without what people keep to themselves.
+    """Return settings without secrets.
 
     In mappings, lists and tuples, texts below a name like `api_key`, `TOKEN` or `dbPassword` become
-    `***`, and so do names and passwords in URLs, and what follows an option like `--api-key` in a list
-    of arguments. Numbers stay: `tokens` may be counted. Types of Python's own stay too; other mappings
+    `***`, and so do names and passwords in URLs, and values after an option like `--api-key` in a list
+    of arguments. Numbers stay: `tokens` may be counted. Python's own types stay too; other mappings
     become dicts.
     """
     if secret and tree and isinstance(tree, str | bytes):
@@ -65,14 +67,14 @@ def masked(tree: Any, *, secret: bool = False) -> Any:
 
 
 def shown(value: object) -> str:
-    """The text of a value, as `str` gives it, where that holds no secret; else without these."""
+    """Return the text of a value, as `str` does; secrets in it are masked."""
     found = _opened(value)
     hidden = masked(found)
     return str(value) if hidden == found else str(hidden)
 
 
 def _opened(value: Any) -> Any:
-    """Names and texts of a value: dicts and lists in the place of all that has names or items."""
+    """Return names and texts of a value: dicts and lists replace all objects with names or items."""
     if isinstance(value, Mapping):
         return {name: _opened(item) for name, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
@@ -87,18 +89,20 @@ def _opened(value: Any) -> Any:
 
 
 def _names_a_secret(argument: object) -> bool:
-    """Whether it is an option of which the value comes next."""
+    """Return whether it is an option whose value comes next."""
     option = _OPTION.fullmatch(argument) if isinstance(argument, str) else None
     return option is not None and option[2] is None and is_secret(option[1])
 
 
 def passwords(text: str) -> list[str]:
-    """The passwords in URLs (`https://name:password@host`), and names that stand there alone."""
+    """Return the passwords in URLs (`https://name:password@host`), and names that appear there without
+    one.
+    """
     return [found.rpartition(":")[2].rstrip("@") for found in _LOGIN.findall(text)]
 
 
 def is_secret(name: object) -> bool:
-    """Whether a setting's name says that its value is a secret."""
+    """Return whether a setting's name suggests that its value is a secret."""
     if not isinstance(name, str) or name in _DIRECTORIES:
         return False
     return bool(_SECRET.search(_HUMP.sub("_", name).lower()))

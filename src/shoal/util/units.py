@@ -1,4 +1,4 @@
-"""Durations, numbers, per cent and sizes as people read them."""
+"""Durations, numbers, percentages and sizes in a readable form."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ def counted(count: int, noun: str, ending: str = "s") -> str:
 
 
 def percent(share: float, *, tenths: bool = False) -> str:
-    """Return a share of one in per cent: `19 %`; with `tenths` a small one has a decimal: `1.9 %`."""
+    """Return a fraction as a percentage: `19 %`; with `tenths` a small one has a decimal: `1.9 %`."""
     return f"{100 * share:.{1 if tenths and share < 0.0995 else 0}f} %"
 
 
 def duration(seconds: float, *, fixed: bool = False, microseconds: bool = True) -> str:
-    """Return a length of time with three digits, from microseconds to days: `2.3 s`, `412 ms`, `75 s`.
+    """Return a duration with three digits, from microseconds to days: `2.3 s`, `412 ms`, `75 s`.
 
-    With `fixed`, digits that are zero stay, as columns of a table need it: `2.30 s`. Without
-    `microseconds`, the smallest unit is the millisecond, for terminals that lack the `µ`.
+    With `fixed`, trailing zeros stay, as columns of a table need it: `2.30 s`. Without `microseconds`,
+    the smallest unit is the millisecond, for terminals that lack the `µ`.
     """
     if not math.isfinite(seconds):
         return "-"
@@ -36,7 +36,7 @@ def duration(seconds: float, *, fixed: bool = False, microseconds: bool = True) 
 
 
 def elapsed(seconds: float) -> str:
-    """Return a length of time as a clock shows it: 0:07, 12:34, 3:25:45, 4d 03:25.
+    """Return a duration as a clock shows it: 0:07, 12:34, 3:25:45, 4d 03:25.
 
     A negative one, as after a clock was set back, is 0:00.
     """
@@ -49,7 +49,7 @@ def elapsed(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Return how long ago something was, in whole units: `59 s`, `3 min`, `2 d`."""
+    """Return the age of an event, in full units: `59 s`, `3 min`, `2 d`."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds // length:,.0f} {unit}"
@@ -83,18 +83,20 @@ def bandwidth(bytes_per_second: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return a number with three digits, or with all before the point: `1.25`, `12.5`, `12,500`."""
+    """Return a number with three digits, or with all before the decimal point: `1.25`, `12.5`,
+    `12,500`.
+    """
     magnitude = abs(value)
     return f"{value:,.{2 if magnitude < 9.995 else 1 if magnitude < 99.95 else 0}f}"
 
 
 def two_digits(value: float) -> str:
-    """Return a number with two digits, or with all before the point: `1.8`, `12`, `1,250`."""
+    """Return a number with two digits, or with all before the decimal point: `1.8`, `12`, `1,250`."""
     return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
 
 
 def four_digits(value: float) -> str:
-    """Return a number with four digits, or with all before the point: `0.1234`, `12,345`."""
+    """Return a number with four digits, or with all before the decimal point: `0.1234`, `12,345`."""
     if not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Which lines of a stack are the user's own, and which a library's."""
+"""Distinction between the lines of user code in a stack and those of libraries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from types import TracebackType
 from shoal.util.errors import ShoalError
 
 
-@functools.cache  # asked for each frame of a stack, at each collective of the first steps
+@functools.cache  # called for each frame of a stack, at each collective of the first steps
 def is_library(filename: str) -> bool:
-    """Whether code of this file is of Python, an installed package or Shoal; `<string>` is too."""
+    """Return whether code of this file belongs to Python, an installed package or Shoal; `<string>`
+    does too.
+    """
     path = Path(filename)
     return (
         filename.startswith("<")

@@ -1,4 +1,7 @@
-"""Which launcher started this process: one table, asked in its order. Pure but for host files."""
+"""Detection of the launcher that started this process, by one table in a fixed order.
+
+Only lists of hosts are read from files; all else is computed from the environment variables.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,18 @@ from shoal.distributed.placement import (
 from shoal.util.decision import Decision
 
 REQUEUE = 75
-"""The exit code of a rank that was told to stop, has saved and wants to be started again: EX_TEMPFAIL
-of sysexits.h, a failure that another try mends."""
+"""Exit code of a rank that received a signal to stop, has saved, and asks to be restarted: EX_TEMPFAIL
+of sysexits.h, a failure that another attempt can fix.
+"""
 
 MAY_DIE = b"may die alone"
-"""What a rank tells the launcher that started it when the others would go on without it."""
+"""Message of a rank to its launcher if the other ranks would continue without it."""
 
 LEFT = b"left "
-"""What a rank tells that launcher when it leaves the others without an error, before JSON: the place in
-the user's code, whether its script has ended, and the moment in seconds of `time.monotonic`; or null
-when it joins them again."""
+"""Message of a rank to its launcher when it leaves the others without an error, followed by JSON: the
+place in the user's code, whether its script has ended, and the time in seconds of `time.monotonic`; or
+null when it joins them again.
+"""
 
 __all__ = [
     "DIRECTORY",
@@ -58,10 +63,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterEnvironment:
-    """A launcher: the variables that give it away, why it is asked where it is, and whence known.
+    """A launcher: the variables that identify it, the reason for its place in the order, and the
+    source.
 
-    Any one of `marks` is enough to know it; what it then lacks is an error and not another
-    launcher's turn.
+    One of `marks` is enough to identify it. If other variables are missing then, that is an error, and
+    no other launcher is tried.
     """
 
     name: str
@@ -71,20 +77,20 @@ class ClusterEnvironment:
     read: Callable[[Mapping[str, str], int, Commands], Placement]
 
     def started(self, env: Mapping[str, str]) -> bool:
-        """Whether this launcher started the process with this environment."""
+        """Return whether this launcher started the process with this environment."""
         if self.marks == _SLURM:
             return is_task(env)
         return any(env.get(name) for name in self.marks)
 
     def why_not(self, env: Mapping[str, str], chosen: str) -> str:
-        """Why this launcher did not decide where `chosen` did."""
+        """Return the reason why `chosen` was detected and not this launcher."""
         found = spell(env, self.marks)
         if chosen and found:
-            return f"{found} is there too, but {chosen} is asked earlier"
+            return f"{found} is set too, but {chosen} is checked earlier"
         missing = [name for name in self.marks if not env.get(name)]
         if missing:
             return f"{' and '.join(missing)} not set" + (f" (but {found})" if found else "")
-        return f"{found}: a step of Slurm's own, which has no tasks"
+        return f"{found}: one of Slurm's own steps, which has no tasks"
 
 
 _SLURM = ("SLURM_STEP_ID", "SLURM_PROCID")
@@ -93,7 +99,7 @@ LAUNCHERS = (
     ClusterEnvironment(
         name="torchrun, shoal run",
         marks=("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-        why_here="first: others start its agents, and their variables stay visible to its workers",
+        why_here="first: others start its agents, and workers inherit their variables",
         source="torch.distributed.run; torch 2.13, recorded",
         read=lambda env, cpus, _: torchrun(env, cpus),
     ),
@@ -121,14 +127,14 @@ LAUNCHERS = (
     ClusterEnvironment(
         name="PALS (PBS)",
         marks=("PALS_RANKID",),
-        why_here="after Hydra, which can run under PBS too and sets nothing of PALS",
+        why_here="after Hydra, which can run under PBS too and sets no variables of PALS",
         source="mpiexec(1) of HPE PALS",
         read=lambda env, cpus, _: pals(env, cpus),
     ),
     ClusterEnvironment(
         name="Flux",
         marks=("FLUX_TASK_RANK",),
-        why_here="before srun: an instance of Flux may itself be a step of a Slurm job",
+        why_here="before srun: an instance of Flux can be a step of a Slurm job",
         source="flux-environment(7)",
         read=lambda env, cpus, _: flux(env, cpus),
     ),
@@ -142,21 +148,22 @@ LAUNCHERS = (
     ClusterEnvironment(
         name="env://",
         marks=("RANK", "LOCAL_RANK"),
-        why_here="last: scripts set these from what a launcher above says, which says more",
+        why_here="last: scripts copy these from a launcher above, whose variables say more",
         source="torch.distributed; PyTorchJob of Kubeflow's training operator, its source",
         read=lambda env, cpus, _: by_hand(env, cpus),
     ),
 )
-"""All launchers in the order in which they are asked: the first that is recognised decides.
+"""All launchers, in the order in which they are checked. The first that is identified decides.
 
-Where several left their variables, the one nearest to the process must win.
+If several have left their variables, the launcher closest to the process must win.
 """
 
 
 def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
-    """The placement that `env` gives a process with `cpus` in its affinity; a world of one if none.
+    """Return the placement of a process with environment `env` and `cpus` in its affinity.
 
-    Raises LaunchError for environments that are half set or contradict themselves.
+    Without a launcher, the world size is 1. Raises LaunchError if variables are missing or contradict
+    each other.
     """
     chosen = next((one for one in LAUNCHERS if one.started(env)), None)
     if chosen is None:
@@ -165,7 +172,7 @@ def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
         placement = chosen.read(env, cpus, commands)
         if chosen is not LAUNCHERS[0]:
             check_agreement(env, placement)
-        reason = f"{spell(env, chosen.marks)}; asked {chosen.why_here}"
+        reason = f"{spell(env, chosen.marks)}; checked {chosen.why_here}"
     earlier = LAUNCHERS if chosen is None else LAUNCHERS[: LAUNCHERS.index(chosen)]
     launcher = Decision(
         what="launcher",
@@ -181,24 +188,24 @@ def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
 
 
 def marks_found(env: Mapping[str, str]) -> dict[str, str]:
-    """For each launcher, in the order of detection, those of its variables that are set."""
+    """Return each launcher, in the order of detection, with those of its variables that are set."""
     return {launcher.name: spell(env, launcher.marks) for launcher in LAUNCHERS}
 
 
 def order_of_detection() -> str:
-    """The table as text, one launcher a line: variables, name, reason, source."""
+    """Return the table as text, one launcher per line: variables, name, reason, source."""
     return "\n".join(
         f"{' or '.join(one.marks)}: {one.name}; {one.why_here} [{one.source}]" for one in LAUNCHERS
     )
 
 
 def _alone(env: Mapping[str, str], cpus: int) -> Placement:
-    # What is left of a launcher that is not recognised must not become N worlds of one.
+    # The remaining variables of an unknown launcher must not lead to N worlds of size 1.
     if env.get("WORLD_SIZE", "1") not in ("", "1"):
         require(env, ("WORLD_SIZE", "RANK"))
     if env.get("PMI_SIZE", "1") not in ("", "1"):
         require(env, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
-    # Slurm's shell in an allocation has it too where pmix is the site's default.
+    # Slurm's shell in an allocation sets it too if pmix is the site's default.
     if env.get("PMIX_RANK") and not env.get("SLURM_STEP_ID"):
         require(env, ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
     batch = spell(env, ("SLURM_JOB_ID",))
@@ -216,11 +223,11 @@ def _alone(env: Mapping[str, str], cpus: int) -> Placement:
         attempt=integer(env, "SLURM_RESTART_COUNT", 0),
         job=slurm_job(env),
         warning=idle_tasks(env) if batch else "",
-        reason=f"{batch}, but this is no task of a step: a batch script or a shell"
+        reason=f"{batch}, but this is not a task of a step: it is a batch script or a shell"
         if batch
         else "no launcher's variables are set",
         choices=(
-            Decision(what="cores", value=cpus, reason=f"{cpus} core(s) in its affinity, all its own"),
-            Decision(what="address", value=("127.0.0.1",), reason="one process has nobody to meet"),
+            Decision(what="cores", value=cpus, reason=f"{cpus} core(s) in its affinity"),
+            Decision(what="address", value=("127.0.0.1",), reason="one process needs no rendezvous"),
         ),
     )

@@ -1,4 +1,4 @@
-"""The variables of torch's `env://`, set by hand or by a job controller of Kubernetes."""
+"""Placement by the variables of torch's `env://`, set by hand or by a job controller of Kubernetes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _PROCESSES = "PET_NPROC_PER_NODE"
 
 
 def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
-    """Placement by the variables that `init_process_group(init_method="env://")` reads.
+    """Return the placement by the variables that `init_process_group(init_method="env://")` reads.
 
-    Ranks learn at rendezvous which of them share a machine; in a pod with one process, the local
-    rank is 0 of 1.
+    The rendezvous determines which ranks share a node. In a pod with one process, the local rank is 0
+    of 1.
     """
     if env.get("RANK") == "0" and env.get("WORLD_SIZE") == "1":
-        # In a world of one the rest is known.
+        # In a world of size 1 the rest is known.
         env = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **env}
     require(env, (*_NAMES, *(["LOCAL_RANK"] if env.get("LOCAL_RANK") else [])))
     rank, size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
@@ -61,8 +61,7 @@ def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
         attempt=integer(env, "SLURM_RESTART_COUNT", 0),
         job=slurm_job(env),
         unsettled=() if pod or size == 1 else unsettled,
-        reason=spell(env, (*_NAMES, "LOCAL_RANK"))
-        + (f"; one process for each pod: {pod}" if pod else ""),
+        reason=spell(env, (*_NAMES, "LOCAL_RANK")) + (f"; one process per pod: {pod}" if pod else ""),
         choices=(
             cores,
             Decision(what="address", value=(address,), reason=f"env://: MASTER_ADDR={address}"),
@@ -72,7 +71,7 @@ def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
 
 
 def _pod(env: Mapping[str, str], size: int) -> str:
-    """The variables that say that this is a pod with one process; empty if there are none."""
+    """Return the variables that identify a pod with one process; empty if there are none."""
     names = tuple(sorted(name for name in env if name.startswith(_PREFIX) or name in _OF_PODS))
     processes = env.get(_PROCESSES, "")
     if processes.isdecimal() and int(processes) > 1:
@@ -85,9 +84,9 @@ def _pod(env: Mapping[str, str], size: int) -> str:
 
 
 def check_agreement(env: Mapping[str, str], placement: Placement) -> None:
-    """Raise LaunchError where RANK, WORLD_SIZE or LOCAL_RANK contradict the launcher.
+    """Raise LaunchError if RANK, WORLD_SIZE or LOCAL_RANK contradict the launcher.
 
-    Where they repeat what it says, as after `RANK=$SLURM_PROCID`, they do no harm.
+    The same values, as after `RANK=$SLURM_PROCID`, are allowed.
     """
     told = dict(zip(_PLACE, (placement.rank, placement.size, placement.local_rank), strict=True))
     wrong = [name for name, value in told.items() if integer(env, name, value) != value]
@@ -96,7 +95,7 @@ def check_agreement(env: Mapping[str, str], placement: Placement) -> None:
         said = f"rank {placement.rank} of {placement.size}, local rank {placement.local_rank}"
         raise LaunchError(
             given=f"{spell(env, _PLACE)}; {placement.reason}",
-            found=f"{placement.launcher} says {said}, and {', '.join(wrong)} another",
-            fix=f"unset {names}: {placement.launcher} says everything; if each of its processes starts "
-            "several, set LOCAL_RANK and LOCAL_WORLD_SIZE for each of these too",
+            found=f"{placement.launcher} says {said}, which contradicts {', '.join(wrong)}",
+            fix=f"unset {names}: {placement.launcher} sets all variables; if each of its processes "
+            "starts several, set LOCAL_RANK and LOCAL_WORLD_SIZE for each of these too",
         )

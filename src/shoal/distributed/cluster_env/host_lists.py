@@ -1,4 +1,4 @@
-"""Lists of machines as schedulers write them."""
+"""Lists of hosts in the formats of schedulers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTS = ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "LSB_MCPU_H
 def expand_hosts(text: str) -> list[str]:
     """Expand Slurm's compressed list: `"n[01-02,7],gpu5"` gives n01, n02, n7, gpu5.
 
-    Done here and not by `scontrol`, which is missing inside most containers.
+    `scontrol` could do it, but is missing inside most containers.
     """
     hosts: list[str] = []
     for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
@@ -47,18 +47,18 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def allocated(env: Mapping[str, str]) -> Decision[tuple[str, ...]]:
-    """The machines that a scheduler gave to this job, in its order; empty where none says.
+    """Return the hosts that a scheduler assigned to this job, in its order; empty if there is no list.
 
-    Slurm: SLURM_JOB_NODELIST. PBS: PBS_NODEFILE (qsub(1B)), which not every machine of a job can
-    read. LSF: LSB_DJOB_HOSTFILE, or the pairs of host and slots in LSB_MCPU_HOSTS ("Environment
-    variables set for job execution" of its reference).
+    Slurm: SLURM_JOB_NODELIST. PBS: PBS_NODEFILE (qsub(1B)), which not every node of a job can read.
+    LSF: LSB_DJOB_HOSTFILE, or the pairs of host and slots in LSB_MCPU_HOSTS ("Environment variables set
+    for job execution" of its reference).
     """
     for name in _LISTS:
         hosts = tuple(dict.fromkeys(_listed(name, env[name]))) if env.get(name) else ()
         if hosts:
-            reason = f"rank 0 is on one of the scheduler's machines: {name}={env[name]}"
+            reason = f"rank 0 is on one of the scheduler's nodes: {name}={env[name]}"
             return Decision(what="address", value=hosts, reason=reason)
-    return Decision(what="address", value=(), reason=f"no list of machines in {', '.join(_LISTS)}")
+    return Decision(what="address", value=(), reason=f"no list of nodes in {', '.join(_LISTS)}")
 
 
 def _listed(name: str, text: str) -> list[str]:

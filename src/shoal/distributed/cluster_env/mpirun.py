@@ -1,4 +1,4 @@
-"""Ranks started by `mpirun`, `mpiexec` and `jsrun`: none of these names an address."""
+"""Placement of ranks of `mpirun`, `mpiexec` and `jsrun`, which set no address of rank 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.util.decision import Decision
 from shoal.util.errors import LaunchError
 
 Commands = Callable[[], Iterable[str]]
-"""The command lines of this process's ancestors, nearest first."""
+"""A function that returns the command lines of this process's ancestors, nearest first."""
 
 _OPEN_MPI = (
     "OMPI_COMM_WORLD_RANK",
@@ -41,9 +41,9 @@ _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def open_mpi(env: Mapping[str, str], cpus: int) -> Placement:
-    """Placement of a rank of Open MPI, 4 (its own runtime) or 5 (PRRTE)."""
+    """Return the placement of a rank of Open MPI 4 (its own runtime) or 5 (PRRTE)."""
     require(env, (*_OPEN_MPI, "PMIX_NAMESPACE"))
-    # In version 4 the name space is a number that another machine's may equal.
+    # In version 4 the name space is a number that a job of another machine may have too.
     uri = env.get("OMPI_MCA_orte_hnp_uri", "")
     job = f"ompi-{env['PMIX_NAMESPACE']}-{uri}"
     here = re.fullmatch(r"prterun-(.+)-\d+@\d+", env["PMIX_NAMESPACE"])
@@ -52,17 +52,17 @@ def open_mpi(env: Mapping[str, str], cpus: int) -> Placement:
 
 
 def jsrun(env: Mapping[str, str], cpus: int) -> Placement:
-    """Placement of a rank of LSF's `jsrun` (JSM: "jsrun" in IBM's Job Step Manager manual)."""
+    """Return the placement of a rank of LSF's `jsrun` ("jsrun" in IBM's Job Step Manager manual)."""
     require(env, (*_JSM, "LSB_JOBID"))
     job = f"jsm-{env['LSB_JOBID']}-{env.get('PMIX_NAMESPACE', '')}"
     return _place(env, _JSM, cpus, launcher="jsrun", job=job)
 
 
 def hydra(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
-    """Placement of a rank of Hydra: MPICH, Intel MPI, MVAPICH.
+    """Return the placement of a rank of Hydra: MPICH, Intel MPI, MVAPICH.
 
-    Only Intel MPI names the job. Otherwise it is known by the port of `mpiexec`, which stands in
-    the command line of the proxy that started this process.
+    Only Intel MPI sets an identifier of the job. Otherwise the port of `mpiexec` identifies it; it is
+    in the command line of the proxy that started this process.
     """
     require(env, _HYDRA)
     job, host = env.get("I_MPI_HYDRA_UUID", ""), ""
@@ -73,7 +73,7 @@ def hydra(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
         elif not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
             raise LaunchError(
                 given=spell(env, _HYDRA),
-                found="no proxy of mpiexec among the parents of this process, to know the job by",
+                found="no mpiexec proxy, which identifies the job, among this process's parents",
                 fix="export MASTER_ADDR and MASTER_PORT (host and free port of the first rank)",
             )
     return _place(
@@ -97,7 +97,7 @@ def _place(
         raise LaunchError(
             given=spell(env, names),
             found=f"{names[3]} is below 1",
-            fix="start the script with mpirun itself, in an environment not edited by hand",
+            fix="start the script with mpirun, and do not edit its variables by hand",
         )
     nodes = integer(env, "OMPI_MCA_orte_num_nodes", -(-size // local_size))
     nodes = 1 if local_size == size else nodes
@@ -132,14 +132,14 @@ def _meeting(
     hosts = allocated(env)
     if hosts.value:
         return meet(env, job=job, hosts=hosts)
-    # Rank 0 is mostly where mpirun is; that is no certainty, so it also says where it is.
+    # Rank 0 is usually on the host of mpirun, but not always, so it also publishes its address.
     guess = "; mpirun was started here" if hints else ""
     hosts = Decision(what="address", value=hints, reason=f"{hosts.reason}{guess}")
     return meet(env, job=job, hosts=hosts, shared=True)
 
 
 def _check_alone(env: Mapping[str, str], name: str) -> None:
-    """Refuse `srun -n 4 mpirun -n 1`: four worlds of one."""
+    """Raise LaunchError for `srun -n 4 mpirun -n 1`, which gives four worlds of size 1."""
     if is_task(env) and integer(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         raise refuse_many_worlds(
             spell(env, (name, "SLURM_STEP_NUM_TASKS")),

@@ -1,4 +1,4 @@
-"""Tasks of a Slurm step. Every variable was seen in tasks of Slurm 22.05: tests/recorded."""
+"""Placement of tasks of a Slurm step; tests/recorded has each variable in Slurm 22.05."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from shoal.util.errors import LaunchError
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 _NAMES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
-# Not SLURM_NODELIST, which stays the job's in a step that has fewer nodes.
+# Not SLURM_NODELIST, which lists the nodes of the job even in a step with fewer nodes.
 _LISTS = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
 
-_BY_HAND = "start the script with srun itself, in an environment not edited by hand"
+_BY_HAND = "start the script with srun, and do not edit its variables by hand"
 
 
 def is_task(env: Mapping[str, str]) -> bool:
-    """Whether this is a task of a step: a batch script and a shell under salloc are not."""
+    """Return whether this is a task of a step; a batch script or a shell under salloc is not."""
     if not env.get("SLURM_STEP_ID"):
         if integer(env, "SLURM_PROCID", 0) > 0:
-            # Only tasks have such a rank: a container or a wrapper dropped the rest.
+            # Only tasks have such a rank: a container or a wrapper removed the other variables.
             require(env, ("SLURM_PROCID", "SLURM_STEP_ID"))
         return False
     return bool(env.get("SLURM_PROCID")) and integer(env, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
 
 
 def srun(env: Mapping[str, str], cpus: int) -> Placement:
-    """Placement of a task under `srun`."""
+    """Return the placement of a task under `srun`."""
     require(env, _NAMES + _LISTS)
     rank, size = integer(env, "SLURM_PROCID"), integer(env, "SLURM_NTASKS")
     node, step = integer(env, "SLURM_NODEID"), integer(env, "SLURM_STEP_ID")
@@ -74,22 +74,25 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
 
 
 def idle_tasks(env: Mapping[str, str]) -> str:
-    """A warning for one process outside of any step, where its job has room for more; else empty."""
+    """Return a warning for one process outside of a step if its job has room for more; else ""."""
     tasks = max(integer(env, "SLURM_NTASKS", 1), integer(env, "SLURM_JOB_NUM_NODES", 1))
     if tasks == 1:
         return ""
     return (
-        f"one process, in a Slurm job with room for {tasks} (job {env.get('SLURM_JOB_ID')}): "
-        "`srun python train.py` starts one in each of its tasks"
+        f"one process in a Slurm job with room for {tasks} (job {env.get('SLURM_JOB_ID')}): "
+        "`srun python train.py` starts one per task"
     )
 
 
 def _check_tasks(env: Mapping[str, str], size: int) -> str:
-    """A warning for a step of a part of its job. Raises LaunchError for numbers that contradict."""
+    """Return a warning for a step that uses a part of its job, else "".
+
+    Raises LaunchError if the numbers contradict each other.
+    """
     if integer(env, "SLURM_STEP_NUM_TASKS", size) != size:
         raise LaunchError(
             given=spell(env, ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")),
-            found="srun started another number of processes than SLURM_STEP_NUM_TASKS says",
+            found="SLURM_STEP_NUM_TASKS is not the number of processes that srun started",
             fix=_BY_HAND,
         )
     per_node = integer(env, "SLURM_NTASKS_PER_NODE", 1)
@@ -98,16 +101,17 @@ def _check_tasks(env: Mapping[str, str], size: int) -> str:
     if not _has_room(env, per_node):
         raise LaunchError(
             given=spell(env, ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")),
-            found=f"{size} task(s) in all, but {per_node} asked for on each node",
+            found=f"{size} task(s) in total, but {per_node} requested on each node",
             fix=f"drop --ntasks, or give `srun --ntasks={size} --ntasks-per-node={size}`",
         )
     return f"a step of {size} task(s), in a job with room for {per_node} on each node"
 
 
 def _has_room(env: Mapping[str, str], per_node: int) -> bool:
-    """Whether the job has the cores for `per_node` tasks: then a step of fewer is one of several.
+    """Return whether the job has the cores for `per_node` tasks, so that a smaller step is one of
+    several.
 
-    SLURM_NTASKS_PER_NODE is the job's, also in a step to which `srun -n1` gave a part of it.
+    SLURM_NTASKS_PER_NODE is the job's, even in a step to which `srun -n1` gave a part of it.
     """
     if not env.get("SLURM_JOB_CPUS_PER_NODE"):
         return False
@@ -116,7 +120,7 @@ def _has_room(env: Mapping[str, str], per_node: int) -> bool:
 
 
 def _ranks_here(env: Mapping[str, str], rank: int, local_size: int) -> list[int]:
-    """The ranks on this node, by local rank: only Slurm knows them under its distributions."""
+    """Return the ranks on this node, by local rank, as Slurm lists them for any distribution."""
     text = env.get("SLURM_GTIDS")
     if not text:
         return [rank]
@@ -134,17 +138,17 @@ def _ranks_here(env: Mapping[str, str], rank: int, local_size: int) -> list[int]
 def _first_rank(
     env: Mapping[str, str], hosts: list[str], here: list[int], node: int
 ) -> Decision[tuple[str, ...]]:
-    """The hosts that may have rank 0: the first, but for one's own list (`-m arbitrary`)."""
+    """Return the hosts that may have rank 0: the first host, except with a user's list (`-m
+    arbitrary`).
+    """
     listed = spell(env, _LISTS[:1])
     if 0 in here:
-        return _at(
-            (hosts[node],), f"rank 0 is on this machine: {spell(env, ('SLURM_GTIDS',)) or listed}"
-        )
+        return _at((hosts[node],), f"rank 0 is on this node: {spell(env, ('SLURM_GTIDS',)) or listed}")
     if "arbitrary" in env.get("SLURM_DISTRIBUTION", ""):
-        # The list of nodes is sorted; that of the tasks, SLURM_HOSTFILE, need not be here.
+        # The list of nodes is sorted; the list of tasks, SLURM_HOSTFILE, may be missing on this node.
         others = tuple(host for index, host in enumerate(hosts) if index != node)
-        return _at(others, f"rank 0 is on any machine but this (-m arbitrary): {listed}")
-    return _at((hosts[0],), f"rank 0 is on the first machine of the step: {listed}")
+        return _at(others, f"rank 0 is on another node (-m arbitrary): {listed}")
+    return _at((hosts[0],), f"rank 0 is on the first node of the step: {listed}")
 
 
 def _at(hosts: tuple[str, ...], reason: str) -> Decision[tuple[str, ...]]:
@@ -152,13 +156,13 @@ def _at(hosts: tuple[str, ...], reason: str) -> Decision[tuple[str, ...]]:
 
 
 def _cores(env: Mapping[str, str], cpus: int, local_size: int) -> Decision[int]:
-    """How many cores one task may use, where `cpus` are in its affinity."""
+    """Return the number of cores that one task may use if `cpus` are in its affinity."""
     if env.get("SLURM_CPUS_PER_TASK"):
         # Since 22.05 srun inherits the job's variable without its binding: the affinity decides.
         asked = integer(env, "SLURM_CPUS_PER_TASK")
         value, why = min(cpus, asked), f"SLURM_CPUS_PER_TASK={asked}, and {cpus} in its affinity"
     else:
-        # Fewer than the node's: this task is bound, and they are its own. Otherwise all share them.
+        # Fewer than the node has: this task is bound to them. Otherwise all tasks share them.
         on_node = integer(env, "SLURM_CPUS_ON_NODE", cpus)
         bound = cpus < on_node
         value = cpus if bound else on_node // max(1, local_size)

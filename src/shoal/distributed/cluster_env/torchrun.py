@@ -1,4 +1,4 @@
-"""torchrun, `shoal run`, and all of their variables set by hand."""
+"""Placement by the variables of torchrun and `shoal run`, or all of them set by hand."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from shoal.util.decision import Decision
 from shoal.util.errors import LaunchError
 
 RUN_ID = "shoal-run"
-"""The run identifier that `shoal run` gives to torch elastic, by which workers know it."""
+"""The run identifier that `shoal run` passes to torch elastic, by which workers detect it."""
 
 NODES_RUN_ID = "shoal-run-nodes"
-"""What it begins with where they are on several machines, of which only one may be left."""
+"""The beginning of that identifier if `shoal run` started on several nodes, even if one is left."""
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# Where a launcher around torchrun says how many processes it started.
+# The variables in which a launcher around torchrun sets the number of processes it started.
 _OUTER = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
-    """Placement by torchrun's variables, which torch.distributed.run documents."""
+    """Return the placement by torchrun's variables, which torch.distributed.run documents."""
     require(env, _NAMES)
     rank, size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
     local_size = integer(env, "LOCAL_WORLD_SIZE")
     if local_size < 1 or (size % local_size and not env.get("GROUP_WORLD_SIZE")):
         raise LaunchError(
             given=f"WORLD_SIZE={size}, LOCAL_WORLD_SIZE={local_size}",
-            found="the world does not divide into machines of that many processes",
-            fix="set GROUP_RANK and GROUP_WORLD_SIZE (machine and machines), as torchrun does",
+            found="WORLD_SIZE is not a multiple of LOCAL_WORLD_SIZE",
+            fix="set GROUP_RANK and GROUP_WORLD_SIZE (node rank and number of nodes), as torchrun does",
         )
     nodes = integer(env, "GROUP_WORLD_SIZE", size // local_size)
     run_id = env.get("TORCHELASTIC_RUN_ID", "")
@@ -70,14 +70,14 @@ def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
 
 
 def check_outer(env: Mapping[str, str], size: int) -> None:
-    """Raise LaunchError where another launcher started several times what is a whole world here."""
+    """Raise LaunchError if another launcher started this world several times."""
     by_agent = bool(env.get("TORCHELASTIC_RUN_ID"))
     for name in _OUTER:
-        # The batch script's variables speak of no step.
+        # The variables of a batch script do not describe a step.
         outer = integer(env, name, 1) if name[:5] != "SLURM" or env.get("SLURM_STEP_ID") else 1
         if outer > 1 and (by_agent or outer != size):
             raise refuse_many_worlds(
                 spell(env, (name, "WORLD_SIZE", "GROUP_WORLD_SIZE")),
-                f"{outer} processes were started, and each started {size} for one machine alone",
+                f"{outer} processes were started, and each started {size} ranks for one node only",
                 name if name[:5] != "SLURM" else "SLURM_STEP_ID SLURM_STEP_NUM_TASKS",
             )

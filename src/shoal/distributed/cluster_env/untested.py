@@ -1,4 +1,4 @@
-"""Launchers that can't run where Shoal is developed: their variables are as documented."""
+"""Placement by launchers that can't run where Shoal is developed, by their documentation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLUX = (
 
 
 def pals(env: Mapping[str, str], cpus: int) -> Placement:
-    """Placement of a rank of HPE's PALS, the `mpiexec` of Cray machines under PBS.
+    """Return the placement of a rank of HPE's PALS, the `mpiexec` of Cray machines under PBS.
 
     PALS_* are in mpiexec(1) of PALS, PMI_SIZE and PMI_LOCAL_SIZE in intro_pmi(3) of cray-pmi.
     """
@@ -43,9 +43,9 @@ def pals(env: Mapping[str, str], cpus: int) -> Placement:
 
 
 def flux(env: Mapping[str, str], cpus: int) -> Placement:
-    """Placement of a task of `flux run` (flux-environment(7)).
+    """Return the placement of a task of `flux run` (flux-environment(7)).
 
-    Flux does not say how many tasks this node has, so they must be equally many on all.
+    Flux does not set the number of tasks of this node, so it must be the same on all nodes.
     """
     require(env, _FLUX)
     rank, size = integer(env, "FLUX_TASK_RANK"), integer(env, "FLUX_JOB_SIZE")
@@ -53,7 +53,7 @@ def flux(env: Mapping[str, str], cpus: int) -> Placement:
     if nodes < 1 or size % nodes:
         raise LaunchError(
             given=spell(env, ("FLUX_JOB_SIZE", "FLUX_JOB_NNODES")),
-            found="Flux does not say how many of the tasks each node has",
+            found="Flux does not set the number of tasks of each node, and they are not the same",
             fix="flux run -N NODES --tasks-per-node=N, the same on every node",
         )
     return _place(

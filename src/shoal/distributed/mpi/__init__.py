@@ -1,8 +1,8 @@
-"""How ranks talk through MPI: a process group of torch's that stands on mpi4py.
+"""Collectives through MPI: a process group for torch that uses mpi4py.
 
-torch's wheels are built without MPI. Those that are built with it have no reduce-scatter and no gather
-into one tensor, which FSDP needs, no 16-bit sums, and nothing that the watch over hangs could go by. So
-this one is used wherever `backend="mpi"` is asked for.
+torch's wheels are built without MPI. A torch built with MPI has no reduce-scatter and no gather into
+one tensor, which FSDP needs, no 16-bit sums, and no record of collectives for the detection of hangs.
+So this process group is used for every `backend="mpi"`.
 """
 
 from shoal.distributed.mpi.backend import serve

@@ -1,4 +1,4 @@
-"""The backend that torch makes its process groups of."""
+"""The backend from which torch makes its process groups."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from shoal.distributed.mpi.process_group import Group
 
 BACKEND = "shoal_mpi"
-"""Its name among torch's, which keeps "mpi" to itself."""
+"""Name of the backend in torch, which reserves "mpi"."""
 _TAGS = 32767
-"""Tags are smaller in every MPI, by the standard."""
+"""Largest tag that every MPI supports, by the standard."""
 
 
 def serve(placement: Placement) -> tuple[str, str]:
-    """Begin MPI and register a backend for a world of it: its name, and what it stands on.
+    """Initialize MPI and register a backend for a world of it; return its name and its description.
 
-    Raises LaunchError where MPI's world is not that of the launcher.
+    Raises LaunchError if MPI's world is not that of the launcher.
     """
     mpi = library.begin(placement)
     from shoal.distributed.mpi.base_group import Shared
     from shoal.distributed.mpi.process_group import (
-        Group,  # imports mpi4py.MPI, which has to be the launcher's
+        Group,  # imports mpi4py.MPI, which must be the launcher's
     )
 
     shared = Shared()
 
     def make(options: Any, _: Any) -> Group:
-        """A group of the ranks that call this, which are those that it shall have."""
+        """Return a group of the ranks that call this, which are all of its members."""
         world = mpi.COMM_WORLD.group
         ranks = list(options.global_ranks_in_group) or list(range(world.size))
         _await_members(options.store, len(ranks), options.timeout)
@@ -48,7 +48,7 @@ def serve(placement: Placement) -> tuple[str, str]:
 
 
 def _await_members(store: Any, size: int, timeout: timedelta) -> None:
-    """Until all are here, or the time is over: to make a communicator MPI would wait without end."""
+    """Wait until all ranks are present or the time is over; MPI itself would wait forever for them."""
     if store.add("members", 1) == size:
         store.set("complete", "")
     store.wait(["complete"], timeout)

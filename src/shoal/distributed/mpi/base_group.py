@@ -1,4 +1,4 @@
-"""What every process group over MPI is, whatever it is asked to send: its ranks, records and limits."""
+"""Base of the process group over MPI: its ranks, records and limits."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shoal.telemetry.flight_recorder import (
 )
 
 _REMEMBERED = 2000
-"""As many as torch's flight recorder keeps."""
+"""The same number as torch's flight recorder keeps."""
 
 Statuses = Sequence[MPI.Status]
 Finish = Callable[[Statuses], None]
 
 
 class Shared:
-    """What the process groups of one world share: the thread, and the check before collectives."""
+    """The state that the process groups of one world share: the thread and the check of collectives."""
 
     def __init__(self) -> None:
         self.mover = Mover()
@@ -38,14 +38,14 @@ class Shared:
 
 
 _ProcessGroup: Any = dist.ProcessGroup
-"""Untyped, since torch calls each method in one of the two ways that it declares them."""
+"""Untyped, since torch calls each method in one of the two ways that it declares."""
 
 
 class GroupMembers(_ProcessGroup):  # type: ignore[misc]
-    """The ranks of two communicators: one for collectives, one for messages with tags of the user's.
+    """The ranks of two communicators: one for collectives, one for messages with the user's tags.
 
-    `limit` is after how many seconds an operation is given up. Communicators are not freed: that is
-    collective, and a rank that fails must be able to leave alone.
+    An operation fails after `limit` seconds. Communicators are not freed, since that is collective, and
+    a rank that fails must be able to leave alone.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
         shared.groups += 1
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Torch's base class keeps it in backends, of which there are none here."""
+        """Set the name. torch's base class keeps it in backends, and there are none here."""
         self._name = name
 
     _set_group_name = setGroupName
 
     def getGroupName(self) -> str:  # noqa: N802
-        """The name by which torch finds the group."""
+        """Return the name by which torch finds the group."""
         return self._name
 
     @property
     def group_name(self) -> str:
-        """The same."""
+        """The name by which torch finds the group."""
         return self._name
 
     def getBackendName(self) -> str:  # noqa: N802
-        """The name that torch shows."""
+        """Return the name that torch shows."""
         return "mpi"
 
     @property
@@ -94,7 +94,7 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
         return self._begun
 
     def recorded(self) -> list[CollectiveEntry]:
-        """The newest collectives, and the sends and receives that somebody waits for; oldest first."""
+        """Return the newest collectives, sends and awaited receives, oldest first."""
         return [
             CollectiveEntry(each.begun, each.thread, self._described(each))
             for each in list(self._records)
@@ -102,7 +102,7 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
         ]
 
     def calls(self) -> list[CollectiveCall]:
-        """What traffic counts: collectives, sends and receives, oldest first."""
+        """Return all collectives, sends and receives that traffic counts, oldest first."""
         return [self._counted(each) for each in list(self._records)]
 
     def _counted(self, record: OperationRecord) -> CollectiveCall:
@@ -135,17 +135,17 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
         self._shared.check = check
 
     def allow(self, seconds: float) -> None:
-        """Give operations that begin from now on so much time."""
+        """Set the time limit of operations that begin from now on."""
         self._limit = seconds
 
     def shutdown(self) -> None:
-        """Leave the group; with the last one of a world the thread ends."""
+        """Leave the group; with the last group of a world the thread ends."""
         self._shared.groups -= 1
         if not self._shared.groups:
             self._shared.mover.stop()
 
     def _ready(self, operation: str, tensors: Sequence[Tensor], *, sized: bool = True) -> list[Tensor]:
-        """The values of what a collective is called with, once all ranks are known to call the same."""
+        """Return the tensors of a collective's arguments, once all ranks are known to call the same."""
         if self._shared.check is not None:
             self._shared.check(self, operation, tensors, sized)
         return [buffers.checked(tensor) for tensor in tensors]
@@ -161,7 +161,7 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
         finish: Finish | None = None,
         opts: Any = None,
     ) -> Operation:
-        """A collective that has begun. `of` is what it is known by, `result` what it fills."""
+        """Begin a collective. `of` are the recorded tensors, `result` those it fills."""
         self._number += 1
         aside = getattr(opts, "asyncOp", True)
         return self._operation(
@@ -176,7 +176,7 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
         buffer: Tensor,
         finish: Finish | None,
     ) -> Operation:
-        """A send or a receive that has begun."""
+        """Begin a send or a receive."""
         return self._operation(
             operation, [request], 0, [tensor], [tensor], [buffer], finish, aside=True
         )

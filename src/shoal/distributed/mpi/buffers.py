@@ -1,4 +1,4 @@
-"""Tensors as MPI takes them: an address, a count and a type."""
+"""Tensors in the form that MPI takes: address, count and type."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from shoal.util.errors import ShoalError
 
 Spec = list[Any]
-"""What mpi4py takes: memory, count or (counts, displacements), and type."""
+"""The arguments of mpi4py: memory, count or (counts, displacements), and type."""
 
 _MOVED = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
-"""What is only moved goes by the size of its elements."""
+"""Types for data that is only moved, by the size of the elements."""
 
 _INTEGERS = {
     torch.int8: MPI.INT8_T,
@@ -34,10 +34,10 @@ _FLOATS = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 _COMPLEX = {torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX}
 _TYPES = {torch.bool: MPI.C_BOOL, **_INTEGERS, **_FLOATS, **_COMPLEX}
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""MPI has no sums of these; they are summed in the wider one, and rounded once."""
+"""MPI can't sum these; they are summed in the wider one, and rounded once."""
 
 _MOST = 2**31 - 1 if MPI.Get_version() < (4, 0) else sys.maxsize
-"""So many elements can be counted."""
+"""Largest number of elements in one call."""
 
 _SUMS = {"SUM": MPI.SUM, "AVG": MPI.SUM, "PRODUCT": MPI.PROD}
 _ORDERED = {**_SUMS, "MIN": MPI.MIN, "MAX": MPI.MAX}
@@ -53,66 +53,66 @@ _OPERATIONS: dict[torch.dtype, dict[str, MPI.Op]] = {
 
 
 def checked(tensor: Tensor) -> Tensor:
-    """The values of a tensor, if they are where MPI can be sent to. Raises ShoalError."""
+    """Return a tensor without its gradient, if MPI can send it. Raises ShoalError otherwise."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         layout = str(tensor.layout).removeprefix("torch.")
         raise ShoalError(
             given=f"a {layout} tensor on {tensor.device} in a collective of the backend mpi",
-            found="it sends dense tensors in the CPU's memory",
+            found="it sends dense tensors in host memory only",
             fix="tensor.to_dense() or tensor.cpu() before it, or another backend",
         )
     return tensor.detach()
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The tensor itself where its elements follow each other in memory, else a copy."""
+    """Return the tensor itself if it is contiguous, else a copy."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def reducible(tensor: Tensor) -> Tensor:
-    """As `flat`, of a dtype that MPI has sums of."""
+    """Return the contiguous tensor in a dtype that MPI can sum."""
     return flat(tensor.to(_WIDER.get(tensor.dtype, tensor.dtype)))
 
 
 def moved(tensor: Tensor, count: int | None = None) -> Spec:
-    """A flat tensor that MPI shall move; `count` is how many of its elements are one rank's."""
+    """Return a flat tensor for MPI to move; `count` is the number of its elements per rank."""
     return [_memory(tensor), _counted(tensor.numel() if count is None else count), kind(tensor)]
 
 
 def parts(tensor: Tensor, counts: Sequence[int]) -> Spec:
-    """A flat tensor that MPI shall move in parts of so many elements, one for each rank."""
+    """Return a flat tensor for MPI to move in parts of these sizes, one per rank."""
     starts = list(accumulate(counts, initial=0))[:-1]
     _counted(max((*counts, *starts)))
     return [_memory(tensor), (list(counts), starts), kind(tensor)]
 
 
 def reduced(tensor: Tensor, count: int | None = None) -> Spec:
-    """A flat tensor that MPI shall reduce; `count` is how many of its elements are one rank's."""
+    """Return a flat tensor for MPI to reduce; `count` is the number of its elements per rank."""
     whole = _counted(tensor.numel() if count is None else count)
     return [_memory(tensor), whole, _TYPES[tensor.dtype]]
 
 
 def _counted(count: int) -> int:
-    """The count, if this MPI can be told of so many elements. Raises ShoalError."""
+    """Return the count if this MPI can pass that many elements. Raises ShoalError otherwise."""
     if count > _MOST:
         raise ShoalError(
             given=f"{count:,} elements in one call of the backend mpi",
-            found=f"an MPI before its version 4 counts to {_MOST:,}",
-            fix="a call for each part of tensor.split(2**30), or an MPI of version 4, or Gloo",
+            found=f"MPI before version 4 passes at most {_MOST:,} elements per call",
+            fix="one call for each part of tensor.split(2**30), or MPI 4, or Gloo",
         )
     return count
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two flat tensors have memory in common, which MPI forbids."""
+    """Return whether two flat tensors overlap in memory, which MPI forbids."""
     begin, end = one.data_ptr(), one.data_ptr() + one.nbytes
     return begin < other.data_ptr() + other.nbytes and other.data_ptr() < end
 
 
 def operation(op: Any, dtype: torch.dtype) -> tuple[MPI.Op, bool]:
-    """MPI's operation for one of torch's on such tensors, and whether it is a mean.
+    """Return MPI's operation for one of torch's on tensors of a dtype, and whether it is a mean.
 
-    Raises ShoalError where there is none.
+    Raises ShoalError if there is none.
     """
     known = [name for name in (*_ORDERED, *_BITS) if op == getattr(dist.ReduceOp, name)]
     name = known[0] if known else str(op)
@@ -120,14 +120,14 @@ def operation(op: Any, dtype: torch.dtype) -> tuple[MPI.Op, bool]:
     if name not in usable:
         raise ShoalError(
             given=f"ReduceOp.{name} of {dtype}",
-            found=f"MPI reduces these by {', '.join(usable) or 'no operation'}",
+            found=f"MPI reduces this dtype by {', '.join(usable) or 'no operation'}",
             fix="another operation or dtype, or backend='gloo'",
         )
     return usable[name], name == "AVG"
 
 
 def divide(tensor: Tensor, size: int) -> None:
-    """From a sum to a mean, in place; of integers towards zero."""
+    """Divide a sum in place to get the mean; integers are rounded towards zero."""
     tensor.div_(size, rounding_mode="trunc" if tensor.dtype in _INTEGERS else None)
 
 
@@ -136,5 +136,5 @@ def _memory(tensor: Tensor) -> MPI.buffer:
 
 
 def kind(tensor: Tensor) -> MPI.Datatype:
-    """The type by which its elements are moved."""
+    """Return the MPI type that moves a tensor's elements."""
     return _MOVED[tensor.element_size()]

@@ -1,4 +1,4 @@
-"""The MPI library of this process: that of its launcher, begun for threads, left by all together."""
+"""The launcher's MPI library in this process: initialized for threads, finalized by all ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from shoal.distributed.mpi.backoff import Patience
 from shoal.util.errors import LaunchError
 
 _LIBRARIES = {"Open MPI": "libmpi.so.40", "Hydra": "libmpi.so.12"}
-"""What mpi4py loads for ranks of these launchers: with several MPIs installed its own choice may be
-another than mpirun's. The numbers are those of the ABIs."""
+"""The library that mpi4py loads for ranks of these launchers. With several MPIs installed, its own
+choice may not be that of mpirun. The numbers are those of the ABIs.
+"""
 _NAMED_OTHERWISE = {
     "Hydra": "; Debian's MPICH goes by another name: ln -s /usr/lib/*/libmpich.so.12 DIR/libmpi.so.12 "
     "and export LD_LIBRARY_PATH=DIR"
@@ -27,11 +28,11 @@ _MPIRUN = "mpirun -n 4 python train.py"
 
 
 def require(device: torch.device) -> None:
-    """Raises LaunchError where ranks on such a device can't talk through MPI."""
+    """Raise LaunchError if ranks on such a device can't communicate through MPI."""
     if device.type != "cpu":
         raise LaunchError(
             given=f"backend='mpi', and {device} as the device",
-            found="through MPI Shoal sends what is in the CPU's memory",
+            found="through MPI, Shoal sends tensors in host memory only",
             fix="backend='nccl' on GPUs, or leave it out; or device='cpu'",
         )
     if find_spec("mpi4py") is None:
@@ -43,31 +44,31 @@ def require(device: torch.device) -> None:
 
 
 def begin(placement: Placement) -> Any:
-    """The module mpi4py.MPI, begun: its world has the ranks that the launcher gave to this process.
+    """Return the initialized module mpi4py.MPI, whose world has the launcher's ranks.
 
-    Raises LaunchError for a launcher that is not MPI's, or another MPI's, and for an MPI that does not
-    let several threads call it.
+    Raises LaunchError if the launcher is not of MPI, or of another MPI, or if the MPI does not allow
+    calls from several threads.
     """
-    given = f"backend='mpi' on rank {placement.rank} of {placement.size}, by {placement.launcher}"
+    given = f"backend='mpi' on rank {placement.rank} of {placement.size} ({placement.launcher})"
     if placement.launcher in ("torchrun", "shoal run"):
         raise LaunchError(
             given=given,
-            found=f"{placement.launcher} starts processes that are no ranks of MPI",
+            found=f"{placement.launcher} starts processes that are not MPI ranks",
             fix=f"{_MPIRUN}, or leave backend out",
         )
     if placement.launcher == "srun" and placement.size > 1 and not env_vars.speaks_mpi():
         raise LaunchError(
             given=given,
-            found="srun has told its tasks nothing of MPI: each would be a world of its own",
-            fix="srun --mpi=pmix for Open MPI, pmi2 for MPICH (srun --mpi=list names what there is; "
+            found="srun has started its tasks without MPI: each would be a world of size 1",
+            fix="srun --mpi=pmix for Open MPI, pmi2 for MPICH (srun --mpi=list lists all; "
             "in a batch script, export SLURM_MPI_TYPE=pmix); or mpirun, or leave backend out",
         )
     mpi = _load(placement.launcher, given)
     if mpi.Is_finalized():
         raise LaunchError(
             given=given,
-            found="MPI.Finalize() has been called in this process, and MPI can't begin again",
-            fix="leave MPI.Finalize() out: it is done when Python ends",
+            found="MPI.Finalize() was called in this process, and MPI can't be initialized twice",
+            fix="remove MPI.Finalize(): it is called when Python exits",
         )
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
@@ -78,7 +79,7 @@ def begin(placement: Placement) -> Any:
 
 
 def leaving(code: object) -> None:
-    """This rank ends by `sys.exit(code)`, of which Python tells nobody at its end."""
+    """Note that this rank exits by `sys.exit(code)`, since Python does not report that at its end."""
     if "mpi4py.MPI" in sys.modules and code not in (None, 0):
         atexit.unregister(_leave)
         given = code if isinstance(code, int) else 1
@@ -86,7 +87,7 @@ def leaving(code: object) -> None:
 
 
 def describe(mpi: Any) -> str:
-    """Which mpi4py, and on which MPI it stands."""
+    """Return the versions of mpi4py and of the MPI that it uses."""
     import mpi4py
 
     name, version = mpi.get_vendor()
@@ -100,7 +101,7 @@ def _load(launcher: str, given: str) -> Any:
         mpi4py.rc(initialize=False, finalize=False)
     wanted = {}
     if name := _LIBRARIES.get(launcher):
-        wanted["MPI4PY_LIBMPI"] = f"{Path(sys.prefix, 'lib', name)}:{name}"  # the first is PyPI's
+        wanted["MPI4PY_LIBMPI"] = f"{Path(sys.prefix, 'lib', name)}:{name}"  # the first: PyPI's
     with env_vars.set_defaults(wanted):
         try:
             from mpi4py import MPI as mpi  # noqa: N811  (a module)
@@ -119,8 +120,8 @@ def _check(mpi: Any, placement: Placement, given: str) -> None:
     if world.size != placement.size:
         raise LaunchError(
             given=given,
-            found=f"{library}, whose world has {world.size} rank(s): it is not that launcher's MPI",
-            fix=f"srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'}, which it speaks, or mpirun"
+            found=f"{library}, whose world has {world.size} rank(s): it is not the launcher's MPI",
+            fix=f"srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'}, as it supports, or mpirun"
             if placement.launcher == "srun"
             else "use the mpirun of the library that mpi4py has, or "
             "export MPI4PY_LIBMPI=/path/to/libmpi.so with that of your mpirun",
@@ -129,22 +130,22 @@ def _check(mpi: Any, placement: Placement, given: str) -> None:
         raise LaunchError(
             given=given,
             found=f"{library}, for which this is rank {world.rank}",
-            fix=f"start with MPI's own launcher, and its ranks in their order: {_MPIRUN}",
+            fix=f"start the ranks with MPI's own launcher, in their order: {_MPIRUN}",
         )
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise LaunchError(
             given=given,
-            found=f"{library}, begun without MPI_THREAD_MULTIPLE: one thread at a time may call it",
-            fix="an MPI built for threads; in a script that imports mpi4py itself, leave "
+            found=f"{library}, without MPI_THREAD_MULTIPLE: only one thread at a time may call it",
+            fix="use an MPI built for threads; in a script that imports mpi4py itself, leave "
             "mpi4py.rc.thread_level as it is; or leave backend out",
         )
 
 
 def _leave(mpi: Any, process: int, code: int = 0) -> None:
-    """At the end of Python. MPI.Finalize waits for all ranks, so one that fails ends them instead."""
+    """Finalize MPI when Python exits, which waits for all ranks; a rank that fails aborts them."""
     import mpi4py
 
-    if os.getpid() != process or mpi.Is_finalized():  # not in what was forked from this process
+    if os.getpid() != process or mpi.Is_finalized():  # not in a fork of this process
         return
     if getattr(sys, "last_value", None) is not None:  # its traceback has just been printed
         code = 1
@@ -153,7 +154,7 @@ def _leave(mpi: Any, process: int, code: int = 0) -> None:
             if stream is not None:
                 stream.flush()
         mpi.COMM_WORLD.Abort(code)
-    if mpi4py.rc.finalize is False:  # else whoever imported MPI before lets it end
+    if mpi4py.rc.finalize is False:  # else the code that imported MPI before finalizes it
         request, patience = mpi.COMM_WORLD.Ibarrier(), Patience()
         while not request.Test():
             patience.pause()

@@ -1,7 +1,7 @@
 """The collectives, sends and receives of a process group over MPI.
 
-Each is one of MPI's operations that don't block, begun by whoever calls it, so that all ranks begin
-them in the order of their scripts. MPI trusts what it is told about memory, so sizes are checked here.
+Each is a non-blocking operation of MPI that starts on the caller's thread, so that all ranks start them
+in the order of their scripts. MPI does not check sizes of buffers, so they are checked here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shoal.util.errors import ShoalError
 
 
 class Group(GroupMembers):
-    """What torch asks of a process group. Some of it has two names: that of torch 2.11 and a newer."""
+    """The methods of torch's process groups. Some have two names, that of torch 2.11 and a newer."""
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Operation:
-        """Each tensor becomes the reduction of those of all ranks."""
+        """Reduce each tensor over all ranks, in place."""
         values = self._ready("all_reduce", _listed(tensors))
         op = getattr(opts, "reduceOp", opts) or dist.ReduceOp.SUM
         kinds = [buffers.operation(op, value.dtype) for value in values]
@@ -46,7 +46,7 @@ class Group(GroupMembers):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
-        """The root's tensor becomes the reduction of those of all ranks."""
+        """Reduce the tensor over all ranks into the root's."""
         values = self._ready("reduce", tensors)
         (value,) = values
         kind, mean = buffers.operation(opts.reduceOp, value.dtype)
@@ -70,7 +70,7 @@ class Group(GroupMembers):
         _give(reduced, to)
 
     def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Operation:
-        """Each tensor becomes that of the root."""
+        """Copy each tensor of the root to all ranks."""
         values = self._ready("broadcast", _listed(tensors))
         root = getattr(opts, "rootRank", opts) or 0
         flat = [buffers.flat(value) for value in values]
@@ -86,7 +86,7 @@ class Group(GroupMembers):
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
-        """`output` becomes the inputs of all ranks, one after the other."""
+        """Concatenate the inputs of all ranks into `output`."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
@@ -94,13 +94,13 @@ class Group(GroupMembers):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Operation:
-        """The same for several tensors."""
+        """Do the same for several tensors."""
         values = self._ready("all_gather", inputs)
         filled = [buffers.checked(output) for output in outputs]
         flat = [buffers.flat(output) for output in filled]
         sources, requests = [], []
         for value, output in zip(values, flat, strict=True):
-            _alike("all_gather", value, output, value.numel() * self._size, output.numel())
+            _check_sizes("all_gather", value, output, value.numel() * self._size, output.numel())
             source, count = buffers.flat(value), value.numel()
             spec: Any = MPI.IN_PLACE  # FSDP gathers in place
             if source.data_ptr() != output.data_ptr() + self._rank * source.nbytes:
@@ -123,14 +123,14 @@ class Group(GroupMembers):
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Operation:
-        """The tensors in a list become the inputs of all ranks, which may differ in size."""
+        """Gather the inputs of all ranks, which may differ in size, into the tensors of a list."""
         values = self._ready("all_gather", inputs)
         filled = [[buffers.checked(each) for each in output] for output in outputs]
         sources = [buffers.flat(value) for value in values]
         joined, requests = [], []
         for source, output in zip(sources, filled, strict=True):
             counts = self._counts("all_gather", output)
-            _alike("all_gather", source, output[self._rank], source.numel(), counts[self._rank])
+            _check_sizes("all_gather", source, output[self._rank], source.numel(), counts[self._rank])
             joined.append(torch.empty(sum(counts), dtype=source.dtype))
             spec = buffers.parts(joined[-1], counts)
             requests.append(self._collectives.Iallgatherv(buffers.moved(source), spec))
@@ -152,20 +152,20 @@ class Group(GroupMembers):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Operation:
-        """The same, with the outputs in lists by rank."""
+        """Do the same, with the outputs in lists by rank."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Operation:
-        """On the root the tensors in the list become the inputs of all ranks."""
+        """Gather the inputs of all ranks into the tensors of the root's list."""
         values = self._ready("gather", inputs)
         source, filled, joined = buffers.flat(values[0]), [], []
         spec = None
         if self._rank == opts.rootRank:
             filled = [buffers.checked(each) for each in outputs[0]]
             counts = self._counts("gather", filled)
-            _alike("gather", source, filled[self._rank], source.numel(), counts[self._rank])
+            _check_sizes("gather", source, filled[self._rank], source.numel(), counts[self._rank])
             joined = [torch.empty(sum(counts), dtype=source.dtype)]
             spec = buffers.parts(joined[0], counts)
         request = self._collectives.Igatherv(buffers.moved(source), spec, opts.rootRank)
@@ -187,14 +187,14 @@ class Group(GroupMembers):
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Operation:
-        """The tensor becomes the one in the root's list that is for this rank."""
+        """Copy the tensor for this rank from the root's list."""
         values = self._ready("scatter", outputs)
         (value,) = values
         flat, joined, spec = buffers.flat(value), [], None
         if self._rank == opts.rootRank:
             given = [buffers.checked(each) for each in inputs[0]]
             counts = self._counts("scatter", given)
-            _alike("scatter", given[self._rank], value, counts[self._rank], value.numel())
+            _check_sizes("scatter", given[self._rank], value, counts[self._rank], value.numel())
             joined = [_joined(given, value.dtype)]
             spec = buffers.parts(joined[0], counts)
         request = self._collectives.Iscatterv(spec, buffers.moved(flat), opts.rootRank)
@@ -209,7 +209,7 @@ class Group(GroupMembers):
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Operation:
-        """`output` becomes this rank's part of the reduction of all inputs."""
+        """Reduce the inputs of all ranks and keep this rank's part in `output`."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -217,7 +217,7 @@ class Group(GroupMembers):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> Operation:
-        """The same for several tensors."""
+        """Do the same for several tensors."""
         counts = [[output.numel()] * self._size for output in outputs]
         return self._reduce_scatter(outputs, inputs, counts, opts)
 
@@ -226,7 +226,7 @@ class Group(GroupMembers):
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Operation:
-        """The same, with the parts in lists; they may differ in size."""
+        """Do the same, with the parts in lists; they may differ in size."""
         counts = [self._counts("reduce_scatter", each) for each in inputs]
         joined = [
             _joined([buffers.checked(part) for part in each], output.dtype)
@@ -245,8 +245,8 @@ class Group(GroupMembers):
         kinds = [buffers.operation(opts.reduceOp, value.dtype) for value in values]
         sources, wide, requests = [], [], []
         for value, given, (kind, _), of in zip(values, inputs, kinds, counts, strict=True):
-            _alike("reduce_scatter", given, value, given.numel(), sum(of))
-            _alike("reduce_scatter", given, value, of[self._rank], value.numel())
+            _check_sizes("reduce_scatter", given, value, given.numel(), sum(of))
+            _check_sizes("reduce_scatter", given, value, of[self._rank], value.numel())
             source, part = buffers.reducible(buffers.checked(given)), buffers.reducible(value)
             source = source.clone() if buffers.overlap(source, part) else source
             sources.append(source)
@@ -278,13 +278,13 @@ class Group(GroupMembers):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Operation:
-        """Rows of `input` go to all ranks, those of `output` come from them; splits say how many."""
+        """Send rows of `input` to all ranks and receive those of `output`; splits are their numbers."""
         (value,) = self._ready("all_to_all", [input], sized=False)
         filled = buffers.checked(output)
         source, flat = buffers.flat(value), buffers.flat(filled)
         source = source.clone() if buffers.overlap(source, flat) else source
         sent, received = self._rows(source, input_splits), self._rows(flat, output_splits)
-        _alike("all_to_all", source, flat, sent[self._rank], received[self._rank])
+        _check_sizes("all_to_all", source, flat, sent[self._rank], received[self._rank])
         request = self._collectives.Ialltoallv(
             buffers.parts(source, sent), buffers.parts(flat, received)
         )
@@ -303,11 +303,11 @@ class Group(GroupMembers):
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Operation:
-        """Each tensor in `inputs` goes to a rank, each in `outputs` comes from one."""
+        """Send each tensor of `inputs` to a rank, and receive each of `outputs` from one."""
         values = self._ready("all_to_all", inputs, sized=False)
         filled = [buffers.checked(output) for output in outputs]
         sent, received = self._counts("all_to_all", values), self._counts("all_to_all", filled)
-        _alike("all_to_all", values[0], filled[0], sent[self._rank], received[self._rank])
+        _check_sizes("all_to_all", values[0], filled[0], sent[self._rank], received[self._rank])
         source = _joined(values, values[0].dtype)
         joined = torch.empty(sum(received), dtype=source.dtype)
         request = self._collectives.Ialltoallv(
@@ -324,7 +324,7 @@ class Group(GroupMembers):
         )
 
     def barrier(self, opts: Any = None) -> Operation:
-        """Until all ranks are here."""
+        """Wait until all ranks have called it."""
         self._ready("barrier", [])
         request = self._collectives.Ibarrier()
         return self._collective("barrier", [request], of=[], result=[], buffers=[], opts=opts)
@@ -343,29 +343,29 @@ class Group(GroupMembers):
         request = self._messages.Irecv(buffers.moved(flat), source, tag)
 
         def finish(statuses: Statuses) -> None:
-            _alike("recv", value, flat, statuses[0].Get_count(buffers.kind(flat)), flat.numel())
+            _check_sizes("recv", value, flat, statuses[0].Get_count(buffers.kind(flat)), flat.numel())
             _give(flat, value)
 
         return self._message("recv", request, value, flat, finish)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Operation:
-        """Receive a tensor from whichever rank sends one."""
+        """Receive a tensor from any rank."""
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
     def _counts(self, operation: str, tensors: Sequence[Tensor]) -> list[int]:
-        """How many elements each of a list's tensors has, which has one for each rank."""
+        """Return the number of elements of each tensor in a list with one per rank."""
         if len(tensors) != self._size or len({tensor.dtype for tensor in tensors}) > 1:
-            raise _refusal(
+            raise _mismatch(
                 operation, f"{len(tensors)} tensors", f"{self._size} of one dtype are needed"
             )
         return [tensor.numel() for tensor in tensors]
 
     def _rows(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
-        """How many elements of a tensor are for each rank, or come from it."""
+        """Return the number of elements of a tensor to or from each rank."""
         rows = len(tensor)
         each = list(splits) or [rows // self._size] * self._size
         if len(each) != self._size or sum(each) != rows:
-            raise _refusal(
+            raise _mismatch(
                 "all_to_all", f"{rows} rows in parts of {each}", f"{self._size} parts are needed"
             )
         return [count * math.prod(tensor.shape[1:]) for count in each]
@@ -397,15 +397,15 @@ def _giving(flat: Sequence[Tensor], to: Sequence[Tensor]) -> Finish:
     return finish
 
 
-def _alike(operation: str, one: Tensor, other: Tensor, sent: int, received: int) -> None:
-    """Raises ShoalError where what is sent does not fill what is received."""
+def _check_sizes(operation: str, one: Tensor, other: Tensor, sent: int, received: int) -> None:
+    """Raise ShoalError if the data sent does not fill the buffer that receives it."""
     if one.dtype != other.dtype or sent != received:
-        raise _refusal(
+        raise _mismatch(
             operation, f"{sent} of {one.dtype} sent", f"{received} of {other.dtype} received"
         )
 
 
-def _refusal(operation: str, given: str, found: str) -> ShoalError:
+def _mismatch(operation: str, given: str, found: str) -> ShoalError:
     return ShoalError(
         given=f"{operation} over MPI: {given}",
         found=found,

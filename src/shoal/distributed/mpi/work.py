@@ -1,7 +1,7 @@
-"""What is under way: an operation of MPI as torch knows work, and the thread that moves it on.
+"""Pending operations of MPI as torch's work objects, and the thread that advances them.
 
-MPI moves data while it is called, so somebody has to ask it again and again whether an operation is
-over: whoever waits for it, and a thread for all that nobody waits for.
+MPI moves data only while it is called, so an operation has to be polled until it completes: by the
+thread that waits for it, or else by a background thread.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch import Tensor
 from shoal.distributed.mpi.backoff import Patience
 
 _ASIDE_SECONDS = 5e-5
-"""How long the thread sleeps at least: it shall not take the core of the thread that computes."""
+"""Shortest sleep of the thread in seconds, so that it does not take the core of the computing thread.
+"""
 
 
 @dataclass(eq=False, kw_only=True)
 class OperationRecord:
-    """What is remembered of an operation for longer than its tensors live.
+    """Facts about an operation that are kept for longer than its tensors.
 
     `index` counts all operations of a group, `number` its collectives. Times are in ns since 1970.
     """
@@ -43,21 +44,21 @@ class OperationRecord:
     ended: int = 0
     done: bool = False
     awaited: bool = False
-    """Whether somebody waits for it, or did."""
+    """Whether a caller waits for it, or did."""
 
     @property
     def size(self) -> int:
-        """The bytes of the tensors that it is known by."""
+        """The bytes of its recorded tensors."""
         pairs = zip(self.shapes, self.dtypes, strict=True)
         return sum(shape.numel() * getattr(torch, dtype).itemsize for shape, dtype in pairs)
 
 
 class Operation(dist.Work):
-    """Requests of MPI under way; what is done once they are over, or why they failed.
+    """Pending requests of MPI, with an action on completion or the error.
 
-    `finish` is called once, with the statuses of the requests, on whichever thread finds them over.
-    `limit` is after how many seconds it is given up. `aside` says whether `mover` looks after it from
-    the beginning, since it is not waited for at once.
+    `finish` is called once, with the statuses of the requests, on the thread that finds them complete.
+    The operation fails after `limit` seconds. With `aside`, `mover` polls it from the beginning, since
+    no caller waits for it at once.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Operation(dist.Work):
         self._deadline = time.monotonic() + limit
         self._finish = finish
         self._result = list(result)
-        self._buffers = buffers  # kept alive: MPI knows their addresses only
+        self._buffers = buffers  # kept alive: MPI has only their addresses
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
         self._error: BaseException | None = None
@@ -95,7 +96,7 @@ class Operation(dist.Work):
             self._mover.take(self)
 
     def poll(self) -> bool:
-        """Whether it is over; one thread at a time asks MPI."""
+        """Return whether it is complete; one thread at a time asks MPI."""
         if self.record.done:
             return True
         if not self._lock.acquire(blocking=False):
@@ -120,7 +121,7 @@ class Operation(dist.Work):
             else:
                 self._mover.given_up.append(self)
                 raise dist.DistBackendError(
-                    f"{self.record.operation} has waited for other ranks for {self._limit:g} s"
+                    f"{self.record.operation} has waited {self._limit:g} s for other ranks"
                 )
         except MPI.Exception as error:
             self._error = dist.DistBackendError(f"{self.record.operation} over MPI: {self._why(error)}")
@@ -131,7 +132,7 @@ class Operation(dist.Work):
         return True
 
     def _why(self, error: MPI.Exception) -> MPI.Exception:
-        """What is wrong, where MPI says that one of the statuses says so."""
+        """Return the error of the statuses, if MPI reports that one of them has it."""
         if error.Get_error_class() != MPI.ERR_IN_STATUS:
             return error
         passed = (MPI.SUCCESS, MPI.ERR_PENDING)
@@ -145,14 +146,14 @@ class Operation(dist.Work):
             future.set_exception(self._error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Until it is over; raises what it failed with. A `timeout` of 0 is none."""
+        """Wait until it is complete; raise its error. A `timeout` of 0 means no limit."""
         until = time.monotonic() + timeout.total_seconds() if timeout > timedelta(0) else None
         patience = Patience()
         self.record.awaited = True
         while not self.poll():
             if until is not None and time.monotonic() > until:
                 raise dist.DistBackendError(
-                    f"{self.record.operation} is not over after {timeout.total_seconds():g} s"
+                    f"{self.record.operation} is not complete after {timeout.total_seconds():g} s"
                 )
             patience.pause()
         if self._error is not None:
@@ -160,7 +161,7 @@ class Operation(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """The result as a future, which the thread that moves operations fulfils."""
+        """Return the result as a future, which the background thread completes."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -173,45 +174,45 @@ class Operation(dist.Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Return whether it is complete."""
         return self.poll()
 
     def is_success(self) -> bool:
-        """Whether it is over and did not fail."""
+        """Return whether it is complete and did not fail."""
         return self.poll() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What it failed with, if it did."""
+        """Return its error, or None."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """The tensors that it filled."""
+        """Return the tensors that it filled."""
         return self._result
 
     def synchronize(self) -> None:
-        """The same as `wait`: on a CPU nothing is queued behind it."""
+        """Wait as `wait` does; on a CPU no stream follows."""
         self.wait()
 
     def source_rank(self) -> int:
-        """From which rank of the group something was received."""
+        """Return the rank of the group from which a message was received."""
         return self._statuses[0].source
 
     _source_rank = source_rank
 
 
 class Mover:
-    """The thread that moves on what nobody waits for. It ends with `stop`."""
+    """The thread that polls operations for which no caller waits. It ends with `stop`."""
 
     def __init__(self) -> None:
         self._new: deque[Operation] = deque()
         self.given_up: list[Operation] = []
-        """Kept with their tensors, into which MPI may write yet."""
+        """Kept with their tensors, into which MPI may still write."""
         self._wake = threading.Event()
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="shoal mpi", daemon=True)
 
     def take(self, operation: Operation) -> None:
-        """Look after an operation until it is over."""
+        """Poll an operation until it is complete."""
         if not self._thread.is_alive():
             with suppress(RuntimeError):  # another thread has just started it
                 self._thread.start()
@@ -219,7 +220,7 @@ class Mover:
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread. What is not over by now never will be."""
+        """End the thread. Operations that are not complete by now never will be."""
         self._ends = True
         self._wake.set()
         if self._thread.is_alive():

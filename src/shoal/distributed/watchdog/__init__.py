@@ -1,4 +1,4 @@
-"""Ranks that wait for one that never comes: noticed, explained in one line, and ended.
+"""Detection, diagnosis and end of a hang: ranks that wait for one that never arrives.
 
-Every rank has a thread and a socket of its own for this, since a rank that hangs runs nothing else.
+Every rank has a thread and a socket for it, since a rank that hangs runs no other code.
 """

@@ -1,4 +1,4 @@
-"""The end of all ranks after a hang: the report reaches whoever shows it, and nothing is left."""
+"""The end of all ranks after a hang: the report is shown once, and no process is left."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shoal.util.time_limit import run_within
 from shoal.util.user_code import is_library
 
 EXIT_CODE = 124
-"""Of all ranks after a hang; timeout(1) has the same."""
+"""Exit code of all ranks after a hang; timeout(1) has the same."""
 
 _FLUSH_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """What is to be shown: `text`, about `rank` at `where` (host and place), of `size` ranks.
+    """The report of a hang: `text`, about `rank` at `where` (host and place), of `size` ranks.
 
-    `when` is in seconds of `time.monotonic` on the machine of whoever wrote it.
+    `when` is in seconds of `time.monotonic` on the machine of the rank that wrote it.
     """
 
     rank: int
@@ -45,12 +45,12 @@ class HangReport:
 
 
 def launched() -> bool:
-    """Whether a `shoal run` started this process, which shows the report and ends what is left."""
+    """Return whether a `shoal run` started this process; it shows the report and ends the rest."""
     return env_vars.reports() is not None
 
 
 def tell_launcher(report: HangReport) -> bool:
-    """Hand a report to the `shoal run` that started this process; False if none did."""
+    """Send a report to the `shoal run` that started this process; return False if none did."""
     failure = {
         "rank": report.rank,
         "code": EXIT_CODE,
@@ -63,9 +63,9 @@ def tell_launcher(report: HangReport) -> bool:
 
 
 def tell_left() -> None:
-    """Let the `shoal run` that started this process, if one did, know that it leaves its world.
+    """Notify the `shoal run` that started this process, if any, that it leaves its world.
 
-    Not where an error makes it leave, which is reported as such.
+    An error that makes it leave is reported as such instead.
     """
     error = sys.exception()
     if error is None:
@@ -81,17 +81,19 @@ def tell_left() -> None:
 
 
 def tell_joined() -> None:
-    """Take back what `tell_left` said of a world before this one."""
+    """Revoke `tell_left` for an earlier world of this process."""
     _tell(LEFT + json.dumps(None).encode())
 
 
 def may_die_alone() -> None:
-    """Have the `shoal run` that started this process, if one did, let others go on if it is killed."""
+    """Make the `shoal run` that started this process, if any, keep the others if it is killed."""
     _tell(MAY_DIE)
 
 
 def _tell(message: bytes) -> bool:
-    """Send the launcher a message, as far as it still listens; False if no `shoal run` started this."""
+    """Send the launcher a message, if it still listens; return False if no `shoal run` started this
+    process.
+    """
     pipe = env_vars.reports()
     if pipe is None:
         return False
@@ -116,11 +118,11 @@ def _write(text: str) -> None:
 
 
 def _flush() -> None:
-    sys.stdout.flush()  # looked up here, where it may be None
+    sys.stdout.flush()  # looked up here, since it may be None
 
 
 def exit_process(strangers: Iterable[tuple[int, float]]) -> NoReturn:
-    """End this process, its children, and processes that can't end themselves: (id, birth) of each."""
+    """End this process, its children, and stopped processes, given by (id, time of birth)."""
     try:
         within(_FLUSH_SECONDS, _flush)
         doomed = psutil.Process().children(recursive=True)
@@ -137,6 +139,6 @@ def exit_process(strangers: Iterable[tuple[int, float]]) -> NoReturn:
 
 
 def within(seconds: float, action: Callable[[], object]) -> None:
-    """Try something that the disk or a lock of the main thread may keep from ever returning."""
-    with suppress(AttributeError, OSError, ValueError):  # there may be no stdout at all
+    """Run an action for at most `seconds`: the disk or a lock of the main thread may block it."""
+    with suppress(AttributeError, OSError, ValueError):  # stdout may be None or closed
         run_within(seconds, action)

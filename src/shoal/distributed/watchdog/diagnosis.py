@@ -1,4 +1,4 @@
-"""Who is to blame for a hang: decided from what each rank says of itself, and put into words."""
+"""Diagnosis of a hang: which rank caused it, from the reports of all ranks, and the text about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALIKE = {"all_reduce", "broadcast", "reduce", "all_gather", "gather", "reduce_s
 
 @dataclass(frozen=True, kw_only=True)
 class WaitLimits:
-    """How many seconds a wait may last: in a step, and where one rank may take its time."""
+    """Longest waits in seconds: in a step, and during preparation."""
 
     step: float
     prepare: float
@@ -31,13 +31,13 @@ class WaitLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank says of itself.
+    """The report of one rank about itself.
 
-    `place` is the user's line that its main thread is at, `function` the function of that line.
-    `waits` is the collective that it waits in, if it does; an operation alone, of no group, is one
-    that torch does not record, such as a receive. `busy` says what it does that may take long.
-    `limit` is how many seconds the others may wait for it: more until it has begun its first step.
-    `recent` are its last collectives, `groups` its process groups with their ranks.
+    `place` is the line of user code that its main thread is at, `function` the function of that line.
+    `waits` is the collective in which it waits, if any; an operation without a group is one that torch
+    does not record, such as a receive. `busy` is an activity that may take long. `limit` is how many
+    seconds the others may wait for it, more until it has begun its first step. `recent` are its last
+    collectives, `groups` its process groups with their ranks.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class RankReport:
 
     @property
     def partners(self) -> set[int] | None:
-        """The ranks that it may be waiting for; None if that can't be known."""
+        """Return the ranks that it may be waiting for; None if they are not known."""
         if self.waits is None or self.waits.group not in self.groups:
             return None
         return set(self.groups[self.waits.group]) - {self.rank}
@@ -61,9 +61,8 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Absent:
-    """A rank that says nothing: its process is gone (`ended`), or exists and does not answer.
-
-    Or nothing at all came back from its machine (`cut`).
+    """A rank that sent no report: its process has `ended`, or exists and does not answer, or its
+    machine can't be reached (`cut`).
     """
 
     rank: int
@@ -75,10 +74,10 @@ class Absent:
 
 @dataclass(frozen=True, kw_only=True)
 class HangDiagnosis:
-    """The outcome: `line` says it all, `rank` is whom it names, at `where` (host and place).
+    """The diagnosis of a hang: `line` describes it, `rank` caused it, at `where` (host and place).
 
-    It is to be believed when the wait has lasted `patience` seconds longer than it may, and it may
-    last for `limit` seconds at least. A `patience` of minus infinity: no wait can help.
+    It applies if the wait has lasted `patience` seconds longer than allowed; a wait of `limit` seconds
+    is always allowed. A `patience` of minus infinity means that waiting can't help.
     """
 
     rank: int
@@ -88,7 +87,7 @@ class HangDiagnosis:
     limit: float = 0.0
 
     def due(self, limits: WaitLimits, limit: float) -> float:
-        """After how many seconds of waiting it is to be believed, by a rank whose limit is `limit`."""
+        """Return the seconds of waiting after which it applies, on a rank whose limit is `limit`."""
         longest = max(limit, self.limit)
         if self.patience == math.inf:
             return max(longest, limits.prepare, BUSY_SECONDS)
@@ -96,22 +95,23 @@ class HangDiagnosis:
 
 
 def to_plain(seen: RankReport) -> dict[str, Any]:
-    """What crosses between ranks, as JSON."""
+    """Return a report as JSON, to send it to other ranks."""
     return asdict(seen)
 
 
 def from_plain(plain: Mapping[str, Any]) -> RankReport:
-    """Read what `to_plain` made, after it has been through JSON."""
+    """Return the report of which `to_plain` made JSON."""
     waits = plain["waits"]
     recent = tuple(Collective(**each) for each in plain["recent"])
     return RankReport(**{**plain, "waits": waits and Collective(**waits), "recent": recent})
 
 
 def decide(found: Sequence[RankReport | Absent], *, seconds: float) -> HangDiagnosis | None:
-    """Name the rank that the others have been waiting for, for `seconds`; None if nobody waits.
+    """Return the diagnosis for a wait of `seconds`, with the rank that caused it; None if no rank
+    waits.
 
-    A rank that does something else than the others comes first, then those whose process is gone,
-    those that are elsewhere, those that do not answer. If all of them wait, they wait for each other.
+    A rank in a different collective comes first, then ranks whose process has ended, those that are
+    elsewhere, and those that do not answer. If all of them wait, they wait for each other.
     """
     waiting = [one for one in found if isinstance(one, RankReport) and one.waits is not None]
     if not waiting:
@@ -138,20 +138,24 @@ def decide(found: Sequence[RankReport | Absent], *, seconds: float) -> HangDiagn
         return _cut_off(cut, found, tail)
     if silent:
         line = f"{_who(silent[0], size)} does not answer{_more(silent)}: process {silent[0].pid} is "
-        line += f"stopped, out of memory, or in a call that keeps Python's lock; {tail}"
+        line += f"stopped, out of memory, or in a call that holds Python's lock; {tail}"
         where = f"{silent[0].host}, pid {silent[0].pid}"
         return HangDiagnosis(rank=silent[0].rank, where=where, line=line)
     return _each_other(waiting, size, seconds)
 
 
 def told_to_have_left(ranks: Sequence[Absent], size: int, mine: int, waited: str) -> str:
-    """Name the `ranks` that have left, which caused an error of rank `mine` where it `waited`."""
+    """Return a line about the `ranks` that have left, which caused an error of rank `mine` while it
+    `waited`.
+    """
     line = f"{_who(ranks[0], size)} has ended or left its world (its connection closed){_more(ranks)}, "
-    return f"{line}while rank {mine} was in {waited}: see its own error; without one, {SAME_STEPS}"
+    return f"{line}while rank {mine} was in {waited}: see its own error; if it has none, {SAME_STEPS}"
 
 
 def table(found: Sequence[RankReport | Absent]) -> str:
-    """Where each rank is, a line for each; of many ranks that wait in one place only the first."""
+    """Return where each rank is, one line per rank; of many ranks that wait in one place only the
+    first.
+    """
     rows = []
     met: Counter[tuple[str, str]] = Counter()
     for one in found:
@@ -166,14 +170,14 @@ def table(found: Sequence[RankReport | Absent]) -> str:
     width = max(len(host) for _, host, _, _ in rows)
     lines = [f"rank {r:<3} {h:<{width}}  {place}  {doing}".rstrip() for r, h, place, doing in rows]
     hidden = len(found) - len(rows)
-    return "\n".join([*lines, *([f"and {hidden} more at the same places"] if hidden else [])]) + "\n"
+    return "\n".join([*lines, *([f"and {hidden} more in the same places"] if hidden else [])]) + "\n"
 
 
 _ROWS = 4
 
 
 def details(found: Sequence[RankReport | Absent]) -> str:
-    """All that the ranks said: stacks and last collectives."""
+    """Return all that the ranks reported: stacks and last collectives."""
     parts = []
     for one in found:
         parts.append(f"rank {one.rank} on {one.host}\n")
@@ -186,14 +190,14 @@ def details(found: Sequence[RankReport | Absent]) -> str:
 
 
 def _is_awaited(one: RankReport | Absent, waiting: Sequence[RankReport]) -> bool:
-    """Whether it is no waiting rank, and a partner of one, as far as that is known."""
+    """Return whether it does not wait, and is a partner of a rank that does, as far as known."""
     if isinstance(one, RankReport) and one.waits is not None:
         return False
     return any(each.partners is None or one.rank in each.partners for each in waiting)
 
 
 def _did_not_arrive(elsewhere: Sequence[RankReport], size: int, tail: str) -> HangDiagnosis:
-    # Only if all of them have a reason to take long: else one that has none is to blame.
+    # Only if all of them have a reason to take long; otherwise one without a reason is the cause.
     one = min(elsewhere, key=lambda one: (bool(one.busy), one.limit))
     others = [each for each in elsewhere if each is not one]
     doing = f", {one.busy}" if one.busy else ""
@@ -208,7 +212,7 @@ def _did_not_arrive(elsewhere: Sequence[RankReport], size: int, tail: str) -> Ha
 
 
 def _cut_off(cut: Sequence[Absent], found: Sequence[RankReport | Absent], tail: str) -> HangDiagnosis:
-    """The verdict where machines can't be reached from those whose ranks have answered."""
+    """Return the diagnosis if machines can't be reached from those whose ranks have answered."""
     away = list(dict.fromkeys(one.host for one in cut))
     here = list(dict.fromkeys(one.host for one in found if one.host not in away))
     line = f"{', '.join(away[:_ROWS])} can't be reached from {', '.join(here[:_ROWS])} "
@@ -225,8 +229,8 @@ def _each_other(waiting: Sequence[RankReport], size: int, seconds: float) -> Han
     where = f"{one.host}, {one.place}"
     rest = [other for other in waiting if (other.waits, other.place) != (one.waits, one.place)]
     if len(places) == 1:
-        line = f"all {size} ranks have waited {seconds:.0f} s in {one.waits} at {one.place}, and it "
-        line += "does not end: look at the network between their hosts"
+        line = f"all {size} ranks have waited {seconds:.0f} s in {one.waits} at {one.place}, which "
+        line += "does not end: check the network between their hosts"
     else:
         line = f"{_who(one, size)} waits in {one.waits} at {one.place}; {_waits(rest, seconds)}: "
         line += "they wait for each other"
@@ -236,7 +240,7 @@ def _each_other(waiting: Sequence[RankReport], size: int, seconds: float) -> Han
 def _mismatch(
     seen: Sequence[RankReport], waiting: Sequence[RankReport], size: int
 ) -> HangDiagnosis | None:
-    """The verdict where ranks called different collectives in the place of one and the same."""
+    """Return the diagnosis if ranks called different collectives with the same number, else None."""
     for one in waiting:
         if one.waits is None or one.waits.group not in one.groups:
             continue
@@ -265,7 +269,7 @@ def _kind(call: Collective) -> tuple[str, str]:
 
 
 def _at(one: RankReport, call: Collective) -> str:
-    """A call, and where it was made if the rank still waits in it."""
+    """Return a call as text, with its place if the rank still waits in it."""
     waits = one.waits
     here = waits is not None and (waits.group, waits.number) == (call.group, call.number)
     return f"{call} at {one.place}" if here else f"{call}"

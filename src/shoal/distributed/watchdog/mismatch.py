@@ -1,9 +1,9 @@
-"""Do all ranks call the same collective, with tensors of one size and dtype? Asked before each one.
+"""Check before each collective that all ranks call the same one, with tensors of one size and dtype.
 
-On Gloo another size aborts the process, and another dtype gives wrong numbers without a word. All
-collectives, functional ones and those of torch's own C++ too, go through torch's dispatcher. There they
-are held up, while the ranks of the group compare what they are about to do. That takes one small
-collective more for each, which is why it does not stay on.
+With Gloo, a different size aborts the process, and a different dtype gives wrong numbers silently. All
+collectives, including functional ones and those of torch's C++ code, go through torch's dispatcher. The
+check intercepts them there, while the ranks of the group compare their calls. That takes one more small
+collective for each, so the check does not stay on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from shoal.util.errors import AgreementError
 
 
 class _ComparedCollective(NamedTuple):
-    """A collective: its name, the argument whose tensors are compared, and whether in size too."""
+    """A collective: its name, the argument whose tensors are compared, and whether sizes are compared
+    too.
+    """
 
     operation: str
     argument: int | None
@@ -53,11 +55,13 @@ _CALLS = {
     "barrier": _ComparedCollective("barrier", None),
 }
 ASIDE = "shoal aside"
-"""The name of threads that call collectives beside the main one. torch frees what holds calls up, when
-that is taken out, even if one of them is just coming to it: it waits until there are none."""
+"""Name of background threads that call collectives. Removing the interception frees it even if such a
+thread is just about to use it, so removal waits until there are none.
+"""
 _KEY = "BackendSelect"
-"""Where calls are held up: below autograd and all modes, above the kernels of the devices. Called by
-redispatching, those run without Python's lock, which Gloo's threads need."""
+"""Where calls are intercepted: below autograd and all modes, above the kernels of the devices. When
+redispatched, these run without Python's lock, which Gloo's threads need.
+"""
 _BYTES = 768
 _LONGEST = 300
 
@@ -65,9 +69,9 @@ _LONGEST = 300
 class Matching:
     """Compares each collective of CPU tensors with those of the other ranks, until `stop`.
 
-    Threads beside the main one are left alone: their calls have no fixed order with its calls, nor with
-    the end of the check. A mismatch is an AgreementError on all ranks of the group, before anything is
-    sent. `current` is the collective whose check is under way, `found` whether any did not match.
+    It skips threads other than the main one: their calls have no fixed order relative to its calls, nor
+    to the end of the check. A mismatch is an AgreementError on all ranks of the group, before any data
+    is sent. `current` is the collective that is being checked, `found` is set after a mismatch.
     """
 
     def __init__(self, rank: int) -> None:
@@ -79,9 +83,10 @@ class Matching:
         self._stop_intercepting = intercept("c10d", checks, _KEY)
 
     def stop(self) -> None:
-        """Compare no more, from this call on; call it again, for what holds calls up to be taken out.
+        """Stop comparing, from this call on; a later call removes the interception.
 
-        That is when no thread called ASIDE may be about to make one, on each rank for itself.
+        The removal happens only while no background thread may be about to call a collective, on each
+        rank independently.
         """
         self._comparing = False
         end = self._stop_intercepting
@@ -137,7 +142,7 @@ class Matching:
 
 
 def _flat(value: Any) -> list[Tensor]:
-    """The tensors in an argument, or in all of them."""
+    """Return the tensors in an argument, or in all of them."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -146,9 +151,9 @@ def _flat(value: Any) -> list[Tensor]:
 
 
 def _exchange(text: str, group: dist.ProcessGroup) -> list[str]:
-    """The texts of all ranks of a group."""
+    """Return the texts of all ranks of a group."""
     data = text.encode()[:_BYTES].ljust(_BYTES)
-    # Whoever counts or records operations of tensors shall not see these.
+    # Modes that count or record tensor operations must not see these.
     with without_modes(), torch.no_grad():
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
@@ -165,5 +170,5 @@ def _error(everyone: Sequence[Sequence[str]], usual: str) -> AgreementError:
         given=f"{called} at {there} ({other}), on {len(everyone) - len(odd)} of {len(everyone)} ranks",
         found=f"{who} calls {did} at {place}{more}",
         fix="let all ranks call the same collectives in the same order, with tensors of one size and "
-        "dtype: .to(torch.float32), and no collective under a condition that only some ranks meet",
+        "dtype: .to(torch.float32), and no collective under a condition that is false on some ranks",
     )

@@ -1,6 +1,6 @@
-"""The side channel: a socket per rank that answers whatever the rank itself is stuck in.
+"""The side channel: a socket per rank that answers while the rank itself is stuck.
 
-A question and its answer are a line of JSON each; the world's token comes before every question.
+A question and its answer are one line of JSON each; the world's token comes before every question.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 LONGEST = 1 << 20
-"""Bytes of a question at most."""
+"""Largest size of a question in bytes."""
 _PATIENCE = 5.0
 """Seconds within which a connection must have asked."""
 _MOST_WAITING = 64
-"""Connections that have not asked yet; a rank asks in the moment in which it connects."""
+"""Largest number of connections that have not asked yet; a rank asks when it connects."""
 _REACH_SECONDS = 1.5
-"""Seconds in which a machine must have answered; its kernel does, whatever its processes are doing."""
+"""Seconds within which a machine must reply; its kernel does, independent of its processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Where a rank answers, and which process it is."""
+    """The address of a rank's side channel, and its process."""
 
     host: str
     pid: int
@@ -35,15 +35,15 @@ class Peer:
 
 
 class UnreachableError(OSError):
-    """Nothing comes back from a machine: not the process is silent, but the network."""
+    """A machine does not reply: the network is at fault, not a silent process."""
 
 
 class Door:
     """Answers questions that carry the token, and closes all other connections without an answer.
 
-    Other users of the machine may reach the port. Nothing that comes before the right token is parsed,
-    and what it may take is bounded: a connection has `_PATIENCE` seconds to ask, and where more than
-    `_MOST_WAITING` have not asked yet, the oldest of these is closed.
+    Other users of the machine may reach the port. No byte before the right token is parsed, and the
+    resources are bounded: a connection has `_PATIENCE` seconds to ask, and if more than `_MOST_WAITING`
+    have not asked yet, the oldest of these is closed.
     """
 
     def __init__(self, token: str, reply: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -64,19 +64,19 @@ class Door:
             if question is not None:
                 writer.write(json.dumps(self._reply(question)).encode() + b"\n")
                 await asyncio.wait_for(writer.drain(), _PATIENCE)
-        except (OSError, TimeoutError):  # the caller is gone, or does not read
+        except (OSError, TimeoutError):  # the caller has ended, or does not read
             pass
         finally:
             self._waiting.pop(writer, None)
             writer.close()
 
     def close(self) -> None:
-        """Close the connections of those who have not asked yet."""
+        """Close the connections that have not asked yet."""
         for writer in self._waiting:
             writer.transport.abort()
 
     async def _hear(self, reader: asyncio.StreamReader) -> dict[str, Any] | None:
-        """The question; None if the connection does not send the token."""
+        """Return the question; None if the connection does not send the token."""
         try:
             token = await asyncio.wait_for(reader.readexactly(len(self._token)), _PATIENCE)
             if not hmac.compare_digest(token, self._token):
@@ -89,7 +89,7 @@ class Door:
 
 
 async def ask(peer: Peer, token: str, question: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a rank. Raises ConnectionError where nobody listens any more, or OSError."""
+    """Return the answer of a rank. Raises ConnectionError if no process listens, or OSError."""
     try:
         reader, writer = await asyncio.wait_for(
             asyncio.open_connection(peer.address, peer.port), _REACH_SECONDS
@@ -107,6 +107,6 @@ async def ask(peer: Peer, token: str, question: dict[str, Any]) -> dict[str, Any
     finally:
         writer.close()
     if not answered:
-        raise ConnectionResetError(f"{peer.host} hung up")
+        raise ConnectionResetError(f"{peer.host} closed the connection")
     found: dict[str, Any] = json.loads(answered)
     return found

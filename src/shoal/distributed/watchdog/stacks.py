@@ -1,6 +1,6 @@
-"""Where the threads of this process are.
+"""The places at which the threads of this process are.
 
-No source is read: the file system may be what hangs.
+No source file is read, since the file system may cause the hang.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class StackLine:
 
 
 def main_stack() -> list[StackLine]:
-    """Where the main thread is, innermost last."""
+    """Return the stack of the main thread, innermost last."""
     return stack(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def stack(frame: FrameType | None) -> list[StackLine]:
-    """The calls that led to a frame, innermost last."""
+    """Return the calls that led to a frame, innermost last."""
     lines = []
     while frame is not None:
         code = frame.f_code
@@ -54,7 +54,7 @@ def stack(frame: FrameType | None) -> list[StackLine]:
 
 
 def traced(error: BaseException) -> list[StackLine]:
-    """The calls between the place where an error was raised and that of its handler, innermost last."""
+    """Return the calls between the place where an error was raised and its handler, innermost last."""
     calls = traceback.walk_tb(error.__traceback__)
     return [
         StackLine(file=frame.f_code.co_filename, number=number or 0, function=frame.f_code.co_name)
@@ -63,16 +63,17 @@ def traced(error: BaseException) -> list[StackLine]:
 
 
 def own_line(lines: Sequence[StackLine]) -> StackLine:
-    """The innermost line of the user's own code; of any code where none is."""
+    """Return the innermost line of user code; of any code if there is none."""
     own = [line for line in lines if not is_library(line.file)]
     return (own or list(lines) or [StackLine(file="?", number=0, function="?")])[-1]
 
 
 def busy(lines: Sequence[StackLine]) -> str:
-    """What a thread does that may take long: "compiles", "is in a debugger", "imports modules".
+    """Return an activity of a thread that may take long: "compiles", "is in a debugger", "imports
+    modules".
 
-    Empty for anything else. While a module of the user's own is imported, its lines are the user's,
-    and may be those that hang.
+    Empty for any other. While a user's module is imported, its lines are user code, which may be the
+    cause of a hang.
     """
     files = [line.file for line in lines]
     if any(file.endswith(_COMPILERS) for file in files):
@@ -86,10 +87,10 @@ def busy(lines: Sequence[StackLine]) -> str:
 
 
 def communication(lines: Sequence[StackLine]) -> str:
-    """The function of torch.distributed that a thread has called into C from; empty if none.
+    """Return the function of torch.distributed from which a thread has called C code; empty if none.
 
-    What comes from there is sending, receiving or waiting; files of checkpoints aside. So is what
-    Shoal's own strategies wait in for messages.
+    Such a call sends, receives or waits, except in files of checkpoints. The waits for messages in
+    Shoal's own strategies count too.
     """
     last = lines[-1] if lines else None
     if last is None:
@@ -110,7 +111,7 @@ def background_threads() -> set[str]:
 
 
 def all_stacks() -> str:
-    """The stacks of all threads as text, the main thread's first, innermost lines last."""
+    """Return the stacks of all threads as text, the main thread's first, innermost lines last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     main = threading.main_thread().ident

@@ -1,9 +1,9 @@
-"""The thread of each rank that notices a wait without end, finds out who is to blame, and ends all.
+"""The thread of each rank that detects a hang, finds the rank that caused it, and ends all ranks.
 
-A rank waits without end if no process group has begun anything new for as long as a wait may last, no
-call has been answered, and it is inside a collective, or inside torch.distributed sending or receiving.
-So nothing has to be counted in the training itself, and whatever takes long without making others wait
-is no hang.
+A rank hangs if no process group has begun a new operation for as long as a wait may last, no call has
+been answered, and its main thread is inside a collective, or inside torch.distributed sending or
+receiving. So the training itself needs no counters, and long operations that make no other rank wait
+are no hang.
 """
 
 from __future__ import annotations
@@ -39,33 +39,37 @@ from shoal.util.errors import ShoalError
 from shoal.util.regular_file import write_new
 
 _INTERVAL = 0.5
-"""Seconds between two looks, at most."""
+"""Longest time in seconds between two checks."""
 _ANSWER_SECONDS = 2.0
 _LATER_SECONDS, _LATEST_RANK = 0.05, 20
-"""By so much each rank, up to that one, begins to judge later than the rank before it, so that of
-thousands that wait few ask all the others. Whom a lower rank has asked leaves it the judgement."""
+"""Each rank up to `_LATEST_RANK` begins to ask this much later than the rank before it, so that few of
+thousands of waiting ranks ask all the others. A rank that a lower one has asked leaves the decision to
+it.
+"""
 _LEFT_SECONDS = 2 * _ANSWER_SECONDS
 _AGAIN_SECONDS = 1.0
 _LONGEST_LOOK = _INTERVAL + _ANSWER_SECONDS + _AGAIN_SECONDS
-"""Seconds between two looks, at most, while this process runs."""
+"""Longest time in seconds between two checks while this process runs."""
 _GONE_SECONDS = 1.0
-"""For so long a rank whose connection broke asks who is gone: sockets of one process close in turn."""
+"""Seconds for which a rank whose connection broke asks which rank has ended: the sockets of one process
+close one after the other.
+"""
 _NEIGHBOUR_SECONDS = 5.0
-"""How long a rank waits before it asks whether the next one is still there, and then again."""
+"""Seconds after which a rank asks whether the next one is still there, and then again."""
 _TOGETHER_SECONDS = 0.25
-"""All wait so long before they end, or the first to end would look like the cause."""
+"""Seconds for which all ranks wait before they end, or the first to end would look like the cause."""
 _WRITE_SECONDS = 1.0
 _RECENT = 20
 _LONGEST_STACKS = 1 << 16
 
 
 class Watch:
-    """Watches over this rank's waits from a thread of its own, and answers for it.
+    """A thread that watches the waits of this rank, and answers questions of other ranks.
 
-    `limit` is how many seconds a wait may last now; it begins with that of preparation. `directory`
-    gives where a report is kept, None being the directory for temporary files. `checked` gives the
-    collective that waits for a check of its own, if one does. Others reach this rank at `address`.
-    Making one is collective.
+    `limit` is the number of seconds that a wait may last now; it begins with that of preparation.
+    `directory` returns where a report is written, None being the directory for temporary files.
+    `checked` returns the collective that waits for a check, if any. Others reach this rank at
+    `address`. The constructor is collective.
     """
 
     def __init__(
@@ -106,44 +110,45 @@ class Watch:
         abort.tell_joined()
 
     def leave(self) -> None:
-        """Say why this rank leaves where that is because of another's death or its own choice; stop."""
+        """Stop, and report why this rank leaves if another's death or its own choice is the reason."""
         abort.tell_left()
         error = sys.exception()
         if error is not None and (said := self.explain(error)):
             error.add_note(said)
-        shown = getattr(sys, "last_value", None)  # at the end of Python, its traceback is on the screen
+        shown = getattr(sys, "last_value", None)  # when Python exits, its traceback has been printed
         if error is None and shown is not None and (said := self.explain(shown)):
             abort.say(said)
         self.stop()
 
     def stop(self) -> None:
-        """End the thread and close the socket; other ranks then find that this one has left."""
-        if self._thread.is_alive():  # not in a process that was forked from this one
+        """End the thread and close the socket, by which other ranks detect that this one has left."""
+        if self._thread.is_alive():  # not in a fork of this process
             with suppress(RuntimeError):  # it has just ended
                 self._loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join()
         self._socket.close()
 
     def gone(self, ranks: Sequence[int], *, unreachable: bool = False) -> set[int]:
-        """Those of the ranks whose processes have ended or have left the world; not the silent.
+        """Return those of the ranks that have ended or left the world, without the silent ones.
 
-        With `unreachable` also those from whose machines nothing comes back.
+        With `unreachable`, ranks whose machines do not reply are included.
         """
         try:
             asked = asyncio.run_coroutine_threadsafe(self._ask(ranks, {"alive": True}), self._loop)
-        except RuntimeError:  # this rank has left it itself
+        except RuntimeError:  # this rank has left the world
             return set()
         signs = (ConnectionError, UnreachableError) if unreachable else ConnectionError
         answers = zip(ranks, asked.result(), strict=True)
         return {rank for rank, answer in answers if isinstance(answer, signs)}
 
     def explain(self, error: BaseException) -> str:
-        """Who has left, where an error reads as the death of another rank; empty if that isn't known.
+        """Return which rank has left, if an error looks like another rank's death; empty if not known.
 
-        Each that asks tells the others, since those that fail for the same reason are soon gone too.
+        A rank that asks notifies the others of the answer, since ranks that fail for the same reason
+        end soon.
         """
         here = {peer.host for peer in self._peers}
-        if not is_by_peer(error) or (abort.launched() and len(here) == 1):  # whose launcher knows more
+        if not is_by_peer(error) or (abort.launched() and len(here) == 1):  # the launcher knows more
             return ""
         others = [rank for rank in range(self._size) if rank != self._rank]
         pause = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
@@ -154,7 +159,7 @@ class Watch:
             self._first_gone = self._first_gone or sorted(self.gone(others))
         if not self._first_gone:
             return ""
-        with suppress(RuntimeError):  # this rank has left it itself
+        with suppress(RuntimeError):  # this rank has left the world
             told = self._ask(others, {"gone": self._first_gone})
             asyncio.run_coroutine_threadsafe(told, self._loop).result()
         absent = [self._understand(rank, ConnectionError()) for rank in self._first_gone]
@@ -165,8 +170,8 @@ class Watch:
         return diagnosis.told_to_have_left(left, self._size, self._rank, waited)
 
     def answered(self) -> None:
-        """Another rank has answered this one, outside of all process groups; from any thread."""
-        self._answers += 1  # one may be lost among threads: that it has changed is enough
+        """Note that another rank has answered, outside of all process groups; from any thread."""
+        self._answers += 1  # threads may lose an increment, but a change is enough
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -185,7 +190,7 @@ class Watch:
         later = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
         counts, waited, asked, looked = self._counts(), 0.0, 0.0, time.monotonic()
         while not await _within(self._stopped.wait(), min(_INTERVAL, self.limit / 10)):
-            # Time in which this process was stopped, or its machine asleep, is nobody's fault.
+            # Time in which this process was stopped, or its machine asleep, does not count.
             passed = min(time.monotonic() - looked, _LONGEST_LOOK, self.limit / 2)
             looked = time.monotonic()
             now = self._counts()
@@ -200,9 +205,10 @@ class Watch:
                     await self._judge(waited)
 
     async def _neighbour_is_gone(self) -> bool:
-        """Whether this rank waits, and the next one of the group in which it does has left its world.
+        """Return whether this rank waits, and the next one in the group of its collective has left its
+        world.
 
-        Each member asks one, so that a group of thousands finds those that left without a flood.
+        Each member asks one, so that a group of thousands detects ranks that left with few messages.
         """
         waits = self._waits(stacks.main_stack())
         members = [] if waits is None else flight_recorder.group_ranks().get(waits.group, [])
@@ -216,13 +222,15 @@ class Watch:
         return (self._answers, *flight_recorder.operation_counts())
 
     async def _judge(self, seconds: float) -> None:
-        """Ask all ranks, decide, and end all if that is to be believed; the lowest judge goes on."""
+        """Ask all ranks, decide, and end all if the diagnosis applies; the lowest rank that asks
+        decides.
+        """
         if time.monotonic() < self._left + _LEFT_SECONDS:
             return
         answers = await self._ask(range(self._size), {"judge": self._rank})
         found = [self._understand(rank, answer) for rank, answer in enumerate(answers)]
         decided = diagnosis.decide(found, seconds=seconds)
-        if decided is None:  # what this rank waited for has come while the others were asked
+        if decided is None:  # the wait has ended while the others were asked
             return
         if seconds < decided.due(self._limits, self.limit):
             return
@@ -241,15 +249,15 @@ class Watch:
     async def _ask(
         self, ranks: Sequence[int], question: dict[str, Any]
     ) -> list[dict[str, Any] | OSError]:
-        """What each of the ranks answers, or why it does not."""
+        """Return the answer of each of the ranks, or its error."""
 
         async def ask(rank: int) -> dict[str, Any] | OSError:
             asked = side_channel.ask(self._peers[rank], self._token, question)
             try:
                 return await asyncio.wait_for(asked, _ANSWER_SECONDS)
-            except OSError as error:  # of which TimeoutError is one
+            except OSError as error:  # includes TimeoutError
                 return error
-            except ValueError as error:  # cut off in the middle
+            except ValueError as error:  # incomplete JSON
                 return ConnectionResetError(str(error))
 
         return await asyncio.gather(*map(ask, ranks))
@@ -282,7 +290,7 @@ class Watch:
         await asyncio.sleep(_TOGETHER_SECONDS)
         host = self._peers[self._rank].host
         here = [peer for rank in silent if (peer := self._peers[rank]).host == host]
-        # `shoal run` ends what is left by itself, and would take one that is killed for the cause.
+        # `shoal run` ends the remaining ranks, and would take a killed one for the cause.
         abort.exit_process([] if abort.launched() else [(peer.pid, peer.born) for peer in here])
 
     def _see(self) -> RankReport:
@@ -302,7 +310,7 @@ class Watch:
         )
 
     def _waits(self, lines: Sequence[stacks.StackLine]) -> Collective | None:
-        """Return what this rank waits in. What its background threads wait in does not count."""
+        """Return what this rank waits in. Its background threads do not count."""
         recorded = self._checked() or flight_recorder.oldest_outstanding(
             self._before, stacks.background_threads()
         )
@@ -320,10 +328,10 @@ class Watch:
         if name == "timeout":
             longer = f"`with world.preparing():` around it on all ranks, or {longer}"
         given = f"a wait of more than {self.limit:g} s, the {name} of shoal.init"
-        fix = f"if one rank may take so long: {longer}"
+        fix = f"if one rank may take that long: {longer}"
         if decided.patience == -math.inf:
             given = "a wait for a rank that has left"
-            fix = f"without an error of that rank: {SAME_STEPS}"
+            fix = f"if that rank has no error: {SAME_STEPS}"
         error = ShoalError(
             given=given, found=decided.line, fix=f"see {kept}, the stacks of all ranks; {fix}"
         )
@@ -336,7 +344,7 @@ class Watch:
         )
 
     def _keep(self, text: str) -> Path:
-        """Where the details are kept; writing them must not wait for a disk that hangs too."""
+        """Write the details to a file and return its path, without waiting for a hanging disk."""
         # In the directory for temporary files, another user could create a file at a guessable name.
         unique = f"{os.getpid()}-{secrets.token_hex(8)}"
         name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{unique}.txt"
@@ -346,7 +354,7 @@ class Watch:
 
 
 async def _within(what: Awaitable[object], seconds: float) -> bool:
-    """Whether `what` comes true within so many seconds."""
+    """Return whether `what` completes within this many seconds."""
     try:
         await asyncio.wait_for(what, seconds)
     except TimeoutError:

@@ -16,17 +16,18 @@ from shoal.distributed.watchdog.watch import Watch
 from shoal.telemetry.flight_recorder import RecordingGroup
 
 MARGIN_SECONDS = 60.0
-"""How much later than the watch torch itself gives up: by then every rank has been asked."""
+"""Seconds by which torch's own timeout is longer than the watch's, so that every rank is asked first.
+"""
 CHECKED_STEPS = 3
-"""In how many steps, from the first one on, ranks compare each collective before they begin it."""
+"""Number of steps, from the first one, in which ranks compare each collective before they begin it."""
 
 
 class Watchdog:
-    """Limits the time that ranks wait for each other, and ends all of them when one does not arrive.
+    """Limits the time for which ranks wait for each other, and ends all if one does not arrive.
 
-    `group` is None in a world of one, where the watchdog has nothing to do. `address` is where other
-    ranks reach this one, and `directory` returns where a report of a hang is written, None being the
-    directory for temporary files. The constructor is collective.
+    `group` is None in a world of size 1, which needs no watchdog. `address` is where other ranks reach
+    this one, and `directory` returns where a report of a hang is written, None being the directory for
+    temporary files. The constructor is collective.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class Watchdog:
     ) -> None:
         self.limits = limits
         self.steps = 0
-        """How many steps a world of several ranks has begun; equal on ranks that step together."""
+        """Number of steps that a world of several ranks has begun; equal on ranks that step together.
+        """
         self._preparing = 0
         self._matching: Matching | None = None
         self._watch: Watch | None = None
@@ -64,7 +66,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """How many seconds a wait may last now."""
+        """The number of seconds that a wait may last now."""
         preparing = self._preparing or not self.steps
         return self.limits.prepare if preparing else self.limits.step
 

@@ -15,7 +15,7 @@ from shoal.util.grouping import group_by
 from shoal.util.units import size
 
 DEVICE, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
-_INSTALL = "pip install 'shoal[gpu]'"
+_INSTALL = "pip install '.[gpu]' in the checkout of Shoal"
 _BUSY = 0.1
 _MARGIN = 5
 

@@ -1,4 +1,4 @@
-"""Render the batch script: a pure function of a job and of where its files are."""
+"""The batch script, rendered by a pure function of a job and its paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.telemetry.events import path_of
 
 _FIRST_PORT, _PORTS = 10001, 10000
 MARK = "# Written by `shoal submit`"
-"""The comment by which a batch script is recognized."""
+"""The comment by which Shoal recognizes its batch scripts."""
 
 _TEMPLATE = "job.sh.jinja"
 
@@ -31,9 +31,9 @@ _KEEPING = (Shell('"$around"'), Shell('"$first"'))
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """Where a job runs and what: absolute paths, the words of the command, variables to set.
+    """Where a job runs and what it runs: absolute paths, the command, variables to set.
 
-    `folder` is the job's own, `directory` the one that the script runs in, `run` the run directory.
+    `folder` is the job's own, `directory` the one in which the script runs, `run` the run directory.
     Each node gets a copy of the paths in `stage`.
     """
 
@@ -53,7 +53,7 @@ class JobContext:
 def render(job: Job, site: Site, place: JobContext) -> str:
     """Return the batch script. Each value that a user typed becomes one quoted word.
 
-    Raises LaunchError for a value that can't stand in a line that the scheduler reads.
+    Raises LaunchError for a value that is invalid in a line that the scheduler reads.
     """
     scheduler = site_scheduler(site)
     shell = {name: Shell(text) for name, text in asdict(scheduler.shell).items()}
@@ -65,9 +65,9 @@ def render(job: Job, site: Site, place: JobContext) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # that is for HTML; quote_word quotes for shells
+        autoescape=False,  # autoescape is for HTML; quote_word quotes for shells
     )
-    # What ranks print is in the log when they do, and not lost when they are killed.
+    # The output of ranks must be in the log at once, and not be lost when they are killed.
     unbuffered = Shell("${PYTHONUNBUFFERED-1}")
     variables: list[tuple[str, str]] = [("PYTHONUNBUFFERED", unbuffered), *place.variables]
     if place.python_path:
@@ -117,7 +117,7 @@ def _turn(turn: Turn, job: Job, site: Site, place: JobContext, scheduler: Schedu
 
 
 def _launch(job: Job, site: Site, scheduler: Scheduler, *, step: bool = False) -> Shell:
-    """Return the command that starts the program once for each process, or torchrun on each node."""
+    """Return the command that starts the program once per process, or torchrun once per node."""
     if job.launcher == "mpirun":
         return quote_words([*site.mpirun, "-n", job.processes])
     return Shell(scheduler.launch_command(job, step=step))
@@ -143,13 +143,13 @@ def _program(job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> S
         port = Shell(f'"$host:$(({_FIRST_PORT} + {scheduler.shell.job_number} % {_PORTS}))"')
         words += ["-m", "torch.distributed.run", f"--nnodes={job.nodes}"]
         words += [f"--nproc-per-node={job.per_node}", "--rdzv-backend=c10d"]
-        # Without the dashes torchrun takes options of the script for abbreviations of its own.
+        # Without the dashes torchrun reads options of the script as abbreviations of its own options.
         words += ["--rdzv-id", Shell('"$job"'), "--rdzv-endpoint", port, "--"]
     return [*words, place.script, *(_staged(word, place) for word in place.args)]
 
 
 def _staged(word: str, place: JobContext) -> str:
-    """Return a word of the command; a staged path, also as the value of an option, is the copy's."""
+    """Return a word of the command; staged paths, also as values of options, become the copy's."""
     option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     path = os.path.normpath(os.path.join(place.directory, value))
     for whole in place.stage:

@@ -1,4 +1,4 @@
-"""Is a job worth its place in the queue? What the site would refuse, and what would be wasted."""
+"""Checks of a job before it enters the queue: values that the site rejects, and wasted resources."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORKER_OPTIONS = ("--workers", "--num-workers", "--num_workers")
 
 @dataclass(frozen=True)
 class Objection:
-    """What was given that can't be right, what contradicts it, and what to type instead."""
+    """A problem of a job: the value, what contradicts it, and the value to use instead."""
 
     given: str
     found: str
@@ -40,7 +40,7 @@ def check_job(request: JobRequest, site: Site, job: Job) -> None:
         raise LaunchError(
             given="; ".join(dict.fromkeys(each.given for each in found)),
             found="\n       ".join(each.found for each in found),
-            fix="; ".join(dict.fromkeys(each.fix for each in found)) + " (--force submits it as it is)",
+            fix="; ".join(dict.fromkeys(each.fix for each in found)) + " (--force submits it anyway)",
         )
 
 
@@ -48,7 +48,7 @@ def check_interpreter(request: JobRequest, source: str) -> None:
     """Raise LaunchError if --python does not exist, or lacks the Shoal that a script needs.
 
     An interpreter in a container is not checked. The version is not checked if the interpreter can't
-    run here, such as that of another architecture. `source` is the text of the script.
+    run here, such as one for another architecture. `source` is the text of the script.
     """
     python = request.python
     if python is None or request.container is not None:
@@ -58,8 +58,8 @@ def check_interpreter(request: JobRequest, source: str) -> None:
         there = os.path.exists(python)
         raise LaunchError(
             given=f"--python {python}",
-            found="it may not be executed" if there else "there is no such program",
-            fix="--python with the path of an interpreter, or omit it to use this one",
+            found="it is not executable" if there else "there is no such program",
+            fix="--python with the path of an interpreter, or leave it out to use this one",
         )
     if "shoal" not in source:
         return
@@ -86,8 +86,8 @@ def objections(request: JobRequest, site: Site, job: Job) -> Iterator[Objection]
     if request.restarts and not job.requeue and job.chain == 1:
         yield Objection(
             f"--restarts {request.restarts}",
-            f"a job restarts by going back into the queue, which {site.name} does not allow",
-            "--chain N too: the next job of the chain goes on",
+            f"a restart requeues the job, which {site.name} does not allow",
+            "add --chain N: the next job of the chain resumes",
         )
     yield from _against_partition(request, site, partition)
     yield from _against_time(request, partition, job)
@@ -96,13 +96,13 @@ def objections(request: JobRequest, site: Site, job: Job) -> Iterator[Objection]
         cost = _cost(request)
         yield Objection(
             f"{request.workers} loader workers for each process",
-            f"a process has {job.cpus} core(s): its workers take turns, and {cost} wait for data",
+            f"a process has {job.cpus} core(s): workers share them, and {cost} wait for data",
             f"at most {job.cpus} workers, or --cpus-per-task {request.workers}",
         )
     if request.memory is not None and not site.memory:
         yield Objection(
             f"--mem {request.memory}",
-            f"{site.name} gives memory by the number of cores, and --mem is not accepted",
+            f"{site.name} assigns memory by the number of cores and does not accept --mem",
             "--cpus-per-task with more cores",
         )
 
@@ -156,8 +156,8 @@ def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterat
         most = max((qos.gpus or 0 for qos in allowed if fits(qos, request.time, 0)), default=0)
         yield Objection(
             f"{gpus} GPUs, {given}",
-            f"{_kind(request, partition)} gives a job so long at most {most} GPUs",
-            f"{most} GPUs in all, or less time",
+            f"{_kind(request, partition)} gives a job of this length at most {most} GPUs",
+            f"{most} GPUs in total, or less time",
         )
     if 2 * job.lead > request.time:
         yield Objection(
@@ -168,10 +168,10 @@ def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterat
 
 
 def _afterwards(job: Job, parts: int) -> str:
-    """How a job goes on that needs several times its time."""
+    """Return how a job that needs several times its time resumes."""
     if job.turns:
-        return ", and the same command again for the rest"
-    return ", after which it goes on by itself" if job.requeue else f" --chain {parts}"
+        return ", and run the same command again for the rest"
+    return ", after which it resumes automatically" if job.requeue else f" --chain {parts}"
 
 
 def _against_processes(
@@ -189,9 +189,9 @@ def _against_processes(
         idle = gpus - processes
         found = (
             f"{gpus} GPUs reserved, {processes} used: {gpu_hours(idle, request.time)} of "
-            f"{_cost(request)} for nothing"
+            f"{_cost(request)} are wasted"
             if idle > 0
-            else f"{processes} processes share {gpus} GPUs, {_cost(request)}, which NCCL refuses"
+            else f"{processes} processes share {gpus} GPUs, {_cost(request)}: NCCL can't do that"
         )
         yield Objection(f"-n {processes}, {gpus} GPUs", found, f"-n {gpus}, or fewer GPUs")
     cores = (job.cpus or 1) * job.per_node
@@ -204,23 +204,23 @@ def _against_processes(
     if job.launcher == "torchrun" and processes % request.nodes:
         yield Objection(
             f"-n {processes} with torchrun",
-            f"{processes} processes do not divide into {request.nodes} equal nodes",
+            f"{processes} processes can't be split equally over {request.nodes} nodes",
             f"-n {request.nodes * job.per_node}, or --launcher {launcher}",
         )
     if job.launcher == "torchrun" and request.sweep:
         yield Objection(
             "--sweep with torchrun",
-            "whether its ranks have saved is read from one run directory, and each element has its own",
+            "Shoal reads from one run directory if ranks have saved, and each element has its own",
             f"--launcher {launcher}",
         )
 
 
 def notes(request: JobRequest, site: Site, job: Job) -> Iterator[str]:
-    """What somebody wants to know of a job before it waits in a queue."""
+    """Yield notes about a job that users should know before it waits in the queue."""
     if not site.tried:
-        yield f"nobody has tried the file of the site {site.name} yet"
+        yield f"the file of the site {site.name} is untested"
     if not site.partitions:
-        yield f"nothing is known of this site ({site.name}): GPUs, partitions and times are not checked"
+        yield f"this site ({site.name}) is unknown: GPUs, partitions and times are not checked"
     partition = partition_of(request, site)
     charged = _charged(request, site, partition, job)
     if charged > request.gpus:
@@ -229,16 +229,16 @@ def notes(request: JobRequest, site: Site, job: Job) -> Iterator[str]:
     if job.qos is not None and request.qos is None:
         yield f"--qos={job.qos}: {job.choices['qos'].reason}"
     if not job.turns:
-        yield f"told to save {job.lead} s before its end: {job.choices['lead'].reason}"
+        yield f"signal to save {job.lead} s before its end: {job.choices['lead'].reason}"
     if not job.requeue and job.chain == 1 and not job.turns:
-        yield "this site does not requeue: --chain N submits N jobs that go on after each other"
+        yield "this site does not requeue: --chain N submits N jobs, each of which resumes the last"
     words = (*request.args, *(word for words in request.sweep for word in words))
     for secret in secret_options(words):
-        yield f"{secret} and its value stand in the job's files; give secrets by variables"
+        yield f"{secret} and its value are in the job's files; pass secrets by environment variables"
 
 
 def _charged(request: JobRequest, site: Site, partition: Partition, job: Job) -> int:
-    """How many GPUs of each node are accounted for: whoever takes the cores takes the GPUs."""
+    """Return the number of GPUs per node that are accounted for: cores count as their GPUs."""
     if not request.gpus or partition.gpus is None:
         return request.gpus
     if site.whole_nodes and request.nodes > 1:
@@ -260,7 +260,9 @@ def _cost(request: JobRequest) -> str:
 
 
 def workers_of(source: str, args: Sequence[str]) -> int:
-    """How many loader workers a script seems to start: `num_workers=8` in its text, or an option."""
+    """Return the number of loader workers that a script seems to start, by `num_workers=8` or an
+    option.
+    """
     found = [0]
     for index, word in enumerate(args):
         option, _, value = word.partition("=")
@@ -280,13 +282,13 @@ def workers_of(source: str, args: Sequence[str]) -> int:
 
 
 def secret_options(args: Sequence[str]) -> list[str]:
-    """The options among the words of a command that are named like secrets."""
+    """Return the options in a command whose names suggest secrets."""
     options = [word.partition("=")[0] for word in args if re.match(r"--?\w", word)]
     return [option for option in dict.fromkeys(options) if is_secret(option.lstrip("-"))]
 
 
 def without_secrets(args: Sequence[str]) -> list[str]:
-    """The words of a command with the values of such options masked."""
+    """Return the words of a command with the values of such options masked."""
     secret = set(secret_options(args))
     words = []
     for before, word in zip(("", *args), args, strict=False):

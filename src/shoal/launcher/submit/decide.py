@@ -1,4 +1,4 @@
-"""Turn a request and a site into a job: each decision, with its reason."""
+"""Decisions that turn a request and a site into a job, each with its reason."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def partition_of(request: JobRequest, site: Site) -> Partition:
 
 
 def processes_of(request: JobRequest) -> int:
-    """Return the number of processes of all nodes: one for each GPU, or for each node without GPUs."""
+    """Return the number of processes on all nodes: one per GPU, or one per node without GPUs."""
     if request.processes is not None:
         return request.processes
     return request.nodes * max(1, request.gpus)
 
 
 def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
-    """Return the job to submit. `save` is how long a save and a step take together, if measured.
+    """Return the job to submit. `save` is the time in seconds of a step and a save, if measured.
 
     Raises LaunchError if the scheduler does not have the requested launcher.
     """
@@ -77,24 +77,22 @@ def _launcher(name: str | None, scheduler: SchedulerProfile) -> str:
     if name not in (None, *known):
         raise LaunchError(
             given=f"--launcher {name}",
-            found=f"what starts processes is one of {', '.join(known)}",
-            fix=f"--launcher {known[0]}, which every {scheduler.title} has",
+            found=f"the launchers are {', '.join(known)}",
+            fix=f"--launcher {known[0]}, which is part of every {scheduler.title}",
         )
     return name or known[0]
 
 
 def _qos(request: JobRequest, partition: Partition) -> Decision[str | None]:
-    """Return the first QoS whose limits fit the job, or None if a job gets that one by default."""
+    """Return the first QoS whose limits fit the job, or None if that is the default one."""
     if request.qos is not None:
         return Decision(what="qos", value=request.qos, reason=GIVEN)
     gpus = request.nodes * request.gpus
     for qos in partition.qos:
         if fits(qos, request.time, gpus):
             if qos is partition.qos[0]:
-                return Decision(
-                    what="qos", value=None, reason=f"{qos.name}, which a job gets by itself"
-                )
-            reason = f"the first that gives {gpus} GPUs for so long"
+                return Decision(what="qos", value=None, reason=f"{qos.name}, the default")
+            reason = f"the first that allows {gpus} GPUs for this time"
             return Decision(what="qos", value=qos.name, reason=reason)
     return Decision(what="qos", value=None, reason="the site's file lists none that fits")
 

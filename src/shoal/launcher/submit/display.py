@@ -31,7 +31,7 @@ _ROOM_FOR_FILES = 90
 
 
 def print_script(console: Console, done: Submission) -> None:
-    """Print the batch script and nothing else: the output may go into a file."""
+    """Print only the batch script, since the output may go into a file."""
     console.out(done.script, end="", highlight=False)
 
 
@@ -51,7 +51,7 @@ def print_submission(console: Console, done: Submission, *, out: Path | None) ->
                 ("follow", f"shoal logs -f {run}"),
                 ("status", f"shoal status {run}"),
                 ("cancel", f"shoal cancel {run}"),
-                ("resume", "the same command again, when it has ended"),
+                ("resume", "run the same command again when it has ended"),
                 ("files", _short(done.folder)),
             ],
         )
@@ -68,7 +68,7 @@ def _remarks(console: Console, done: Submission) -> None:
     print_line(console, *(f"note: {note}" for note in done.notes))
     if done.linked:
         names = _some(done.linked)
-        print_line(console, f"note: linked to and not copied, so changes reach the job: {names}")
+        print_line(console, f"note: linked and not copied, so changes affect the job: {names}")
 
 
 def print_status(console: Console, found: Status) -> None:
@@ -81,14 +81,14 @@ def print_status(console: Console, found: Status) -> None:
     for end in found.ends:
         add_row(table, end.job, outcome(end.code), "", "", _ended(end))
     if not found.queued and not found.ends:
-        why = f"{found.scheduler} does not know it any more"
+        why = f"{found.scheduler} does not list it any more"
         add_row(table, ", ".join(record.jobs), "gone", "", "", why)
     print_table(console, f"{_short(found.folder)}: {what}", table)
     print_line(console, *_stuck(found), *found.failure, *_progress(found))
 
 
 def print_overview(console: Console, found: Iterable[Status]) -> None:
-    """Print a line for each run: the state of its newest job, and the progress of its training."""
+    """Print one line per run: the state of its newest job, and the progress of its training."""
     table = make_table("run", "job", "state", "step", "where or why")
     for each in found:
         number, state, why = ", ".join(each.record.jobs), "gone", ""
@@ -119,12 +119,12 @@ def _progress(found: Status) -> Iterator[str]:
 def print_sites(console: Console, entries: Iterable[SiteEntry]) -> None:
     """Print all sites with their partitions, and their files if the terminal is wide enough."""
     files = ["file"] if console.width >= _ROOM_FOR_FILES else []
-    table = make_table("site", "what it is", "partitions", "tried on", *files)
+    table = make_table("site", "description", "partitions", "tested on", *files)
     for entry in entries:
         site = load(entry)
         partitions = ", ".join(site.partitions) or "any"
         shown = [entry.file] if files else []
-        add_row(table, site.name, site.about, partitions, site.tried or "never tried", *shown)
+        add_row(table, site.name, site.about, partitions, site.tried or "untested", *shown)
     console.print(table)
 
 
@@ -160,6 +160,6 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _short(path: Path) -> str:
-    """A path as somebody here would type it."""
+    """Return a path as a user would type it here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,4 +1,4 @@
-"""The runs that the user has submitted, wherever they are: one absolute path in each line of a file."""
+"""The list of the runs that the user has submitted: one absolute path per line of a file."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from shoal.distributed import env_vars
 
 MOST = 50
-"""So many runs are listed at most, the newest ones."""
+"""Largest number of runs that are listed, the newest ones."""
 
 
 def path() -> Path:
-    """The file of the list."""
+    """Return the path of the list."""
     return env_vars.state_folder() / "runs"
 
 
 def add(run: Path) -> None:
-    """Add a run at the end; several submissions at once don't disturb each other. Raises OSError."""
+    """Append a run; simultaneous submissions do not interfere. Raises OSError."""
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
@@ -28,7 +28,7 @@ def add(run: Path) -> None:
 
 
 def submitted_runs() -> list[Path]:
-    """The runs, the one that was submitted last first, each once."""
+    """Return the runs, without duplicates, the last submitted one first."""
     try:
         lines = os.fsdecode(path().read_bytes()).split("\n")
     except OSError:

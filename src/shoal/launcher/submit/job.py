@@ -1,4 +1,4 @@
-"""What a user requests, and the job that it becomes."""
+"""The request of a user, and the job that it becomes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from shoal.util.decision import Decision
 
 REQUEUES = 100
-"""The number of times that a job is requeued at most."""
+"""Largest number of times that a job is requeued."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """One of several commands that a job runs one after the other on the same nodes.
 
-    `args` come after those of the request. What `processes` print goes to the file `log`; the exit
-    code, begin and end, in seconds, go to a file with the same name and `.end`.
+    `args` follow those of the request. The output of `processes` goes to the file `log`; the exit code,
+    begin and end, in seconds, go to a file with the same name and `.end`.
     """
 
     args: tuple[str, ...]
@@ -27,14 +27,14 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job as requested: what is None is left to the site. `gpus` are those of each node.
+    """A job as requested; the site decides fields that are None. `gpus` are those of each node.
 
-    `processes` are those of all nodes, `time` is in seconds, `sweep` has the words that each element
-    of an array adds to `args`. `partition`, `constraint`, `qos` and `account` are names of the site's
-    scheduler, `options` further directives in its own words. `stage` are files and directories that
-    each node gets a copy of. `workers` is the number of loader workers that the script seems to
-    start. With `turns` these are run, each for at most `limit` seconds, and `processes` is the number
-    of the largest one. `variables` are set for all processes.
+    `processes` are those of all nodes, `time` is in seconds, `sweep` has the words that each element of
+    an array adds to `args`. `partition`, `constraint`, `qos` and `account` are names of the site's
+    scheduler, `options` further directives in its syntax. Each node gets a copy of the files and
+    directories in `stage`. `workers` is the number of loader workers that the script seems to start. If
+    there are `turns`, these are run, each for at most `limit` seconds, and `processes` is the number of
+    the largest one. `variables` are set for all processes.
     """
 
     script: str
@@ -67,11 +67,11 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job with all decisions made: the batch script gets each value, and leaves None out.
+    """A job with all decisions made: the batch script contains each value that is not None.
 
-    A job gets its signal to save `lead` seconds before its end. With `requeue` it may then put itself
-    back into the queue, also after `restarts` failures. `per_node` is the number of processes on each
-    node, or on most. `choices` has what Shoal chose, by name: cpus, qos and lead.
+    A job gets its signal to save `lead` seconds before its end. With `requeue` it may then requeue
+    itself, also after `restarts` failures. `per_node` is the number of processes on each node, or on
+    most. `choices` has Shoal's decisions by name: cpus, qos and lead.
     """
 
     name: str
@@ -103,10 +103,10 @@ class Job:
 
     @property
     def signal(self) -> str:
-        """The signal that asks ranks to save; torchrun's agents pass on no other."""
+        """The signal that asks ranks to save; torchrun's agents forward no other."""
         return "TERM" if self.launcher == "torchrun" else "USR1"
 
     @property
     def to_batch(self) -> bool:
-        """Whether the batch script passes the signal on: no scheduler knows the ranks of mpirun."""
+        """Whether the batch script forwards the signal: no scheduler knows the ranks of mpirun."""
         return self.launcher == "mpirun"

@@ -1,4 +1,4 @@
-"""The folders of a run's jobs, `RUN/jobs/1` and on: the script, the source, the log, the record."""
+"""The folders of a run's jobs, `RUN/jobs/1` and so on: the script, the source, the log, the record."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shoal.util.errors import LaunchError
 
 SCRIPT, RECORD, IDS, ENDS, CANCELLED = "job.sh", "job.json", "jobs", "ends", "cancelled"
 _LINES = 2
-"""Of a report: the exception and the place, with rank and host."""
+"""Lines of a report: the exception and the place, with rank and host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedJob:
-    """What was submitted: the ids of the jobs, one for each of a chain, their scheduler and request."""
+    """A submission: the ids of the jobs, one per job of a chain, their scheduler and request."""
 
     jobs: tuple[str, ...]
     scheduler: str
@@ -37,7 +37,7 @@ class SubmittedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """One end of a job: which start of it that was, and its exit code."""
+    """One end of a job: the number of its start, and its exit code."""
 
     job: str
     restarts: int
@@ -46,74 +46,74 @@ class JobEnd:
 
 
 def next_folder(run: Path) -> Path:
-    """The folder that the next job of a run gets."""
+    """Return the folder for the next job of a run."""
     return run / "jobs" / str(max(_numbers(run), default=0) + 1)
 
 
 def make_folder(run: Path) -> Path:
-    """Make it, for nobody else to enter; two who submit at once get one each."""
+    """Make the folder, for the user only; two simultaneous submissions get one each."""
     while True:
         folder = next_folder(run)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Another may have made it, or taken the run's away again with what was refused.
+        # Another submission may have made it, or removed the run's folder after an error.
         with suppress(FileExistsError, FileNotFoundError):
             folder.mkdir(mode=0o700)
             return folder
 
 
 def missing_folders(run: Path) -> list[Path]:
-    """What making a folder makes besides, innermost first."""
+    """Return the parent directories that must be made for a folder, innermost first."""
     jobs = run / "jobs"
     return [folder for folder in (jobs, *jobs.parents) if not folder.exists()]
 
 
 def remove_folder(folder: Path, made: Sequence[Path]) -> None:
-    """Take a job's folder away again, and those made for it that hold nothing else."""
+    """Remove a job's folder, and those made for it that are empty then."""
     shutil.rmtree(folder, ignore_errors=True)
     for each in made:
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # it is not empty
             each.rmdir()
 
 
 def newest_folder(run: Path) -> Path:
-    """The folder of the newest job that was submitted; LaunchError where there is none."""
+    """Return the folder of the newest submitted job. Raises LaunchError if there is none."""
     for number in sorted(_numbers(run), reverse=True):
         if (run / "jobs" / str(number) / RECORD).is_file():
             return run / "jobs" / str(number)
     if any(not (run / "jobs" / str(number) / SCRIPT).exists() for number in _numbers(run)):
         raise LaunchError(
             given=str(run),
-            found="written by -o and not submitted by Shoal, which knows no number of a job",
+            found="-o wrote the script, and Shoal did not submit it, so it has no job number",
             fix="follow it with the scheduler's own command",
         )
     raise LaunchError(
         given=str(run),
-        found="no job of `shoal submit` in it",
-        fix="give the directory that was named by --run, or runs/NAME for NAME.py",
+        found="it contains no job of `shoal submit`",
+        fix="pass the directory of --run, or runs/NAME for NAME.py",
     )
 
 
 def write_record(folder: Path, record: SubmittedJob) -> None:
-    """Write it, with the numbers of the jobs in a file of their own for the batch script."""
+    """Write the record, with the numbers of the jobs in a separate file for the batch script."""
     (folder / IDS).write_text("".join(f"{job}\n" for job in record.jobs))
     (folder / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
 
 
 def read_record(folder: Path) -> SubmittedJob:
-    """What was written there; LaunchError where it can't be read."""
+    """Return the record of a job. Raises LaunchError if it can't be read."""
     try:
         values = json.loads((folder / RECORD).read_text())
         return SubmittedJob(**{**values, "jobs": tuple(str(job) for job in values["jobs"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise LaunchError(
             given=str(folder / RECORD),
-            found=f"not the record of a job: {error}",
+            found=f"it is not the record of a job: {error}",
             fix="look for the job with the scheduler's own command, or submit again",
         ) from None
 
 
 def read_ends(folder: Path) -> list[JobEnd]:
-    """How the jobs of a folder have ended so far, in order."""
+    """Return how the jobs of a folder have ended so far, in order."""
     found = []
     with suppress(OSError):
         for line in (folder / ENDS).read_text(errors="replace").splitlines():
@@ -124,7 +124,9 @@ def read_ends(folder: Path) -> list[JobEnd]:
 
 
 def read_failure(folder: Path) -> tuple[str, ...]:
-    """What the rank that failed first said last, and where it was; of an array that of each element."""
+    """Return the last lines and the place of the rank that failed first; of an array those of each
+    element.
+    """
     found: list[str] = []
     for path in sorted(folder.glob("failure*")):
         if path.is_file():
@@ -134,12 +136,12 @@ def read_failure(folder: Path) -> tuple[str, ...]:
 
 
 def mark_cancelled(folder: Path) -> None:
-    """From now on its jobs don't go back into the queue."""
+    """Mark the jobs as cancelled, so that they do not requeue themselves."""
     (folder / CANCELLED).write_text(f"{time.time():.0f}\n")
 
 
 def logs(folder: Path, elements: Sequence[int]) -> list[Path]:
-    """The log file of a job, or those of the elements of an array."""
+    """Return the log file of a job, or those of the elements of an array."""
     return [folder / f"log-{element}.txt" for element in elements] or [folder / "log.txt"]
 
 

@@ -1,4 +1,4 @@
-"""How long a run takes to stop: from what its earlier attempts recorded."""
+"""The time that a run takes to stop, from the records of its earlier attempts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTS = ("wait", "transfer", "forward", "backward", "communication", "update")
 
 
 def stopping_seconds(run: Path) -> float | None:
-    """Seconds of a step and a save, the longest of the last ones of rank 0; None without a save."""
+    """Return the seconds of a step and a save, the longest of rank 0's last; None without a save."""
     saves: deque[float] = deque(maxlen=_SAVES)
     steps: deque[float] = deque(maxlen=_STEPS)
     for event in last_events(run):
@@ -28,7 +28,7 @@ def stopping_seconds(run: Path) -> float | None:
 
 
 def last_events(run: Path) -> Iterator[dict[str, Any]]:
-    """The events of rank 0, or the last megabytes of them; none where there is no record."""
+    """Yield the events of rank 0, or the last megabytes of them; none if there is no record."""
     try:
         yield from events.read_events(events.path_of(run, 0), last=_TAIL)
     except OSError:
@@ -36,6 +36,6 @@ def last_events(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def _number(value: object) -> list[float]:
-    """The value if it can be a length of time: the file may be somebody else's."""
+    """Return the value if it can be a duration, since the file may come from another user."""
     valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return [float(value)] if valid and value >= 0 else []  # type: ignore[arg-type,operator]

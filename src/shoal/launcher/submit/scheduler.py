@@ -1,7 +1,7 @@
 """The contract between `shoal submit` and a scheduler.
 
-All modules of this package but the scheduler's own know a scheduler only by this contract.
-CONTRIBUTING.md says how to add one.
+All modules of this package, except the scheduler's own, use a scheduler only through this contract.
+CONTRIBUTING.md describes how to add one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ JobPhase = Literal["waiting", "running", "ended"]
 class QueuedJob:
     """A job, or an element of an array, that the scheduler knows.
 
-    `state`, `ran`, `limit` and `reason` are the scheduler's own words, for users. `never_starts` says
-    why a waiting job can never start; it is empty if the job may start.
+    `state`, `ran`, `limit` and `reason` are the scheduler's own words, for users. `never_starts` is the
+    reason why a waiting job can never start; it is empty if the job may start.
     """
 
     job: str
@@ -35,11 +35,11 @@ class QueuedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerProfile:
-    """What messages and decisions need to know of a scheduler.
+    """Facts about a scheduler for messages and decisions.
 
     `title` is its name for users, `submit_program` the command that takes a batch script. `launchers`
-    can start the processes of a job; the first one is the default. The signal before the time limit
-    may come up to `signal_delay` seconds late.
+    can start the processes of a job; the first one is the default. The signal before the time limit may
+    come up to `signal_delay` seconds late.
     """
 
     title: str
@@ -52,16 +52,16 @@ class SchedulerProfile:
 class SchedulerShell:
     """Shell text of the batch script that differs between schedulers.
 
-    Expressions for what the scheduler tells a job by its environment: `job_id` as `submit` returned
-    it, `job_number` an arithmetic expression that differs between jobs, `element` the index in an
-    array or nothing, `queue_id` the name that `queued` gives, which may use `$task` for the element,
-    `restarts` how often the job was requeued, `nodes` and `first_node` the names of its nodes, `rank`
-    the rank of a process, `local` a directory on a disk of the node.
+    Expressions for a job's environment: `job_id` as `submit` returned it, `job_number` an arithmetic
+    expression that differs between jobs, `element` the index in an array or nothing, `queue_id` the
+    name that `queued` returns, which may use `$task` for the element, `restarts` the number of requeues
+    so far, `nodes` and `first_node` the names of its nodes, `rank` the rank of a process, `local` a
+    directory on a disk of the node.
 
     Commands: `each_node` runs its arguments once on each node, `broadcast` copies a file of the first
-    node to all nodes, `cancel` cancels the job whose id follows, `requeue` puts the job whose id
-    follows back into the queue, `may_requeue` succeeds unless a user has ended the job `$job` or the
-    scheduler requeues it. `programs`, separated by `|`, write `PROGRAM: message` into the log.
+    node to all nodes, `cancel` cancels the job whose id follows, `requeue` requeues the job whose id
+    follows, `may_requeue` succeeds unless a user has ended the job `$job` or the scheduler requeues it.
+    `programs`, separated by `|`, write `PROGRAM: message` into the log.
     """
 
     job_id: str
@@ -82,32 +82,32 @@ class SchedulerShell:
 
 
 class Scheduler(Protocol):
-    """A scheduler. Its methods raise LaunchError if it is missing, can't be reached or refuses."""
+    """A scheduler. Its methods raise LaunchError if it is missing, unreachable or rejects a request."""
 
     @property
     def profile(self) -> SchedulerProfile:
-        """What messages and decisions need to know of it."""
+        """Facts about it for messages and decisions."""
 
     @property
     def shell(self) -> SchedulerShell:
-        """Its parts of the batch script that are expressions and commands."""
+        """Its expressions and commands in the batch script."""
 
     @property
     def template(self) -> str:
-        """Its part of the batch script that is more: a Jinja template that extends `job.sh.jinja`."""
+        """Its longer parts of the batch script: a Jinja template that extends `job.sh.jinja`."""
 
     def directives(self, job: Job, folder: str) -> Iterator[str]:
-        """Yield the lines of the batch script that the scheduler reads, `#SBATCH --nodes=2` for one.
+        """Yield the lines of the batch script that the scheduler reads, such as `#SBATCH --nodes=2`.
 
-        `folder` is where logs go: `log.txt`, or `log-N.txt` for element N. Times are in the
-        scheduler's own format. Raises LaunchError for a value that can't stand in such a line.
+        `folder` is for the logs: `log.txt`, or `log-N.txt` for element N. Times are in the scheduler's
+        own format. Raises LaunchError for a value that is invalid in such a line.
         """
 
     def launch_command(self, job: Job, *, step: bool) -> str:
-        """Return the command that starts a program once for each process of a job.
+        """Return the command that starts a program once per process of a job.
 
         With torchrun it starts an agent on each node. It is not called for mpirun. A `step` has fewer
-        processes than the job that it runs in.
+        processes than the job in which it runs.
         """
 
     def check_available(self) -> None:
@@ -120,7 +120,7 @@ class Scheduler(Protocol):
         """Return those jobs, or elements of them, that the scheduler still knows."""
 
     def cancel(self, jobs: Sequence[str]) -> None:
-        """End jobs at once; those that have ended already are ignored."""
+        """End jobs at once; jobs that have ended already are ignored."""
 
     def cancel_after_save(self, jobs: Sequence[str], *, signal: str, to_batch: bool) -> None:
         """Cancel the jobs that wait, and send `signal` to the processes of those that run.
@@ -129,4 +129,4 @@ class Scheduler(Protocol):
         """
 
     def draft_site(self, name: str) -> str:
-        """Return the text of a site file drafted from what the scheduler says of its cluster."""
+        """Return the text of a site file, drafted from the scheduler's description of its cluster."""

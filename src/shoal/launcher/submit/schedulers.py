@@ -14,11 +14,11 @@ SCHEDULERS: dict[str, Scheduler] = {"slurm": Slurm()}
 
 
 def find_scheduler(name: str, given: str) -> Scheduler:
-    """Return the scheduler of that name; LaunchError, about what was `given`, if there is none."""
+    """Return the scheduler of that name. Raises LaunchError, about `given`, if there is none."""
     if name not in SCHEDULERS:
         known = ", ".join(SCHEDULERS)
         raise LaunchError(
-            given=given, found=f"scheduler = {name!r}; Shoal knows {known}", fix=f"one of {known}"
+            given=given, found=f"scheduler = {name!r}; Shoal supports {known}", fix=f"one of {known}"
         )
     return SCHEDULERS[name]
 

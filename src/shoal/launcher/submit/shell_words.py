@@ -14,7 +14,7 @@ def quote_word(value: object) -> str:
     """Return a value as one word of a shell script, without line breaks."""
     if isinstance(value, Shell):
         return value
-    # Quoted lines are bash's $'\n', so that no line of the script begins with what was typed.
+    # Line breaks become bash's $'\n', so that no line of the script begins with the user's text.
     return shlex.quote(str(value)).replace("\n", "'$'\\n''")
 
 

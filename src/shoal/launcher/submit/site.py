@@ -1,4 +1,4 @@
-"""What a cluster provides and allows: a site, its partitions and their qualities of service."""
+"""The resources and limits of a cluster: a site, its partitions and their qualities of service."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Qos:
 class Partition:
     """Nodes of one kind, under the name that users pass as `--partition`.
 
-    Other schedulers than Slurm call it a queue. `option` is the name that the scheduler gets, None if
-    it needs none. `qos` are in the order in which they are tried; a job that names none gets the
-    first. `account` is appended to an account. `gpu_resource` is the scheduler's name for the GPUs of
-    these nodes, None for its usual one. A number that is None is not known.
+    Schedulers other than Slurm call it a queue. `option` is the name that the scheduler gets, None if
+    it needs none. `qos` are in the order in which they are tried; a job without one gets the first.
+    `account` is appended to an account. `gpu_resource` is the scheduler's name for the GPUs of these
+    nodes, None for its usual one. A number that is None is not known.
     """
 
     name: str
@@ -40,13 +40,14 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A cluster. `setup` are lines of the site file that each batch script begins with, unquoted.
+    """A cluster.
 
-    `scheduler` is a name in `schedulers.SCHEDULERS`. `tried` says what the site file was tried on, and
-    is empty if it never was. `hosts` are patterns of the names of login nodes. `launcher` is None for
-    the scheduler's own. Without `multithread`, processes get whole cores. `container` are the words in
-    front of an image. `local` is a directory on a disk of the node, as a shell expression, None for
-    what the scheduler provides. `options` are further directives of the scheduler.
+    `setup` are the lines of the site file with which each batch script begins, unquoted. `scheduler` is
+    a name in `schedulers.SCHEDULERS`. `tried` describes the tests of the site file, and is empty if
+    there were none. `hosts` are patterns of the names of login nodes. `launcher` is None for the
+    scheduler's own. Without `multithread`, processes get physical cores. `container` are the words
+    before an image. `local` is a directory on a disk of the node, as a shell expression, None for the
+    scheduler's. `options` are further directives of the scheduler.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The sites that are there: those that come with Shoal and the user's own."""
+"""The available sites: those that come with Shoal, and the user's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, kw_only=True)
 class SiteEntry:
-    """A site's name, its file for people, and its text."""
+    """A site's name, its file as shown to users, and its text."""
 
     name: str
     file: str
@@ -27,12 +27,12 @@ class SiteEntry:
 
 
 def folder() -> Path:
-    """Where the user's own sites are, one `NAME.toml` each."""
+    """Return the directory of the user's own sites, one `NAME.toml` each."""
     return env_vars.config_folder() / "sites"
 
 
 def entries() -> dict[str, SiteEntry]:
-    """All sites by name; the user's own stand in the place of those of the same name."""
+    """Return all sites by name; the user's own replace those of the same name."""
     shipped = resources.files(__package__).joinpath("sites")
     found = {}
     files = (file for file in shipped.iterdir() if file.name.endswith(".toml"))
@@ -51,31 +51,32 @@ def _read(path: Path) -> str:
         raise LaunchError(
             given=f"the site in {path}",
             found=error.strerror or str(error),
-            fix="mend it, or move it away: any file NAME.toml there is a site",
+            fix="repair it, or move it away: any file NAME.toml there is a site",
         ) from None
 
 
 def find_entry(name: str) -> SiteEntry:
-    """Return the site of that name; LaunchError if there is none."""
+    """Return the site of that name. Raises LaunchError if there is none."""
     found = entries()
     if name not in found:
         raise LaunchError(
             given=f"--site {name}",
-            found=f"the sites are {', '.join(found)}; your own would be in {folder()}",
-            fix=f"`shoal sites new {name}`, on a login node, asks the scheduler and drafts one",
+            found=f"the sites are {', '.join(found)}; your own are in {folder()}",
+            fix=f"`shoal sites new {name}` on a login node drafts one from the scheduler's data",
         )
     return found[name]
 
 
 def load(entry: SiteEntry) -> Site:
-    """The site that an entry describes."""
+    """Return the site that an entry describes."""
     return read_site(entry.name, entry.text, entry.file)
 
 
 def choose(name: str | None, host: str | None = None) -> Decision[Site]:
-    """The site that is named, else by SHOAL_SITE, else the one whose login node this is, else plain.
+    """Return the given site, else that of SHOAL_SITE, else the one whose login node this is, else
+    plain.
 
-    `host` is this machine's name by default.
+    Default of `host`: the name of this machine.
     """
     if name is not None:
         return Decision(what="site", value=load(find_entry(name)), reason=GIVEN)

@@ -1,4 +1,4 @@
-"""Read a site from a small TOML file."""
+"""Reader of a site from a small TOML file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_site(name: str, text: str, file: str) -> Site:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise _wrong(file, f"no TOML: {error}", "mend that line") from None
+        raise _wrong(file, f"it is not TOML: {error}", "correct that line") from None
     partitions = table.pop("partitions", {})
     site = _Table(table, file, "").read(
         Site,
@@ -42,7 +42,7 @@ def read_site(name: str, text: str, file: str) -> Site:
         if not words:
             raise _wrong(file, f"{key} = []", "the words of a command, or leave it out")
     if site.default is not None and site.default not in site.partitions:
-        raise _wrong(file, f"default = {site.default!r}, which is none of its partitions", "add it")
+        raise _wrong(file, f"default = {site.default!r}, which is not one of its partitions", "add it")
     return site
 
 
@@ -59,12 +59,12 @@ def _partition(name: str, table: dict[str, Any], file: str) -> Partition:
     ]
     table.setdefault("option", name)
     partition = _Table(table, file, where).read(Partition, name=name, qos=tuple(qos))
-    # `option = ""` says that the scheduler finds the partition by itself.
+    # `option = ""` means that the scheduler chooses the partition.
     return replace(partition, option=partition.option or None)
 
 
 class _Table:
-    """A table of a site file, read into a dataclass whose fields say what each key holds."""
+    """A table of a site file, read into a dataclass whose fields are its keys."""
 
     def __init__(self, table: dict[str, Any], file: str, where: str) -> None:
         self._table, self._file, self._where = table, file, where
@@ -80,7 +80,7 @@ class _Table:
         return kind(**values, **known)
 
     def _value(self, key: str, value: Any, kind: str) -> Any:
-        """`kind` is the annotation as it is written."""
+        """Return a converted value; `kind` is the annotation as it is written."""
         if key in {"time", "lead"}:
             return parse_time(self._plain(key, value, str), f"{self._file}: {self._where}{key} =")
         if kind.startswith("tuple"):
@@ -104,16 +104,16 @@ class _Table:
 
 
 _WORDS: dict[type, str] = {
-    str: 'text, as in "a100"',
-    int: "whole number",
+    str: 'string, as in "a100"',
+    int: "integer",
     bool: "true or false",
-    list: 'list of texts, as in ["module purge"]',
+    list: 'list of strings, as in ["module purge"]',
 }
 
 
 def _tables(tables: object, file: str, where: str) -> list[tuple[str, dict[str, Any]]]:
     if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
-        raise _wrong(file, f"{where} that are no tables", f"begin one with [{where}.NAME]")
+        raise _wrong(file, f"{where} that are not tables", f"begin one with [{where}.NAME]")
     return list(tables.items())
 
 

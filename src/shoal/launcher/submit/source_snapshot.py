@@ -1,4 +1,4 @@
-"""A copy of the source as it is at submission: what was submitted is what runs, whenever that is."""
+"""A copy of the source at submission, so that the job runs exactly that code."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from shoal.util.packages import packages
 from shoal.util.text import is_secret, masked
 
 LARGEST = 10 << 20
-"""Files of more bytes are linked to and not copied: they are data."""
+"""Larger files, in bytes, are data: Shoal links to them and does not copy them."""
 MOST = 5000
-"""So many files are copied at most."""
+"""Largest number of files that are copied."""
 ENTRIES, FOLDERS = 1000, 100
-"""Without git a folder of more entries is data, and code is looked for in so many folders of one."""
+"""Without git, a folder of more entries is data, and code is searched in at most 100 folders of one."""
 
 _SECRETS = (".env*", ".netrc", ".git-credentials", "*.pem", "*.key", "*.p12", "id_rsa*", "id_ed25519*")
 _CODE = (".py", ".pyi", ".ipynb", ".sh", ".md", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
@@ -38,8 +38,8 @@ _PASSED_OVER = ("__pycache__", ".git", ".venv", "node_modules")
 class SourceFiles:
     """The files that belong to a script, relative to their root.
 
-    `copied` are copied; `linked`, files or directories, are linked to: data, what git ignores, and
-    files that are named like secrets. `git` says of which commit they are, and how changed.
+    `copied` are copied. `linked`, files or directories, are linked to: data, files that git ignores,
+    and files whose names suggest secrets. `git` has the commit and whether there are changes.
     """
 
     root: Path
@@ -51,9 +51,10 @@ class SourceFiles:
 
 
 def find_source(script: Path, *, without: Path) -> SourceFiles:
-    """What belongs to a script: its git checkout, or its directory; but not `without`, the run's.
+    """Return the files that belong to a script: its git checkout or its directory, except `without`,
+    the run's.
 
-    Raises LaunchError where that are too many files.
+    Raises LaunchError if there are too many files.
     """
     script = script.resolve()
     root = _checkout(script.parent)
@@ -61,24 +62,24 @@ def find_source(script: Path, *, without: Path) -> SourceFiles:
     if len(source.copied) > MOST:
         raise LaunchError(
             given=f"the source of {script.name}: {source.root}",
-            found=f"{len(source.copied):,} files; at most {MOST:,} are copied for a job",
-            fix="move the script to a directory of its own, or `git init` there and ignore the rest; "
-            "or --no-copy, and change nothing until the job has ended",
+            found=f"{len(source.copied):,} files; Shoal copies at most {MOST:,} for a job",
+            fix="move the script to a separate directory, or `git init` there and ignore the rest; "
+            "or --no-copy, without changes to the source until the job has ended",
         )
     return source
 
 
 def copy_source(source: SourceFiles, folder: Path) -> Path:
-    """Write the copy into `folder`/source, and beside it what tells of it; where the script is then.
+    """Copy the source to `folder`/source with a description, and return the script's path there.
 
-    Beside it are `git.json`, `changes.diff` and `packages.txt`.
+    The description is in `git.json`, `changes.diff` and `packages.txt` of `folder`.
     """
     copy = folder / "source"
     for path in source.copied:
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
         try:
             shutil.copy2(source.root / path, copy / path)
-        except FileNotFoundError:  # an editor's, or another job's, that has gone meanwhile
+        except FileNotFoundError:  # a temporary file of an editor or another job
             if path == source.script.relative_to(source.root) or (source.root / path).exists():
                 raise
     for path in source.linked:
@@ -93,7 +94,8 @@ def copy_source(source: SourceFiles, folder: Path) -> Path:
 
 
 def import_paths(root: Path, copy: Path, given: Sequence[str]) -> tuple[str, ...]:
-    """Where Python would look inside of `root`, as the copy has it, so that imports find the copy.
+    """Return the paths inside of `root` on which Python imports, in the copy, so that imports find the
+    copy.
 
     These are entries of PYTHONPATH, which are `given`, and those of editable installations.
     """
@@ -117,7 +119,7 @@ def _from_git(root: Path, script: Path, without: Path) -> SourceFiles:
     kept, linked = _sorted(root, files, without)
     linked += [path for path in ignored if _may_link(root / path, without)]
     own = script.relative_to(root)
-    if own not in kept:  # an ignored script is one nevertheless
+    if own not in kept:  # the script is copied even if git ignores it
         kept.append(own)
         linked = [each for path in linked for each in _around(root, path, own, without)]
     names = [f":(exclude,literal){path}" for path in files if _is_secret(path)]
@@ -157,7 +159,9 @@ def _from_folder(script: Path, without: Path) -> SourceFiles:
 
 
 def _around(root: Path, path: PurePath, own: PurePath, without: Path) -> Iterator[PurePath]:
-    """What to link to in the place of `path`, which may be or hold the script: all else in there."""
+    """Yield the links that replace `path`, which may be or contain the script: to everything else in
+    it.
+    """
     if not own.is_relative_to(path):
         yield path
     elif own != path:
@@ -167,7 +171,7 @@ def _around(root: Path, path: PurePath, own: PurePath, without: Path) -> Iterato
 
 
 def _outside_of_runs(root: Path, files: list[PurePath]) -> list[PurePath]:
-    """The files that no run has written: these hold checkpoints, and copies of the source in turn."""
+    """Return the files outside of run directories, which have checkpoints and copies of the source."""
     known: dict[PurePath, bool] = {}
 
     def in_run(folder: PurePath) -> bool:
@@ -179,13 +183,15 @@ def _outside_of_runs(root: Path, files: list[PurePath]) -> list[PurePath]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a run has written this directory, or a study of `shoal bench`."""
+    """Return whether a run, or a study of `shoal bench`, has written this directory."""
     marks = (path_of(folder, 0), folder / "study.json")
     return (folder / "jobs/1").is_dir() or any(mark.is_file() for mark in marks)
 
 
 def _walk(folder: Path, without: Path) -> Iterator[tuple[Path, bool]]:
-    """What is in a directory, each with whether it is source: files, and directories without any."""
+    """Yield the content of a directory, each path with whether it is source: files, and directories
+    without any.
+    """
     for entry in sorted(folder.iterdir()):
         if _is_passed_over(entry.name) or entry == without:
             continue
@@ -198,9 +204,9 @@ def _walk(folder: Path, without: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _is_source(folder: Path, without: Path) -> bool:
-    """Whether a directory has code at some depth, or a directory of nothing but code and settings.
+    """Return whether a directory has code at some depth, or only code and settings.
 
-    The search is breadth first and ends early: what is large is data, and may be very large.
+    The search is breadth first and ends early, since large directories are data, and may be very large.
     """
     folders = deque([folder])
     for _ in range(FOLDERS):
@@ -216,13 +222,13 @@ def _is_source(folder: Path, without: Path) -> bool:
 
 
 def _few_entries(folder: Path, without: Path) -> list[os.DirEntry[str]]:
-    """What is in a directory; nothing where these are too many, a run, or an environment of Python."""
+    """Return the content of a directory; [] if it is too large, a run, or a Python environment."""
     if folder == without or _is_run(folder) or _is_environment(folder):
         return []
     try:
         with os.scandir(folder) as entries:
             found = list(islice(entries, ENTRIES + 1))
-    except OSError:  # nobody may read it
+    except OSError:  # it is not readable
         return []
     if len(found) > ENTRIES:
         return []
@@ -240,12 +246,12 @@ def _is_environment(folder: Path) -> bool:
 
 
 def _is_passed_over(name: str) -> bool:
-    """Caches and environments of tools are neither copied nor linked to."""
+    """Return whether it is a cache or environment of a tool, which is neither copied nor linked."""
     return name in _PASSED_OVER or name.startswith(".")
 
 
 def _sorted(root: Path, files: list[PurePath], without: Path) -> tuple[list[PurePath], list[PurePath]]:
-    """Files to copy and files to link to."""
+    """Return the files to copy and the files to link to."""
     kept: list[PurePath] = []
     linked: list[PurePath] = []
     for path in dict.fromkeys(files):
@@ -270,15 +276,15 @@ def _is_secret(path: PurePath) -> bool:
 
 
 def _checkout(folder: Path) -> Path | None:
-    """The root of the git checkout that a directory is in; None if it is in none."""
+    """Return the root of the git checkout of a directory; None if there is none."""
     found = os.fsdecode(_git(folder, "rev-parse", "--show-toplevel", needed=False)).rstrip("\n")
     return Path(found).resolve() if found else None
 
 
 def _git(folder: Path, *arguments: str, needed: bool = True) -> bytes:
-    """What a git command prints; without git, or where it fails and is not `needed`, nothing.
+    """Return the output of a git command; empty without git, or if it fails and is not `needed`.
 
-    Raises LaunchError where it fails and is needed, or where git does not trust who owns the checkout.
+    Raises LaunchError if it fails and is needed, or if git does not trust the owner of the checkout.
     """
     try:
         done = subprocess.run(
@@ -294,6 +300,6 @@ def _git(folder: Path, *arguments: str, needed: bool = True) -> bytes:
         raise LaunchError(
             given=f"git {' '.join(arguments[:2])} in {folder}",
             found=said or f"exit code {done.returncode}",
-            fix="mend the checkout, or --no-copy, and change nothing until the job has ended",
+            fix="repair the checkout, or use --no-copy and do not change it until the job has ended",
         )
     return b"" if done.returncode else done.stdout

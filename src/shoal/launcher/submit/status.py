@@ -1,4 +1,4 @@
-"""The state of the submitted jobs of a run, and how to end them."""
+"""The state of the submitted jobs of a run, and their cancellation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from shoal.util.errors import LaunchError
 class Status:
     """The newest submission of a run: jobs in the queue, jobs that ended, progress of the training.
 
-    `scheduler` is its name for users. `queued` leaves out jobs about which `ends` say more. `step` is
-    the last event of a step, `saved` that of a save, as rank 0 recorded them. `failure` has the last
-    lines of the report of the rank that failed first, if one did.
+    `scheduler` is its name for users. `queued` excludes jobs about which `ends` has more. `step` is the
+    last event of a step, `saved` that of a save, as rank 0 recorded them. `failure` has the last lines
+    of the report of the rank that failed first, if one did.
     """
 
     folder: Path
@@ -46,10 +46,10 @@ class Status:
 
 
 def runs(folder: Path) -> list[Path]:
-    """The runs that the user has submitted, the newest first, then others in `folder`, by name.
+    """Return the runs that the user has submitted, the newest first, then others in `folder`, by name.
 
-    Those whose directory is gone are left out; at most `index.MOST` are given. Raises LaunchError where
-    there is none.
+    Runs whose directory has been removed are left out; at most `index.MOST` are returned. Raises
+    LaunchError if there is none.
     """
     here = sorted({path.parents[2].resolve() for path in folder.glob(f"*/jobs/*/{RECORD}")})
     submitted = [run for run in index.submitted_runs() if any(run.glob(f"jobs/*/{RECORD}"))]
@@ -58,7 +58,7 @@ def runs(folder: Path) -> list[Path]:
         raise LaunchError(
             given=f"shoal status in {Path.cwd()}",
             found=f"no run in {folder}/ or in {index.path()} with a job of `shoal submit`",
-            fix="shoal status RUN with the directory that was named by --run",
+            fix="shoal status RUN with the directory of --run",
         )
     return found
 
@@ -87,7 +87,7 @@ def status(run: Path) -> Status:
 
 
 def active_jobs(run: Path) -> list[QueuedJob]:
-    """Return the jobs of the newest submission of a run that wait or run; none if there was none.
+    """Return the waiting and running jobs of the newest submission of a run; none if there was none.
 
     Raises LaunchError if the scheduler does not answer.
     """
@@ -101,11 +101,11 @@ def active_jobs(run: Path) -> list[QueuedJob]:
 
 
 def log_files(run: Path, element: int | None) -> list[Path]:
-    """The log of the newest submission; of an array that of one element, or of all."""
+    """Return the log of the newest submission; of an array that of one element, or of all."""
     folder = newest_folder(run)
     count = read_record(folder).elements
     if element is not None and element not in range(count):
-        there = f"has elements 0 to {count - 1}" if count else "is no array"
+        there = f"has elements 0 to {count - 1}" if count else "is not an array"
         raise LaunchError(
             given=f"--element {element}",
             found=f"the newest job of {run} {there}",
@@ -117,8 +117,8 @@ def log_files(run: Path, element: int | None) -> list[Path]:
 def cancel(run: Path, *, now: bool) -> tuple[SubmittedJob, bool]:
     """End the newest submission of a run: waiting jobs at once, running ones after they have saved.
 
-    With `now`, running jobs don't save. Returns what was cancelled, and whether any of it still waited
-    or ran.
+    With `now`, running jobs don't save. Return the cancelled submission, and whether any of it still
+    waited or ran.
     """
     folder = newest_folder(run)
     record = read_record(folder)
@@ -137,7 +137,7 @@ def outcome(code: int) -> str:
     if code == 0:
         return "finished"
     if code == REQUEUE:
-        return "saved, to go on"
+        return "saved, to be resumed"
     return f"failed with {code}" if code < 128 else f"killed by signal {code - 128}"
 
 

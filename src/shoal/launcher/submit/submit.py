@@ -38,9 +38,9 @@ _HEAD, _SHOWN = 8192, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What `submit` did: the job, its batch script, notes for the user, the ids of the jobs.
+    """The result of `submit`: the job, its batch script, notes for the user, the ids of the jobs.
 
-    There are no ids if nothing was submitted. `program` is the scheduler's command that submits a
+    There are no ids if no job was submitted. `program` is the scheduler's command that submits a
     script. `linked` are files that are linked to and not copied.
     """
 
@@ -56,10 +56,10 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitOptions:
-    """How to submit. `run` is the run directory, None being runs/NAME of NAME.py.
+    """Options of a submission. `run` is the run directory, None being runs/NAME of NAME.py.
 
-    A dry run makes nothing. With `out` the script is written there and not submitted. With `copy` the
-    job runs a copy of the source; with `force` it is submitted in spite of objections.
+    A dry run creates no files. With `out` the script is written there and not submitted. With `copy`
+    the job runs a copy of the source; with `force` it is submitted in spite of objections.
     """
 
     run: Path | None = None
@@ -80,10 +80,10 @@ def check_script(script: Path) -> None:
 
 
 def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submission:
-    """Submit a job, or do what `options` say instead.
+    """Submit a job, or do what `options` select instead.
 
-    Raises LaunchError if the script is missing, if there are objections to the job, or if the
-    scheduler rejects it; then no files are left behind.
+    Raises LaunchError if the script is missing, if there are objections to the job, or if the scheduler
+    rejects it; then no files are left behind.
     """
     scheduler = site_scheduler(site)
     script = Path(request.script)
@@ -92,8 +92,8 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
     if script.resolve().is_relative_to(run):
         raise LaunchError(
             given=f"--run {options.run}",
-            found=f"{script} lies in it, and would be copied with all that the run writes",
-            fix=f"--run {run / 'run'}, a directory of its own",
+            found=f"{script} is in it, and would be copied with all files of the run",
+            fix=f"--run {run / 'run'}, a separate directory",
         )
     text = _text_of(script)
     if not options.force:
@@ -118,7 +118,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
                 jobs = _submit_all(path, job, scheduler)
                 write_record(folder, _record(jobs, request, site, job))
     except BaseException as error:
-        if isinstance(error, OSError) and jobs:  # nobody would know of them
+        if isinstance(error, OSError) and jobs:  # the user would not know of them
             scheduler.cancel(jobs)
             jobs = ()
         if not options.dry and not jobs:
@@ -140,7 +140,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
 
 
 def _list(run: Path) -> tuple[str, ...]:
-    """Add a run to the user's list; a note where that can't be written, for the job is submitted."""
+    """Add a run to the user's list; return a note if that fails, since the job is submitted."""
     try:
         index.add(run)
     except OSError as error:
@@ -156,10 +156,10 @@ def _check_alone(run: Path) -> None:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         raise LaunchError(
             given=f"--run {run}",
-            found=f"job {names}{more} of this run has not ended: of two that save in one directory the "
-            "older is refused, and what it did since its last save is lost",
-            fix=f"shoal cancel {shlex.quote(str(run))} first, or --run DIR with a directory of its own "
-            "(--force submits it as it is)",
+            found=f"job {names}{more} of this run has not ended: of two jobs with one directory, the "
+            "older one fails and loses its progress since its last save",
+            fix=f"shoal cancel {shlex.quote(str(run))} first, or --run DIR with another directory "
+            "(--force submits it anyway)",
         )
 
 
@@ -170,7 +170,7 @@ def _text_of(script: Path) -> str:
         raise LaunchError(
             given=str(script),
             found=error.strerror or str(error),
-            fix="let it be readable by you: chmod u+r, or a copy of your own",
+            fix="make it readable for you by chmod u+r, or copy it",
         ) from None
 
 
@@ -181,18 +181,18 @@ def _write(text: str, path: Path) -> Path:
 
 
 def _keep(text: str, path: Path) -> Path:
-    """Write it where the user wants it, but over nothing else than what was written so before."""
+    """Write a text where the user wants it, but overwrite only a batch script of Shoal."""
     try:
         if path.exists() and MARK.encode() not in path.read_bytes()[:_HEAD]:
             raise LaunchError(
                 given=f"-o {path}",
-                found="it is there already and is no batch script of `shoal submit`",
-                fix="another name; the log of a job is in its run directory, `shoal logs` prints it",
+                found="it exists already and is not a batch script of `shoal submit`",
+                fix="choose another name; `shoal logs` prints the log of a job",
             )
         return _write(text, path)
     except OSError as error:
         raise LaunchError(
-            given=f"-o {path}", found=str(error), fix="-o FILE that you may write"
+            given=f"-o {path}", found=str(error), fix="-o FILE with a writable file"
         ) from None
 
 
@@ -207,7 +207,7 @@ def _unwritable(run: Path, error: OSError) -> LaunchError:
     return LaunchError(
         given=f"the run directory {run}",
         found=str(error),
-        fix="--run DIR with a directory that you may write to, and that the nodes see",
+        fix="--run DIR with a directory that you can write to, and that all nodes share",
     )
 
 
@@ -233,7 +233,7 @@ def _place(
         copy = folder / "source"
         script = copy / source.script.relative_to(source.root)
         paths = import_paths(source.root, copy, env_vars.python_path())
-    # An image has a Python of its own.
+    # An image contains its own Python.
     python = sys.executable if request.container is None else "python"
     return JobContext(
         folder=str(folder),
@@ -251,23 +251,23 @@ def _place(
 
 
 def staged(paths: Sequence[str]) -> tuple[str, ...]:
-    """What is to be staged, as absolute paths. Raises LaunchError for what nodes can't get so."""
+    """Return the paths to stage, absolute. Raises LaunchError for paths that can't be staged."""
     found: dict[str, str] = {}
     for path in paths:
         whole = os.path.abspath(path)
         name = os.path.basename(whole)
         if not name or not os.path.exists(whole):
-            why = f"there is no {whole}" if name else "the whole file system"
+            why = f"there is no {whole}" if name else "it is the root of the file system"
             raise LaunchError(
                 given=f"--stage {path}",
                 found=why,
-                fix="--stage with a file or a directory that is there",
+                fix="--stage with a file or a directory that exists",
             )
         if name in found:
             raise LaunchError(
                 given=f"--stage {found[name]}, --stage {whole}",
                 found=f"both would be {name} on a node",
-                fix="rename one of them, or stage a directory that holds both",
+                fix="rename one of them, or stage a directory that contains both",
             )
         found[name] = whole
     return tuple(found.values())

@@ -1,4 +1,4 @@
-"""Lengths of time as users write them, under every scheduler, and what GPUs cost."""
+"""Durations as users write them, for all schedulers, and GPU-hours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse_time(text: str, option: str = "--time") -> int:
     if not seconds:
         raise LaunchError(
             given=f"{option} {text}",
-            found="not a length of time",
+            found="it is not a duration",
             fix=f"hours, minutes and seconds, as in `{option} 20:00:00`, or days, `{option} 2-12`",
         )
     return seconds

@@ -205,9 +205,10 @@ def _draw(draw: Callable[[Axes, bool], None], *, height: float = 0.0) -> Drawing
         from matplotlib.figure import Figure
     except ImportError:
         raise LaunchError(
-            given="a report with figures",
+            given="a page with figures",
             found="matplotlib, which draws them, is not installed",
-            fix="pip install 'shoal[report]'; or leave the figures out: shoal report RUN --text",
+            fix="pip install '.[report]' in the checkout of Shoal; "
+            "or without figures: shoal report RUN --text",
         ) from None
     kept: Any = {
         "svg.fonttype": "none",

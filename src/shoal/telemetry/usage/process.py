@@ -13,7 +13,7 @@ import torch
 class Usage:
     """The resources that this process uses, as the fields of an event; unknown ones are left out.
 
-    Power, energy and utilization are the GPU's, from NVML (`pip install 'shoal[gpu]'`). They include
+    Power, energy and utilization are the GPU's, from NVML (`pip install '.[gpu]'`). They include
     all processes on the GPU, since the start of this one.
     """
 

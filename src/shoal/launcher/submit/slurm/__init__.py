@@ -1,1 +1,1 @@
-"""Slurm behind the contract of `shoal.launcher.submit.scheduler`."""
+"""The implementation of `shoal.launcher.submit.scheduler` for Slurm."""

@@ -1,4 +1,4 @@
-"""Run Slurm's commands."""
+"""Calls of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from shoal.distributed import env_vars
 from shoal.util.errors import LaunchError
 
 _SECONDS = 60.0
-# What Slurm's commands say on a machine that has them and belongs to no cluster, or gets no answer.
+# Errors of Slurm's commands on a machine that has them and belongs to no cluster, or is cut off.
 _UNREACHED = re.compile("configuration source|unable to contact slurm|DNS SRV", re.IGNORECASE)
 _UNKNOWN = re.compile("invalid job id", re.IGNORECASE)
 
 
 def run_command(command: Sequence[str], *, known: bool = True) -> str:
-    """Run a command of Slurm and return what it prints.
+    """Run a command of Slurm and return its output.
 
     Raises LaunchError if it is missing, reaches no cluster, or fails. If jobs need not be `known`, it
-    may fail because Slurm does not know a job, or no longer.
+    may fail because Slurm does not know a job, or no longer knows it.
     """
     to_submit = command[0] == "sbatch"
     elsewhere = "; `--dry-run` needs none" if to_submit else ""
@@ -44,20 +44,20 @@ def run_command(command: Sequence[str], *, known: bool = True) -> str:
         raise LaunchError(
             given=" ".join(command),
             found=f"no answer within {_SECONDS:.0f} s: Slurm's controller is down or overloaded",
-            fix="try again; `scontrol ping` tells whether it answers",
+            fix="try again when `scontrol ping` gets an answer",
         ) from None
     if done.returncode and _UNREACHED.search(done.stderr):
         raise LaunchError(
             given=" ".join(command[:2]),
             found="Slurm is installed here but reaches no cluster",
-            fix=f"run this on a login node, where `scontrol ping` is answered{elsewhere}",
+            fix=f"run this on a login node, where `scontrol ping` gets an answer{elsewhere}",
         )
     if done.returncode and (known or not _is_unknown(done.stderr)):
         shown = "; `--dry-run` shows the batch script" if to_submit else ""
         raise LaunchError(
             given=" ".join(command),
             found=done.stderr.strip() or f"exit code {done.returncode}",
-            fix=f"change what Slurm objects to{shown}",
+            fix=f"change the option that Slurm rejects{shown}",
         )
     return done.stdout
 

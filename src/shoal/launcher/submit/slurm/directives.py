@@ -14,7 +14,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def options(job: Job, folder: str) -> Iterator[str]:
-    """Yield options of sbatch, which splits a line as a shell does, but takes a `$` literally."""
+    """Yield options for sbatch, which splits a line as a shell does, but reads a `$` literally."""
     yield _option("job-name", job.name)
     for name, value in (
         ("account", job.account),
@@ -43,11 +43,11 @@ def options(job: Job, folder: str) -> Iterator[str]:
     if job.elements:
         at_once = "" if job.at_once is None else f"%{job.at_once}"
         yield _option("array", f"0-{job.elements - 1}{at_once}")
-    if not job.turns:  # which save nothing, and may use all of the time
+    if not job.turns:  # turns do not save, and may use all of the time
         yield _option("signal", f"{'B:' if job.to_batch else ''}{job.signal}@{job.lead}")
     yield "--requeue" if job.requeue else "--no-requeue"
     yield "--open-mode=append"
-    # A percent sign begins what Slurm puts in; two are one.
+    # Slurm replaces patterns that begin with a percent sign; two of them are one.
     log = f"{folder}/log".replace("%", "%%")
     yield _option("output", log + ("-%a.txt" if job.elements else ".txt"))
     for option in job.options:
@@ -56,7 +56,7 @@ def options(job: Job, folder: str) -> Iterator[str]:
 
 def launch_command(job: Job, *, step: bool) -> str:
     """Return srun with its options for a job, or for a step with fewer processes."""
-    # Since Slurm 22.05 srun takes no number of cores from the job. A task that fails ends the others.
+    # Since Slurm 22.05, srun does not inherit the number of cores. A task that fails ends the others.
     cpus = _cpus_per_task(job)
     command = "srun --kill-on-bad-exit=1" + ("" if cpus is None else f" --cpus-per-task={cpus}")
     if step and job.launcher == "srun":
@@ -69,8 +69,8 @@ def _option(name: str, value: object) -> str:
     if _UNPRINTABLE.search(text) or "\\" in text:
         raise LaunchError(
             given=f"--{name} {text!r}",
-            found="a control character, or a backslash, which sbatch reads otherwise than shells do",
-            fix="--run DIR with a plainer name" if name == "output" else "leave it out",
+            found="a control character, or a backslash, which sbatch and shells read differently",
+            fix="--run DIR with a simpler name" if name == "output" else "leave it out",
         )
     return f"--{name}={quote_word(text)}"
 
@@ -80,7 +80,7 @@ def _given_option(option: str) -> str:
     if found is None:
         raise LaunchError(
             given=f"--directive {option!r}",
-            found="not an option as sbatch spells them in full",
+            found="it is not a long option of sbatch",
             fix="--directive=--exclude=node01, with two dashes and an equals sign",
         )
     return f"--{found[1]}" if found[2] is None else _option(found[1], found[2])

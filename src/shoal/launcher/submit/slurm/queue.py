@@ -1,4 +1,4 @@
-"""What squeue prints of jobs, and what its states and reasons mean."""
+"""Parser of squeue's output, and the meaning of its states and reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shoal.launcher.submit.scheduler import JobPhase, QueuedJob
 
 FORMAT = ["--noheader", "--array", "--states=all", "--format=%i|%T|%M|%l|%R"]
-"""The options of squeue with which it prints what `parse_queue` reads."""
+"""The options of squeue for output that `parse_queue` reads."""
 
 _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED"}
 _ENDED |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
@@ -17,27 +17,27 @@ _ENDED |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 # ("Job reason codes" of squeue(1)).
 _NEVER = {
     "DependencyNeverSatisfied": "its dependency can't be satisfied: the other job ended differently",
-    "PartitionTimeLimit": "it asks for more time than its partition gives",
-    "PartitionNodeLimit": "it asks for more nodes than its partition allows, or fewer than it requires",
-    "PartitionConfig": "its partition does not have the resources that it asks for",
-    "ReqNodeNotAvail": "the nodes that it asks for are down, drained or reserved beyond its end",
-    "BadConstraints": "no node has the resources that it asks for",
+    "PartitionTimeLimit": "it requests more time than its partition allows",
+    "PartitionNodeLimit": "it requests more nodes than its partition allows, or fewer than it requires",
+    "PartitionConfig": "its partition does not have the resources that it requests",
+    "ReqNodeNotAvail": "the nodes that it requests are down, drained or reserved beyond its end",
+    "BadConstraints": "no node has the resources that it requests",
     "AccountNotAllowed": "its account may not use this partition",
     "QOSNotAllowed": "its QoS may not use this partition",
-    "InvalidAccount": "its account is not valid any more",
-    "InvalidQOS": "its QoS is not valid any more",
-    "JobHeldAdmin": "an administrator holds it: ask them",
+    "InvalidAccount": "its account is no longer valid",
+    "InvalidQOS": "its QoS is no longer valid",
+    "JobHeldAdmin": "an administrator holds it: contact them",
     "JobHeldUser": "it is held: scontrol release JOB",
-    "QOSMax": "it asks for more than its QoS gives one job",
-    "AssocMax": "it asks for more than its account gives one job",
-    "QOSMin": "it asks for less than its QoS requires",
+    "QOSMax": "it requests more than its QoS allows one job",
+    "AssocMax": "it requests more than its account allows one job",
+    "QOSMin": "it requests less than its QoS requires",
 }
-# Limits of all jobs together, not of one, have the same prefixes and resolve by themselves.
+# Limits of all jobs together have the same prefixes, and such jobs start later by themselves.
 _TOGETHER = re.compile(r"^(QOS|Assoc)(Max|Grp)\w*(PerUser|PerAccount|Submit|JobsLimit|JobsPer)")
 
 
 def parse_queue(text: str) -> Iterator[QueuedJob]:
-    """Yield the jobs in what squeue printed; lines in another form are skipped."""
+    """Yield the jobs in the output of squeue; lines in another form are skipped."""
     for line in text.splitlines():
         parts = line.split("|", 4)
         if len(parts) == 5:
@@ -54,7 +54,7 @@ def parse_queue(text: str) -> Iterator[QueuedJob]:
 
 
 def why_never(state: str, reason: str) -> str:
-    """Return why a job can never start, as far as Slurm's reason says; empty if it may."""
+    """Return the reason why a job can never start, by Slurm's reason; empty if it may start."""
     code = reason.strip("()")
     if state != "PENDING" or _TOGETHER.match(code):
         return ""

@@ -24,14 +24,14 @@ class Slurm:
         title="Slurm",
         submit_program="sbatch",
         launchers=("srun", "torchrun", "mpirun"),
-        # Slurm's clock for this was seen 14 s late; a minute is what it promises.
+        # Slurm documents a delay of up to one minute; 14 s were measured.
         signal_delay=60,
     )
     shell = SchedulerShell(
         job_id="$SLURM_JOB_ID",
         job_number="SLURM_JOB_ID",
         element="${SLURM_ARRAY_TASK_ID:-}",
-        # The last element of an array has the number of the whole array for its own.
+        # The number of the last element of an array is that of the array.
         queue_id="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${task:+_$task}",
         restarts="${SLURM_RESTART_COUNT:-0}",
         nodes="$SLURM_JOB_NODELIST",
@@ -75,10 +75,10 @@ class Slurm:
         if not found:
             raise LaunchError(
                 given="sbatch --parsable",
-                found=f"it succeeded, but printed no number of a job: {printed.strip()[:200]!r}",
-                fix="look for the job by `squeue --me` and cancel it: its files have been taken away",
+                found=f"it succeeded, but printed no job number: {printed.strip()[:200]!r}",
+                fix="find the job with `squeue --me` and cancel it, since its files have been removed",
             )
-        return str(found[-1])  # centres' own sbatch may print more before it
+        return str(found[-1])  # a site's wrapper of sbatch may print more before it
 
     def queued(self, jobs: Sequence[str]) -> list[QueuedJob]:
         """Return the jobs that squeue lists, which it does for some minutes after their end."""

@@ -1,4 +1,4 @@
-"""A site file drafted from what Slurm's commands print: pure functions of text."""
+"""A site file drafted from the output of Slurm's commands, by pure functions of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.launcher.submit.times import spell_time
 from shoal.util.errors import LaunchError
 
 SINFO = ["sinfo", "--noheader", "--format=%R|%l|%c|%G|%D|%z"]
-"""Of each partition and kind of node: name, time limit, CPUs, GPUs, nodes, sockets:cores:threads."""
+"""For each partition and kind of node: name, time limit, CPUs, GPUs, nodes, sockets:cores:threads."""
 CONFIG = ["scontrol", "show", "config"]
 
 _LONGEST_KILL = 30
@@ -19,7 +19,7 @@ _LONGEST_KILL = 30
 
 @dataclass(frozen=True, kw_only=True)
 class NodeKind:
-    """Nodes of one kind in a partition. `cores` are whole cores."""
+    """Nodes of one kind in a partition. `cores` are physical cores."""
 
     partition: str
     time: int | None
@@ -54,13 +54,13 @@ def parse_node_kinds(text: str) -> list[NodeKind]:
 
 
 def draft_text(name: str, sinfo: str, config: str) -> str:
-    """Return the TOML text of a site. Raises LaunchError if Slurm named no partition."""
+    """Return the TOML text of a site. Raises LaunchError if Slurm listed no partition."""
     kinds = parse_node_kinds(sinfo)
     if not kinds:
         raise LaunchError(
             given=" ".join(SINFO),
-            found=f"no partition in what it printed: {sinfo.strip()[:200]!r}",
-            fix="look at `sinfo`; or write the file by hand: `shoal sites show jean-zay` is an example",
+            found=f"no partition in its output: {sinfo.strip()[:200]!r}",
+            fix="check `sinfo`, or write the file by hand: `shoal sites show jean-zay` is an example",
         )
     return "\n".join(_lines(name, kinds, config)) + "\n"
 
@@ -68,16 +68,16 @@ def draft_text(name: str, sinfo: str, config: str) -> str:
 def _lines(name: str, kinds: list[NodeKind], config: str) -> Iterator[str]:
     said = dict(re.findall(r"^(\w+)\s*= (.*?)\s*$", config, re.MULTILINE))
     cluster = said.get("ClusterName", name)
-    yield f"# Drafted by `shoal sites new {_comment(name)}` from sinfo and scontrol. Look it over: your"
-    yield "# centre's pages know more, such as cores per GPU, accounts and QoS."
+    yield f"# Drafted by `shoal sites new {_comment(name)}` from sinfo and scontrol. Check it: your"
+    yield "# centre's documentation has more, such as cores per GPU, accounts and QoS."
     yield ""
     yield f"about = {json.dumps(cluster)}"
     yield 'tried = "no job yet; drafted from sinfo"'
-    yield f"# JobRequeue = {_comment(said.get('JobRequeue', 'not said'))}"
+    yield f"# JobRequeue = {_comment(said.get('JobRequeue', 'unknown'))}"
     yield f"requeue = {'false' if said.get('JobRequeue') == '0' else 'true'}"
     wait = re.match(r"\d+", said.get("KillWait", ""))
     if wait and int(wait[0]) != _LONGEST_KILL:
-        yield f"# After SIGTERM Slurm waits {wait[0]} s and kills."
+        yield f"# After SIGTERM, Slurm waits {wait[0]} s before it kills."
     if any(kind.cpus > kind.cores for kind in kinds):
         yield "# Its nodes have more threads than cores."
         yield "multithread = false"
@@ -90,7 +90,7 @@ def _lines(name: str, kinds: list[NodeKind], config: str) -> Iterator[str]:
 
 
 def _partition(name: str, kinds: list[NodeKind]) -> Iterator[str]:
-    # What each of its nodes has, so that a job is sure to fit.
+    # The minimum over its nodes, so that a job fits on each.
     largest = max(kinds, key=lambda kind: (kind.gpus, kind.cores))
     alike = len({(kind.gpus, kind.cores) for kind in kinds}) == 1
     if not alike:
@@ -107,7 +107,7 @@ def _partition(name: str, kinds: list[NodeKind]) -> Iterator[str]:
 
 
 def _limit(text: str) -> int | None:
-    """Seconds of a limit as sinfo writes it, [D-]HH:MM:SS or MM:SS; None for infinite."""
+    """Return the seconds of a limit as sinfo writes it, [D-]HH:MM:SS or MM:SS; None for infinite."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if found is None:
         return None
