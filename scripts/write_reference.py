@@ -125,7 +125,7 @@ MEMBERS = {
     ),
     "Placement": (),
     "Batch": ("micro", "noise", "gather", "backward", "finish"),
-    "Loader": ("position", "epoch", "epochs", "state_dict", "load_state_dict"),
+    "Loader": ("position", "consumed", "epoch", "epochs", "state_dict", "load_state_dict"),
     "Step": ("__call__", "infer"),
     "Pipeline": ("timetable",),
     "Task": (),

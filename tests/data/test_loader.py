@@ -117,7 +117,7 @@ def test_a_batch_says_where_it_is(world: shoal.World) -> None:
     cuts = [(micro.first, micro.samples, micro.weight) for micro in batches[0].micros]
     assert cuts == [(0, 1, 1), (1, 1, 1), (2, 2, 1)]
     assert batches[-1].share == (20, 23)
-    assert loader.last is batches[-1]
+    assert loader.batch is batches[-1]
     assert all(batch.seed == 3 and batch.wait >= 0 for batch in batches)
 
 

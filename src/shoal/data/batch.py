@@ -105,7 +105,7 @@ class Batch:
         share: Positions `(start, stop)` of this rank's samples, without `stop`; an empty range if it
             has only padding samples.
         ends_epoch: True for the last batch of an epoch.
-        taken: True once a step has processed the batch.
+        processed: True once a step has processed the batch.
         wait: Seconds that the rank waited for this batch.
         seed: Seed of the random numbers of its samples.
         micros: Micro-batches with their positions and weights; `micro` is the current one in a loop
@@ -138,9 +138,9 @@ class Batch:
         "ends_epoch",
         "first",
         "micros",
+        "processed",
         "seed",
         "size",
-        "taken",
         "wait",
     )
 
@@ -162,7 +162,7 @@ class Batch:
         self.micros = micros
         self.seed = seed
         self.wait = wait
-        self.taken = False
+        self.processed = False
         self._world = world
         self._loader = loader
         self._current = -1

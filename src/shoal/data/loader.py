@@ -72,7 +72,7 @@ class Loader:
         position: Position of the next batch, in samples since the start of training.
         epoch: Epoch of the next batch, from 0.
         epoch_size: Samples in an epoch; None for an IterableDataset before its first epoch has ended.
-        last: The last Batch yielded, or None.
+        batch: Batch that was yielded last, or None.
 
     Raises:
         DataError: If the dataset has no samples, no length or tensors of different lengths, or if
@@ -153,7 +153,7 @@ class Loader:
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
         )
-        self.last: Batch | None = None
+        self.batch: Batch | None = None
         self._loads = 0
         self._compared = False
         self.goal: int | None = None
@@ -173,6 +173,17 @@ class Loader:
     def position(self) -> int:
         """The position of the next batch, in samples since the start of training."""
         return self._feed.position
+
+    @property
+    def consumed(self) -> int:
+        """The position of the first sample that no step has processed.
+
+        A loop may end with a batch that it has fetched and not processed.
+        """
+        batch, position = self.batch, self.position
+        if batch is None or batch.processed or batch.first + batch.size != position:
+            return position
+        return batch.first
 
     @property
     def epoch(self) -> int:
@@ -220,7 +231,7 @@ class Loader:
         other = copy.copy(self)
         other._feed = copy.copy(self._feed)
         other._fetch = dataclasses.replace(self._fetch, num_workers=workers)
-        other.last = None
+        other.batch = None
         return other
 
     @property
@@ -309,7 +320,7 @@ class Loader:
         epoch = self._feed.epoch
         self._feed.consumed(share)
         self.load = share.load
-        self.last = Batch(
+        self.batch = Batch(
             share.first,
             share.size,
             micros,
@@ -319,7 +330,7 @@ class Loader:
             loader=self,
             ends_epoch=self._feed.epoch != epoch,
         )
-        return self.last
+        return self.batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the facts about the data and its order that it depends on.
@@ -341,7 +352,7 @@ class Loader:
         self.check_state(state)
         self._feed.load(state)
         self._loads += 1
-        self.last = None
+        self.batch = None
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise DataError if `state` is of different data or a different order; changes nothing."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.util.differences import differences, spans
+from shoal.util.differences import and_more, differences, spans
 from shoal.util.errors import AgreementError
 from shoal.util.packages import packages
 
@@ -83,11 +83,10 @@ def compare(world: World, facts: Mapping[str, str], *, fix: str | None = None) -
     ranks = world.gather((socket.gethostname(), dict(facts)))
     for found in differences([facts for _, facts in ranks]):
         value, (odd, *_) = next(iter(found.others.items()))
-        more = len(ranks) - found.times - 1
+        differing = sorted(rank for group in found.others.values() for rank in group)
         raise AgreementError(
             given=f"{found.name}: {found.usual} on {found.times} of {len(ranks)} ranks",
-            found=f"{value} on rank {odd} ({ranks[odd][0]})"
-            + (f", and {more} more ranks differ" if more else ""),
+            found=f"{value} on rank {odd} ({ranks[odd][0]}){and_more(differing)}",
             fix=fix
             or "start all ranks with the same script in the same environment "
             f"(compare `pip list` and `git status` on {ranks[odd][0]} and elsewhere)",

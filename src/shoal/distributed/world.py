@@ -32,7 +32,7 @@ from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.watchdog.world_watchdog import Watchdog
 from shoal.telemetry.flight_recorder import RecordingGroup
 from shoal.telemetry.step_timer import timeline_of
-from shoal.util.differences import spans
+from shoal.util.differences import and_more, minority, spans
 from shoal.util.errors import AgreementError, LaunchError, LayoutError, ShoalError
 
 LET_GO_SECONDS = 0.05
@@ -258,14 +258,11 @@ class World:
             AgreementError: If the values differ; it lists the ranks in the minority.
         """
         values = self.gather(value)
-        usual = values[0]
-        if any(other != usual for other in values):  # rank 0 may be the odd one
-            usual = max(values, key=lambda one: sum(other == one for other in values))
-            odd = [rank for rank, other in enumerate(values) if other != usual]
+        usual, odd = minority(values)  # rank 0 may be in it
+        if odd:
             raise AgreementError(
-                given=f"{what}: {usual!r} on {self.size - len(odd)} of {self.size} ranks",
-                found=f"{values[odd[0]]!r} on rank {odd[0]}"
-                + (f", and {len(odd) - 1} more ranks differ" if len(odd) > 1 else ""),
+                given=f"{what}: {values[usual]!r} on {self.size - len(odd)} of {self.size} ranks",
+                found=f"{values[odd[0]]!r} on rank {odd[0]}{and_more(odd)}",
                 fix=f"make {what} the same on every rank",
             )
         return value

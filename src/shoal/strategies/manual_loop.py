@@ -70,7 +70,7 @@ class EngineLoop(ManualLoop):
         result = StepResult(decided.loss, decided.norm, decided.counted)
         for counter in counters:
             counter.count(result)
-        batch.taken = True
+        batch.processed = True
         return result
 
     def _engine(self, model: nn.Module | None) -> tuple[Engine, LoopGradients]:

@@ -240,7 +240,7 @@ class Run:
             self._begin()
             self._observer.begin()
         now = time.time()
-        batch = self.loader.last
+        batch = self.loader.batch
         if batch is not None and all(each.last is None for each in self.train_states.values()):
             raise StepError(
                 given="run.tick() after a batch",
@@ -290,7 +290,7 @@ class Run:
         self._check_open()
         self.files.check_unused()
         self.files.check_owned()
-        at = (self._numbers(), self._position())
+        at = (self._numbers(), self.loader.consumed)
         if to is None and self._saved is not None and self._saved[0] == at and not self.state:
             _, path, job = self._saved
             if not wait:
@@ -411,15 +411,6 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self._end(error, error)
-
-    def _position(self) -> int:
-        """Return the position of the first sample that no step has processed.
-
-        A loop may end with a batch that it has fetched and not processed.
-        """
-        last, position = self.loader.last, self.loader.position
-        left = last is not None and not last.taken and last.first + last.size == position
-        return last.first if last is not None and left else position
 
     def _check_open(self) -> None:
         if self._closed:

@@ -82,7 +82,7 @@ class RunEvents:
         taken = [name for name, step in steps.items() if step.number != recorded[name]]
         if not taken:
             return False
-        batch, spent = self._loader.last, self._timeline.take()
+        batch, spent = self._loader.batch, self._timeline.take()
         charged = None if len(steps) == 1 else self._charged(spent, taken)
         for name in taken:
             number, result = steps[name].number, steps[name].last

@@ -125,7 +125,7 @@ class RunMonitor:
 
     def _conclude(self) -> None:
         """Write the FLOPs of each Step that has run since, summed over all ranks."""
-        batch = self._loader.last
+        batch = self._loader.batch
         for name, (number, counting) in list(self._counted.items()):
             step = self._steps[name]
             if step.number == number or batch is None:

@@ -202,13 +202,13 @@ class Step(TrainState):
                 raise not_finite(decided, batch, over=over)
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
-        batch.taken = True
+        batch.processed = True
         return decided, skipped
 
     def _fail(self, batch: Batch) -> None:
         """Count a failed step, as one without samples, if other ranks may have taken it."""
         if self.engine.independent_steps:
-            batch.taken = True
+            batch.processed = True
             self._follow_schedule()
             self.count(StepResult(math.nan, 0.0, 0.0, skipped=True))
 

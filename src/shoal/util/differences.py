@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,17 +20,34 @@ class RankDifference:
     others: Mapping[str, tuple[int, ...]]
 
 
+def minority(values: Sequence[object]) -> tuple[int, list[int]]:
+    """Return the first rank with the most frequent value, and the ranks with other values.
+
+    Among values that are equally frequent, that of the lowest rank is taken.
+    """
+    if all(value == values[0] for value in values):
+        return 0, []
+    counts = [sum(other == value for other in values) for value in values]
+    usual = counts.index(max(counts))
+    return usual, [rank for rank, value in enumerate(values) if value != values[usual]]
+
+
+def and_more(ranks: Sequence[int]) -> str:
+    """Return the end of a sentence about the first of `ranks`, which says how many others there are."""
+    return f", and {len(ranks) - 1} more ranks differ" if len(ranks) > 1 else ""
+
+
 def differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[RankDifference]:
     """Yield the differences between ranks, each given by its facts; a missing fact is "none"."""
     for name in sorted({name for found in ranks for name in found}):
         values = [found.get(name, "none") for found in ranks]
-        usual, times = Counter(values).most_common(1)[0]
+        usual, odd = minority(values)
         others: dict[str, tuple[int, ...]] = {}
-        for rank, value in enumerate(values):
-            if value != usual:
-                others[value] = (*others.get(value, ()), rank)
+        for rank in odd:
+            others[values[rank]] = (*others.get(values[rank], ()), rank)
         if others:
-            yield RankDifference(name=name, usual=usual, times=times, others=others)
+            times = len(values) - len(odd)
+            yield RankDifference(name=name, usual=values[usual], times=times, others=others)
 
 
 def spans(numbers: Sequence[int]) -> str:

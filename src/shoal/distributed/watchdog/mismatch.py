@@ -12,7 +12,6 @@ import functools
 import socket
 import sys
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from shoal._torch.dispatch import intercept, without_modes
 from shoal.distributed.watchdog import stacks
 from shoal.telemetry.flight_recorder import Collective, describe_tensors
+from shoal.util.differences import and_more, minority
 from shoal.util.errors import AgreementError
 
 
@@ -135,10 +135,11 @@ class Matching:
             everyone = _exchange("\n".join(mine), group)
         finally:
             self.current = None
-        usual, times = Counter(text.split("\n")[0] for text in everyone).most_common(1)[0]
-        if times < len(everyone):
+        calls = [text.split("\n") for text in everyone]
+        usual, odd = minority([call[0] for call in calls])
+        if odd:
             self.found = True
-            raise _error([text.split("\n") for text in everyone], usual)
+            raise _error(calls, usual, odd)
 
 
 def _flat(value: Any) -> list[Tensor]:
@@ -161,14 +162,12 @@ def _exchange(text: str, group: dist.ProcessGroup) -> list[str]:
         return [bytes(one.tolist()).decode(errors="replace").rstrip() for one in everyone]
 
 
-def _error(everyone: Sequence[Sequence[str]], usual: str) -> AgreementError:
-    _, called, other, there = next(one for one in everyone if one[0] == usual)
-    odd = [one for one in everyone if one[0] != usual]
-    _, did, who, place = odd[0]
-    more = f", and {len(odd) - 1} more ranks differ" if len(odd) > 1 else ""
+def _error(everyone: Sequence[Sequence[str]], usual: int, odd: Sequence[int]) -> AgreementError:
+    _, called, other, there = everyone[usual]
+    _, did, who, place = everyone[odd[0]]
     return AgreementError(
         given=f"{called} at {there} ({other}), on {len(everyone) - len(odd)} of {len(everyone)} ranks",
-        found=f"{who} calls {did} at {place}{more}",
+        found=f"{who} calls {did} at {place}{and_more(odd)}",
         fix="let all ranks call the same collectives in the same order, with tensors of one size and "
         "dtype: .to(torch.float32), and no collective under a condition that is false on some ranks",
     )
