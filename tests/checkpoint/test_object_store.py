@@ -163,7 +163,7 @@ def test_what_can_not_be_had_is_told(
 
 def test_without_fsspec_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'shoal\[remote\]'"):
+    with pytest.raises(CheckpointError, match=r"pip install '\.\[remote\]'"):
         path_from("memory://run")
 
 

@@ -52,6 +52,26 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], type[shoal.ShoalError], str]]
         shoal.DataError,
         "shoal.Loader(dataset, world, batch_size=64)",
     ),
+    "shuffle as text": (
+        lambda g: shoal.Loader(DATA, g.world, batch_size=4, shuffle="no"),  # type: ignore[arg-type]
+        shoal.DataError,
+        "shuffle=False",
+    ),
+    "a seed as text": (
+        lambda g: shoal.Loader(DATA, g.world, batch_size=4, seed="1"),  # type: ignore[arg-type]
+        shoal.DataError,
+        "seed=0",
+    ),
+    "init, a seed as text": (
+        lambda g: shoal.init(seed="1"),  # type: ignore[arg-type]
+        shoal.LaunchError,
+        "seed=0",
+    ),
+    "train, a seed beside a world": (
+        lambda g: train(g, seed=5),
+        shoal.StepError,
+        "shoal.init(layout='replicate=-1', seed=5)",
+    ),
     "negative workers": (
         lambda g: shoal.Loader(DATA, g.world, batch_size=4, num_workers=-1),
         shoal.DataError,

@@ -32,7 +32,9 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
     torch takes a limit only when a group is made. Where it lacks the name its own limit stays.
     """
-    change = getattr(distributed_c10d, "_set_pg_timeout", None)
+    change = getattr(dist, "set_timeout", None)  # public from torch 2.15 on
+    if change is None:
+        change = getattr(distributed_c10d, "_set_pg_timeout", None)
     if change is not None:
         change(timeout, group)
 

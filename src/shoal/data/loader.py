@@ -107,7 +107,7 @@ class Loader:
     ) -> None:
         self.world = _checked_world(dataset, world)
         batch_size, micro_batches = check_sizes(batch_size, micro_batches, world.data_size)
-        seed = world.seed if seed is None else seed
+        seed = _checked_seed(shuffle, world.seed if seed is None else seed)
         self._batch_size = batch_size
         self._drop_last = drop_last
         device = torch.device("cpu")
@@ -382,6 +382,17 @@ def _checked_world(dataset: Any, world: object) -> World:
             fix="shoal.Loader(dataset, world, batch_size=64)",
         )
     return world
+
+
+def _checked_seed(shuffle: object, seed: object) -> int:
+    """Return the seed of the order; raises DataError if it is no integer, or `shuffle` no boolean."""
+    if not isinstance(shuffle, bool):
+        raise DataError(
+            given=f"Loader(shuffle={shuffle!r})", found="shuffle is a boolean", fix="shuffle=False"
+        )
+    if not is_integer(seed, least=-(2**63)):
+        raise DataError(given=f"Loader(seed={seed!r})", found="a seed is an integer", fix="seed=0")
+    return seed
 
 
 def check_sizes(

@@ -13,6 +13,8 @@ from shoal.distributed.initialize import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, join
 from shoal.distributed.layout import Layout
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.world import World
+from shoal.util.arguments import is_integer
+from shoal.util.errors import LaunchError
 
 
 def init(
@@ -64,6 +66,10 @@ def init(
         ...     print(world.size, world.rank, world.device)
         1 0 cpu
     """
+    if not is_integer(seed, least=-(2**63)):
+        raise LaunchError(
+            given=f"shoal.init(seed={seed!r})", found="a seed is an integer", fix="seed=0"
+        )
     deterministic_mode = DeterministicMode(enabled=deterministic)  # NCCL's groups read it
     try:
         joined = join(

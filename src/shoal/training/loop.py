@@ -145,9 +145,9 @@ def train(
             None.
         strategy: One or several strategies for `shoal.parallelize`. `None` is DDP, or SingleProcess in
             a World of size 1. Default: None.
-        layout: Degree of each axis of the device mesh, as in `shoal.init`; no effect with `world`.
+        layout: Degree of each axis of the device mesh, as in `shoal.init`; not with `world`.
             Default: "replicate=-1".
-        seed: Seed of every random stream; no effect with `world`. Default: 0.
+        seed: Seed of every random stream; not with `world`. Default: 0.
         world: World to train in. `None` calls `shoal.init` and closes it at the end. Default: None.
         validation: Dataset and metrics to evaluate during training, with best checkpoint and early
             stopping. Default: None.
@@ -190,6 +190,7 @@ def train(
         (2, 'epochs')
     """
     _check(epochs, steps, save, max_time, (optimizer, schedule, validation))
+    _check_world(world, layout, seed)
     with ExitStack() as stack:
         if world is None:
             world = stack.enter_context(init(layout=layout, seed=seed))
@@ -214,6 +215,15 @@ def train(
         stack.enter_context(run)
         loop = _Loop(run, step, average, verdict, callbacks, Deadline(max_time, world))
         return loop.run_to_end(epochs, steps, save=save)
+
+
+def _check_world(world: World | None, layout: str | Layout, seed: int) -> None:
+    if world is not None and (layout != "replicate=-1" or seed != 0):
+        raise StepError(
+            given=f"shoal.train(…, layout={str(layout)!r}, seed={seed!r}, world=world)",
+            found=f"the world has a layout and a seed already: {world.layout}, {world.seed}",
+            fix=f"shoal.init(layout={str(layout)!r}, seed={seed!r}), and neither in shoal.train",
+        )
 
 
 def _check(
