@@ -74,7 +74,7 @@ def test_the_real_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     ("changed", "words"),
     [
         ({"batch": 0}, "--batch must be 1 or more"),
-        ({"seconds": 0.0}, "above 0 seconds"),
+        ({"seconds": 0.0}, "--seconds above 0"),
         ({"model": "no_such_model"}, "neither a built-in model"),
         ({"model": "no_such_package:f"}, "No module named"),
     ],

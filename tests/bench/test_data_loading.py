@@ -92,7 +92,7 @@ def test_a_dataset_that_waits_without_workers_and_with_some(
     assert found["stages"]["sample"] > 0.02
     assert found["stages"]["handed"] > 0
     assert lines[0].startswith("num_workers=")
-    assert "none is enough" in found["advice"][1]
+    assert "no number is enough" in found["advice"][1]
     assert max(map(len, lines[:-2])) <= 80
     with table.open() as file:
         assert [row["workers"] for row in csv.DictReader(file)] == ["0"] * 3 + ["4"] * 3
@@ -134,7 +134,7 @@ def test_ctrl_c_keeps_what_was_measured(sets: str, tmp_path: Path) -> None:
         ("empty", {}, "without samples"),
         ("loader", {"batch_sizes": (9,)}, "whose batch size is 8"),
         ("tensors", {"batch_sizes": (0,)}, "batch sizes 1 or more"),
-        ("tensors", {"workers": (-1,)}, "workers are 0 or more"),
+        ("tensors", {"workers": (-1,)}, "workers must be 0 or more"),
         ("tensors", {"seconds": 0.0}, "above 0 seconds"),
         ("tensors", {"run": Path("no_such_run")}, "no such directory"),
     ],

@@ -70,8 +70,15 @@ def assert_failed_once(found: list[Ended], words: str, fix: str) -> None:
         pytest.param(
             errno.ENOSPC, "sync", 0, "No space left on device", "free space", marks=pytest.mark.full
         ),
-        pytest.param(errno.EIO, "sync", 1, "Input/output error", "in order", marks=pytest.mark.full),
-        pytest.param(errno.EIO, "create", 0, "Input/output error", "in order", marks=pytest.mark.full),
+        pytest.param(errno.EIO, "sync", 1, "Input/output error", "file system", marks=pytest.mark.full),
+        pytest.param(
+            errno.EIO,
+            "create",
+            0,
+            "Input/output error",
+            "check the file system",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_training_goes_on_after_a_save_that_failed(

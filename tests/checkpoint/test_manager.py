@@ -173,7 +173,7 @@ def refuse_everywhere(world: OverGloo, directory: Path, code: int) -> list[tuple
         (errno.ENOSPC, "No space left", "free space"),
         pytest.param(errno.EACCES, "Permission denied", "writable", marks=pytest.mark.long),
         pytest.param(errno.EDQUOT, "quota exceeded", "quota shows", marks=pytest.mark.long),
-        (errno.EIO, "Input/output error", "in order"),
+        (errno.EIO, "Input/output error", "check the file system"),
     ],
 )
 @pytest.mark.full

@@ -52,8 +52,8 @@ def test_everything_is_said_at_any_width(width: int) -> None:
     for text in ("Shoal", "Python", "torch", "cores", "memory", "CUDA_VISIBLE_DEVICES", "torchmetrics"):
         assert text in done.stdout
     # Reasons are a column of their own: what is left of a line without the others.
-    table = done.stdout.partition("What was chosen")[2].splitlines()
-    start = table[1].index("why, and")
+    table = done.stdout.partition("Decisions and their reasons")[2].splitlines()
+    start = table[1].index("reason, and")
     reasons = words(" ".join(line[start:] for line in table[3:]))
     assert "no launcher's variables are set not torchrun, shoal run: LOCAL_WORLD_SIZE and" in reasons
     assert "not srun: SLURM_STEP_ID and SLURM_PROCID not set" in reasons

@@ -320,7 +320,7 @@ def generator() -> Any:
 def test_a_result_that_can_not_be_pickled(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(shoal.LaunchError, match="rank 0: a generator that can't be pickled"):
         shoal.launch(generator, processes=1)
-    assert "given: what generator returned\n" in capsys.readouterr().err
+    assert "given: the result of generator\n" in capsys.readouterr().err
 
 
 @pytest.fixture
