@@ -293,6 +293,16 @@ def test_ports_stay_in_the_range_that_was_set() -> None:
     assert sorted(meeting.ports) == [30000, 30001, 30002]
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 6, 8])
+def test_each_job_may_use_every_port_of_a_small_range(count: int) -> None:
+    """So two jobs on one machine find enough ports where there are just enough for both."""
+    for job in range(50):
+        env = change("slurm-cyclic", SHOAL_PORTS=f"30000-{29999 + count}", SLURM_JOB_ID=str(job))
+        meeting = read(env).meeting
+        assert meeting is not None
+        assert sorted(meeting.ports) == list(range(30000, 30000 + count)), job
+
+
 def test_an_address_and_a_port_of_ones_own() -> None:
     found = read(change("open-mpi-4", MASTER_ADDR="ib0", MASTER_PORT="4000"))
     assert (found.address, found.port) == ("ib0", 4000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -236,8 +237,10 @@ def _ports(env: Mapping[str, str], job: str, number: int | None) -> Decision[tup
     count = int(last) - int(first) + 1
     digest = hashlib.sha256(job.encode()).digest()
     start = int.from_bytes(digest[:8], "little") if number is None else number
-    # Jobs with the same first port continue with different ones.
+    # Jobs with the same first port continue with different ones, and each reaches every port.
     stride = 1 + int.from_bytes(digest[8:16], "little") % max(1, count - 1)
+    while math.gcd(stride, count) > 1:
+        stride += 1
     steps = (int(first) + (start + i * stride) % count for i in range(min(_TRIES, count)))
     by = f"{PORTS}={text}" if env.get(PORTS) else f"{text}; {PORTS} is not set"
     return Decision(
