@@ -105,7 +105,7 @@ class LocalRendezvous(RendezvousHandler):
 
 
 class Agent(ElasticAgent):
-    """Elastic's agent, which decides; the launcher at the other end of `orders` acts.
+    """Agent of torch elastic that decides, and sends its orders to the launcher, which executes them.
 
     The launcher stops the remaining ranks of an attempt before it reports the failure, so that the
     agent has none to stop.

@@ -220,7 +220,7 @@ def columns(spent: Sequence[Spent]) -> dict[str, NDArray[np.int64]]:
 
 
 class TickTimes:
-    """The times of several steps in one tick: each has its own; the first also has the rest."""
+    """The times of the steps in one tick. The first step also gets the time outside of all steps."""
 
     def __init__(self, begun: Spent) -> None:
         self._begun = self._last = begun

@@ -190,7 +190,7 @@ class Operation(dist.Work):
         return self._result
 
     def synchronize(self) -> None:
-        """Wait as `wait` does; on a CPU no stream follows."""
+        """Wait for the operation, as `wait` does: a CPU has no streams to synchronize."""
         self.wait()
 
     def source_rank(self) -> int:

@@ -392,7 +392,7 @@ def _check_sharded_activations(division: ShardedLayers | None) -> None:
         raise StepError(
             given=f"[shoal.TensorParallel(plan={{…: {min(slices)!r}}}), shoal.Pipeline(…)]",
             found="stages send each other full activations, and this plan leaves them sharded",
-            fix='"head" for logits, and a plan without norms',
+            fix='"head" in the plan for the layer of the logits, and no norm layers in it',
         )
 
 
