@@ -101,7 +101,7 @@ def test_state_that_differs_between_ranks_is_refused(
     for refused in ranks.attempt(saved, tmp_path, kind):
         assert "CheckpointError" in str(refused)
         assert "state={'mine': Kept}), at mine/value" in str(refused)
-        assert "rank 1 of 2 would save another value" in str(refused)
+        assert "rank 1 of 2 would save a different value" in str(refused)
         assert "world.gather(value)" in str(refused)
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 

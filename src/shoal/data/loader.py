@@ -398,7 +398,7 @@ def _checked_seed(shuffle: object, seed: object) -> int:
 def check_sizes(
     batch_size: int | BatchSize, micro_batches: int, ranks: int
 ) -> tuple[int | BatchSize, int]:
-    """Return both as plain integers; raises DataError if a batch has less than one sample per cell."""
+    """Return both arguments as integers. Raise DataError if a batch cannot fill every micro-batch."""
     sizes = (getattr(batch_size, "max_samples", batch_size), micro_batches)
     if not all(is_integer(size, least=1) for size in sizes):
         raise DataError(

@@ -52,7 +52,7 @@ class DoctorRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Generic[T]):
-    """A check: a function that measures on each rank, and one that judges on rank 0.
+    """A check: a function that measures on each rank, and one that evaluates the results on rank 0.
 
     `better` makes one measurement of two.
     """

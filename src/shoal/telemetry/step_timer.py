@@ -77,7 +77,7 @@ class Timeline:
         return before
 
     def within(self, part: int) -> TimedContext:
-        """Enter `part`, and afterwards the part before."""
+        """Return a context that counts its time as `part`."""
         return TimedContext(self, part)
 
     @contextmanager

@@ -228,8 +228,8 @@ class RunState:
         ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {spans(odd)}"
         raise CheckpointError(
             given=f"shoal.Run(…, state={{{name!r}: {type(self._state[name]).__name__}}}), at {path}",
-            found=f"{ranks} of {self._world.size} would save another value than the first rank that "
-            "has it, and a checkpoint keeps one for all",
+            found=f"{ranks} of {self._world.size} would save a different value than the first "
+            "rank that has it, and a checkpoint keeps one value for all ranks",
             fix="a dict by parameter name, as shoal.EMA saves: the entries of all stages are kept"
             if self.in_parts
             else "save the same on all ranks; or every rank's value: state_dict returns "

@@ -24,10 +24,10 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class LRSchedule:
     """A warm-up followed by a decay: the learning rate as a function of the optimizer step.
 
-    During a warm-up of w steps, the rate of step s, counted from 0, is the optimizer's own times (s +
-    1) / w. Then it falls to `min_ratio` times the optimizer's own. `LRSchedule(…)(optimizer, total)`
-    returns a torch scheduler for `Step(schedule=…)`; `shoal.train(schedule=…)` takes the LRSchedule
-    itself.
+    During a warm-up of w steps, the learning rate of step s, counted from 0, is the optimizer's
+    learning rate times (s + 1) / w. Then it falls to `min_ratio` times the optimizer's learning rate.
+    `LRSchedule(…)(optimizer, total)` returns a torch scheduler for `Step(schedule=…)`;
+    `shoal.train(schedule=…)` takes the LRSchedule itself.
 
     Args:
         decay: Shape of the decay: "cosine" (Loshchilov and Hutter 2017, without restarts), "linear" or
@@ -35,7 +35,7 @@ class LRSchedule:
         warmup_steps: Length of the warm-up in optimizer steps, an integer, 0 or more. Default: 0.
         warmup_ratio: Length of the warm-up as a fraction of all optimizer steps, from 0 to 1, rounded
             up; in place of `warmup_steps`. Default: 0.0.
-        min_ratio: Last rate as a fraction of the optimizer's own, from 0 to 1. Default: 0.0.
+        min_ratio: Final learning rate as a fraction of the optimizer's, from 0 to 1. Default: 0.0.
 
     Raises:
         StepError: If an argument is out of range, or `warmup_steps` and `warmup_ratio` are both given.

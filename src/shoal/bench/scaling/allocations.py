@@ -13,7 +13,7 @@ from shoal.util.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterRequest:
-    """The user's request to a cluster; the site decides what is None.
+    """The user's request to a cluster. The site's defaults replace the fields that are None.
 
     `gpus` and `tasks` are those of a node, one process for each; `cpus` are cores of each process.
     `time`, in seconds, is that of each job. With `force`, jobs are submitted although checks fail.

@@ -70,7 +70,7 @@ def check_strategies(model: nn.Module, strategies: Sequence[Any]) -> None:
             name = type(each).__name__
             raise StepError(
                 given=f"shoal.{name}(…) around {_described(model, span)}",
-                found="this strategy needs the part of the model in each process on a single device",
+                found="this strategy needs the model, or its shard, on a single device in each process",
                 fix="[shoal.DevicePlacement(…), shoal.DDP()]; or no shoal.DevicePlacement(…), a model "
                 "on one device, and one process per device",
             )
