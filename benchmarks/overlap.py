@@ -192,7 +192,8 @@ def measure(name: str, strategy: str, rounds: int, steps: int) -> dict[str, list
         "compute": lambda world: plain(world, name, "none", compiled=compiled),
         "communication": lambda world: communication(world, name, strategy),
     }
-    with shoal.init(seed=0) as world:
+    layout = "shard=-1" if strategy == "fsdp" else "replicate=-1"
+    with shoal.init(seed=0, layout=layout) as world:
         running = {each: make(world) for each, make in loops.items()}
         times: dict[str, list[float]] = {each: [] for each in loops}
         for loop in running.values():
