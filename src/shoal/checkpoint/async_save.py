@@ -18,7 +18,7 @@ from shoal.checkpoint.collective_errors import Ranks
 from shoal.checkpoint.state_tree import DTYPES
 from shoal.distributed import objects
 from shoal.distributed.membership import LOOK_SECONDS, Survivors
-from shoal.distributed.watchdog.mismatch import ASIDE
+from shoal.distributed.watchdog.mismatch import BACKGROUND_SAVE
 from shoal.util.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class BackgroundSave(Generic[T]):
         """The duration, once it has ended."""
         self._outcome: T | BaseException
         # A daemon thread, so that a rank that fails can end while its save is running.
-        self._thread = threading.Thread(target=self._run, args=(action,), name=ASIDE, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(action,), name=BACKGROUND_SAVE, daemon=True)
         self._thread.start()
 
     def _run(self, action: Callable[[], T]) -> None:

@@ -1,4 +1,4 @@
-"""Placement of tasks of a Slurm step; tests/recorded has each variable in Slurm 22.05."""
+"""Placement of tasks of a Slurm step; tests/distributed/recorded has each variable in Slurm 22.05."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _CALLS = {
     "alltoall_base_": _ComparedCollective("all_to_all", 1, sized=False),
     "barrier": _ComparedCollective("barrier", None),
 }
-ASIDE = "shoal aside"
+BACKGROUND_SAVE = "shoal background save"
 """Name of background threads that call collectives. Removing the interception frees it even if such a
 thread is just about to use it, so removal waits until there are none.
 """
@@ -90,7 +90,7 @@ class CollectiveMatcher:
         """
         self._comparing = False
         end = self._stop_intercepting
-        if end is not None and not any(t.name == ASIDE for t in threading.enumerate()):
+        if end is not None and not any(t.name == BACKGROUND_SAVE for t in threading.enumerate()):
             end()
             self._stop_intercepting = None
 
