@@ -41,7 +41,9 @@ class BackgroundSave(Generic[T]):
         """The duration, once it has ended."""
         self._outcome: T | BaseException
         # A daemon thread, so that a rank that fails can end while its save is running.
-        self._thread = threading.Thread(target=self._run, args=(action,), name=BACKGROUND_SAVE, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(action,), name=BACKGROUND_SAVE, daemon=True
+        )
         self._thread.start()
 
     def _run(self, action: Callable[[], T]) -> None:
