@@ -21,6 +21,9 @@ PAGES = {
     if path.parent != FOLDER / "design"
 }
 PROGRAMS = [name for name, path in PAGES.items() if pages.blocks(path.read_text())]
+FIRST_PAGES = ("getting-started/", "guides/training-loop", "guides/data", "parallelism/choosing")
+"""Pages that `make test` runs; `make test-rest` runs them all."""
+
 TWICE = {"guides/data", "guides/training-loop", "parallelism/choosing"}
 """The pages that CI runs on two processes too; all in `make test-all`."""
 
@@ -43,7 +46,13 @@ def run_page(page: Path, capture: pytest.CaptureFixture[str]) -> None:
             world.close()
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name.startswith(FIRST_PAGES) else pytest.param(name, marks=pytest.mark.full)
+        for name in PROGRAMS
+    ],
+)
 def test_a_page_runs(
     name: str,
     tmp_path: Path,

@@ -434,7 +434,10 @@ PIPELINE = shoal.Pipeline(split_points=("blocks.1",))
 REMOTE = shoal.RPCPipeline(
     stages={"front": ("first", "blocks.0"), "back": ("blocks.1", "blocks.2", "head")}
 )
-STRATEGIES = [pytest.param(PIPELINE, id="pipeline"), pytest.param(REMOTE, id="remote")]
+STRATEGIES = [
+    pytest.param(PIPELINE, id="pipeline"),
+    pytest.param(REMOTE, id="remote", marks=pytest.mark.full),  # the same stages, moved by RPC
+]
 
 
 @pytest.fixture(scope="module")

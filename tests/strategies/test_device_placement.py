@@ -370,7 +370,10 @@ def test_micro_batches_in_flight_are_counted(ahead: Any) -> None:
 @pytest.mark.parametrize(
     ("strategies", "found"),
     [
-        ([shoal.FSDP()], r"(?s)shoal.FSDP\(.*the model, or its shard, on a single device in each process"),
+        (
+            [shoal.FSDP()],
+            r"(?s)shoal.FSDP\(.*the model, or its shard, on a single device in each process",
+        ),
         ([shoal.LocalSGD()], r"shoal.LocalSGD\("),
         ([shoal.TensorParallel(plan={"first": "head"})], r"shoal.TensorParallel\("),
         ([shoal.Pipeline(split_points=("heads",))], r"shoal.Pipeline\("),

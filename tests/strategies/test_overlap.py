@@ -27,7 +27,7 @@ Arrivals = list[str | tuple[str, ...]]
 """A parameter's name when its gradient is ready; a tuple of names when their bucket is sent."""
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param) as started:
         yield started
@@ -97,7 +97,9 @@ def sent(arrivals: Arrivals) -> list[tuple[int, tuple[str, ...]]]:
     return [(i, each) for i, each in enumerate(arrivals) if isinstance(each, tuple)]
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static graph"])
+@pytest.mark.parametrize(
+    "static", [False, pytest.param(True, marks=pytest.mark.full)], ids=["dynamic", "static graph"]
+)
 def test_buckets_are_sent_as_early_as_plain_ddp_sends_them(
     ranks: Ranks, tmp_path: Path, static: bool
 ) -> None:

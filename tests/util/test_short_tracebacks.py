@@ -70,7 +70,7 @@ def test_plain_python_shows_the_frames_of_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_hooks_of_others_are_called(tmp_path: Path, first: bool) -> None:
     """One that was set before the import of Shoal, and one set after."""
     script = SCRIPT.format(before="" if first else HOOK)
@@ -79,6 +79,7 @@ def test_hooks_of_others_are_called(tmp_path: Path, first: bool) -> None:
     assert len(frames(done.stderr)) == len(FRAMES)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_development_mode_shows_all_frames(tmp_path: Path) -> None:
     done = run(tmp_path, SCRIPT.format(before=""), "-X", "dev", "-W", "ignore")
