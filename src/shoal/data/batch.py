@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, overload
 from torch import Tensor, nn
 
 from shoal.data.gather import GatheredRows, gather_rows
-from shoal.data.micro import MicroBatch
+from shoal.data.micro import CURRENT_DRAWS, Draws, MicroBatch
 from shoal.data.noise import Noise
 from shoal.util.errors import StepError
 
@@ -186,11 +186,15 @@ class Batch:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches as the collate function returned them."""
-        for index, micro in enumerate(self.micros):
-            self._current = index
-            self._noise = None
-            yield micro.value
-        self._current = -1
+        try:
+            for index, micro in enumerate(self.micros):
+                self._current = index
+                self._noise = None
+                CURRENT_DRAWS.set(Draws(micro, self.seed))
+                yield micro.value
+            self._current = -1
+        finally:
+            CURRENT_DRAWS.set(None)
 
     @property
     def micro(self) -> MicroBatch:

@@ -313,7 +313,7 @@ class Loader:
             return None
         share, values = found
         micros = [
-            MicroBatch(value, share.first + start, stop - start, weight, self.world)
+            MicroBatch(value, share.first + start, stop - start, weight, self.world, share.first)
             for value, (start, stop, weight) in zip(values, share.cells, strict=True)
         ]
         wait = time.perf_counter() - begun

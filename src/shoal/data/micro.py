@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ class MicroBatch(NamedTuple):
     `value` is the result of the collate function for `samples` samples from position `first` on.
     `weight` is 1, or 0 for the padding sample that a rank without samples runs to take part in the
     collectives of the step. `world` has the ranks of the global batch; None outside a World.
+    `batch_first` is the position of the first sample of the global batch.
     """
 
     value: Any
@@ -22,7 +24,30 @@ class MicroBatch(NamedTuple):
     samples: int
     weight: float
     world: World | None = None
+    batch_first: int = 0
+
+
+LOSS = "loss "
+"""The scope of the draws in the loss function of a Task."""
+
+
+class Draws:
+    """The random draws of a micro-batch: `made` counts those of each module so far.
+
+    `scope` separates functions of a Task, which may call the same modules.
+    """
+
+    __slots__ = ("made", "micro", "scope", "seed")
+
+    def __init__(self, micro: MicroBatch, seed: int, scope: str = "") -> None:
+        self.micro = micro
+        self.seed = seed
+        self.scope = scope
+        self.made: Counter[str] = Counter()
 
 
 CURRENT_MICRO: ContextVar[MicroBatch | None] = ContextVar("current micro-batch", default=None)
 """The micro-batch of the running Task function, for functions such as `shoal.gather`."""
+
+CURRENT_DRAWS: ContextVar[Draws | None] = ContextVar("draws of the current micro-batch", default=None)
+"""The draws of the running Task function, or of the current micro-batch of a custom loop."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shoal.strategies.contracts import Engine
+from shoal.strategies.random_draws.draws import is_keyed
 
 _SHOWN = 3
 _BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
@@ -44,6 +45,8 @@ def say_division(engine: Engine, micro_batches: int) -> None:
 
 
 def _drops(module: nn.Module) -> bool:
+    if is_keyed(module) and not isinstance(module, nn.RNNBase):
+        return False
     if isinstance(module, _DROPOUTS):
         return module.p > 0
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0

@@ -15,6 +15,7 @@ from shoal.data.batch import Count
 from shoal.distributed.world import World
 from shoal.strategies.device_placement.multi_device import span_of
 from shoal.strategies.dtensor import is_divided, share
+from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import engines_of
 from shoal.util.errors import StepError
 
@@ -96,6 +97,7 @@ class HeldParameters:
     def clear(self) -> None:
         """Clear the gradients and drop the losses of their batch."""
         self.losses.clear()
+        random_draws.forget()
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -15,6 +15,7 @@ from shoal.distributed.world import World
 from shoal.strategies.compiled import bare
 from shoal.strategies.contracts import Correction, Engine, LoopGradients, check_clip, correct
 from shoal.strategies.coupled_layers import say_division
+from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import check_loss
 from shoal.telemetry.step_timer import BACKWARD, UPDATE
@@ -67,6 +68,7 @@ class EngineLoop(ManualLoop):
                 engine.discard()
                 raise
             gradients.finish(decided.factor)
+            random_draws.forget()
         result = StepResult(decided.loss, decided.norm, decided.counted)
         for counter in counters:
             counter.count(result)

@@ -22,6 +22,7 @@ from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.device_placement.multi_device import check_strategies
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.manual_loop import EngineLoop
+from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import engines_of, register
 from shoal.util.errors import LayoutError, StepError
 
@@ -56,13 +57,14 @@ def parallelize(
     model: Model | Callable[[], Model],
     world: World,
     strategy: Strategy | ModelTransform | Sequence[Strategy | ModelTransform] | None = None,
+    *,
+    random: str = "samples",
 ) -> Model:
     """Parallelize `model` over the ranks of `world`, in place.
 
     The model is moved to the world's device. Create the optimizer afterwards. Seeds the global random
-    generators of Python, NumPy and torch differently on each data-parallel rank, so that dropout draws
-    different numbers for different samples. Create data before this call, or with a `torch.Generator`
-    that has a fixed seed. Collective.
+    generators of Python, NumPy and torch differently on each data-parallel rank. Create data before
+    this call, or with a `torch.Generator` that has a fixed seed. Collective.
 
     Args:
         model: A module, a compiled module, or a function without arguments that creates a module. With
@@ -71,6 +73,10 @@ def parallelize(
         world: The World that `shoal.init` returned.
         strategy: A strategy, or several, applied in order; the last one sums gradients. None means
             `FSDP()` if the layout has an axis `shard`, else `DDP()`. Default: None.
+        random: "samples" keys the random numbers that modules draw in a step, such as those of dropout,
+            by the position of each sample, so they are the same at any number of ranks and
+            micro-batches (Philox 4x32-10, Salmon et al. 2011). "ranks" leaves them to torch's
+            generators. Default: "samples".
 
     Returns:
         The same module, with the same names of modules and parameters. With a function, the new module.
@@ -93,6 +99,12 @@ def parallelize(
             found="the second argument is the World that shoal.init returns",
             fix="shoal.parallelize(model, world)",
         )
+    if random not in ("samples", "ranks"):
+        raise StepError(
+            given=f"parallelize(model, world, random={random!r})",
+            found="random numbers belong to 'samples' or to 'ranks'",
+            fix="random='samples', or leave it out",
+        )
     strategies = _checked(strategy, world)
     module: Any = model
     deferred = None
@@ -105,6 +117,9 @@ def parallelize(
     compiler, module = compiler_of(module), bare(module)
     _check_model(module, world)
     _check_same(module, world)
+    if random == "samples":
+        gc.collect()  # frees deleted models that are still in reference cycles
+        random_draws.register(module, len(engines_of(world)))
     engine = _apply(strategies, module, world)
     if compiler is not None:
         engine.compile_with(compiler)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from shoal.data.batch import Count
-from shoal.data.micro import CURRENT_MICRO, MicroBatch
+from shoal.data.micro import CURRENT_DRAWS, CURRENT_MICRO, LOSS, Draws, MicroBatch
 from shoal.data.noise import Noise
 from shoal.util.errors import DataError, StepError
 
@@ -65,12 +66,9 @@ class Task:
         Returns:
             The output of the model.
         """
-        token = CURRENT_MICRO.set(micro)
-        try:
+        with _current(micro, Draws(micro, seed)):
             positional, named = self.arguments(micro, seed)
             return model(*positional, **named)
-        finally:
-            CURRENT_MICRO.reset(token)
 
     def arguments(self, micro: MicroBatch, seed: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Return the positional and keyword arguments of the model for a micro-batch."""
@@ -88,15 +86,12 @@ class Task:
 
     def reduce(self, output: Any, micro: MicroBatch, seed: int) -> tuple[Tensor, Count]:
         """Return the loss of a micro-batch as (sum, count). Raise StepError for another form."""
-        token = CURRENT_MICRO.set(micro)
-        try:
+        with _current(micro, Draws(micro, seed, scope=LOSS)):
             if self._loss_takes_noise:
                 noise = Noise(seed, micro.first, micro.samples, stream=1)
                 result = self.loss(output, micro.value, noise=noise)
             else:
                 result = self.loss(output, micro.value)
-        finally:
-            CURRENT_MICRO.reset(token)
         return check_loss(result, self.loss)
 
     @cached_property
@@ -106,6 +101,16 @@ class Task:
     @cached_property
     def _loss_takes_noise(self) -> bool:
         return _takes_noise(self.loss)
+
+
+@contextmanager
+def _current(micro: MicroBatch, draws: Draws) -> Iterator[None]:
+    token, other = CURRENT_MICRO.set(micro), CURRENT_DRAWS.set(draws)
+    try:
+        yield
+    finally:
+        CURRENT_MICRO.reset(token)
+        CURRENT_DRAWS.reset(other)
 
 
 def check_loss(

@@ -16,6 +16,7 @@ from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import values_kept
 from shoal.strategies.contracts import Engine
 from shoal.strategies.eval_mode import evaluation, random_states_kept, untouched
+from shoal.strategies.random_draws.draws import is_keyed, layouts
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import Task, place
 from shoal.util.errors import ShoalError, StepError
@@ -23,7 +24,7 @@ from shoal.util.errors import ShoalError, StepError
 TOLERANCE = 0.02
 """Relative to the largest of the compared losses: the error of sums in half precision."""
 
-CollectiveSum: TypeAlias = tuple[float, float]
+LossSum: TypeAlias = tuple[float, float]
 """(loss sum, count) of some samples."""
 
 
@@ -34,8 +35,9 @@ def check_loss_adds_up(
 
     The loss of a rank's first micro-batch is compared with the losses of its halves. If the micro-batch
     can't be cut in halves, the samples of each half are collated again; a single sample is tried
-    together with another sample. The model runs in eval mode, without gradients. Random states, modes,
-    the model's buffers and the tensors of the batch are restored, so that nothing else changes. Rank 0
+    together with another sample. The model runs in eval mode, without gradients, and once more in its
+    own mode, which shows which dimension of each random draw counts samples. Random states, modes, the
+    model's buffers and the tensors of the batch are restored, so that nothing else changes. Rank 0
     prints a message if no rank could try the loss. A ShoalError on one rank is raised on all.
     """
     world = engine.world
@@ -50,6 +52,12 @@ def check_loss_adds_up(
         # Running the model is collective: if one rank has to do it again, all do.
         if any(world.gather(trial.again)):
             trial.on_all_ranks(trial.in_parts)
+    if is_keyed(engine.module):
+        with torch.no_grad(), ExitStack() as stack:
+            for one in engines_of(world):
+                stack.enter_context(untouched(one.module))
+            trial.on_all_ranks(trial.draw)
+        layouts.merge(world.gather(layouts.possible))
     trial.on_all_ranks(trial.compare)
     tried, obstacles = zip(*world.gather((bool(trial.sums), trial.obstacle)), strict=True)
     reason = next(filter(None, obstacles), None)
@@ -60,9 +68,7 @@ def check_loss_adds_up(
         )
 
 
-def is_mean(
-    whole: float, halves: tuple[CollectiveSum, CollectiveSum], samples: tuple[int, int]
-) -> bool:
+def is_mean(whole: float, halves: tuple[LossSum, LossSum], samples: tuple[int, int]) -> bool:
     """Return whether `whole` is the mean of the losses of its halves and not their sum.
 
     A mean weighs halves by samples or by counts. False if that can't be known, as for losses that
@@ -92,7 +98,7 @@ class _Trial:
         """The micro-batch and its two halves, if it has halves. They have no world, so that
         `shoal.gather` does not communicate."""
         self._output_can_be_cut = False
-        self.sums: list[CollectiveSum] = []
+        self.sums: list[LossSum] = []
         """The loss of each part, once it is known."""
         self.again = False
         """True if this rank has to run the model on the parts to know their losses."""
@@ -174,6 +180,11 @@ class _Trial:
             except Exception as error:  # a loss may fail on halves of a batch
                 self.obstacle = f"half of a batch raised {type(error).__name__}: {error}"
 
+    def draw(self) -> None:
+        """Run the model as it trains on parts of several sizes, which show the layouts of its draws."""
+        for part in self._parts or [self._micro._replace(world=None)] * 3:
+            self._run(part)
+
     def compare(self) -> None:
         """Raise StepError if the loss is a mean."""
         if not self.sums:
@@ -207,7 +218,7 @@ class _Trial:
         with values_kept(part.value):
             return self._engine.infer(self._task, part, self._batch.seed, autocast=self._autocast)
 
-    def _reduce(self, part: MicroBatch, output: Any) -> CollectiveSum:
+    def _reduce(self, part: MicroBatch, output: Any) -> LossSum:
         moved = self._engine.move_targets(output, part)
         with values_kept(moved.value):
             loss, count = self._task.reduce(output, moved, self._batch.seed)
