@@ -27,10 +27,17 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return output.square().sum(), len(output)
 
 
-def said(world: shoal.World, layers: tuple[nn.Module, ...], micro: int, own: bool, ends: str) -> str:
+def said(
+    world: shoal.World,
+    layers: tuple[nn.Module, ...],
+    micro: int,
+    own: bool,
+    ends: str,
+    random: str = "ranks",
+) -> str:
     """What rank 0 prints in two steps, and in evaluation where `ends` says so."""
     values = torch.ones(32, 4)
-    model = shoal.parallelize(nn.Sequential(nn.Linear(4, 4), *layers), world)
+    model = shoal.parallelize(nn.Sequential(nn.Linear(4, 4), *layers), world, random=random)
     if ends == "frozen":
         model.eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -64,6 +71,10 @@ def test_layers_that_depend_on_the_division_are_named_once(own: bool, ranks: Ran
     assert "2 (Dropout): each rank draws its own random numbers" in first
     assert "2 data rank(s) and 1 micro-batch(es)" in first
     assert second == ""
+
+
+def test_dropout_whose_numbers_belong_to_samples_is_not_named(ranks: Ranks) -> None:
+    assert ranks.call(said, (nn.Dropout(0.5),), 1, False, "", "samples") == ["", ""]
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_the_trial_leaves_no_trace() -> None:
     net = Net(nn.Linear(6, 5), norm)
     norm.eval()  # frozen, as when fine-tuning
     with shoal.init() as world:
-        shoal.parallelize(net, world)
+        shoal.parallelize(net, world, random="ranks")
         step = shoal.Step(net, torch.optim.SGD(net.parameters(), lr=0.1), shoal.Task(cross_entropy))
         batch = next(shoal.Loader((X, Y), world, batch_size=8).epochs(1))
         draws = draw_after(lambda: net(batch.micros[0].value[0]))

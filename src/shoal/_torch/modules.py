@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
@@ -95,6 +96,11 @@ def move_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> N
 def call_uncompiled(module: nn.Module, *arguments: Any, **named: Any) -> Any:
     """Call `module` with its hooks, without the compiled call that `set_compiled_call` has set."""
     return module._call_impl(*arguments, **named)
+
+
+def module_called_in(frame: FrameType) -> nn.Module | None:
+    """Return the module whose call runs in a frame of the stack, or None in other frames."""
+    return frame.f_locals["self"] if frame.f_code is nn.Module._call_impl.__code__ else None
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:

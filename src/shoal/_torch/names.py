@@ -97,6 +97,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch:_C._dispatch_keyset_full_after",
         "torch.library:Library._destroy",
     ),
+    "random draws are repeated in backward only if torch's generators repeat them": (
+        "torch:_C._current_graph_task_id",
+    ),
     "torch's dispatch modes see how collectives are compared": (f"{_DISPATCH}_disable_current_modes",),
     "a world of several ranks stops with an error when it is made": (f"{_C10D}_get_default_store",),
     "a report of a hang names no process groups": (f"{_C10D}_world.pg_names",),

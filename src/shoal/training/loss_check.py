@@ -57,7 +57,9 @@ def check_loss_adds_up(
             for one in engines_of(world):
                 stack.enter_context(untouched(one.module))
             trial.on_all_ranks(trial.draw)
-        layouts.merge(world.gather(layouts.possible))
+            if any(world.gather(bool(layouts.possible))):
+                trial.on_all_ranks(trial.draw_in_halves)
+                layouts.merge(world.gather(layouts.possible))
     trial.on_all_ranks(trial.compare)
     tried, obstacles = zip(*world.gather((bool(trial.sums), trial.obstacle)), strict=True)
     reason = next(filter(None, obstacles), None)
@@ -181,8 +183,12 @@ class _Trial:
                 self.obstacle = f"half of a batch raised {type(error).__name__}: {error}"
 
     def draw(self) -> None:
-        """Run the model as it trains on parts of several sizes, which show the layouts of its draws."""
-        for part in self._parts or [self._micro._replace(world=None)] * 3:
+        """Run the model as it trains, which shows whether it draws random numbers."""
+        self._run(self._parts[0] if self._parts else self._micro._replace(world=None))
+
+    def draw_in_halves(self) -> None:
+        """Run the model as it trains on the halves, which show the layouts of its draws."""
+        for part in self._parts[1:] or [self._micro._replace(world=None)] * 2:
             self._run(part)
 
     def compare(self) -> None:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from shoal._torch.modules import module_called_in
 from shoal._torch.random_operations import in_backward, replace_draws
 from shoal.data.micro import CURRENT_DRAWS
 from shoal.strategies.random_draws import philox
@@ -27,7 +28,6 @@ _STEPS = 1 << 62
 """Offset of the positions of draws that belong to a step and not to samples."""
 _TICKETS = 1 << 62
 _NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-_MODULE_CALL = nn.Module._call_impl.__code__
 
 
 @dataclass
@@ -120,8 +120,9 @@ def _innermost() -> str | None:
     found: str | None = ""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is _MODULE_CALL:
-            found = _NAMES.get(frame.f_locals["self"])
+        module = module_called_in(frame)
+        if module is not None:
+            found = _NAMES.get(module)
             if found is not None:
                 return found
         frame = frame.f_back
