@@ -39,6 +39,6 @@ def _call(call: Instead, kernel: Any, below: Any, keys: Any, *arguments: Any, **
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs backward, in which parts of a forward may be computed again."""
+    """Return whether this thread runs backward, in which parts of a forward pass may be recomputed."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return task is not None and task() != -1

@@ -14,11 +14,12 @@ _DROPOUTS = (
 )
 
 
-def say_division(engine: Engine, micro_batches: int) -> None:
+def say_division(engine: Engine, micro_batches: int, *, compiled: bool) -> None:
     """Print once, on rank 0, which layers make the results depend on how the batch is split.
 
     These are batch normalization, whose statistics cover one micro-batch of one rank, and dropout,
-    which draws by rank. Layers in eval mode and dropout with p=0 are not reported.
+    which draws by rank unless its random numbers belong to samples. Layers in eval mode and dropout
+    with p=0 are not reported.
     """
     world = engine.world
     if engine.division_reported or (world.data_size == 1 and micro_batches == 1):
@@ -32,7 +33,11 @@ def say_division(engine: Engine, micro_batches: int) -> None:
         if isinstance(each, _BATCH_NORMS)
         and (micro_batches > 1 or not isinstance(each, nn.SyncBatchNorm))
     ]
-    drops = [f"{name or 'the model'} ({type(each).__name__})" for name, each in modules if _drops(each)]
+    drops = [
+        f"{name or 'the model'} ({type(each).__name__})"
+        for name, each in modules
+        if _drops(each, compiled)
+    ]
     found = [
         f"{_listed(norms)}: statistics cover one micro-batch of one rank" if norms else "",
         f"{_listed(drops)}: each rank draws its own random numbers" if drops else "",
@@ -44,8 +49,8 @@ def say_division(engine: Engine, micro_batches: int) -> None:
         )
 
 
-def _drops(module: nn.Module) -> bool:
-    if is_keyed(module) and not isinstance(module, nn.RNNBase):
+def _drops(module: nn.Module, compiled: bool) -> bool:
+    if is_keyed(module) and not compiled:
         return False
     if isinstance(module, _DROPOUTS):
         return module.p > 0

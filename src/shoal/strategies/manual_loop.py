@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.autograd import averages
+from shoal._torch.modules import has_compiled_call
 from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, StepResult, not_one_model
 from shoal.distributed.consistency import check_same_environment
 from shoal.distributed.world import World
@@ -110,7 +111,7 @@ def _begin(engine: Engine, gradients: LoopGradients, batch: Batch) -> None:
     gradients.begin()
     check_same_environment(engine.world)
     batch.compare_ranks()
-    say_division(engine, len(batch))
+    say_division(engine, len(batch), compiled=has_compiled_call(engine.module))
 
 
 def _check_backwards(engine: Engine, batch: Batch) -> None:

@@ -39,6 +39,9 @@ _SERVING = {
 }
 """The strategy for each axis of a layout, as code."""
 
+_SPLIT_AXES = ("context", "tensor", "pipeline")
+"""Axes whose ranks see parts of a model's activations, for which draws are not keyed by samples."""
+
 
 class Attachment:
     """Holder of the engine of a module. Copied or pickled modules have no engine."""
@@ -76,7 +79,8 @@ def parallelize(
         random: "samples" keys the random numbers that modules draw in a step, such as those of dropout,
             by the position of each sample, so they are the same at any number of ranks and
             micro-batches (Philox 4x32-10, Salmon et al. 2011). "ranks" leaves them to torch's
-            generators. Default: "samples".
+            generators, as do compiled models and layouts with an axis `context`, `tensor` or
+            `pipeline`. Default: "samples".
 
     Returns:
         The same module, with the same names of modules and parameters. With a function, the new module.
@@ -117,7 +121,7 @@ def parallelize(
     compiler, module = compiler_of(module), bare(module)
     _check_model(module, world)
     _check_same(module, world)
-    if random == "samples":
+    if random == "samples" and not any(world.layout.degree(axis) > 1 for axis in _SPLIT_AXES):
         gc.collect()  # frees deleted models that are still in reference cycles
         random_draws.register(module, len(engines_of(world)))
     engine = _apply(strategies, module, world)

@@ -312,7 +312,7 @@ class Step(TrainState):
         check_same_environment(self.engine.world)
         batch.compare_ranks()
         self.try_loss(batch)
-        say_division(self.engine, len(batch))
+        say_division(self.engine, len(batch), compiled=self.compiled)
         if self._compile is not None:
             self.engine.compile(self._compile)
         self._prepared = True

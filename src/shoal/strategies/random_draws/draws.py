@@ -2,8 +2,8 @@
 
 A draw in the forward pass of a registered module belongs to a site: the innermost registered module
 that is running, and the number of draws that it has made for this micro-batch. Parts of a forward pass
-that are computed again in backward draw the same numbers: torch restores the state of its generator
-there, and each draw begins with one number of that generator, its ticket.
+that are recomputed in backward draw the same numbers: torch restores the state of its generator there,
+and each draw begins with one number of that generator, its ticket.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def forget() -> None:
 
 
 def _site(tensor: Tensor, generator: torch.Generator | None) -> _Site | None:
-    """Return the site of a draw for `tensor`, or None if torch shall draw."""
+    """Return the site of a draw for `tensor`, or None if torch draws."""
     if generator is not None or not tensor.numel():
         return None
     draws = CURRENT_DRAWS.get()
