@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.data.groups import Place
+
 if TYPE_CHECKING:
     from shoal.distributed.world import World
 
@@ -14,7 +16,8 @@ class Micro(NamedTuple):
 
     `value` is the result of the collate function for `samples` samples from position `first` on.
     `weight` is 1, or 0 for the padding sample that a rank without samples runs to take part in the
-    collectives of the step. `world` has the ranks of the global batch; None outside a World.
+    collectives of the step. `world` has the ranks of the global batch; None outside a World. `place` is
+    its place in the global batch; None if it is not a micro-batch of a Loader.
     """
 
     value: Any
@@ -22,6 +25,7 @@ class Micro(NamedTuple):
     samples: int
     weight: float
     world: World | None = None
+    place: Place | None = None
 
 
 CURRENT_MICRO: ContextVar[Micro | None] = ContextVar("current micro-batch", default=None)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal._torch.modules import call_uncompiled, set_compiled_call
 from shoal.data.batch import Batch, Count
+from shoal.data.coupled import CoupledStep
 from shoal.data.micro import Micro
 from shoal.distributed.to_device import device_in, move
 from shoal.distributed.world import World
@@ -113,17 +114,21 @@ class LocalRunner(Runner):
         self._held.check_converted()
         micros = batch.micros
         enter = self._world.timeline.enter
+        coupled = self._world.service(CoupledStep)
         ahead = 1 if self._held.span is None else self._held.span.in_flight or len(micros)
         for start in range(0, len(micros), ahead):
-            losses = deque(
-                self._forward(task, micro, batch.seed, autocast)
-                for micro in micros[start : start + ahead]
-            )
+            losses: deque[tuple[Tensor, Count]] = deque()
+            for micro in micros[start : start + ahead]:
+                with coupled.processing(micro):
+                    losses.append(self._forward(task, micro, batch.seed, autocast))
             enter(BACKWARD)
             for index in range(start, start + len(losses)):
                 loss, count = losses.popleft()
                 last = index == len(micros) - 1
-                self.reducer.backward(loss, count, micros[index], batch.size, scale=scale, last=last)
+                with coupled.processing(micros[index]):  # which recomputes forwards
+                    self.reducer.backward(
+                        loss, count, micros[index], batch.size, scale=scale, last=last
+                    )
             enter(UPDATE if last else FORWARD)
         return self.reducer.totals()
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal._torch.modules import compiler_of
 from shoal.data.batch import Batch, StepResult
+from shoal.data.coupled import CoupledStep
 from shoal.data.micro import Micro
 from shoal.distributed.consistency import check_same_environment
 from shoal.strategies import engine_of
@@ -180,6 +181,8 @@ class Step(TrainState):
         ):  # its ranks don't come to a second Loader at the same time
             batch.compare_ranks()
         scale = 1.0 if self._scale is None else self._scale.value
+        coupled = self.engine.world.service(CoupledStep)
+        coupled.drop()
         try:
             with self.counting:
                 totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
@@ -191,6 +194,7 @@ class Step(TrainState):
         skipped = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
         if decided.finite:
             self.engine.update(self.optimizer, decided.factor)
+            coupled.apply()
             self._follow_schedule()
         else:
             self.engine.discard()
