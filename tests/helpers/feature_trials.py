@@ -339,7 +339,6 @@ def strategies(names: Names, model: str, world: shoal.World) -> Any:
             shoal.DDP(
                 bucket_cap_mb=0.001,
                 find_unused_parameters="unused" in names,
-                sync_batch_norm="SyncBatchNorm" in names,
             )
         )
     return some or None

@@ -30,7 +30,8 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 def said(world: shoal.World, layers: tuple[nn.Module, ...], micro: int, own: bool, ends: str) -> str:
     """What rank 0 prints in two steps, and in evaluation where `ends` says so."""
     values = torch.ones(32, 4)
-    model = shoal.parallelize(nn.Sequential(nn.Linear(4, 4), *layers), world)
+    model = nn.Sequential(nn.Linear(4, 4), *layers)
+    model = shoal.parallelize(model, world, statistics="batch" if ends == "covered" else "rank")
     if ends == "frozen":
         model.eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,8 +73,9 @@ def test_layers_that_depend_on_the_division_are_named_once(own: bool, ranks: Ran
         (BOTH, "frozen"),
         (BOTH, "evaluated"),
         ((nn.LayerNorm(4), nn.Dropout(0.0), nn.ReLU()), ""),
+        ((nn.BatchNorm1d(4),), "covered"),
     ],
-    ids=["eval mode", "evaluation", "others"],
+    ids=["eval mode", "evaluation", "others", "statistics over all ranks"],
 )
 def test_nothing_is_said_of_what_does_not_depend_on_it(
     layers: tuple[nn.Module, ...], ends: str, ranks: Ranks

@@ -320,28 +320,28 @@ class Coupled(nn.Module):
         return SampleGroups(len(x), part, self)
 
 
-class Attachment:
+class CouplingHolder:
     """Holder of the coupling of a layer. Copied or pickled layers have none."""
 
     def __init__(self, coupling: Coupling | None = None) -> None:
         self.coupling = coupling
 
-    def __deepcopy__(self, memo: object) -> Attachment:
-        return Attachment()
+    def __deepcopy__(self, memo: object) -> CouplingHolder:
+        return CouplingHolder()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Attachment, ()
+        return CouplingHolder, ()
 
 
 def coupling_of(module: nn.Module) -> Coupling | None:
     """Return the coupling that `parallelize` attached to a layer, or None."""
     attachment = vars(module).get(ATTRIBUTE)
-    return attachment.coupling if isinstance(attachment, Attachment) else None
+    return attachment.coupling if isinstance(attachment, CouplingHolder) else None
 
 
 def attach(module: nn.Module, coupling: Coupling | None) -> None:
     """Attach a coupling to a layer."""
-    vars(module)[ATTRIBUTE] = Attachment(coupling)
+    vars(module)[ATTRIBUTE] = CouplingHolder(coupling)
 
 
 class _Calls:

@@ -9,7 +9,8 @@ squared deviations of each one's samples, and merge them (Chan et al. 1979).
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeAlias, cast
 
@@ -28,6 +29,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _OWN = nn.BatchNorm1d.forward
 _FORWARDS = (_OWN, nn.SyncBatchNorm.forward)
 """The forwards of torch, which call nothing but `F.batch_norm`."""
+
+SEPARATE_STEPS = "ranks take their steps separately"
 
 Moments: TypeAlias = list[tuple[Tensor, Tensor]]
 """Mean and unbiased variance of each group of this rank, per channel."""
@@ -56,6 +59,31 @@ def is_covered(module: nn.Module) -> bool:
     return coupling_of(module) is not None
 
 
+@contextmanager
+def own_classes(model: nn.Module, given: str) -> Iterator[None]:
+    """Give the layers their own classes inside the block, for TorchScript, which compiles the class.
+
+    Raises StepError if they exchange sums with other ranks, which the compiled layers would not do.
+    """
+    taken = [module for module in model.modules() if isinstance(module, _TakenOver)]
+    for module in taken:
+        coupling = coupling_of(module)
+        if coupling is not None and not coupling.alone:
+            raise StepError(
+                given=f"{given} of a {type(model).__name__} with {coupling.names[module]}",
+                found="TorchScript cannot call the functions that exchange the sums of this layer",
+                fix="compile='inductor', or shoal.parallelize(…, statistics='rank')",
+            )
+    kinds: list[Any] = [type(module) for module in taken]
+    for module, kind in zip(taken, kinds, strict=True):
+        module.__class__ = _original(kind)
+    try:
+        yield
+    finally:
+        for module, kind in zip(taken, kinds, strict=True):
+            module.__class__ = kind
+
+
 def refuse_coupled(model: nn.Module, given: str, found: str) -> None:
     """Raise StepError if the layers of `model` exchange sums, which a strategy does not support."""
     names = [name for module, name in coupled_layers(model).items() if is_covered(module)]
@@ -68,7 +96,7 @@ def refuse_coupled(model: nn.Module, given: str, found: str) -> None:
         )
 
 
-class _TakenOver:
+class _TakenOver(nn.Module):
     """The part of the class of a layer that has been taken over; its own class comes next."""
 
     _overrides: bool
@@ -78,12 +106,12 @@ class _TakenOver:
         of_input = self.training or self.running_mean is None
         coupling = coupling_of(self) if of_input else None
         if coupling is None:
-            return super().forward(x, *arguments, **named)  # type: ignore[misc]
+            return super().forward(x, *arguments, **named)
         # In compiled code, torch's own forward can be fused; that is not recomputed in backward.
         fused = coupling.alone and torch.compiler.is_compiling()
         if coupling.step.micro is None or fused:
             if self._overrides:
-                return super().forward(x, *arguments, **named)  # type: ignore[misc]
+                return super().forward(x, *arguments, **named)
             # SyncBatchNorm's own forward would fail on the CPU.
             return _single(self, x) if _is_trial(x) else _OWN(self, x)
         return _in_groups(self, coupling, x, *arguments, **named)

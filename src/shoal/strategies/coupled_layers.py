@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from shoal.data.coupled import coupling_of, several
+from shoal.strategies.batch_norm import coupled_layers, is_covered
 from shoal.strategies.contracts import Engine
 
 _SHOWN = 3
-_BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 _DROPOUTS = (
     nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
 )
@@ -16,19 +17,23 @@ _DROPOUTS = (
 def say_division(engine: Engine, micro_batches: int) -> None:
     """Print once, on rank 0, which layers make the results depend on how the batch is split.
 
-    These are batch normalization, whose statistics cover one micro-batch of one rank, and dropout,
-    which draws by rank. Layers in eval mode and dropout with p=0 are not reported.
+    These are batch normalization with `statistics="rank"`, whose statistics cover one micro-batch of
+    one rank, and dropout, which draws by rank. Layers in eval mode and dropout with p=0 are not
+    reported. Raises StepError, on all ranks, for layers that need the whole batch in one micro-batch.
     """
     world = engine.world
+    if engine.whole_batches and micro_batches > 1:
+        _check_one_micro_batch(engine, micro_batches)
     if engine.division_reported or (world.data_size == 1 and micro_batches == 1):
         return
     engine.division_reported = True
     modules = [(name, each) for name, each in engine.module.named_modules() if each.training]
     norms = [
         f"{name or 'the model'} ({type(each).__name__})"
-        for name, each in modules
+        for each, name in coupled_layers(engine.module).items()
         # SyncBatchNorm takes its statistics over all ranks, but over one micro-batch too.
-        if isinstance(each, _BATCH_NORMS)
+        if each.training
+        and not is_covered(each)
         and (micro_batches > 1 or not isinstance(each, nn.SyncBatchNorm))
     ]
     drops = [f"{name or 'the model'} ({type(each).__name__})" for name, each in modules if _drops(each)]
@@ -41,6 +46,18 @@ def say_division(engine: Engine, micro_batches: int) -> None:
             f"shoal: results depend on how the batch is split, here over {world.data_size} data "
             f"rank(s) and {micro_batches} micro-batch(es), because of " + "; ".join(filter(None, found))
         )
+
+
+def _check_one_micro_batch(engine: Engine, micro_batches: int) -> None:
+    """Raise StepError on all ranks, since a stage of a pipeline has only some of the layers."""
+    found = [
+        f"{type(each).__name__} {name}"
+        for name, each in engine.module.named_modules()
+        if each.training and (coupling := coupling_of(each)) and coupling.size is None
+    ]
+    first = next(filter(None, engine.world.gather(found[:1])), None)
+    if first:
+        raise several(first[0], micro_batches)
 
 
 def _drops(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from shoal.data.micro import Micro
 from shoal.distributed.to_device import device_in, move
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
+from shoal.strategies.batch_norm import own_classes
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Totals
 from shoal.strategies.device_placement.multi_device import Span
@@ -62,7 +63,8 @@ class LocalRunner(Runner):
                 "for heads",
                 fix="compile='inductor'",
             )
-        scripted = torch.jit.script(self._module)
+        with own_classes(self._module, "compile='script'"):
+            scripted = torch.jit.script(self._module)
         modules = dict(self._module.named_modules(remove_duplicate=False))
         twins = dict(scripted.named_modules(remove_duplicate=False))
         modes = [module.training for module in modules.values()]

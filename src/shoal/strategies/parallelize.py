@@ -115,8 +115,9 @@ def parallelize(
     compiler, module = compiler_of(module), bare(module)
     _check_model(module, world, statistics)
     _check_same(module, world)
-    _couple(module, world, statistics)
+    coupled = _couple(module, world, statistics)
     engine = _apply(strategies, module, world)
+    engine.whole_batches = coupled and statistics == "batch"
     if compiler is not None:
         engine.compile_with(compiler)
     if deferred is not None:
@@ -193,8 +194,8 @@ def _makes(model: object) -> TypeGuard[Callable[[], nn.Module]]:
     return True
 
 
-def _couple(model: nn.Module, world: World, statistics: int | str) -> None:
-    """Let layers that couple samples take statistics over the samples that `statistics` says."""
+def _couple(model: nn.Module, world: World, statistics: int | str) -> bool:
+    """Let layers that couple samples do so over `statistics`; return whether ranks exchange sums."""
     if statistics not in ("batch", "rank") and not is_integer(statistics, least=1):
         raise StepError(
             given=f"parallelize(…, statistics={statistics!r})",
@@ -206,6 +207,7 @@ def _couple(model: nn.Module, world: World, statistics: int | str) -> None:
         take_over(layers, None)
     elif layers:
         take_over(layers, Coupling(world, None if statistics == "batch" else int(statistics), layers))
+    return bool(layers) and statistics != "rank"
 
 
 def _check_model(model: object, world: World, statistics: int | str) -> None:
