@@ -92,6 +92,7 @@ class Case(NamedTuple):
 
 WAYS: dict[str, Any] = {
     "Single": None,
+    "Compiled": None,
     "DDP": shoal.DDP(bucket_cap_mb=0.0005),
     "FSDP": shoal.FSDP(modules=UNITS),
     "Tensor": shoal.TensorParallel(plan=PLAN),
@@ -152,18 +153,9 @@ def trained(model: nn.Module, norms: list[float], losses: list[float]) -> Traine
     return found
 
 
-def train(world: shoal.World, case: Case, steps: int = STEPS, directory: Any = None) -> Trained:
+def train(world: shoal.World, case: Case, steps: int = STEPS) -> Trained:
     """The training through Shoal."""
-    model = shoal.parallelize(build(), world, WAYS[case.way], statistics=case.statistics)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    step = shoal.Step(model, optimizer, shoal.Task(loss))
-    loader = shoal.Loader(
-        dataset(case.samples),
-        world,
-        batch_size=BATCH,
-        micro_batches=case.micro_batches,
-        seed=SEED,
-    )
+    model, optimizer, step, loader = _made(world, case)
     norms, losses = [], []
     for batch in itertools.islice(loader.epochs(10_000), steps):
         if case.own:
@@ -178,3 +170,35 @@ def train(world: shoal.World, case: Case, steps: int = STEPS, directory: Any = N
         norms.append(result.norm)
         losses.append(result.loss)
     return trained(model, norms, losses)
+
+
+def resumed(world: shoal.World, case: Case, directory: str, until: int) -> Trained:
+    """The training in a run directory, up to a step, after which its ranks may be killed."""
+    model, _, step, loader = _made(world, case)
+    with shoal.Run(directory, step, loader) as run:
+        run.restore()
+        for batch in loader.epochs(10_000):
+            step(batch)
+            if step.number == until:
+                break
+        run.save()
+    return trained(model, [], [])
+
+
+def _made(
+    world: shoal.World, case: Case
+) -> tuple[Any, torch.optim.Optimizer, shoal.Step, shoal.Loader]:
+    given: Any = build()
+    if case.way == "Compiled":
+        given = torch.compile(given, backend="aot_eager")
+    model = shoal.parallelize(given, world, WAYS[case.way], statistics=case.statistics)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    step = shoal.Step(model, optimizer, shoal.Task(loss))
+    loader = shoal.Loader(
+        dataset(case.samples),
+        world,
+        batch_size=BATCH,
+        micro_batches=case.micro_batches,
+        seed=SEED,
+    )
+    return model, optimizer, step, loader

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
-from helpers.batch_norms import Case, specification, train
+from helpers.batch_norms import STEPS, Case, resumed, specification, train
 from helpers.pairwise import cover
 from helpers.ranks import Ranks
 from helpers.reference import SEED, TOLERANCE, Trained, distance
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.processes
 
 LAYOUTS = {
     "Single": (("replicate=1", 1),),
+    "Compiled": (("replicate=1", 1), ("replicate=2", 2)),
     "DDP": (("replicate=2", 2), ("replicate=3", 3), ("replicate=4", 4)),
     "FSDP": (("shard=2", 2), ("shard=3", 3), ("replicate=2,shard=2", 4)),
     "Tensor": (("tensor=2", 2), ("replicate=2,tensor=2", 4)),
@@ -86,3 +88,22 @@ def test_training_equals_one_process(started: Callable[[str], Ranks], case: Case
     size = case.statistics if isinstance(case.statistics, int) else "batch"
     for result in together(started(case.layout).call(train, case)):
         assert distance(result, expected(size, case.samples)) < TOLERANCE
+
+
+RESUMED = [
+    (Case("DDP", "replicate=2", 4, 3), Case("FSDP", "shard=3", 4)),
+    (Case("FSDP", "replicate=2,shard=2", "batch"), Case("DDP", "replicate=2", "batch")),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), RESUMED, ids=["2 to 3", "4 to 2"])
+def test_a_killed_run_continues_on_another_number_of_ranks(
+    tmp_path: Path, before: Case, after: Case
+) -> None:
+    with Ranks(SIZES[before.layout], layout=before.layout, seed=SEED) as ranks:
+        ranks.call(resumed, before, str(tmp_path), 7)
+    with Ranks(SIZES[after.layout], layout=after.layout, seed=SEED) as ranks:
+        found = ranks.call(resumed, after, str(tmp_path), STEPS)
+    wanted = expected(before.statistics)
+    for result in found:
+        assert distance(Trained(result.parameters, wanted.norms, wanted.losses), wanted) < TOLERANCE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ class CoupledStep:
         micro: The current micro-batch; None outside a step, where layers use the samples at hand.
         rows: Samples in the tensors of `micro`, with those that a pipeline adds as padding.
         calls: The number of calls of each layer in this micro-batch.
-        recorded: What each layer has recorded since the batch began.
+        recorded: The sums that each layer has recorded since the batch began.
     """
 
     def __init__(self, world: World) -> None:
@@ -76,6 +77,8 @@ class CoupledStep:
 
     def unit(self) -> int | None:
         """Return the number of samples at whose multiples micro-batches are cut; None if at any."""
+        if any(coupling.size for coupling in self._couplings):
+            gc.collect()  # deleted models that are still in reference cycles, on some ranks
         sizes = [coupling.size for coupling in self._couplings if coupling.size is not None]
         return math.lcm(*sizes) if sizes else None
 

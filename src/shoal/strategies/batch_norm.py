@@ -8,7 +8,6 @@ squared deviations of each one's samples, and merge them (Chan et al. 1979).
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -119,7 +118,7 @@ class _TakenOver(nn.Module):
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle as the original class."""
         state = {name: value for name, value in vars(self).items() if name != ATTRIBUTE}
-        return copyreg.__newobj__, (_original(type(self)),), state  # type: ignore[attr-defined]
+        return object.__new__, (_original(type(self)),), state
 
 
 def _is_trial(x: Tensor) -> bool:

@@ -36,12 +36,14 @@ def say_division(engine: Engine, micro_batches: int) -> None:
         and not is_covered(each)
         and (micro_batches > 1 or not isinstance(each, nn.SyncBatchNorm))
     ]
-    drops = [f"{name or 'the model'} ({type(each).__name__})" for name, each in modules if _drops(each)]
+    dropouts = [
+        f"{name or 'the model'} ({type(each).__name__})" for name, each in modules if drops(each)
+    ]
     found = [
         f"{_listed(norms)}: statistics cover one micro-batch of one rank" if norms else "",
-        f"{_listed(drops)}: each rank draws its own random numbers" if drops else "",
+        f"{_listed(dropouts)}: each rank draws its own random numbers" if dropouts else "",
     ]
-    if norms or drops:
+    if norms or dropouts:
         world.print(
             f"shoal: results depend on how the batch is split, here over {world.data_size} data "
             f"rank(s) and {micro_batches} micro-batch(es), because of " + "; ".join(filter(None, found))
@@ -60,7 +62,8 @@ def _check_one_micro_batch(engine: Engine, micro_batches: int) -> None:
         raise several(first[0], micro_batches)
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
+    """Return whether a layer has dropout that is not 0."""
     if isinstance(module, _DROPOUTS):
         return module.p > 0
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0

@@ -126,7 +126,7 @@ class _Trial:
             with suppress(ValueError):
                 # On all ranks that process the same samples, with or without an output.
                 whole = slice(0, micro.samples)
-                self._parts = [_part(micro, some) for some in (whole, *rows)]
+                self._parts = [part_of(micro, some) for some in (whole, *rows)]
                 self._output_can_be_cut = True
                 return
         size = max(2, micro.samples)
@@ -211,7 +211,8 @@ class _Trial:
         return float(loss), float(count)
 
 
-def _part(micro: Micro, rows: slice) -> Micro:
+def part_of(micro: Micro, rows: slice) -> Micro:
+    """Return some samples of a micro-batch; ValueError if it holds something that cannot be cut."""
     value = _cut(micro.value, rows, micro.samples)
     return Micro(value, micro.first + rows.start, rows.stop - rows.start, micro.weight)
 

@@ -23,6 +23,7 @@ from shoal.strategies.coupled_layers import say_division
 from shoal.strategies.manual_loop import not_finite
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import CHECKPOINT, FORWARD
+from shoal.training.coupling_check import say_coupled
 from shoal.training.loss_check import check_loss_adds_up
 from shoal.training.train_state import TrainState
 from shoal.util.errors import StepError
@@ -317,6 +318,7 @@ class Step(TrainState):
         batch.compare_ranks()
         self.try_loss(batch)
         say_division(self.engine, len(batch))
+        say_coupled(self.engine, self.task, batch, autocast=self._autocast)
         if self._compile is not None:
             self.engine.compile(self._compile)
         self._prepared = True
