@@ -7,6 +7,8 @@ from shoal.data import TokenBudget as TokenBudget
 from shoal.data import WeightedSampling as WeightedSampling
 from shoal.data.batch import Batch as Batch
 from shoal.data.batch import StepResult as StepResult
+from shoal.data.coupled import Coupled as Coupled
+from shoal.data.coupled import SampleGroups as SampleGroups
 from shoal.data.gather import GatheredRows as GatheredRows
 from shoal.data.gather import gather as gather
 from shoal.data.noise import Noise as Noise

@@ -69,10 +69,9 @@ FEATURES = (
     "frozen",
     "tied",
     "two models",
-    "SyncBatchNorm",
 )
-ALONE = ("SyncBatchNorm", "factory", "evaluate")
-"""Features not tried with each other: refused with everything, or over before a step or after it."""
+ALONE = ("factory", "evaluate")
+"""Features not tried with each other: over before a step or after it."""
 
 SAME = [  # a pair that is one thing, or two values of one argument
     {"ActivationCheckpointing", "ActivationCheckpointing, save"},

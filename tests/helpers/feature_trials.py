@@ -65,9 +65,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(WORDS, WIDTH) if critic else nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm: nn.Module = nn.LayerNorm(WIDTH)
-        if "SyncBatchNorm" in names:
-            self.norm = nn.SyncBatchNorm(LENGTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if "tied" in names and not critic:
             self.head.weight = self.first.weight
@@ -339,7 +337,6 @@ def strategies(names: Names, model: str, world: shoal.World) -> Any:
             shoal.DDP(
                 bucket_cap_mb=0.001,
                 find_unused_parameters="unused" in names,
-                sync_batch_norm="SyncBatchNorm" in names,
             )
         )
     return some or None

@@ -37,7 +37,9 @@ def said(
 ) -> str:
     """What rank 0 prints in two steps, and in evaluation where `ends` says so."""
     values = torch.ones(32, 4)
-    model = shoal.parallelize(nn.Sequential(nn.Linear(4, 4), *layers), world, random=random)
+    model = nn.Sequential(nn.Linear(4, 4), *layers)
+    statistics = "batch" if ends == "covered" else "rank"
+    model = shoal.parallelize(model, world, random=random, statistics=statistics)
     if ends == "frozen":
         model.eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -83,8 +85,9 @@ def test_dropout_whose_numbers_belong_to_samples_is_not_named(ranks: Ranks) -> N
         (BOTH, "frozen"),
         (BOTH, "evaluated"),
         ((nn.LayerNorm(4), nn.Dropout(0.0), nn.ReLU()), ""),
+        ((nn.BatchNorm1d(4),), "covered"),
     ],
-    ids=["eval mode", "evaluation", "others"],
+    ids=["eval mode", "evaluation", "others", "statistics over all ranks"],
 )
 def test_nothing_is_said_of_what_does_not_depend_on_it(
     layers: tuple[nn.Module, ...], ends: str, ranks: Ranks
@@ -96,3 +99,46 @@ def test_nothing_is_said_of_what_does_not_depend_on_it(
 def test_one_process_divides_by_micro_batches_only(micro: int, lines: int) -> None:
     with shoal.init(device="cpu") as world:
         assert said(world, BOTH, micro, False, "").count("\n") == lines
+
+
+class Centered(nn.Module):
+    """Couples samples in a way that nobody declared."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class Steady(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[1:])
+
+
+def found_coupled(world: shoal.World, layers: tuple[nn.Module, ...], micro: int) -> str:
+    values = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Linear(4, 4), *layers, nn.Linear(4, 2))
+    model = shoal.parallelize(model, world, statistics=8)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for batch in shoal.Loader((values,), world, batch_size=32, micro_batches=micro).epochs(1):
+            step(batch)
+    return printed.getvalue()
+
+
+def test_an_undeclared_layer_that_couples_samples_is_named(ranks: Ranks) -> None:
+    layers = (nn.BatchNorm1d(4), Steady(), nn.Dropout(0.5), Centered(), nn.Tanh())
+    first, second = ranks.call(found_coupled, layers, 1)
+    assert "the output of 4 (Centered) for a sample depends on other samples" in first
+    assert second == ""
+
+
+@pytest.mark.parametrize("layers", [(nn.BatchNorm1d(4), Steady(), nn.GELU()), (Noisy(),)], ids=str)
+def test_declared_layers_and_random_draws_are_not_named(
+    layers: tuple[nn.Module, ...], ranks: Ranks
+) -> None:
+    assert ranks.call(found_coupled, layers, 2) == ["", ""]

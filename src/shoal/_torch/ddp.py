@@ -23,6 +23,13 @@ _OF_REDUCERS = (
 )
 
 
+class _AnyNorm(nn.parallel.DistributedDataParallel):
+    """DistributedDataParallel that takes SyncBatchNorm on the CPU, which Shoal runs there."""
+
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        """Raise no error; where torch lacks the method, its check is in another place."""
+
+
 class GradientReducer:
     """Reducer of the gradients of a module's parameters, in buckets during backward.
 
@@ -33,7 +40,7 @@ class GradientReducer:
         with warnings.catch_warnings():
             # torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
             warnings.simplefilter("ignore", FutureWarning)
-            self._ddp = nn.parallel.DistributedDataParallel(module, **options)
+            self._ddp = _AnyNorm(module, **options)
         self._reducer: Any = self._ddp.reducer
         for name in _OF_REDUCERS:
             required(self._reducer, name, "DataParallel")  # fail now, and not during training

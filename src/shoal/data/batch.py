@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, overload
 
 from torch import Tensor, nn
 
+from shoal.data.coupled import CoupledStep
 from shoal.data.gather import GatheredRows, gather_rows
 from shoal.data.micro import CURRENT_DRAWS, Draws, MicroBatch
 from shoal.data.noise import Noise
@@ -103,7 +104,9 @@ class Batch:
         first: Position of the first sample of the global batch, in samples since the start of training.
         size: Number of samples in the global batch, over all ranks.
         share: Positions `(start, stop)` of this rank's samples, without `stop`; an empty range if it
-            has only padding samples.
+            has only padding samples. With groups of samples and several micro-batches, samples of other
+            ranks may lie between them; see `ranges`.
+        ranges: Bounds of the ranges of positions of this rank's samples.
         ends_epoch: True for the last batch of an epoch.
         processed: True once a step has processed the batch.
         wait: Seconds that the rank waited for this batch.
@@ -173,12 +176,18 @@ class Batch:
     @property
     def share(self) -> tuple[int, int]:
         """The positions [start, stop) of this rank's samples; empty if it has only padding samples."""
-        start = stop = -1
+        return self.ranges[0], self.ranges[-1]
+
+    @property
+    def ranges(self) -> tuple[int, ...]:
+        """The bounds of the ranges of positions of this rank's samples: start, stop, start, stop, …."""
+        found: list[int] = []
         for micro in self.micros:
             if micro.weight:
-                start = micro.first if start < 0 else start
-                stop = micro.first + micro.samples
-        return (start, stop) if start >= 0 else (self.first, self.first)
+                if not found or found[-1] != micro.first:
+                    found += (micro.first, micro.first)
+                found[-1] = micro.first + micro.samples
+        return tuple(found) or (self.first, self.first)
 
     def __len__(self) -> int:
         """The number of micro-batches."""
@@ -186,15 +195,22 @@ class Batch:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches as the collate function returned them."""
+        step = None if self._world is None else self._world.service(CoupledStep)
+        if step is not None:
+            step.drop()  # of a batch that was skipped
         try:
             for index, micro in enumerate(self.micros):
                 self._current = index
                 self._noise = None
                 CURRENT_DRAWS.set(Draws(micro, self.seed))
+                if step is not None:
+                    step.begin(micro)
                 yield micro.value
             self._current = -1
         finally:
             CURRENT_DRAWS.set(None)
+            if step is not None:
+                step.begin(None)
 
     @property
     def micro(self) -> MicroBatch:

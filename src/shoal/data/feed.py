@@ -8,7 +8,7 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,10 @@ class Feed(ABC):
     def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[LocalBatch, list[Any]]]:
         """Yield the local batches from the position to the end of epoch `epochs`, with their values."""
 
+    @abstractmethod
+    def cut_at(self, unit: int | None) -> None:
+        """Cut micro-batches at multiples of `unit` samples from now on; see `piece` in groups.py."""
+
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
         """Fetch micro-batches of `sizes` samples each again, from position `first` on.
 
@@ -136,6 +140,10 @@ class PositionedSource(Feed):
             shares = blocks.sent.pop(0)
             for share, value in zip(shares, values, strict=True):
                 yield share._replace(load=seconds / len(shares)), value
+
+    def cut_at(self, unit: int | None) -> None:
+        """See Feed."""
+        self.sampler = replace(self.sampler, unit=unit)
 
     def held(self) -> dict[str, str]:
         """See Feed."""

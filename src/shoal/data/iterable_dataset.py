@@ -36,6 +36,7 @@ class BatchSplit:
     collate: Collate
     seed: int
     seed_transforms: bool
+    unit: int | None = None
 
 
 class StreamSource(Feed):
@@ -87,6 +88,10 @@ class StreamSource(Feed):
         fetch = replace(fetch, num_workers=min(1, fetch.num_workers))
         items = fetch.items(reading, None, self.position)
         return ((share._replace(load=seconds), values) for (share, values), seconds in items)
+
+    def cut_at(self, unit: int | None) -> None:
+        """See Feed."""
+        self._cutting = replace(self._cutting, unit=unit)
 
     def consumed(self, share: LocalBatch) -> None:
         """Move the position past a local batch."""
@@ -170,7 +175,13 @@ class StreamReader(IterableDataset[tuple[LocalBatch, list[Any]]]):
 
     def _share(self, samples: list[Any], first: int, *, ends: bool) -> tuple[LocalBatch, list[Any]]:
         how = self._cutting
-        cells = cut(len(samples), ranks=how.ranks, rank=how.rank, micro_batches=how.micro_batches)
+        cells = cut(
+            len(samples),
+            ranks=how.ranks,
+            rank=how.rank,
+            micro_batches=how.micro_batches,
+            unit=how.unit,
+        )
         indices = np.concatenate([np.arange(cell.start, cell.stop) for cell in cells])
         share = LocalBatch(first, len(samples), cells, indices, ends)
         return share, collated([samples[index] for index in indices], share, how.collate)

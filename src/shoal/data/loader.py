@@ -15,7 +15,9 @@ from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data import Sampler as TorchSampler
 
 from shoal.data.batch import Batch
+from shoal.data.coupled import CoupledStep
 from shoal.data.feed import Feed, Fetch, PositionedSource, check_state
+from shoal.data.groups import Place
 from shoal.data.iterable_dataset import BatchSplit, StreamSource
 from shoal.data.map_dataset import BlockDataset, Collate, SampleSource
 from shoal.data.micro import MicroBatch
@@ -298,23 +300,34 @@ class Loader:
     def _batches(self, count: int) -> Iterator[Batch]:
         timeline = self.world.timeline
         timeline.begin()
+        unit = self.world.service(CoupledStep).unit()
+        self._feed.cut_at(unit)
         shares = on_device(self._feed.shares(count, self._fetch), self.world.device, timeline)
         while True:
             with timeline.within(WAIT):  # a sample may fail, and the caller may continue nevertheless
-                batch = self._next(shares)
+                batch = self._next(shares, unit)
             if batch is None:
                 return
             yield batch
 
-    def _next(self, shares: Iterator[tuple[LocalBatch, list[Any]]]) -> Batch | None:
+    def _next(self, shares: Iterator[tuple[LocalBatch, list[Any]]], unit: int | None) -> Batch | None:
         begun = time.perf_counter()
         found = next(shares, None)
         if found is None:
             return None
         share, values = found
+        count = len(share.cells)
         micros = [
-            MicroBatch(value, share.first + start, stop - start, weight, self.world, share.first)
-            for value, (start, stop, weight) in zip(values, share.cells, strict=True)
+            MicroBatch(
+                value,
+                share.first + cell.start,
+                cell.stop - cell.start,
+                cell.weight,
+                self.world,
+                Place(share.size, number, count, unit),
+                share.first,
+            )
+            for number, (value, cell) in enumerate(zip(values, share.cells, strict=True))
         ]
         wait = time.perf_counter() - begun
         epoch = self._feed.epoch

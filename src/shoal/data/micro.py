@@ -6,6 +6,8 @@ from collections import Counter
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.data.groups import Place
+
 if TYPE_CHECKING:
     from shoal.distributed.world import World
 
@@ -15,8 +17,9 @@ class MicroBatch(NamedTuple):
 
     `value` is the result of the collate function for `samples` samples from position `first` on.
     `weight` is 1, or 0 for the padding sample that a rank without samples runs to take part in the
-    collectives of the step. `world` has the ranks of the global batch; None outside a World.
-    `batch_first` is the position of the first sample of the global batch.
+    collectives of the step. `world` has the ranks of the global batch; None outside a World. `place` is
+    its place in the global batch; None if it is not a micro-batch of a Loader. `batch_first` is the
+    position of the first sample of the global batch.
     """
 
     value: Any
@@ -24,6 +27,7 @@ class MicroBatch(NamedTuple):
     samples: int
     weight: float
     world: World | None = None
+    place: Place | None = None
     batch_first: int = 0
 
 

@@ -2,7 +2,8 @@
 
 A global batch of B samples starts at some position of the epoch's order. It is split into ranks x
 micro-batches cells, rank by rank, whose sizes differ by at most one. Only the boundaries of the cells
-depend on the number of ranks and micro-batches.
+depend on the number of ranks and micro-batches. If layers take statistics over groups of samples, no
+group is in two micro-batches (groups.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shoal.data.groups import Place, piece
 from shoal.data.orders import Indices, SampleOrder
 from shoal.data.token_budget import BatchSize
 from shoal.util.errors import DataError
@@ -50,12 +52,14 @@ class LocalBatch(NamedTuple):
     load: float = 0.0
 
 
-def cut(size: int, *, ranks: int, rank: int, micro_batches: int) -> tuple[PositionRange, ...]:
-    """Return the cells of `rank` in a batch of `size` samples; their sizes differ by at most one."""
-    total = ranks * micro_batches
+def cut(
+    size: int, *, ranks: int, rank: int, micro_batches: int, unit: int | None = None
+) -> tuple[PositionRange, ...]:
+    """Return the cells of `rank` in a batch of `size` samples; see `piece` in groups.py."""
     cells = []
-    for number in range(rank * micro_batches, (rank + 1) * micro_batches):
-        start, stop = number * size // total, (number + 1) * size // total
+    for number in range(micro_batches):
+        place = Place(size, number, micro_batches, unit)
+        start, stop = piece(place, ranks=ranks, rank=rank)
         cells.append(PositionRange(start, stop, 1.0) if stop > start else PositionRange(0, 1, 0.0))
     return tuple(cells)
 
@@ -65,7 +69,8 @@ class RankSampler:
     """The local batches of one rank from any position on: the order, split into batches and cells.
 
     `batch_size` is the size of every global batch, or a function that chooses it from the next
-    samples. With `drop_last` an epoch ends before a batch that would be short.
+    samples. With `drop_last` an epoch ends before a batch that would be short. Micro-batches are cut at
+    multiples of `unit` samples.
     """
 
     order: SampleOrder
@@ -75,6 +80,7 @@ class RankSampler:
     micro_batches: int
     seed: int
     drop_last: bool
+    unit: int | None = None
 
     @cached_property
     def epoch_size(self) -> int:
@@ -97,7 +103,13 @@ class RankSampler:
         return self._cut(self.largest)
 
     def _cut(self, size: int) -> tuple[PositionRange, ...]:
-        return cut(size, ranks=self.ranks, rank=self.rank, micro_batches=self.micro_batches)
+        return cut(
+            size,
+            ranks=self.ranks,
+            rank=self.rank,
+            micro_batches=self.micro_batches,
+            unit=self.unit,
+        )
 
     def shares(self, position: int, until: int, block: int) -> Iterator[list[LocalBatch]]:
         """Yield the local batches from `position` to `until`, in lists of up to `block`.

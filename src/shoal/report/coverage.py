@@ -67,11 +67,12 @@ def coverage(directory: str | Path, *, step: str | None = None) -> Coverage:
     # Ranks that process the same samples, as tensor-parallel ones do, record the same range.
     shares = sorted(
         {
-            (number, *event["share"])
+            (number, start, stop)
             for (of, number), ranks in taken.items()
             if of == name
             for event in ranks.values()
-            if event["share"][0] < event["share"][1]
+            for start, stop in zip(event["share"][::2], event["share"][1::2], strict=True)
+            if start < stop
         },
         key=lambda share: share[1:],
     )

@@ -35,8 +35,8 @@ class ActivationCheckpointing:
 
     Each unit keeps only its inputs and runs its forward again in backward, with the same random
     numbers (Chen et al. 2016). Put this strategy before the one that sums gradients. If it is given
-    alone, the strategy of the layout follows. Statistics that a unit updates in forward, such as the
-    running statistics of BatchNorm, are updated twice.
+    alone, the strategy of the layout follows. BatchNorm updates its running statistics once; other
+    state that a unit changes in forward is changed twice.
 
     Args:
         modules: Patterns of module names, such as "blocks.*". Each match is recomputed as a unit. None

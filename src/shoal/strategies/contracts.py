@@ -148,6 +148,9 @@ class Engine(ABC):
     """Why FLOPs cannot be counted in the caller of the step; empty if they can."""
     independent_steps: bool = False
     """Whether each rank steps separately, so that one may fail after the others have stepped."""
+    whole_batches: bool = False
+    """Whether layers in training take statistics over the whole batch, so that it has to be one
+    micro-batch."""
     division_reported: bool = False
     """Whether the layers whose results depend on the split of the batch have been reported."""
     noise_stream: str = "noise"

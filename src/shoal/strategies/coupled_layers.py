@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from shoal.data.coupled import coupling_of, several
+from shoal.strategies.batch_norm import coupled_layers, is_covered
 from shoal.strategies.contracts import Engine
 from shoal.strategies.random_draws.draws import is_keyed
 
 _SHOWN = 3
-_BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 _DROPOUTS = (
     nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
 )
@@ -17,41 +18,56 @@ _DROPOUTS = (
 def say_division(engine: Engine, micro_batches: int, *, compiled: bool) -> None:
     """Print once, on rank 0, which layers make the results depend on how the batch is split.
 
-    These are batch normalization, whose statistics cover one micro-batch of one rank, and dropout,
-    which draws by rank unless its random numbers belong to samples. Layers in eval mode and dropout
-    with p=0 are not reported.
+    These are batch normalization with `statistics="rank"`, whose statistics cover one micro-batch of
+    one rank, and dropout, which draws by rank unless its random numbers belong to samples. Layers in
+    eval mode and dropout with p=0 are not reported. Raises StepError, on all ranks, for layers that
+    need the whole batch in one micro-batch.
     """
     world = engine.world
+    if engine.whole_batches and micro_batches > 1:
+        _check_one_micro_batch(engine, micro_batches)
     if engine.division_reported or (world.data_size == 1 and micro_batches == 1):
         return
     engine.division_reported = True
     modules = [(name, each) for name, each in engine.module.named_modules() if each.training]
     norms = [
         f"{name or 'the model'} ({type(each).__name__})"
-        for name, each in modules
+        for each, name in coupled_layers(engine.module).items()
         # SyncBatchNorm takes its statistics over all ranks, but over one micro-batch too.
-        if isinstance(each, _BATCH_NORMS)
+        if each.training
+        and not is_covered(each)
         and (micro_batches > 1 or not isinstance(each, nn.SyncBatchNorm))
     ]
-    drops = [
+    dropouts = [
         f"{name or 'the model'} ({type(each).__name__})"
         for name, each in modules
-        if _drops(each, compiled)
+        if drops(each) and (compiled or not is_keyed(each))
     ]
     found = [
         f"{_listed(norms)}: statistics cover one micro-batch of one rank" if norms else "",
-        f"{_listed(drops)}: each rank draws its own random numbers" if drops else "",
+        f"{_listed(dropouts)}: each rank draws its own random numbers" if dropouts else "",
     ]
-    if norms or drops:
+    if norms or dropouts:
         world.print(
             f"shoal: results depend on how the batch is split, here over {world.data_size} data "
             f"rank(s) and {micro_batches} micro-batch(es), because of " + "; ".join(filter(None, found))
         )
 
 
-def _drops(module: nn.Module, compiled: bool) -> bool:
-    if is_keyed(module) and not compiled:
-        return False
+def _check_one_micro_batch(engine: Engine, micro_batches: int) -> None:
+    """Raise StepError on all ranks, since a stage of a pipeline has only some of the layers."""
+    found = [
+        f"{type(each).__name__} {name}"
+        for name, each in engine.module.named_modules()
+        if each.training and (coupling := coupling_of(each)) and coupling.size is None
+    ]
+    first = next(filter(None, engine.world.gather(found[:1])), None)
+    if first:
+        raise several(first[0], micro_batches)
+
+
+def drops(module: nn.Module) -> bool:
+    """Return whether a layer has dropout that is not 0."""
     if isinstance(module, _DROPOUTS):
         return module.p > 0
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0

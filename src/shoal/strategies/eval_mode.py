@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,19 @@ def evaluation(model: nn.Module) -> Iterator[None]:
             if module.training != training:
                 module.train(training)
         for module, training in modes:  # for a module with two parents, or one that its parent sets
+            module.training = training
+
+
+@contextmanager
+def each_in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Switch some modules to eval mode inside, without their submodules."""
+    modes = [(module, module.training) for module in modules]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes:
             module.training = training
 
 

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from shoal._torch.modules import call_uncompiled, set_compiled_call
 from shoal.data.batch import Batch, Count
+from shoal.data.coupled import CoupledStep
 from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import device_in, move
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
+from shoal.strategies.batch_norm import own_classes
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Totals
 from shoal.strategies.device_placement.multi_device import DeviceSpan
@@ -61,7 +63,8 @@ class LocalRunner(Runner):
                 "for heads",
                 fix="compile='inductor'",
             )
-        scripted = torch.jit.script(self._module)
+        with own_classes(self._module, "compile='script'"):
+            scripted = torch.jit.script(self._module)
         modules = dict(self._module.named_modules(remove_duplicate=False))
         twins = dict(scripted.named_modules(remove_duplicate=False))
         modes = [module.training for module in modules.values()]
@@ -113,17 +116,21 @@ class LocalRunner(Runner):
         self._held.check_converted()
         micros = batch.micros
         enter = self._world.timeline.enter
+        coupled = self._world.service(CoupledStep)
         ahead = 1 if self._held.span is None else self._held.span.in_flight or len(micros)
         for start in range(0, len(micros), ahead):
-            losses = deque(
-                self._forward(task, micro, batch.seed, autocast)
-                for micro in micros[start : start + ahead]
-            )
+            losses: deque[tuple[Tensor, Count]] = deque()
+            for micro in micros[start : start + ahead]:
+                with coupled.processing(micro):
+                    losses.append(self._forward(task, micro, batch.seed, autocast))
             enter(BACKWARD)
             for index in range(start, start + len(losses)):
                 loss, count = losses.popleft()
                 last = index == len(micros) - 1
-                self.reducer.backward(loss, count, micros[index], batch.size, scale=scale, last=last)
+                with coupled.processing(micros[index]):  # which recomputes forwards
+                    self.reducer.backward(
+                        loss, count, micros[index], batch.size, scale=scale, last=last
+                    )
             enter(UPDATE if last else FORWARD)
         return self.reducer.totals()
 

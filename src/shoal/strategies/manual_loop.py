@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shoal._torch.autograd import averages
 from shoal._torch.modules import has_compiled_call
 from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, StepResult, not_one_model
+from shoal.data.coupled import CoupledStep
 from shoal.distributed.consistency import check_same_environment
 from shoal.distributed.world import World
 from shoal.strategies.compiled import bare
@@ -67,9 +68,11 @@ class EngineLoop(ManualLoop):
                     raise not_finite(decided, batch)
             except ShoalError:
                 engine.discard()
+                engine.world.service(CoupledStep).drop()
                 raise
             gradients.finish(decided.factor)
             random_draws.forget()
+            engine.world.service(CoupledStep).apply()
         result = StepResult(decided.loss, decided.norm, decided.counted)
         for counter in counters:
             counter.count(result)

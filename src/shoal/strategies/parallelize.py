@@ -14,8 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from shoal._torch.modules import compiler_of
 from shoal.data.batch import ManualLoop
+from shoal.data.coupled import Coupling
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
+from shoal.strategies.batch_norm import coupled_layers, take_over
 from shoal.strategies.compiled import bare
 from shoal.strategies.contracts import Engine, ModelTransform, Strategy
 from shoal.strategies.data_parallel.ddp import DDP
@@ -24,6 +26,7 @@ from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.manual_loop import EngineLoop
 from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import engines_of, register
+from shoal.util.arguments import is_integer
 from shoal.util.errors import LayoutError, StepError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -62,6 +65,7 @@ def parallelize(
     strategy: Strategy | ModelTransform | Sequence[Strategy | ModelTransform] | None = None,
     *,
     random: str = "samples",
+    statistics: int | str = "batch",
 ) -> Model:
     """Parallelize `model` over the ranks of `world`, in place.
 
@@ -81,13 +85,18 @@ def parallelize(
             micro-batches (Philox 4x32-10, Salmon et al. 2011). "ranks" leaves them to torch's
             generators, as do compiled models and layouts with an axis `context`, `tensor` or
             `pipeline`. Default: "samples".
+        statistics: Samples over which BatchNorm, SyncBatchNorm and `Coupled` layers take statistics:
+            "batch", the global batch, which must be one micro-batch; a number of consecutive positions
+            of it, such as 64 (ghost batches, Hoffer et al. 2017), the same at any number of ranks and
+            micro-batches; or "rank", the micro-batch of one rank, as in torch's DDP. Default: "batch".
 
     Returns:
         The same module, with the same names of modules and parameters. With a function, the new module.
 
     Raises:
         StepError: If `model` is not a module, `strategy` is not a strategy, or the model shares
-            parameters with one that was parallelized before.
+            parameters with one that was parallelized before; if `statistics` is neither a number nor
+            one of the words, or the strategy cannot exchange sums between ranks.
         LayoutError: If no strategy uses an axis of the layout.
         AgreementError: If the ranks have models with different parameters.
 
@@ -119,12 +128,14 @@ def parallelize(
             deferred = construct(model)
         module = model() if deferred is None else deferred.module
     compiler, module = compiler_of(module), bare(module)
-    _check_model(module, world)
+    _check_model(module, world, statistics)
     _check_same(module, world)
     if random == "samples" and not any(world.layout.degree(axis) > 1 for axis in _SPLIT_AXES):
         gc.collect()  # frees deleted models that are still in reference cycles
         random_draws.register(module, len(engines_of(world)))
+    coupled = _couple(module, world, statistics)
     engine = _apply(strategies, module, world)
+    engine.whole_batches = coupled and statistics == "batch"
     if compiler is not None:
         engine.compile_with(compiler)
     if deferred is not None:
@@ -203,7 +214,23 @@ def _makes(model: object) -> TypeGuard[Callable[[], nn.Module]]:
     return True
 
 
-def _check_model(model: object, world: World) -> None:
+def _couple(model: nn.Module, world: World, statistics: int | str) -> bool:
+    """Let layers that couple samples do so over `statistics`; return whether ranks exchange sums."""
+    if statistics not in ("batch", "rank") and not is_integer(statistics, least=1):
+        raise StepError(
+            given=f"parallelize(…, statistics={statistics!r})",
+            found="it is neither 'batch' nor 'rank' nor a positive number of samples",
+            fix="statistics=64 for groups of 64 samples, or leave it out for the whole batch",
+        )
+    layers = coupled_layers(model)
+    if statistics == "rank":
+        take_over(layers, None)
+    elif layers:
+        take_over(layers, Coupling(world, None if statistics == "batch" else int(statistics), layers))
+    return bool(layers) and statistics != "rank"
+
+
+def _check_model(model: object, world: World, statistics: int | str) -> None:
     _check_bare(model)
     if not isinstance(model, nn.Module):
         raise StepError(
@@ -212,11 +239,12 @@ def _check_model(model: object, world: World) -> None:
             fix="model = shoal.parallelize(Model(), world)",
         )
     synced = [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
-    if synced and world.size > 1 and world.device.type == "cpu":
+    if synced and statistics == "rank" and world.size > 1 and world.device.type == "cpu":
         raise StepError(
-            given=f"parallelize({type(model).__name__}, world) on the CPU, with {synced[0]}",
+            given=f"parallelize({type(model).__name__}, world, statistics='rank') on the CPU, with "
+            f"{synced[0]}",
             found="torch has SyncBatchNorm for CUDA only",
-            fix="GroupNorm or LayerNorm, which treat each sample separately; or train on GPUs",
+            fix="leave statistics out, for the statistics of the global batch",
         )
     if _sharing(model, world):
         gc.collect()  # frees deleted models that are still in reference cycles

@@ -76,13 +76,13 @@ _STEPS = re.compile(rb'\{"event": ?"steps"')
 _NUMBERS = re.compile(rb'"step": ?\[[\d, ]*\]')
 
 
-Row: TypeAlias = tuple[int, int, int, tuple[int, int], float, Spent, float, float, float, float]
+Row: TypeAlias = tuple[int, int, int, tuple[int, ...], float, Spent, float, float, float, float]
 """A step: its number, first, size, share, the time, spent, loss, norm, counted, load.
 
-Positions are in samples since the start of training, the time in seconds since the epoch. `spent` is
-the timeline's total: the time of a step is the difference from the step before. `load` is the seconds
-that making the batch took. It is a plain tuple, since creating a named tuple takes longer than the
-rest of recording a step.
+Positions are in samples since the start of training; `share` has the bounds of one range of them or of
+several. The time is in seconds since the epoch. `spent` is the timeline's total: the time of a step is
+the difference from the step before. `load` is the seconds that making the batch took. It is a plain
+tuple, since creating a named tuple takes longer than the rest of recording a step.
 """
 _TIME: Final = 4
 
@@ -356,7 +356,8 @@ def _is_step(event: Mapping[str, Any]) -> bool:
         isinstance(event.get("name"), str)
         and type(event.get("step")) is int
         and isinstance(share, list)
-        and [type(each) for each in share] == [int, int]
+        and {type(each) for each in share} == {int}
+        and len(share) % 2 == 0
     )
 
 

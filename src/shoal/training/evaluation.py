@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal._torch.metrics import mark_updated, reductions
 from shoal.data import Loader
 from shoal.data.batch import Count
+from shoal.data.coupled import CoupledStep
 from shoal.data.map_dataset import Collate
 from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import move
@@ -154,7 +155,8 @@ def evaluate(
         with evaluation(engine.module), torch.no_grad():
             for batch in islice(loader.epochs(1), batches):
                 for micro in batch.micros:
-                    output = subject.infer(micro, batch.seed)
+                    with world.service(CoupledStep).processing(micro):
+                        output = subject.infer(micro, batch.seed)
                     samples += micro.samples if micro.weight else 0
                     if output is None and not engine.reports_loss:
                         continue

@@ -14,8 +14,9 @@ from torch import Tensor
 from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import values_kept
+from shoal.strategies.batch_norm import coupled_layers
 from shoal.strategies.contracts import Engine
-from shoal.strategies.eval_mode import evaluation, random_states_kept, untouched
+from shoal.strategies.eval_mode import each_in_eval_mode, evaluation, random_states_kept, untouched
 from shoal.strategies.random_draws.draws import is_keyed, layouts
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import Task, place
@@ -56,6 +57,7 @@ def check_loss_adds_up(
         with torch.no_grad(), ExitStack() as stack:
             for one in engines_of(world):
                 stack.enter_context(untouched(one.module))
+                stack.enter_context(each_in_eval_mode(coupled_layers(one.module)))
             trial.on_all_ranks(trial.draw)
             if any(world.gather(bool(layouts.possible))):
                 trial.on_all_ranks(trial.draw_in_halves)
@@ -136,7 +138,7 @@ class _Trial:
             with suppress(ValueError):
                 # On all ranks that process the same samples, with or without an output.
                 whole = slice(0, micro.samples)
-                self._parts = [_part(micro, some) for some in (whole, *rows)]
+                self._parts = [part_of(micro, some) for some in (whole, *rows)]
                 self._output_can_be_cut = True
                 return
         size = max(2, micro.samples)
@@ -231,7 +233,8 @@ class _Trial:
         return float(loss), float(count)
 
 
-def _part(micro: MicroBatch, rows: slice) -> MicroBatch:
+def part_of(micro: MicroBatch, rows: slice) -> MicroBatch:
+    """Return some samples of a micro-batch; ValueError if it holds something that cannot be cut."""
     value = _cut(micro.value, rows, micro.samples)
     return MicroBatch(value, micro.first + rows.start, rows.stop - rows.start, micro.weight)
 

@@ -91,7 +91,7 @@ class RunEvents:
                 continue
             each = spent if charged is None else charged[name]
             loss_norm_counted = result[:3]
-            where = (number, batch.first, batch.size, batch.share)
+            where = (number, batch.first, batch.size, batch.ranges)
             self._events.step(name, (*where, now, each, *loss_norm_counted, self._loader.load))
         return taken[0] == self._first
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal._torch.modules import compiler_of
 from shoal.data.batch import Batch, StepResult
+from shoal.data.coupled import CoupledStep
 from shoal.data.micro import MicroBatch
 from shoal.distributed.consistency import check_same_environment
 from shoal.strategies import engine_of
@@ -22,6 +23,7 @@ from shoal.strategies.coupled_layers import say_division
 from shoal.strategies.manual_loop import not_finite
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import CHECKPOINT, FORWARD
+from shoal.training.coupling_check import say_coupled
 from shoal.training.loss_check import check_loss_adds_up
 from shoal.training.train_state import TrainState
 from shoal.util.errors import StepError
@@ -180,6 +182,8 @@ class Step(TrainState):
         ):  # its ranks don't come to a second Loader at the same time
             batch.compare_ranks()
         scale = 1.0 if self._scale is None else self._scale.value
+        coupled = self.engine.world.service(CoupledStep)
+        coupled.drop()
         try:
             with self.counting:
                 totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
@@ -191,6 +195,7 @@ class Step(TrainState):
         skipped = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
         if decided.finite:
             self.engine.update(self.optimizer, decided.factor)
+            coupled.apply()
             self._follow_schedule()
         else:
             self.engine.discard()
@@ -313,6 +318,7 @@ class Step(TrainState):
         batch.compare_ranks()
         self.try_loss(batch)
         say_division(self.engine, len(batch), compiled=self.compiled)
+        say_coupled(self.engine, self.task, batch, autocast=self._autocast)
         if self._compile is not None:
             self.engine.compile(self._compile)
         self._prepared = True

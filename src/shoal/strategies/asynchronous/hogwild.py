@@ -23,6 +23,7 @@ from shoal.data.micro import MicroBatch
 from shoal.distributed.membership import LOOK_SECONDS
 from shoal.distributed.world import World
 from shoal.strategies.asynchronous.shared_parameters import ParameterStorage, shared
+from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Engine, Totals
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
@@ -92,6 +93,8 @@ class Hogwild:
                 found="ranks that hold shards of one model must step together",
                 fix="shoal.Hogwild() alone, or shoal.TensorParallel(plan=…) alone",
             )
+        if world.size > 1:
+            refuse_coupled(model, "shoal.Hogwild()", SEPARATE_STEPS)
         return HogwildEngine(model.to(world.device), world, self)
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import nn
 
 from shoal.distributed.world import World
+from shoal.strategies.batch_norm import refuse_coupled
 from shoal.strategies.module_patterns import find_units
 from shoal.util.errors import StepError
 
@@ -60,6 +61,7 @@ class ContextParallel:
                 fix='shoal.ContextParallel(modules=("encoder.*",)), with names as in named_modules()',
             )
         if world.layout.degree("context") > 1:
+            refuse_coupled(model, "shoal.ContextParallel()", "each rank has a slice of each sample")
             from shoal.strategies.context_parallel.sequence_slices import slice_units
 
             slice_units(model, units, world, check=self.check)

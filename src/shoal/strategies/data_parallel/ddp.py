@@ -24,6 +24,7 @@ from shoal.data.batch import IN_A_LOOP, Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
+from shoal.strategies.batch_norm import is_covered, refuse_coupled
 from shoal.strategies.contracts import Engine, Totals
 from shoal.strategies.data_parallel import choose_compression, compression
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
@@ -79,17 +80,14 @@ class DDP:
             activation checkpointing needs. Default: False.
         find_unused_parameters: Allow parameters without a gradient and report them once. Costs a
             traversal of the autograd graph per step. Default: False.
-        broadcast_buffers: Broadcast rank 0's buffers after each batch. If False, only before
-            evaluating and saving. Default: True.
-        sync_batch_norm: Replace BatchNorm by SyncBatchNorm. CUDA only, a limit of torch.
-            Default: False.
+        broadcast_buffers: Broadcast rank 0's buffers after each batch, if they may differ between
+            ranks. If False, only before evaluating and saving. Default: True.
         compression: Gradient compression: "fp16", "bf16", "int8", a `PowerSGD`, a `TopK`, or "auto",
             which measures the network and chooses a method or none. Compression is lossy: results
             differ from those of one process. None means no compression. Default: None.
 
     Raises:
-        StepError: If an argument is out of range, a layer of the model is sharded, or
-            `sync_batch_norm` is set on the CPU.
+        StepError: If an argument is out of range, or a layer of the model is sharded.
 
     Examples:
         >>> strategy = shoal.DDP(bucket_cap_mb=50, find_unused_parameters=True)
@@ -104,7 +102,6 @@ class DDP:
     static_graph: bool = False
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
-    sync_batch_norm: bool = False
     compression: Compress | None = None
 
     def __post_init__(self) -> None:
@@ -119,14 +116,6 @@ class DDP:
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Broadcast rank 0's parameters and buffers. In a world of size 1, do nothing."""
-        if self.sync_batch_norm:
-            if world.device.type != "cuda":
-                raise StepError(
-                    given="shoal.DDP(sync_batch_norm=True) on the CPU",
-                    found="torch has SyncBatchNorm for CUDA only",
-                    fix="GroupNorm or LayerNorm, which treat each sample separately; or train on GPUs",
-                )
-            nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if any(map(is_divided, model.parameters())):
             raise StepError(
                 given="shoal.DDP() around a model whose layers are sharded",
@@ -168,7 +157,9 @@ class DDPReducer(Reducer):
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
         )
-        self._buffers = any(True for _ in held.module.buffers())
+        # Layers that take statistics over all ranks have the same buffers on all of them.
+        parts = (part for part in held.module.modules() if not is_covered(part))
+        self._buffers = any(True for part in parts for _ in part.buffers(recurse=False))
         self._method: compression.CompressionMethod | None = None
         self._scale = 1.0
         self._names = {id(p): name for name, p in held.module.named_parameters()}
@@ -488,6 +479,7 @@ class DataParallel:
                 f"on {world.device}"
             )
             return local_engine(model.to(world.device), world)
+        refuse_coupled(model, "shoal.DataParallel()", "its replicas are copies in separate threads")
         model.to(world.device)
         reducer = LocalReducer(HeldParameters(model, world))
         # A custom training loop uses one GPU.

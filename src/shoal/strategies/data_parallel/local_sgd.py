@@ -18,6 +18,7 @@ from shoal._torch import foreach
 from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
+from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Engine, Totals
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, joined, put_back
@@ -60,6 +61,8 @@ class LocalSGD:
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Broadcast rank 0's parameters and buffers, and return the engine."""
+        if world.size > 1:
+            refuse_coupled(model, "shoal.LocalSGD()", SEPARATE_STEPS)
         return AveragingEngine(model.to(world.device), world, self.sync_every, self.warmup_steps)
 
 
@@ -103,6 +106,8 @@ class DiLoCo:
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Broadcast rank 0's parameters and buffers, and return the engine."""
+        if world.size > 1:
+            refuse_coupled(model, "shoal.DiLoCo()", SEPARATE_STEPS)
         return AveragingEngine(model.to(world.device), world, self.sync_every, outer=self)
 
 

@@ -106,6 +106,8 @@ class PipelineRunner(Runner):
         self._forms: dict[object, dict[int, tuple[Form, Form]]] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
         self._compiled = False
+        self._current: tuple[Sequence[MicroBatch], int] = ((), 0)
+        """The micro-batches of the batch, and the number of rows to which they are padded."""
         self._sums_up = False
         """Whether the model returned a sum over the samples of a padded micro-batch."""
         self._loss_of: Callable[[Any, int], Tensor]
@@ -135,6 +137,7 @@ class PipelineRunner(Runner):
             stage.clear_runtime_states()
         self._sums_up = False
         self._loss_of = partial(self._loss, task, batch, scale, rows)
+        self._current = batch.micros, rows
         timeline.enter(BACKWARD)
         tensors = self._division is not None and not self._compiled
         with other_gradients_kept(self._held), schedule_marked(timeline, tensors=tensors):
@@ -271,7 +274,8 @@ class PipelineRunner(Runner):
     ) -> tuple[Any, list[PipelineStage]]:
         stages: list[PipelineStage] = [
             MarkedStage(
-                self._world.timeline,
+                self._world,
+                lambda: self._current,
                 part,
                 number,
                 len(self._owners),

@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
+from shoal.strategies.batch_norm import refuse_coupled
 from shoal.strategies.contracts import Engine
 from shoal.strategies.engine import SynchronousEngine
 from shoal.strategies.held_parameters import check_learns
@@ -97,6 +98,7 @@ class RPCPipeline:
         if world.size == 1:
             self._cut(model, given)
             return local_engine(model.to(world.device), world)
+        refuse_coupled(model, "shoal.RPCPipeline(…)", "its stages run in threads, in any order")
         crew = crew_of([*self.stages], self.workers, world.layout.group(world.rank, "pipeline"), given)
         outer, stages = self._cut(model, given)
         from shoal.strategies.rpc_pipeline.runner import RPCPipelineRunner  # imports torch RPC

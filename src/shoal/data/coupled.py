@@ -1,0 +1,394 @@
+"""Layers that couple the samples of a batch: sums over groups of samples, whichever ranks hold them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal._torch.autograd import in_backward
+from shoal.data.groups import HeldModules, MicroGroups, groups_of
+from shoal.data.micro import MicroBatch
+from shoal.distributed.layout import DATA_AXES
+from shoal.util.errors import StepError
+
+if TYPE_CHECKING:
+    from shoal.distributed.world import World
+
+ATTRIBUTE = "_shoal_coupling"
+
+
+class Recorded(Protocol):
+    """The sums that the calls of a layer in one batch leave for its state, such as running statistics.
+
+    `sums` returns this rank's part. `apply` gets the total over ranks, and changes the state.
+    """
+
+    coupling: Coupling
+
+    def sums(self) -> Tensor:
+        """Return one float64 vector, of the same length on all ranks."""
+        ...
+
+    def apply(self, total: Tensor) -> None:
+        """Update the state of the layer."""
+        ...
+
+
+class CoupledStep:
+    """The micro-batch that the ranks of a World process now, and the state that the step will update.
+
+    Attributes:
+        micro: The current micro-batch; None outside a step, where layers use the samples at hand.
+        rows: Samples in the tensors of `micro`, with those that a pipeline adds as padding.
+        calls: The number of calls of each layer in this micro-batch.
+        recorded: The sums that each layer has recorded since the batch began.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.micro: MicroBatch | None = None
+        self.rows = 0
+        self.calls: dict[nn.Module, int] = {}
+        self.recorded: dict[nn.Module, Recorded] = {}
+        self.group: dist.ProcessGroup | None = None
+        self._couplings: weakref.WeakSet[Coupling] = weakref.WeakSet()
+        self._world = world
+
+    def close(self) -> None:
+        """Forget the process group."""
+        self.group = None
+
+    def add(self, coupling: Coupling) -> None:
+        """Cut batches at the groups of `coupling` too. The first call is collective."""
+        self._couplings.add(coupling)
+        world = self._world
+        if self.group is None and world.data_size > 1:
+            # Its own: DDP's buckets are reduced while backward runs, in an order of their own.
+            groups = [list(ranks) for ranks in world.layout.groups(*DATA_AXES)]
+            self.group, _ = dist.new_subgroups_by_enumeration(groups)
+            world.watchdog.extend_torch_timeouts()
+
+    def unit(self) -> int | None:
+        """Return the number of samples at whose multiples micro-batches are cut; None if at any."""
+        if any(coupling.size for coupling in self._couplings):
+            gc.collect()  # deleted models that are still in reference cycles, on some ranks
+        sizes = [coupling.size for coupling in self._couplings if coupling.size is not None]
+        return math.lcm(*sizes) if sizes else None
+
+    @contextmanager
+    def processing(self, micro: MicroBatch | None, rows: int = 0) -> Iterator[None]:
+        """Use `micro` inside the block, for its forward or its backward."""
+        before = self.micro, self.rows
+        self.begin(micro, rows)
+        try:
+            yield
+        finally:
+            self.micro, self.rows = before
+
+    def begin(self, micro: MicroBatch | None, rows: int = 0) -> None:
+        """Use `micro` from now on."""
+        self.micro, self.rows = micro, rows or (micro.samples if micro else 0)
+        self.calls.clear()
+
+    def number(self, module: nn.Module) -> int:
+        """Return the number of this call of `module` in the micro-batch."""
+        number = self.calls[module] = self.calls.get(module, -1) + 1
+        return number
+
+    def drop(self) -> None:
+        """Forget what a batch has recorded that was skipped or failed."""
+        self.recorded.clear()
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Update the state of the layers with the sums of the batch, the same on all ranks. Collective.
+
+        Only now: no layer sees a state that depends on where the batch was cut.
+        """
+        recorded, self.recorded = list(self.recorded.values()), {}
+        parts = [each.sums() for each in recorded]
+        split = [number for number, each in enumerate(recorded) if each.coupling.split]
+        if split:
+            total = torch.cat([parts[number] for number in split])
+            dist.all_reduce(total, group=self.group)
+            totals = total.split([len(parts[number]) for number in split])
+            for number, each in zip(split, totals, strict=True):
+                parts[number] = each
+        for each, total in zip(recorded, parts, strict=True):
+            each.apply(total)
+
+
+class Coupling:
+    """The groups of one parallelized model: of `size` samples each, or the complete batch for None."""
+
+    def __init__(self, world: World, size: int | None, names: dict[nn.Module, str]) -> None:
+        self.world = world
+        self.size = size
+        self.names = weakref.WeakKeyDictionary(names)
+        self.step = world.service(CoupledStep)
+        self.step.add(self)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has all samples, in one group."""
+        return self.world.data_size == 1 and self.size is None
+
+    @property
+    def split(self) -> bool:
+        """Whether ranks have different groups, so that no rank knows the sums of all."""
+        return self.world.data_size > 1 and self.size is not None
+
+    def part(self, module: nn.Module, rows: int) -> Part | None:
+        """Return the groups of the `rows` of the input of a layer; None outside a step."""
+        micro = self.step.micro
+        if micro is None or micro.place is None:
+            return None
+        given = f"{type(module).__name__} {self.names.get(module, '')}".strip()
+        place, size = micro.place, self.size
+        if size is None and place.micro_batches > 1:
+            raise several(given, place.micro_batches)
+        if size is not None and (place.unit is None or place.unit % size):
+            raise StepError(
+                given=f"{given} with statistics={size}",
+                found="the loop over the batches began before parallelize, so they are not cut at "
+                "the boundaries of groups",
+                fix="shoal.parallelize(…) first, then for batch in loader.epochs(10)",
+            )
+        groups = groups_of(place, ranks=self.world.data_size, size=size)
+        held = groups.held[self.world.data_rank]
+        real = micro.samples if micro.weight else 0
+        if not real:
+            segments = [(0, 0) for _ in held]
+        elif len(held) == 1 and self.step.rows == real:
+            segments = [(0, rows)]  # any number of rows for each sample
+        elif rows == self.step.rows:
+            segments = [(each.start, each.stop) for each in held]
+        else:
+            raise StepError(
+                given=f"{given}: an input of {rows} rows for {self.step.rows} samples",
+                found=f"this rank has samples of {len(held)} groups, and it is unknown which rows "
+                "belong to which sample",
+                fix="an input with one row for each sample; or statistics='batch' with one micro-batch",
+            )
+        return Part(self, groups, held, segments)
+
+
+class Part(NamedTuple):
+    """The rows of a layer's input on this rank: `segments` [start, stop), one for each group `held`.
+
+    Rows outside the segments are padding. There is no segment if the micro-batch has no samples on any
+    rank.
+    """
+
+    coupling: Coupling
+    groups: MicroGroups
+    held: tuple[HeldModules, ...]
+    segments: list[tuple[int, int]]
+
+    def add_up(self, sums: Tensor) -> Tensor:
+        """Return the sums of this rank's groups over all ranks, given its part; shape (groups, …)."""
+        if not self.groups.shared:
+            return sums
+        first, last = self.groups.first, self.groups.last
+        total = sums.new_zeros((last - first, *sums.shape[1:]))
+        numbers = [each.group - first for each in self.held]
+        total[numbers] = sums
+        dist.all_reduce(total, group=self.coupling.step.group)
+        return total[numbers]
+
+
+def several(given: str, count: int) -> StepError:
+    """Return the error of statistics over a batch that no micro-batch holds."""
+    return StepError(
+        given=f"{given} with micro_batches={count}",
+        found="its statistics are those of the whole batch, and each micro-batch has only a part of it",
+        fix="shoal.parallelize(model, world, statistics=64) for groups of 64 samples, the same at any "
+        "number of ranks and micro-batches; or micro_batches=1; or statistics='rank' for those "
+        "of each micro-batch of each rank, as in DDP; or GroupNorm in place of BatchNorm",
+    )
+
+
+class SampleGroups:
+    """The groups that the rows of a layer's input belong to, as `Coupled.groups` returns them.
+
+    Examples:
+        >>> groups = shoal.SampleGroups(rows=4)  # outside a step: one group, the rows at hand
+        >>> groups.sum(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        tensor([10.])
+    """
+
+    def __init__(self, rows: int, part: Part | None = None, module: nn.Module | None = None) -> None:
+        self._rows = rows
+        self._part = part
+        self._module = module
+        # Without samples on any rank, the padding is a group that is not recorded.
+        self._segments = part.segments if part and part.segments else [(0, rows)]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sums of `values` over the rows of each group, on all ranks. Collective.
+
+        Gradients flow back to the rows of every rank.
+
+        Args:
+            values: Tensor of shape (rows, …).
+
+        Returns:
+            Tensor of shape (groups of this rank, …).
+        """
+        sums = torch.stack([values[start:stop].sum(0) for start, stop in self._segments])
+        if self._part is None or not self._part.groups.shared:
+            return sums
+        total: Tensor = _AddUp.apply(sums, self._part)
+        return total
+
+    def expand(self, sums: Tensor) -> Tensor:
+        """Return, for each row, the values of its group.
+
+        Args:
+            sums: Tensor of shape (groups of this rank, …).
+
+        Returns:
+            Tensor of shape (rows, …).
+        """
+        numbers = torch.full((self._rows,), len(self._segments) - 1)
+        for number, (start, stop) in enumerate(self._segments):
+            numbers[start:stop] = number
+        return sums[numbers.to(sums.device)]
+
+    def update(self, function: Callable[..., object], *sums: Tensor) -> None:
+        """Call `function(*sums)` at the end of the step, for each group of the batch, on all ranks.
+
+        The groups come in the order of their positions, so that the state of the layer is that of one
+        process. Outside a step, the call comes at once. A step that fails or is skipped makes no call,
+        and neither does a recomputed forward.
+
+        Args:
+            function: Function that changes the state of the layer, such as a moving average.
+            sums: Tensors of shape (groups of this rank, …); the function gets one group's, without
+                gradients.
+        """
+        if in_backward():
+            return
+        if self._part is None or self._module is None:
+            with torch.no_grad():
+                function(*(each[0].detach() for each in sums))
+            return
+        step = self._part.coupling.step
+        recorded = step.recorded.get(self._module)
+        if not isinstance(recorded, _Calls):
+            recorded = step.recorded[self._module] = _Calls(self._part.coupling)
+        recorded.add(step.number(self._module), function, self._part, [s.detach() for s in sums])
+
+
+class Coupled(nn.Module):
+    """Base class of layers whose result for a sample depends on other samples of the batch.
+
+    `groups` returns the groups of samples that the layer may couple: the whole batch, or groups of
+    `statistics` consecutive positions (see `parallelize`). With sums over them, a layer gives the same
+    results at any number of ranks and micro-batches. Every rank calls it equally often.
+
+    Examples:
+        >>> class Centered(shoal.Coupled):
+        ...     def forward(self, x):
+        ...         groups = self.groups(x)
+        ...         count = groups.sum(torch.ones(len(x), 1))
+        ...         return x - groups.expand(groups.sum(x) / count)
+        >>> Centered()(torch.tensor([[1.0], [3.0]]))
+        tensor([[-1.],
+                [ 1.]])
+    """
+
+    def groups(self, x: Tensor) -> SampleGroups:
+        """Return the groups of the rows of `x`, which has a row for each sample of the micro-batch.
+
+        Args:
+            x: Tensor of shape (samples, …).
+
+        Returns:
+            The groups; outside a step, one group of all rows.
+
+        Raises:
+            StepError: If the whole batch is one group and has several micro-batches, or `x` has
+                another number of rows and this rank has samples of several groups.
+        """
+        coupling = coupling_of(self)
+        part = None if coupling is None else coupling.part(self, len(x))
+        return SampleGroups(len(x), part, self)
+
+
+class CouplingHolder:
+    """Holder of the coupling of a layer. Copied or pickled layers have none."""
+
+    def __init__(self, coupling: Coupling | None = None) -> None:
+        self.coupling = coupling
+
+    def __deepcopy__(self, memo: object) -> CouplingHolder:
+        return CouplingHolder()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return CouplingHolder, ()
+
+
+def coupling_of(module: nn.Module) -> Coupling | None:
+    """Return the coupling that `parallelize` attached to a layer, or None."""
+    attachment = vars(module).get(ATTRIBUTE)
+    return attachment.coupling if isinstance(attachment, CouplingHolder) else None
+
+
+def attach(module: nn.Module, coupling: Coupling | None) -> None:
+    """Attach a coupling to a layer."""
+    vars(module)[ATTRIBUTE] = CouplingHolder(coupling)
+
+
+class _Calls:
+    """The sums that a Coupled layer has recorded in a batch, for each of its calls of `update`."""
+
+    def __init__(self, coupling: Coupling) -> None:
+        self.coupling = coupling
+        self._calls: list[tuple[Callable[..., object], list[Tensor]]] = []
+
+    def add(self, number: int, function: Callable[..., object], part: Part, sums: list[Tensor]) -> None:
+        """Record the sums of the groups that this rank leads, or of the only one."""
+        if number == len(self._calls):
+            self._calls.append((function, [s.new_zeros(part.groups.total, *s.shape[1:]) for s in sums]))
+        _, tables = self._calls[number]
+        for row, each in enumerate(part.held):
+            if each.leads or not self.coupling.split:
+                for table, values in zip(tables, sums, strict=True):
+                    table[each.group] = values[row]
+
+    def sums(self) -> Tensor:
+        """See Recorded."""
+        return torch.cat([t.double().flatten() for _, tables in self._calls for t in tables])
+
+    def apply(self, total: Tensor) -> None:
+        """See Recorded."""
+        begin = 0
+        for function, tables in self._calls:
+            values = []
+            for table in tables:
+                values.append(total[begin : begin + table.numel()].view_as(table).to(table))
+                begin += table.numel()
+            for group in zip(*values, strict=True):
+                function(*group)
+
+
+class _AddUp(torch.autograd.Function):
+    """Sums over the ranks of a group; the backward sums the gradients of all ranks' losses."""
+
+    @staticmethod
+    def forward(context: Any, sums: Tensor, part: Part) -> Tensor:
+        context.part = part
+        return part.add_up(sums)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return context.part.add_up(gradients[0].contiguous()), None

@@ -1,0 +1,100 @@
+"""Groups of consecutive positions of a batch, over which layers such as BatchNorm take statistics.
+
+Pure arithmetic: which samples of a global batch each micro-batch of each rank has, which groups these
+samples belong to, and which ranks have samples of one group.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """The place of a micro-batch in its global batch of `size` samples: number `number` of
+    `micro_batches`.
+
+    With `unit`, micro-batches are cut at multiples of it, and each one has consecutive positions over
+    all ranks. Without, each rank has consecutive positions over all its micro-batches.
+    """
+
+    size: int
+    number: int
+    micro_batches: int
+    unit: int | None = None
+
+
+def piece(place: Place, *, ranks: int, rank: int) -> tuple[int, int]:
+    """Return the positions [start, stop) in the batch of a rank's part of a micro-batch.
+
+    With at least as many units as ranks, ranks are cut at multiples of the unit too, so that no two
+    ranks have samples of one unit. With fewer, their sizes differ by at most one.
+    """
+    size, number, micro_batches, unit = place
+    if unit is None:
+        cell, cells = rank * micro_batches + number, ranks * micro_batches
+        return cell * size // cells, (cell + 1) * size // cells
+    units = -(-size // unit)
+    first, last = (each * units // micro_batches for each in (number, number + 1))
+    if last - first >= ranks:
+        cuts = [(first + each * (last - first) // ranks) * unit for each in (rank, rank + 1)]
+    else:
+        start, stop = first * unit, min(size, last * unit)
+        cuts = [start + each * (stop - start) // ranks for each in (rank, rank + 1)]
+    return min(size, cuts[0]), min(size, cuts[1])
+
+
+class HeldModules(NamedTuple):
+    """The samples of one group that a rank has, [start, stop) of its part of the micro-batch.
+
+    A rank without samples has none of the first group of the micro-batch. The rank that `leads` has
+    the first sample of the group.
+    """
+
+    group: int
+    start: int
+    stop: int
+    leads: bool
+
+
+class MicroGroups(NamedTuple):
+    """The groups of a micro-batch: [first, last) of the `total` groups of the batch.
+
+    `held` has the groups of each rank, in order. They are `shared` if several ranks exchange sums.
+    `least` is the size of the smallest of them. Groups of a batch have `size` samples, except the last.
+    """
+
+    first: int
+    last: int
+    total: int
+    held: tuple[tuple[HeldModules, ...], ...]
+    shared: bool
+    least: int
+
+
+@lru_cache(maxsize=64)
+def groups_of(place: Place, *, ranks: int, size: int | None) -> MicroGroups:
+    """Return the groups of `size` samples in a micro-batch; None is one group, the complete batch."""
+    parts = [piece(place, ranks=ranks, rank=rank) for rank in range(ranks)]
+    start, stop = parts[0][0], parts[-1][1]
+    length = size or place.size
+    first, last = start // length, -(-stop // length)
+    held = tuple(
+        tuple(
+            HeldModules(
+                group,
+                max(begin, group * length) - begin,
+                min(end, (group + 1) * length) - begin,
+                leads=begin <= group * length,
+            )
+            for group in range(begin // length, -(-end // length))
+        )
+        if end > begin
+        else ((HeldModules(first, 0, 0, leads=False),) if stop > start else ())
+        for begin, end in parts
+    )
+    holders = [each.group for groups in held for each in groups]
+    least = min((min(stop, (g + 1) * length) - g * length for g in range(first, last)), default=0)
+    return MicroGroups(
+        first, last, -(-place.size // length), held, len(set(holders)) < len(holders), least
+    )

@@ -1,0 +1,109 @@
+"""BatchNorm trains as in one process: its samples are those of a group, whichever ranks hold them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from helpers.batch_norms import STEPS, Case, resumed, specification, train
+from helpers.pairwise import cover
+from helpers.ranks import Ranks
+from helpers.reference import SEED, TOLERANCE, Trained, distance
+
+pytestmark = pytest.mark.processes
+
+LAYOUTS = {
+    "Single": (("replicate=1", 1),),
+    "Compiled": (("replicate=1", 1), ("replicate=2", 2)),
+    "DDP": (("replicate=2", 2), ("replicate=3", 3), ("replicate=4", 4)),
+    "FSDP": (("shard=2", 2), ("shard=3", 3), ("replicate=2,shard=2", 4)),
+    "Tensor": (("tensor=2", 2), ("replicate=2,tensor=2", 4)),
+    "Pipeline": (("pipeline=2", 2), ("replicate=2,pipeline=2", 4)),
+    "Recomputed, DDP": (("replicate=2", 2), ("replicate=3", 3)),
+    "Recomputed, FSDP": (("shard=2", 2), ("shard=3", 3)),
+    "Recomputed, Pipeline": (("replicate=2,pipeline=2", 4),),
+}
+CASES = [
+    Case(way, layout, statistics, micro_batches, samples, own)
+    for way, layouts in LAYOUTS.items()
+    for layout, _ in layouts
+    for statistics, micro_batches in (("batch", 1), (4, 1), (4, 3), (16, 3))
+    for samples in (42, 48)
+    for own in (False, True)
+    if not (own and "Pipeline" in way) and not ("Pipeline" in way and micro_batches == 1)
+]
+SIZES = {layout: size for layouts in LAYOUTS.values() for layout, size in layouts}
+
+
+def _parameters() -> list[object]:
+    """All cases; `make test` has each pair of a strategy and groups on two ranks."""
+    small = [case for case in CASES if SIZES[case.layout] <= 2]
+    few = cover(small, lambda case: (case.way, (case.statistics, case.micro_batches)))
+    more = cover(
+        CASES, lambda c: ((c.way, c.layout), (c.statistics, c.micro_batches), c.samples, c.own)
+    )
+    return [
+        pytest.param(
+            case,
+            id="-".join(map(str, case)),
+            marks=() if case in few else pytest.mark.full if case in more else pytest.mark.long,
+        )
+        for case in CASES
+    ]
+
+
+expected = cache(specification)
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Callable[[str], Ranks]]:
+    """Ranks by layout; those of another layout end when they are first asked for."""
+    with contextlib.ExitStack() as stack:
+        running: dict[str, Ranks] = {}
+
+        def ranks(layout: str) -> Ranks:
+            if layout not in running:
+                stack.close()
+                running.clear()
+                running[layout] = stack.enter_context(Ranks(SIZES[layout], layout=layout, seed=SEED))
+            return running[layout]
+
+        yield ranks
+
+
+def together(results: list[Trained]) -> list[Trained]:
+    """The results, each with the stages of the other ranks of a pipeline."""
+    every = {name: value for result in results for name, value in result.parameters.items()}
+    for result in results:
+        result.parameters = every | result.parameters
+    return results
+
+
+@pytest.mark.parametrize("case", _parameters())
+def test_training_equals_one_process(started: Callable[[str], Ranks], case: Case) -> None:
+    size = case.statistics if isinstance(case.statistics, int) else "batch"
+    for result in together(started(case.layout).call(train, case)):
+        assert distance(result, expected(size, case.samples)) < TOLERANCE
+
+
+RESUMED = [
+    (Case("DDP", "replicate=2", 4, 3), Case("FSDP", "shard=3", 4)),
+    (Case("FSDP", "replicate=2,shard=2", "batch"), Case("DDP", "replicate=2", "batch")),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), RESUMED, ids=["2 to 3", "4 to 2"])
+def test_a_killed_run_continues_on_another_number_of_ranks(
+    tmp_path: Path, before: Case, after: Case
+) -> None:
+    with Ranks(SIZES[before.layout], layout=before.layout, seed=SEED) as ranks:
+        ranks.call(resumed, before, str(tmp_path), 7)
+    with Ranks(SIZES[after.layout], layout=after.layout, seed=SEED) as ranks:
+        found = ranks.call(resumed, after, str(tmp_path), STEPS)
+    wanted = expected(before.statistics)
+    for result in found:
+        assert distance(Trained(result.parameters, wanted.norms, wanted.losses), wanted) < TOLERANCE
