@@ -72,7 +72,7 @@ class Training:
         )
 
     def state(self) -> list[Any]:
-        """What this rank holds of all that a step changes."""
+        """This rank's part of all that a step changes."""
         state = [p.detach() for p in self.model.parameters()]
         for values in self.optimizer.state.values():
             state += values.values()
@@ -103,7 +103,7 @@ def trained(world: shoal.World, way: str) -> tuple[bool, bool]:
 
 
 def failed(world: shoal.World, way: str, directory: Path) -> tuple[Any, ...]:
-    """What a rank knows after a step that failed, and a save after that."""
+    """The knowledge of a rank after a step that failed, and after a save."""
     training = Training(world, way, "late", bad=2)
     with shoal.Run(directory, training.step, training.loader, trackers=()) as run:
         for number, batch in enumerate(training.loader.epochs(1)):

@@ -246,7 +246,7 @@ class Step(TrainState):
     def _settle(self, since: Batch | None = None) -> None:
         """Look at the last late result; raise StepError if it is not finite.
 
-        Then the step has not been taken, nor the one on the batch `since`, which is under way.
+        Then the step has not been taken, nor the one on the batch `since`, which has begun.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
