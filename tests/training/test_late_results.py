@@ -257,6 +257,32 @@ def test_events_are_those_of_now(world: shoal.World, tmp_path: Path) -> None:
     assert [row[0] for row in columns["late"]] == list(range(1, 11))
 
 
+def test_the_time_of_a_device_is_taken_when_its_result_is_known(
+    world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def take() -> tuple[int, ...]:
+        taken.append(len(taken))
+        return (1000 * taken[-1],) * 10
+
+    monkeypatch.setattr(world.timeline, "hosts", False, raising=False)
+    training = Training(world)
+    run = shoal.Run(tmp_path, training.step, training.loader, trackers=())
+    batches = training.loader.epochs(1)
+    with run:
+        training.step(next(batches))
+        run.tick()
+        monkeypatch.setattr(world.timeline, "take", take)
+        training.step(next(batches))
+        run.tick()
+        assert taken == [0, 1]  # the first for step 1, whose result is known by now
+        run.save()
+        assert taken == [0, 1, 2]
+    blocks = [event for event in read(tmp_path) if event["event"] == "steps"]
+    assert [step for event in blocks for step in event["step"]] == [1, 2]
+
+
 def test_a_step_that_was_taken_back_is_not_recorded(world: shoal.World, tmp_path: Path) -> None:
     training = Training(world, bad=1)
     with shoal.Run(tmp_path, training.step, training.loader, trackers=()) as run:
@@ -349,6 +375,9 @@ def test_steps_that_cannot_be_late(world: shoal.World) -> None:
         shoal.Step(model, sgd(model), task, result="late")
     with pytest.raises(StepError, match="the loss scale of fp16"):
         shoal.Step(model, sgd(model, fused=True), task, result="late", precision="fp16")
+    asynchronous = shoal.parallelize(network(), world, shoal.LocalSGD(sync_every=2))
+    with pytest.raises(StepError, match="in a way of its own"):
+        shoal.Step(asynchronous, sgd(asynchronous, fused=True), task, result="late")
     step = shoal.Step(model, sgd(model, fused=True), task)
     assert (step.result_mode.value, LossScale().value) == ("now", 65536.0)
     late = shoal.Step(model, sgd(model, fused=True), task, result="late")
@@ -356,5 +385,19 @@ def test_steps_that_cannot_be_late(world: shoal.World) -> None:
     micro = next(iter(batch))
     total, count = loss(model(micro[0]), micro)
     with pytest.raises(StepError, match=r"in a custom training loop.*result"):
-        batch.backward(total=total, count=count)
+        batch.backward(total=total, count=count, model=model)
     assert late.result_mode.value == "late"
+
+
+def test_an_accelerator_decides_by_the_optimizer(
+    world: shoal.World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("pending_step", "step"):
+        monkeypatch.setattr(f"shoal.training.{module}.is_accelerator", lambda device: True)
+    said = "the device waits for the host in each step: SGD can't skip a step on the device"
+    for fused, mode in ((True, "late"), (False, "now")):
+        model = shoal.parallelize(network(), world)
+        step = shoal.Step(model, sgd(model, fused=fused), shoal.Task(loss))
+        step(next(shoal.Loader(samples(), world, batch_size=BATCH).epochs(1)))
+        assert step.result_mode.value == mode
+        assert (said in capsys.readouterr().out) is (mode == "now")

@@ -160,3 +160,19 @@ def test_all_ranks_raise_and_nothing_has_changed(ranks: Ranks, way: str, tmp_pat
         assert "over all ranks" in told
         assert "seen late" in told
         assert found == [True, "step-2", 3, 2 * BATCH, True, 5]
+
+
+def compressed(world: shoal.World) -> str:
+    model = shoal.parallelize(Net(), world, shoal.DDP(compression="bf16"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    try:
+        shoal.Step(model, optimizer, shoal.Task(loss), result="late")
+    except StepError as error:
+        return error.found
+    return ""
+
+
+def test_compressed_gradients_are_not_late(ranks: Ranks) -> None:
+    ranks.divide("replicate=-1")
+    for found in ranks.call(compressed):
+        assert "error feedback of compressed gradients" in found
