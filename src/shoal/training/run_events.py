@@ -14,7 +14,7 @@ from shoal.data import Loader
 from shoal.data.step_result import LateResult
 from shoal.telemetry.events import FORMAT, Events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Spent, TickTimes
-from shoal.training.preemption import Stopped
+from shoal.training.preemption import StoppedExit
 from shoal.util.packages import versions
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class RunEvents:
             row.result.settled = row.result.known
         self.write_settled()
         step = next(iter(self._steps.values())).number
-        if error is None or isinstance(error, Stopped):
+        if error is None or isinstance(error, StoppedExit):
             self._events.write("end", {"step": step, "reason": "closed"})
         else:
             kind = type(error).__name__
