@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.strategies import engine_of
-from shoal.strategies.contracts import Totals
+from shoal.strategies.correction import Totals
 from shoal.strategies.dtensor import whole
 from shoal.strategies.engine import SynchronousEngine
 
@@ -192,7 +192,7 @@ def mutate(mutation: str, world: shoal.World, engine: Any) -> None:
     whole, backward = reducer.totals, reducer.backward
 
     def counts_samples() -> Totals:
-        return whole()._replace(counted=float(BATCH))
+        return whole().read()._replace(counted=float(BATCH))
 
     def stand_in_counts(loss: Tensor, count: Any, micro: Any, *rest: Any, **named: Any) -> None:
         backward(loss, count, micro._replace(weight=1.0), *rest, **named)

@@ -259,6 +259,7 @@ def main() -> None:
     parser.add_argument("strategy", help="an expression, such as shoal.FSDP()")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--fused", action="store_true", help="results of steps are late")
     parser.add_argument("--evaluate", action="store_true", help="count an evaluation instead")
     options = parser.parse_args()
     setup()
@@ -266,6 +267,7 @@ def main() -> None:
     import shoal
     from shoal.data.batch import Batch
     from shoal.data.micro import MicroBatch
+    from shoal.strategies.dtensor import is_divided
 
     if world.size > 1:
         assert world.mesh  # outside fake tensors, which its ranks are not
@@ -274,7 +276,10 @@ def main() -> None:
         with torch.device(DEVICE, 0):
             net = Net()
         model = shoal.parallelize(net, world, eval(options.strategy, {"shoal": shoal}))
-        optimizer = torch.optim.AdamW(model.parameters())
+        # A fused optimizer takes sharded and other parameters in separate groups.
+        kinds = [[p for p in model.parameters() if is_divided(p) is kind] for kind in (True, False)]
+        groups = [{"params": parameters} for parameters in kinds if parameters]
+        optimizer = torch.optim.AdamW(groups, fused=options.fused or None)
         task = shoal.Task(
             lambda output, batch: (F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
         )

@@ -15,7 +15,8 @@ import shoal
 from helpers.ranks import RankError, Ranks
 from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
-from shoal.strategies.contracts import Engine, Totals
+from shoal.strategies.contracts import Engine
+from shoal.strategies.correction import Factor, Totals
 from shoal.strategies.task import Task
 from shoal.util.errors import StepError
 
@@ -78,7 +79,7 @@ class StageEngine(Engine):
         hidden.requires_grad_()
         return hidden, self.module(hidden)
 
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
         self.followed.append("update")
         for parameter in self.module.parameters():
             if parameter.grad is not None:

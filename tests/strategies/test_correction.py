@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 from torch import nn
 
-from shoal.strategies.contracts import Totals, correct
+from shoal.strategies.correction import Totals, correct, correct_on_device
 from shoal.util.errors import StepError
 
 
@@ -65,3 +67,34 @@ def test_a_rank_that_stands_for_itself_must_count_what_it_had() -> None:
 def test_a_loss_over_no_positive_count_is_an_error_whatever_it_sums_to(count: float) -> None:
     with pytest.raises(StepError, match="parameters were not changed"):
         correct(Totals(1.0, count, 1.0), size=4, scale=1.0, clip=None)
+
+
+NUMBERS = some.floats(allow_subnormal=False)
+
+
+@given(
+    sums=some.tuples(NUMBERS, NUMBERS, NUMBERS.map(abs)),
+    size=some.integers(1, 1 << 40),
+    clip=some.none() | some.floats(1e-6, 1e6),
+)
+def test_the_device_decides_as_the_host_to_the_bit(
+    sums: tuple[float, float, float], size: int, clip: float | None
+) -> None:
+    totals = Totals(*sums)
+    device = correct_on_device(totals.vector(), size=size, clip=clip, before=None)
+    loss, norm, counted, _ = device.values.tolist()
+    try:
+        host = correct(totals, size=size, scale=1.0, clip=clip)
+    except (StepError, OverflowError):
+        assert device.skip.item() == 1
+        return
+    assert device.skip.item() == (not host.finite)
+    if host.finite:
+        assert (loss, norm, counted, device.factor.item()) == (*host[:3], host.factor)
+
+
+def test_the_device_skips_the_step_after_one_that_was_skipped() -> None:
+    good = Totals(1.0, 4.0, norm=1.0).vector()
+    before = torch.ones(())
+    assert correct_on_device(good, size=4, clip=None, before=before).skip.item() == 1
+    assert correct_on_device(good, size=4, clip=None, before=before * 0).skip.item() == 0

@@ -19,7 +19,6 @@ import shoal
 from helpers.ranks import RankError, Ranks
 from shoal.distributed.consistency import check_same_environment
 from shoal.strategies import engine_of
-from shoal.strategies.data_parallel.ddp import tally_dtype, whole
 
 pytestmark = pytest.mark.processes
 
@@ -482,13 +481,3 @@ def test_options_that_mean_nothing(world: shoal.World) -> None:
         shoal.DDP(bucket_cap_mb=0)
     with pytest.raises(shoal.StepError, match="without trainable parameters"):
         shoal.parallelize(nn.Linear(1, 1).requires_grad_(False), world)
-
-
-def test_counts_are_whole_again_after_averaging() -> None:
-    for ranks in (3, 7, 1000):
-        for count in (1.0, 17.0, 123457.0):
-            averaged = float(torch.tensor(count * ranks, dtype=torch.float32) / ranks)
-            assert whole(averaged, torch.float32, ranks) == count
-    assert whole(2.5, torch.float32, 3) == 2.5
-    assert tally_dtype([torch.zeros(1, dtype=torch.bfloat16)]) == torch.float32
-    assert tally_dtype([torch.zeros(1), torch.zeros(1, dtype=torch.complex128)]) == torch.float64

@@ -19,7 +19,7 @@ from helpers.feature_pairs import PAIRS, Pair, attempt, layout
 from helpers.ranks import Ranks
 from helpers.reference import SEED, TOLERANCE, UNITS, Row, distance, specification, train
 from helpers.strategy_table import CASES, STEPS, Case, check
-from shoal.training.step import LossScale
+from shoal.training.loss_scale import LossScale
 
 pytestmark = pytest.mark.processes
 

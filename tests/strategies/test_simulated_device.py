@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TENSOR_FSDP = "[shoal.TensorParallel(), shoal.FSDP()]"
-ONE_READ = {"item in shoal/strategies/mesh_reducer.py:world_totals": 3}
+ONE_READ = {"item in shoal/strategies/correction.py:read": 3}
 """Loss, count and norm, in one transfer before the optimizer step."""
 OFFLOADED = {
     "copy sim to cpu in shoal/strategies/comm_timing.py:marked": 26,  # of gradients, by FSDP2
@@ -22,11 +22,18 @@ EVALUATED = {
     "item in shoal/training/evaluation.py:evaluate": 1,
 }
 FEW = [
-    (1, "replicate=1", "shoal.SingleProcess()", (), {"item in shoal/strategies/reducer.py:totals": 3}),
+    (1, "replicate=1", "shoal.SingleProcess()", (), ONE_READ),
+    (1, "replicate=1", "shoal.SingleProcess()", ("--fused",), {}),
+    (8, "shard=8", "shoal.FSDP()", ("--fused",), {}),
     (8, "shard=8", "shoal.FSDP()", (), ONE_READ),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, (), ONE_READ),
 ]
 MORE = [
+    (1024, "replicate=16,shard=64", "shoal.FSDP()", ("--fused",), {}),
+    (8, "shard=8", "shoal.FSDP()", ("--fused", "--precision", "bf16"), {}),
+    (8, "tensor=8", "shoal.TensorParallel()", ("--fused",), {}),
+    (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused", "--micro-batches", "4"), {}),
+    (8, "shard=8", "shoal.FSDP(cpu_offload=True)", ("--fused",), OFFLOADED),
     (8, "shard=8", "shoal.FSDP()", ("--evaluate", "--micro-batches", "4"), EVALUATED),
     (1024, "replicate=16,shard=64", "shoal.FSDP()", (), ONE_READ),
     (1024, "shard=1024", "shoal.FSDP(param_dtype='bf16')", (), ONE_READ),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
-from shoal.training.step import LossScale
+from shoal.training.loss_scale import LossScale
 from shoal.util.errors import CheckpointError, StepError
 
 SAMPLES = 12

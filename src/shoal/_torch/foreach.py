@@ -33,9 +33,17 @@ def neg_(tensors: Sequence[Tensor]) -> None:
     _apply("neg_", tensors)
 
 
-def mul_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply by `factor`, in place."""
-    _apply("mul_", tensors, factor)
+def mul_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply by `factor`, in place. A factor on the device has no dimensions.
+
+    Both give the same bits, except on the CPU in 16 bits, for which torch rounds a number.
+    """
+    if not isinstance(factor, Tensor):
+        _apply("mul_", tensors, factor)
+        return
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        _apply("mul_", same, factor.to(torch.promote_types(dtype, torch.float32)))
 
 
 def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 from torch import Tensor, nn
 
@@ -11,6 +11,7 @@ from shoal.data.coupled import CoupledStep
 from shoal.data.gather import GatheredRows, gather_rows
 from shoal.data.micro import CURRENT_DRAWS, Draws, MicroBatch
 from shoal.data.noise import Noise
+from shoal.data.step_result import StepResult
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
@@ -20,42 +21,6 @@ Count: TypeAlias = "int | float | Tensor"
 """The number of samples or tokens in a sum; a tensor if it depends on the data."""
 
 IN_A_LOOP = "for micro in batch: batch.backward(total=loss_sum, count=n)"
-
-
-class StepResult(NamedTuple):
-    """The result of one optimizer step, the same on all ranks; times are those of this rank.
-
-    `step(batch)` and `batch.finish(model)` return it. Under an asynchronous strategy (Hogwild,
-    LocalSGD, DiLoCo), `loss`, `norm` and `counted` describe this rank's local batch only. The host's
-    clock measures the times: on CUDA they are the time to queue the kernels and to wait for the loss.
-    `batch.finish` leaves them at 0, because it does not see the forward and the optimizer step of your
-    loop.
-
-    Attributes:
-        loss: Mean loss over the global batch, `Σ loss / Σ count`.
-        norm: Gradient norm before clipping.
-        counted: Divisor of the loss sum: samples or tokens of the global batch.
-        skipped: True if fp16 gradients overflowed: the parameters did not change. Default: False.
-        forward: Seconds in the forward. Default: 0.0.
-        backward: Seconds in the backward. Default: 0.0.
-        update: Seconds in the optimizer step. Default: 0.0.
-        communication: Seconds that this rank waited for other ranks; not part of `forward`, `backward`
-            and `update`. Default: 0.0.
-
-    Examples:
-        >>> result = shoal.StepResult(loss=0.25, norm=1.5, counted=64.0)
-        >>> result.loss, result.skipped
-        (0.25, False)
-    """
-
-    loss: float
-    norm: float
-    counted: float
-    skipped: bool = False
-    forward: float = 0.0
-    backward: float = 0.0
-    update: float = 0.0
-    communication: float = 0.0
 
 
 class BatchSource(Protocol):
@@ -133,6 +98,7 @@ class Batch:
     """
 
     __slots__ = (
+        "__weakref__",
         "_current",
         "_loader",
         "_noise",
@@ -142,6 +108,7 @@ class Batch:
         "first",
         "micros",
         "processed",
+        "resumes_at",
         "seed",
         "size",
         "wait",
@@ -166,6 +133,8 @@ class Batch:
         self.seed = seed
         self.wait = wait
         self.processed = False
+        self.resumes_at = first
+        """The position at which a resumed run begins if no step has processed the batch."""
         self._world = world
         self._loader = loader
         self._current = -1

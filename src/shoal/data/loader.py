@@ -185,7 +185,7 @@ class Loader:
         batch, position = self.batch, self.position
         if batch is None or batch.processed or batch.first + batch.size != position:
             return position
-        return batch.first
+        return batch.resumes_at
 
     @property
     def epoch(self) -> int:

@@ -407,9 +407,9 @@ class World:
             leaving.callback(self._leave)
             for service in self._services.values():
                 leaving.callback(service.close)
-            for reference in self._before_closing:
+            for reference in self._before_closing:  # the last one first
                 if (method := reference()) is not None:
-                    method()
+                    leaving.callback(method)
 
     def _leave(self) -> None:
         atexit.unregister(self.close)

@@ -1,4 +1,4 @@
-"""The contracts of Strategy and Engine, and the correction of gradients by the sums of a batch.
+"""The contracts of Strategy and Engine.
 
 All other packages use strategies through these few types. A strategy is frozen options with a method
 `apply`, which returns an engine: a runner with a gradient reducer (see `engine.py`), or another one.
@@ -6,89 +6,22 @@ All other packages use strategies through these few types. A strategy is frozen 
 
 from __future__ import annotations
 
-import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from shoal.data.batch import Batch, Count, StepResult
+from shoal.data.batch import Batch, Count
 from shoal.data.micro import MicroBatch
+from shoal.data.step_result import StepResult
 from shoal.distributed.world import World
 from shoal.strategies.compiled import Compiler
+from shoal.strategies.correction import AnyTotals, Factor, Totals
 from shoal.strategies.task import Task
-from shoal.util.arguments import is_number
 from shoal.util.errors import StepError
-
-
-class Totals(NamedTuple):
-    """Sums and gradient norm of a global batch, as plain numbers, the same on all ranks.
-
-    `loss_sum` and `counted` are sums over the global batch. `norm` is the L2 norm of the current
-    gradients, those of `scale * loss_sum / batch.size`, before the correction by the true count.
-    With `local`, sums and norm are those of this rank's local batch, and differ between ranks:
-    asynchronous strategies avoid the collective, and each rank decides separately.
-    """
-
-    loss_sum: float
-    counted: float
-    norm: float
-    local: bool = False
-
-
-class Correction(NamedTuple):
-    """Correction of the gradients of a step: multiply them by `factor`, or skip if not `finite`.
-
-    `loss` is the mean over the global batch, `norm` that of its gradients before clipping.
-    """
-
-    loss: float
-    norm: float
-    counted: float
-    factor: float
-    finite: bool
-
-
-def correct(totals: Totals, *, size: int, scale: float, clip: float | None) -> Correction:
-    """Return one factor that corrects, unscales and clips the gradients of a step.
-
-    Backward ran on `scale * loss_sum / size` with `size` known beforehand, and the step minimises
-    `loss_sum / count`. So the true gradients, and their norm, are `size / (count * scale)` times the
-    current ones. Clipping multiplies by `min(1, clip / norm)` (Pascanu et al. 2013, with torch's 1e-6
-    in the denominator). The factor is 0 for a rank that steps separately and had no sample.
-    """
-    if totals.local and totals.counted == totals.loss_sum == 0:
-        return Correction(math.nan, 0.0, 0.0, 0.0, True)
-    if not 0 < totals.counted < math.inf:  # false for NaN too
-        raise StepError(
-            given=f"a global batch of {size} samples",
-            found=f"its losses have a count of {totals.counted:g} in total, so the mean is undefined; "
-            "the parameters were not changed",
-            fix="drop samples without targets from the dataset, or return the number of samples: "
-            "(loss_sum, len(batch[1]))",
-        )
-    correction = size / (totals.counted * scale)
-    norm = totals.norm * correction
-    loss = totals.loss_sum / totals.counted
-    factor = correction
-    if clip is not None:
-        factor *= min(1.0, clip / (norm + 1e-6))
-    finite = math.isfinite(norm) and math.isfinite(loss)
-    return Correction(loss, norm, totals.counted, factor, finite)
-
-
-def check_clip(clip: float | None) -> float | None:
-    """Return `clip`, or raise StepError if it is not a positive number or None."""
-    if clip is not None and not (is_number(clip) and clip > 0):
-        raise StepError(
-            given=f"clip={clip!r}",
-            found="the maximum gradient norm must be a positive number",
-            fix="clip=1.0, or leave it out",
-        )
-    return clip
 
 
 class Strategy(Protocol):
@@ -151,6 +84,11 @@ class Engine(ABC):
     whole_batches: bool = False
     """Whether layers in training take statistics over the whole batch, so that it has to be one
     micro-batch."""
+    waits_because: str = "its engine updates the parameters in a way of its own"
+    """Why the totals of a step must be known on the host before its update; empty if they need not be.
+    """
+    unsettled: weakref.WeakMethod[Callable[[], None]] | None = None
+    """Looks at the result of the last step of a Step, if no one has done so; see `settle`."""
     division_reported: bool = False
     """Whether the layers whose results depend on the split of the batch have been reported."""
     noise_stream: str = "noise"
@@ -159,7 +97,7 @@ class Engine(ABC):
     @abstractmethod
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
-    ) -> Totals:
+    ) -> AnyTotals:
         """Run forward and backward of the complete batch.
 
         Afterwards the gradients of the parameters that this rank holds are those of
@@ -169,11 +107,22 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
         """Multiply the gradients by `factor`, take one optimizer step, and clear the gradients.
 
-        With a factor of 0 (see `correct`), parameters and optimizer state do not change.
+        With a factor of 0 (see `correct`), parameters and optimizer state do not change. The factor is
+        a tensor on the device only if `waits_because` is empty.
         """
+
+    def settle(self) -> None:
+        """Look at the result of the last step, if no one has done so. Collective.
+
+        Raises StepError if it was not finite.
+        """
+        look = None if self.unsettled is None else self.unsettled()
+        self.unsettled = None
+        if look is not None:
+            look()
 
     @abstractmethod
     def discard(self) -> None:

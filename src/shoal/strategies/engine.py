@@ -16,7 +16,8 @@ import torch
 from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
 from shoal.strategies.compiled import Compiler
-from shoal.strategies.contracts import Engine, Totals, compiles_parts
+from shoal.strategies.contracts import Engine, compiles_parts
+from shoal.strategies.correction import AnyTotals, Factor
 from shoal.strategies.loop_gradients import CheckedGradients
 from shoal.strategies.reducer import Reducer
 from shoal.strategies.task import Task
@@ -37,7 +38,7 @@ class Runner(ABC):
     @abstractmethod
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
-    ) -> Totals:
+    ) -> AnyTotals:
         """Run forward and backward of the batch, and return the reducer's totals. Collective."""
 
     @abstractmethod
@@ -71,16 +72,17 @@ class SynchronousEngine(Engine):
         self.reports_loss = runner.reducer.reports_loss
         self.noise_stream = runner.noise_stream
         self.flops_unknown = runner.flops_unknown
+        self.waits_because = runner.reducer.waits_because
         if runner.loopable:
             self.loop = CheckedGradients(runner.reducer, runner.check_model)
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
-    ) -> Totals:
+    ) -> AnyTotals:
         """Run the batch with the runner; see the contract."""
         return self.runner.gradients(task, batch, autocast=autocast, scale=scale)
 
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
         """Multiply, step, clear; see the contract."""
         try:
             self.reducer.check_optimizer(optimizer)
@@ -110,7 +112,8 @@ class SynchronousEngine(Engine):
         self.runner.compile_with(compiler)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Synchronize the reducer; see the contract."""
+        """Settle the last step and synchronize the reducer; see the contract."""
+        self.settle()
         self.reducer.synchronize()
 
     def state(self) -> dict[str, Any]:

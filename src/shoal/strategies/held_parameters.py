@@ -13,6 +13,7 @@ from shoal._torch import foreach
 from shoal._torch.modules import parameters as module_parameters
 from shoal.data.batch import Count
 from shoal.distributed.world import World
+from shoal.strategies.correction import Factor
 from shoal.strategies.device_placement.multi_device import span_of
 from shoal.strategies.dtensor import is_divided, share
 from shoal.strategies.random_draws import draws as random_draws
@@ -88,9 +89,9 @@ class HeldParameters:
             norm = torch.hypot(norm, other.to(norm.device))
         return norm
 
-    def multiply(self, factor: float) -> None:
-        """Multiply the gradients by `factor`. A factor of 1 costs nothing."""
-        if factor != 1.0:
+    def multiply(self, factor: Factor) -> None:
+        """Multiply the gradients by `factor`. A factor of 1 costs nothing, if the host knows it."""
+        if isinstance(factor, Tensor) or factor != 1.0:
             for gradients in filter(None, self._by_device()):
                 foreach.mul_(gradients, factor)
 

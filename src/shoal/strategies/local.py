@@ -19,7 +19,7 @@ from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.batch_norm import own_classes
 from shoal.strategies.compiled import Compiler
-from shoal.strategies.contracts import Totals
+from shoal.strategies.correction import AnyTotals
 from shoal.strategies.device_placement.multi_device import DeviceSpan
 from shoal.strategies.engine import Runner, SynchronousEngine
 from shoal.strategies.held_parameters import HeldParameters
@@ -111,7 +111,7 @@ class LocalRunner(Runner):
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
-    ) -> Totals:
+    ) -> AnyTotals:
         """Run the micro-batches one after the other; see the contract."""
         self._held.check_converted()
         micros = batch.micros

@@ -12,7 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shoal._torch.autograd import version
 from shoal.data.batch import Count
 from shoal.data.micro import MicroBatch
-from shoal.strategies.contracts import LoopGradients, Totals
+from shoal.strategies.contracts import LoopGradients
+from shoal.strategies.correction import Totals
 from shoal.strategies.dtensor import share
 from shoal.strategies.held_parameters import first
 from shoal.strategies.reducer import Reducer
@@ -75,7 +76,7 @@ class CheckedGradients(LoopGradients):
 
     def totals(self) -> Totals:
         """Return the sums of the batch and the norm of its gradients; see the contract."""
-        return self._reducer.totals()
+        return self._reducer.totals().read()
 
     def finish(self, factor: float) -> None:
         """Multiply the gradients, and await the optimizer step; see the contract."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
-import math
 
 import torch
 from torch import Tensor, nn
 
 from shoal._torch.autograd import averages
 from shoal._torch.modules import has_compiled_call
-from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, StepResult, not_one_model
+from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, not_one_model
 from shoal.data.coupled import CoupledStep
+from shoal.data.step_result import StepResult
 from shoal.distributed.consistency import check_same_environment
 from shoal.distributed.world import World
 from shoal.strategies.compiled import bare
-from shoal.strategies.contracts import Correction, Engine, LoopGradients, check_clip, correct
+from shoal.strategies.contracts import Engine, LoopGradients
+from shoal.strategies.correction import check_clip, correct, not_finite
 from shoal.strategies.coupled_layers import say_division
 from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import engines_of
@@ -65,7 +66,7 @@ class EngineLoop(ManualLoop):
                     counter.try_loss(batch)
                 decided = correct(gradients.totals(), size=batch.size, scale=1.0, clip=clip)
                 if not decided.finite:
-                    raise not_finite(decided, batch)
+                    raise not_finite(decided.loss, decided.norm, batch, over="all ranks")
             except ShoalError:
                 engine.discard()
                 engine.world.service(CoupledStep).drop()
@@ -111,6 +112,7 @@ class EngineLoop(ManualLoop):
 def _begin(engine: Engine, gradients: LoopGradients, batch: Batch) -> None:
     for counter in gradients.counters:
         counter.check_loop()
+    engine.settle()
     gradients.begin()
     check_same_environment(engine.world)
     batch.compare_ranks()
@@ -126,21 +128,6 @@ def _check_backwards(engine: Engine, batch: Batch) -> None:
             found=f"batch.backward was called {done} times, not once per micro-batch",
             fix=f"{IN_A_LOOP}; add several losses of one model before batch.backward",
         )
-
-
-def not_finite(result: Correction, batch: Batch, *, over: str = "all ranks") -> StepError:
-    """Return the error of a step whose loss or gradients are not finite."""
-    what = "loss" if not math.isfinite(result.loss) else "gradient norm"
-    value = result.loss if what == "loss" else result.norm
-    start, stop = batch.share
-    local = f"{start:,} to {stop - 1:,}" if stop > start else "none of them"
-    return StepError(
-        given=f"the batch at samples {batch.first:,} to {batch.first + batch.size - 1:,} "
-        f"(this rank: {local})",
-        found=f"a {what} of {value}, over {over}; the parameters were not changed",
-        fix="lower the learning rate, clip gradients (clip=1.0), or examine these samples with "
-        "torch.autograd.set_detect_anomaly(True)",
-    )
 
 
 def _loss_sum(

@@ -5,7 +5,6 @@ FSDP sums gradients itself, and its reducer uses the functions for norm and sums
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,7 +16,7 @@ from shoal.data.batch import Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES, DATA_AXES
 from shoal.distributed.world import World
-from shoal.strategies.contracts import Totals
+from shoal.strategies.correction import DeviceTotals
 from shoal.strategies.dtensor import is_divided, parts, share
 from shoal.strategies.engine import SynchronousEngine
 from shoal.strategies.held_parameters import HeldParameters, global_norm
@@ -74,7 +73,7 @@ class MeshReducer(Reducer):
             with self.held.world.timeline.within(COMMUNICATION):
                 sum_over(self._gradient_group, self.held.parameters)
 
-    def totals(self) -> Totals:
+    def totals(self) -> DeviceTotals:
         """Return the sums over the world and the full norm; see the contract."""
         self.held.check()
         return world_totals(self.held, self._norm(self.held), reports_loss=self.reports_loss)
@@ -98,7 +97,7 @@ class MeshReducer(Reducer):
         broadcast_buffers(self.held, self._buffer_group)
 
 
-def world_totals(held: HeldParameters, norm: Tensor, *, reports_loss: bool) -> Totals:
+def world_totals(held: HeldParameters, norm: Tensor, *, reports_loss: bool) -> DeviceTotals:
     """Return the sums over the world, of the losses and of this rank's part of the norm."""
     # Not on the device of the norm, which gradients that are offloaded have on the CPU.
     zero = torch.zeros((), dtype=torch.float64, device=held.world.device)
@@ -107,8 +106,8 @@ def world_totals(held: HeldParameters, norm: Tensor, *, reports_loss: bool) -> T
     local = torch.stack((*sums(losses, zero), norm.to(zero).square()))
     with held.world.timeline.within(COMMUNICATION):
         held.world.all_reduce(local)
-    loss_sum, count, squares = local.tolist()
-    return Totals(loss_sum, count, math.sqrt(squares))
+    local[2].sqrt_()
+    return DeviceTotals(local)
 
 
 def norm_of_parts(held: HeldParameters) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shoal.data.batch import Count
 from shoal.data.micro import MicroBatch
-from shoal.strategies.contracts import Totals, no_gradient
+from shoal.strategies.contracts import no_gradient
+from shoal.strategies.correction import AnyTotals, DeviceTotals, Factor, Totals
 from shoal.strategies.held_parameters import HeldParameters, as_scalar
 
 
@@ -25,6 +26,8 @@ class Reducer(ABC):
     held: HeldParameters
     reports_loss: bool = True
     """Whether the losses of this rank are counted; see `Engine.reports_loss`."""
+    waits_because: str = ""
+    """See `Engine.waits_because`."""
 
     @abstractmethod
     def backward(
@@ -33,8 +36,8 @@ class Reducer(ABC):
         """Run backward of `scale * weight * loss / size`; reduce over ranks if it is the `last`."""
 
     @abstractmethod
-    def totals(self) -> Totals:
-        """Return the sums of the batch and the gradient norm, in one transfer from the device.
+    def totals(self) -> AnyTotals:
+        """Return the sums of the batch and the gradient norm, on an accelerator without waiting for it.
 
         Collective.
         """
@@ -48,7 +51,7 @@ class Reducer(ABC):
         """Whether there are sums of an unfinished batch."""
         return bool(self.held.losses)
 
-    def multiply(self, factor: float) -> None:
+    def multiply(self, factor: Factor) -> None:
         """Multiply the gradients by `factor`."""
         self.held.multiply(factor)
 
@@ -86,7 +89,7 @@ class LocalReducer(Reducer):
         if last:
             self.held.print_unused()
 
-    def totals(self) -> Totals:
+    def totals(self) -> AnyTotals:
         """Return the sums of the losses and the norm of the gradients."""
         self.held.check()
         norm = self.held.norm()
@@ -96,7 +99,7 @@ class LocalReducer(Reducer):
             loss_sum = sum(loss.item() for loss, _, _ in losses)
             return Totals(loss_sum, sum(float(count) for _, count, _ in losses), norm.item())
         loss_sums, counts = sums(losses, norm)
-        return Totals(*torch.stack((loss_sums, counts, norm)).tolist())
+        return DeviceTotals(torch.stack((loss_sums, counts, norm)))
 
 
 def backward_seed(loss: Tensor, factor: float) -> Tensor:

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler as TorchSampler
 
 from shoal.data import Loader
-from shoal.data.batch import StepResult
 from shoal.data.orders import SampleOrder
+from shoal.data.step_result import StepResult
 from shoal.distributed.deadline import Deadline
 from shoal.distributed.init import init
 from shoal.distributed.layout import Layout

@@ -85,6 +85,7 @@ def export(
     path = Path(path)
     model = _model(source)
     world = engine_of(model).world
+    engine_of(model).settle()
     if path.suffix not in (*_STATES, *_PROGRAMS):
         raise CheckpointError(
             given=f"shoal.export(…, {str(path)!r})",

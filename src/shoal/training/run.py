@@ -20,6 +20,7 @@ from shoal.telemetry.profiler.window import check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
 from shoal.training.logged_values import check_names, check_trackers, numbers_of
+from shoal.training.named_states import train_states
 from shoal.training.preemption import PreemptionHandler, StoppedExit, StopReason
 from shoal.training.progress_bar import ProgressBar
 from shoal.training.run_directory import RunDirectory, local_path
@@ -27,7 +28,7 @@ from shoal.training.run_events import RunEvents
 from shoal.training.run_monitor import RunMonitor
 from shoal.training.run_state import RestorePoint, RunState, Stateful, check_options, settings
 from shoal.training.save_policy import LAST_WAIT, Every, SavePolicy, check_every
-from shoal.training.step import Step, train_states
+from shoal.training.step import Step
 from shoal.util.errors import CheckpointError, DataError, StepError
 from shoal.util.text import shown
 
@@ -288,6 +289,7 @@ class Run:
 
     def _save(self, to: str | None, *, wait: bool) -> AnyPath:
         self._check_open()
+        self._settle()
         self.files.check_unused()
         self.files.check_owned()
         at = (self._numbers(), self.loader.consumed)
@@ -317,6 +319,12 @@ class Run:
                 return job.wait()
             finally:
                 self._saves.forget(job)
+
+    def _settle(self) -> None:
+        """Look at late results and record their steps. Raises StepError for one that is not finite."""
+        for each in self.train_states.values():
+            each.engine.settle()
+        self._recording.write_settled()
 
     def note(self, kind: str, values: Mapping[str, Any]) -> None:
         """Record a custom event, with the step and the position.
@@ -367,6 +375,7 @@ class Run:
 
         Raises:
             CheckpointError: With `must_save`, if a save failed.
+            StepError: If the late result of the last step is not finite.
         """
         self._end(None, sys.exception())
 
@@ -374,6 +383,12 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        late = None
+        if reason is None:
+            try:
+                self._settle()
+            except StepError as found:
+                error = reason = late = found
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
         self._stopping.stop()  # not before: a signal would cut the save short
         self._observer.end()
@@ -387,6 +402,8 @@ class Run:
         self.files.release()
         if self._progress is not None:
             self._progress.close(self.step, self.loader, self._losses(), time.time())
+        if late is not None:
+            raise late
         if error is None:
             self._saves.check()
             self.files.check_present()

@@ -6,19 +6,31 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shoal.data import Loader
+from shoal.data.step_result import LateResult
 from shoal.telemetry.events import FORMAT, Events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Spent, TickTimes
 from shoal.training.preemption import StoppedExit
 from shoal.util.packages import versions
 
 if TYPE_CHECKING:
-    from shoal.data.batch import StepResult
+    from shoal.data.step_result import StepResult
     from shoal.training.train_state import TrainState
+
+
+class _LateRow(NamedTuple):
+    """The event of a step whose loss, norm and count are not known yet."""
+
+    name: str
+    step: int
+    before: tuple[Any, ...]
+    spent: Spent
+    result: LateResult
+    load: Any
 
 
 class RunEvents:
@@ -35,6 +47,7 @@ class RunEvents:
     def rewind(self) -> None:
         """Count earlier steps as recorded, and the time until the next batch as outside a step."""
         self._recorded = self._numbers()
+        self._late: list[_LateRow] = []
         begun = self._timeline.pause()
         self._events.begin(begun)
         self._division = TickTimes(begun)
@@ -78,6 +91,7 @@ class RunEvents:
 
     def tick(self, now: float) -> bool:
         """Record the steps taken since the last tick; return whether the first Step took one."""
+        self.write_settled()
         recorded, steps = self._recorded, self._steps
         taken = [name for name, step in steps.items() if step.number != recorded[name]]
         if not taken:
@@ -90,13 +104,34 @@ class RunEvents:
             if batch is None or result is None:  # of a state that was loaded
                 continue
             each = spent if charged is None else charged[name]
-            loss_norm_counted = result[:3]
-            where = (number, batch.first, batch.size, batch.ranges)
-            self._events.step(name, (*where, now, each, *loss_norm_counted, self._loader.load))
+            where = (number, batch.first, batch.size, batch.ranges, now)
+            if isinstance(result, LateResult) and not result.settled:
+                self._late.append(_LateRow(name, number, where, each, result, self._loader.load))
+            else:
+                self._events.step(name, (*where, each, *result[:3], self._loader.load))
         return taken[0] == self._first
+
+    def write_settled(self) -> None:
+        """Record the late steps whose results have been looked at; drop those that were taken back."""
+        if not self._late:
+            return
+        late, self._late = self._late, [row for row in self._late if not row.result.settled]
+        # A device's clock is known up to the last result that was waited for, and not up to the tick.
+        follows = not self._timeline.hosts and len(self._steps) == 1
+        for row in late:
+            if not row.result.settled:
+                continue
+            if not row.result.finite:
+                self._recorded[row.name] = row.step - 1
+                continue
+            spent = self._timeline.take() if follows else row.spent
+            self._events.step(row.name, (*row.before, spent, *row.result[:3], row.load))
 
     def end(self, error: BaseException | None) -> None:
         """Record the end of the run, with the error if there is one."""
+        for row in self._late:  # after an error, some may never be known
+            row.result.settled = row.result.known
+        self.write_settled()
         step = next(iter(self._steps.values())).number
         if error is None or isinstance(error, StoppedExit):
             self._events.write("end", {"step": step, "reason": "closed"})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -13,50 +15,35 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal._torch.modules import compiler_of
-from shoal.data.batch import Batch, StepResult
+from shoal._torch.optimizers import skipping
+from shoal.data.batch import Batch
 from shoal.data.coupled import CoupledStep
 from shoal.data.micro import MicroBatch
+from shoal.data.step_result import StepResult
 from shoal.distributed.consistency import check_same_environment
 from shoal.strategies import engine_of
-from shoal.strategies.contracts import Correction, check_clip, correct
+from shoal.strategies.correction import (
+    Correction,
+    DeviceCorrection,
+    check_clip,
+    correct,
+    correct_on_device,
+    not_finite,
+)
 from shoal.strategies.coupled_layers import say_division
-from shoal.strategies.manual_loop import not_finite
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import CHECKPOINT, FORWARD
 from shoal.training.coupling_check import say_coupled
 from shoal.training.loss_check import check_loss_adds_up
+from shoal.training.loss_scale import LossScale
+from shoal.training.pending_step import PendingStep, result_mode
 from shoal.training.train_state import TrainState
+from shoal.util.accelerator import is_accelerator
 from shoal.util.errors import StepError
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILERS = ("inductor", "script")
-Given = TypeVar("Given")
-_ALONE = "step"
-"""The name of the only Step or model of a Run."""
-
-
-@dataclass
-class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018), with torch.amp.GradScaler's policy.
-
-    GradScaler decides on the device for each optimizer alone; here all ranks decide from the one
-    norm that the step computes anyway, so scaling costs no further pass over the gradients.
-    """
-
-    value: float = 65536.0
-    growth: float = 2.0
-    backoff: float = 0.5
-    interval: int = 2000
-    good: int = 0
-
-    def adapt(self, *, finite: bool) -> None:
-        """Halve after an overflow, double after `interval` steps without one."""
-        if not finite:
-            self.value, self.good = self.value * self.backoff, 0
-        elif self.good + 1 == self.interval:
-            self.value, self.good = self.value * self.growth, 0
-        else:
-            self.good += 1
+RESULTS = ("now", "late")
 
 
 class Step(TrainState):
@@ -73,10 +60,15 @@ class Step(TrainState):
         schedule: torch scheduler over `optimizer`, stepped once per optimizer step. Default: None.
         compile: Compiler: "inductor" (torch.compile) or "script" (TorchScript). `None` does not
             compile. Default: None.
+        result: "now" waits for loss and gradient norm in each step. "late" does not wait for the
+            device: the next step looks at them, and a loss that is not finite raises then. It needs a
+            fused optimizer (`fused=True`). `None` is "late" on an accelerator where that is possible,
+            and else "now". Default: None.
 
     Attributes:
         number: Number of optimizer steps since the start of training.
         last: StepResult of the last step; None before the first.
+        result_mode: Decision between "now" and "late", with its reason.
 
     Raises:
         StepError: If an argument has no such value, or the optimizer has parameters of another model.
@@ -104,6 +96,7 @@ class Step(TrainState):
         clip: float | None = None,
         schedule: LRScheduler | None = None,
         compile: str | None = None,
+        result: str | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise StepError(
@@ -116,6 +109,12 @@ class Step(TrainState):
                 given=f"compile={compile!r}",
                 found=f"the compilers are {', '.join(COMPILERS)}",
                 fix="compile='inductor', or leave it out",
+            )
+        if result is not None and result not in RESULTS:
+            raise StepError(
+                given=f"result={result!r}",
+                found=f"the result of a step is known {' or '.join(RESULTS)}",
+                fix="result='now', or leave it out",
             )
         _check_order(model, optimizer)
         if not isinstance(task, Task):
@@ -134,6 +133,11 @@ class Step(TrainState):
         self._autocast = PRECISIONS[precision]
         self._scale = LossScale() if precision == "fp16" else None
         self._compile = compile
+        self.result_mode = result_mode(result, self.engine, optimizer, fp16=self._scale is not None)
+        self._result_given = result
+        self._pending: PendingStep | None = None
+        if self.result_mode.value == "late":
+            self.engine.world.before_closing(self._end)
         self._prepared = False
         self._tried = False
 
@@ -148,10 +152,13 @@ class Step(TrainState):
 
         Raises:
             StepError: On all ranks, if loss or gradients are not finite; the parameters do not change.
-                With fp16 the step is skipped and the loss scale is halved instead. Under strategies in
-                which each rank takes independent steps (Hogwild, LocalSGD, DiLoCo), only that rank
-                raises it; if the caller catches it, the step counts as one without samples. On the
-                first batch, also if the loss function returns a mean instead of a sum.
+                With `result="late"` the next step raises it, or what comes first of a save, an
+                evaluation and the end of the run; the step after the failed one is skipped too, and
+                both count as not taken. With fp16 the step is skipped and the loss scale is halved
+                instead. Under strategies in which each rank takes independent steps (Hogwild,
+                LocalSGD, DiLoCo), only that rank raises it; if the caller catches it, the step counts
+                as one without samples. On the first batch, also if the loss function returns a mean
+                instead of a sum.
             AgreementError: On all ranks, at the first batch of a Loader, if the ranks have different
                 data.
         """
@@ -165,15 +172,15 @@ class Step(TrainState):
         before = timeline.enter(FORWARD)
         begun = timeline.spent[FORWARD:CHECKPOINT]
         try:
-            decided, skipped = self._advance(batch)
+            result = self._advance(batch)
         finally:
             timeline.enter(before)
         f, b, c, u = timeline.spent[FORWARD:CHECKPOINT]
         times = (f - begun[0]) / 1e9, (b - begun[1]) / 1e9, (c - begun[2]) / 1e9, (u - begun[3]) / 1e9
-        return self.count(StepResult(decided.loss, decided.norm, decided.counted, skipped, *times))
+        return self.count(result(*times))
 
-    def _advance(self, batch: Batch) -> tuple[Correction, bool]:
-        """Take one optimizer step; return its totals, and whether it was skipped."""
+    def _advance(self, batch: Batch) -> Callable[..., StepResult]:
+        """Take one optimizer step; return its result, given the times."""
         self.engine.world.watchdog.begin_step()
         if not self._prepared:
             self._prepare(batch)
@@ -181,21 +188,36 @@ class Step(TrainState):
             not self.engine.independent_steps
         ):  # its ranks don't come to a second Loader at the same time
             batch.compare_ranks()
-        scale = 1.0 if self._scale is None else self._scale.value
-        coupled = self.engine.world.service(CoupledStep)
-        coupled.drop()
+        if self._pending is None:
+            self.engine.settle()  # a step of another Step on this model
+        self.engine.world.service(CoupledStep).drop()
         try:
-            with self.counting:
-                totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
-            decided = correct(totals, size=batch.size, scale=scale, clip=self.clip)
+            correction = self._correct(batch)
         except BaseException:
             self.engine.discard()  # a caller that catches the error continues with the next batch
             self._fail(batch)
             raise
+        if isinstance(correction, DeviceCorrection):
+            return self._update_late(batch, correction)
+        return self._update(batch, correction)
+
+    def _correct(self, batch: Batch) -> Correction | DeviceCorrection:
+        """Compute the gradients of the batch and their correction, late ones on the device."""
+        scale = 1.0 if self._scale is None else self._scale.value
+        with self.counting:
+            totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
+        if self.result_mode.value == "late":
+            before = None if self._pending is None else self._pending.skip
+            sums = totals.vector()
+            return correct_on_device(sums, size=batch.size, clip=self.clip, before=before)
+        return correct(totals.read(), size=batch.size, scale=scale, clip=self.clip)
+
+    def _update(self, batch: Batch, decided: Correction) -> Callable[..., StepResult]:
+        """Update the parameters, skip an overflow, or raise StepError."""
         skipped = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
         if decided.finite:
             self.engine.update(self.optimizer, decided.factor)
-            coupled.apply()
+            self.engine.world.service(CoupledStep).apply()
             self._follow_schedule()
         else:
             self.engine.discard()
@@ -204,11 +226,41 @@ class Step(TrainState):
             elif not skipped:
                 self._fail(batch)
                 over = "this rank's local batch" if self.engine.independent_steps else "all ranks"
-                raise not_finite(decided, batch, over=over)
+                raise not_finite(decided.loss, decided.norm, batch, over=over)
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
         batch.processed = True
-        return decided, skipped
+        return partial(StepResult, decided.loss, decided.norm, decided.counted, skipped)
+
+    def _update_late(self, batch: Batch, decided: DeviceCorrection) -> Callable[..., StepResult]:
+        """Update the parameters unless the device finds values that are not finite.
+
+        Only then look at the step before, so that the device never waits for the host.
+        """
+        pending = PendingStep(self, batch, decided)
+        with skipping(self.optimizer, decided.skip):
+            self.engine.update(self.optimizer, decided.factor)
+        self.engine.world.service(CoupledStep).apply()
+        self._settle(batch)
+        self._pending = pending
+        self.engine.unsettled = WeakMethod(self._settle)
+        self._follow_schedule()
+        batch.processed = True
+        return pending.result_after
+
+    def _settle(self, since: Batch | None = None) -> None:
+        """Look at the last late result; raise StepError if it is not finite.
+
+        Then the step has not been taken, nor the one on the batch `since`, which has begun.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle(self, since)
+
+    def _end(self) -> None:
+        """Look at the last result of a script without a Run, unless the script has failed."""
+        if sys.exception() is None:
+            self._settle()
 
     def _fail(self, batch: Batch) -> None:
         """Count a failed step, as one without samples, if other ranks may have taken it."""
@@ -228,6 +280,7 @@ class Step(TrainState):
             "clip": self.clip,
             "schedule": self.schedule and type(self.schedule).__name__,
             "compile": None if self._compile is None else repr(self._compile),
+            "result": None if self._result_given is None else repr(self._result_given),
         }
         given = {name: value for name, value in options.items() if value is not None}
         if given:
@@ -248,6 +301,7 @@ class Step(TrainState):
             "schedule": "shoal.Run(directory, model, loader, optimizer=optimizer, schedule=schedule), "
             "and schedule.step() after optimizer.step()",
             "compile": "model = torch.compile(model) before shoal.parallelize(model, world)",
+            "result": "leave result out: batch.finish returns the result at once",
         }[option]
 
     def check_schedule(self, *, epoch_ended: bool) -> None:
@@ -296,6 +350,7 @@ class Step(TrainState):
             CheckpointError: Before anything changes, if it is of another one.
         """
         super().load_state_dict(state)
+        self._pending = None
         if self._scale is not None:
             self._scale.value = state["scale"]["value"]
             self._scale.good = state["scale"]["good"]
@@ -319,77 +374,12 @@ class Step(TrainState):
         self.try_loss(batch)
         say_division(self.engine, len(batch), compiled=self.compiled)
         say_coupled(self.engine, self.task, batch, autocast=self._autocast)
+        world, mode = self.engine.world, self.result_mode
+        if is_accelerator(world.device) and mode.value == "now" and self._result_given is None:
+            world.print(f"shoal: the device waits for the host in each step: {mode.reason}")
         if self._compile is not None:
             self.engine.compile(self._compile)
         self._prepared = True
-
-
-def train_states(
-    model: Step | nn.Module | Mapping[str, Step | nn.Module],
-    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
-    schedule: LRScheduler | Mapping[str, LRScheduler] | None = None,
-) -> dict[str, TrainState]:
-    """Return the Steps and models of a Run by name, each model with its optimizer and schedule.
-
-    A single one has the name "step". Raises StepError for an object that a Run can't save and count.
-    """
-    models: dict[str, Step | nn.Module] = _by_name(model)
-    optimizers, schedules = _by_name(optimizer), _by_name(schedule)
-    given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
-    if not models:
-        raise _not_trainable(given, "neither a Step nor a model")
-    alone = {name for name, each in models.items() if not isinstance(each, Step)}
-    for what, names in (("optimizer", optimizers.keys()), ("schedule", schedules.keys())):
-        if not names <= alone:
-            others = ", ".join(map(repr, sorted(names - alone)))
-            raise _not_trainable(given, f"{what}= for {others}, which is no model of this Run")
-    return {
-        name: _train_state(name, each, optimizers.get(name), schedules.get(name))
-        for name, each in models.items()
-    }
-
-
-def _by_name(given: Given | Mapping[str, Given] | None) -> dict[str, Given]:
-    if isinstance(given, Mapping):
-        return dict(given)
-    return {} if given is None else {_ALONE: given}
-
-
-def _train_state(
-    name: str, model: Step | nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None
-) -> TrainState:
-    if not (isinstance(name, str) and name.isprintable()):
-        raise StepError(
-            given=f"shoal.Run(directory, {{{name!r}: …}}, loader)",
-            found=f"{name!r} is not a printable str",
-            fix="a short text for each Step or model, such as 'generator'",
-        )
-    if isinstance(model, Step):
-        return model
-    given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
-    if not isinstance(model, nn.Module):
-        raise _not_trainable(given, "neither a Step nor a model")
-    engine = engine_of(model)
-    if optimizer is None:
-        raise _not_trainable(given, "a model without optimizer=, which a checkpoint has to hold")
-    if engine.loop is None:
-        raise StepError(
-            given=given,
-            found="the strategy of this model runs complete steps, so a custom training loop can't "
-            "train it",
-            fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader)",
-        )
-    return TrainState(engine, optimizer, schedule)
-
-
-def _not_trainable(given: str, found: str) -> StepError:
-    return StepError(
-        given=given,
-        found=found,
-        fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader); for a custom training "
-        "loop shoal.Run(directory, model, loader, optimizer=optimizer), or for several models "
-        "shoal.Run(directory, {'a': a, 'b': b}, loader, optimizer={'a': …, 'b': …})",
-    )
 
 
 def _check_order(model: object, optimizer: object) -> None:

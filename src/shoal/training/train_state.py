@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal._torch.modules import has_compiled_call
-from shoal.data.batch import StepResult
+from shoal.data.step_result import StepResult
 from shoal.strategies.contracts import Engine
 from shoal.strategies.dtensor import divided
 from shoal.training.state_names import (

@@ -25,7 +25,8 @@ from shoal.distributed.world import World
 from shoal.strategies.asynchronous.shared_parameters import ParameterStorage, shared
 from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.compiled import Compiler
-from shoal.strategies.contracts import Engine, Totals
+from shoal.strategies.contracts import Engine
+from shoal.strategies.correction import Factor, Totals
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
 from shoal.strategies.data_parallel.local_sgd import average, others
 from shoal.strategies.dtensor import is_divided
@@ -161,9 +162,9 @@ class HogwildEngine(Engine):
             self._read = self._commons.read(self._parameters)
             self._versions = self._now()
         totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
-        return totals._replace(local=True)
+        return totals.read()._replace(local=True)
 
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
         """Step on this rank's copy and add the change to the shared parameters; see the contract."""
         if factor == 0:  # this rank had no sample: a step would make its optimizer state decay
             self.discard()

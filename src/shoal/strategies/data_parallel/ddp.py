@@ -8,7 +8,6 @@ tells the reducer when a backward is the last of a batch.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,12 @@ from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
 from shoal.strategies.batch_norm import is_covered, refuse_coupled
-from shoal.strategies.contracts import Engine, Totals
+from shoal.strategies.contracts import Engine
+from shoal.strategies.correction import AnyTotals, DeviceTotals, Factor, Totals
 from shoal.strategies.data_parallel import choose_compression, compression
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
 from shoal.strategies.data_parallel.compression import Compress
+from shoal.strategies.data_parallel.tally import tally_dtype, whole, whole_on_device
 from shoal.strategies.device_placement.multi_device import bring, check_replicas
 from shoal.strategies.dtensor import is_divided
 from shoal.strategies.engine import SynchronousEngine
@@ -210,7 +211,7 @@ class DDPReducer(Reducer):
 
         return split
 
-    def totals(self) -> Totals:
+    def totals(self) -> AnyTotals:
         """Return the sums of the tally and the norm, then broadcast rank 0's buffers as DDP does."""
         self.held.check()
         totals = self._totals(self.held.norm())
@@ -259,6 +260,7 @@ class DDPReducer(Reducer):
                 return
             how = choice.value
         self._method = compression.method(how)
+        self.waits_because = "the error feedback of compressed gradients depends on it"
         self._reducer.register_hook(_weakly(self._reduced))
 
     def _reduced(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -285,7 +287,7 @@ class DDPReducer(Reducer):
             found = compression.Bucket(names, gradients, self._scale)
             compression.reduce(self._method if self._primed else None, found, self.wire)
 
-    def multiply(self, factor: float) -> None:
+    def multiply(self, factor: Factor) -> None:
         """Multiply the gradients, and keep the error feedback of the batch, which is complete."""
         if self._method is not None:
             named = self.held.module.named_parameters()
@@ -327,7 +329,7 @@ class DDPReducer(Reducer):
         leaves = self.held.leaves()
         return None if leaves is None else [*leaves, self._tally]
 
-    def _totals(self, norm: Tensor) -> Totals:
+    def _totals(self, norm: Tensor) -> AnyTotals:
         tally = self._tally.grad
         if tally is None:
             raise StepError(
@@ -338,10 +340,10 @@ class DDPReducer(Reducer):
         self._tally.grad = None
         if norm.device.type == "cpu":
             loss_sum, count = tally.tolist()
-            value = norm.item()
-        else:
-            loss_sum, count, value = torch.cat((tally, norm.to(tally).reshape(1))).tolist()
-        return Totals(loss_sum, whole(count, tally.dtype, self.world.size), value)
+            return Totals(loss_sum, whole(count, tally.dtype, self.world.size), norm.item())
+        sums = torch.cat((tally, norm.to(tally).reshape(1))).double()
+        sums[1] = whole_on_device(sums[1], tally.dtype, self.world.size)
+        return DeviceTotals(sums)
 
     def _prime(self) -> None:
         """Reduce gradients of zeros once, so that the reducer rebuilds its buckets now.
@@ -427,23 +429,6 @@ class _Holder(nn.Module):
         super().__init__()
         self.module = module
         self.tally = tally
-
-
-def tally_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
-    """Return the widest real floating dtype among `parameters`, at least float32.
-
-    A tally of the same dtype as the parameters can be in a bucket with them.
-    """
-    wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-    return torch.float64 if wide else torch.float32
-
-
-def whole(count: float, dtype: torch.dtype, ranks: int) -> float:
-    """Return `count` without the rounding error that averaging over ranks left on an integer."""
-    if not math.isfinite(count):
-        return count
-    nearest = float(round(count))
-    return nearest if abs(count - nearest) <= 4 * ranks * torch.finfo(dtype).eps * nearest else count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.compiled import Compiler
-from shoal.strategies.contracts import Engine, Totals
+from shoal.strategies.contracts import Engine
+from shoal.strategies.correction import Factor, Totals
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, joined, put_back
 from shoal.strategies.local import local_engine
 from shoal.strategies.task import Task
@@ -152,9 +153,9 @@ class AveragingEngine(Engine):
         if self._taken == 0 and self._outer is not None:
             self._outer.start()
         totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
-        return totals._replace(local=True)
+        return totals.read()._replace(local=True)
 
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
         """Step on this rank, then average if it is time; see the contract."""
         if factor == 0:  # this rank had no sample: a step would make its optimizer state decay
             self._local.discard()

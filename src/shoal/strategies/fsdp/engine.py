@@ -23,7 +23,7 @@ from shoal.data.batch import Batch, Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import mark_groups
-from shoal.strategies.contracts import Totals
+from shoal.strategies.correction import AnyTotals, DeviceTotals
 from shoal.strategies.engine import Runner, SynchronousEngine
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.mesh_reducer import (
@@ -87,7 +87,7 @@ class FSDPReducer(Reducer):
         if last:
             self.held.print_unused()
 
-    def totals(self) -> Totals:
+    def totals(self) -> DeviceTotals:
         """Return the sums over the world and the full norm; see the contract."""
         self.held.check()
         return world_totals(self.held, norm_of_parts(self.held), reports_loss=self.reports_loss)
@@ -118,7 +118,7 @@ class FSDPRunner(Runner):
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
-    ) -> Totals:
+    ) -> AnyTotals:
         """Run as in one process. Parameters outside the units stay gathered until their backward.
 
         This holds only in this method, where backward follows at once and no other code changes the

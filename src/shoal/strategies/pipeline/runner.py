@@ -18,7 +18,8 @@ from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
 from shoal.distributed import objects
 from shoal.distributed.world import World
-from shoal.strategies.contracts import Totals, no_gradient
+from shoal.strategies.contracts import no_gradient
+from shoal.strategies.correction import AnyTotals
 from shoal.strategies.engine import Runner
 from shoal.strategies.eval_mode import untouched
 from shoal.strategies.fsdp.options import FSDP
@@ -116,7 +117,7 @@ class PipelineRunner(Runner):
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
-    ) -> Totals:
+    ) -> AnyTotals:
         """Run the schedule, then sum gradients over replicas; see the contract."""
         timeline = self._world.timeline
         timeline.enter(FORWARD)

@@ -26,7 +26,8 @@ from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
-from shoal.strategies.contracts import Totals, no_gradient
+from shoal.strategies.contracts import no_gradient
+from shoal.strategies.correction import AnyTotals
 from shoal.strategies.engine import Runner
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import mixed
@@ -117,7 +118,7 @@ class RPCPipelineRunner(Runner):
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
-    ) -> Totals:
+    ) -> AnyTotals:
         """Run forward and backward through all stages, and sum over replicas; see the contract."""
         timeline = self._world.timeline
         timeline.enter(FORWARD)

@@ -15,7 +15,7 @@ from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import tensors_awaited
 from shoal.strategies.compiled import Compiler
-from shoal.strategies.contracts import Totals
+from shoal.strategies.correction import AnyTotals
 from shoal.strategies.engine import Runner, SynchronousEngine
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import LocalRunner
@@ -81,7 +81,7 @@ class PlannedRunner(Runner):
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
-    ) -> Totals:
+    ) -> AnyTotals:
         """Run as in one process, with logits sharded if they are in the plan; see the contract."""
         with ExitStack() as stack:
             if self._local.call is self._module:  # compiled code cannot be marked
