@@ -371,8 +371,7 @@ class PipelineRunner(Runner):
 
     def _send(self, tensors: Sequence[Tensor], to: int) -> None:
         objects.send(_form(tensors), self._group, to)
-        for tensor in tensors:
-            dist.send(tensor, group=self._group, group_dst=to)
+        self._exchange(dist.isend, tensors, to)
 
     def _receive(self, source: int) -> tuple[Tensor, ...]:
         found: ShoalError | Form = objects.receive(self._group, source)
@@ -381,9 +380,17 @@ class PipelineRunner(Runner):
         tensors = tuple(
             torch.empty(size, dtype=dtype, device=self._world.device) for size, dtype in found
         )
-        for tensor in tensors:
-            dist.recv(tensor, group=self._group, group_src=source)
+        self._exchange(dist.irecv, tensors, source)
         return tensors
+
+    def _exchange(self, operation: Any, tensors: Sequence[Tensor], peer: int) -> None:
+        """Send tensors to a rank of the pipeline, or receive them from it.
+
+        At once, as schedules do: for a single send, NCCL would make a communicator of two ranks.
+        """
+        pairs = [dist.P2POp(operation, each, group=self._group, group_peer=peer) for each in tensors]
+        for work in dist.batch_isend_irecv(pairs) if pairs else ():
+            work.wait()
 
 
 def _check_sharded_activations(division: ShardedLayers | None) -> None:
