@@ -22,6 +22,7 @@ from shoal.strategies.contracts import Totals, no_gradient
 from shoal.strategies.engine import Runner
 from shoal.strategies.eval_mode import untouched
 from shoal.strategies.fsdp.options import FSDP
+from shoal.strategies.fsdp.precision import GatheredPrecision
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import mixed
 from shoal.strategies.mesh_reducer import (
@@ -88,6 +89,8 @@ class PipelineRunner(Runner):
             number: StageModule(stages[number], world, last=number == last) for number in mine
         }
         self._sharded = world.layout.degree("shard") > 1
+        self._precisions: list[GatheredPrecision] = []
+        """Those of the sharded stages of this rank."""
         kept = [stages[number] for number in mine]
         units = find_units(module, stage_strategy.modules) if self._sharded else []
         members = StageRanks(self._group, self._place, self._owners, world.device)
@@ -207,7 +210,8 @@ class PipelineRunner(Runner):
             meta = any(p.is_meta for p in module.parameters())
             for part in self._parts.values():
                 inside = {id(one) for one in part.modules()}
-                stage_strategy.divide(part, [unit for unit in units if id(unit) in inside], world)
+                own = [unit for unit in units if id(unit) in inside]
+                self._precisions.append(stage_strategy.divide(part, own, world))
                 if meta:
                     part.to_empty(device=world.device)
             bring(module, kept, world.device)
@@ -233,6 +237,8 @@ class PipelineRunner(Runner):
     def _compute_in(self, autocast: torch.dtype | None) -> None:
         for part in self._parts.values():
             part.autocast = autocast
+        for precision in self._precisions:
+            precision.use(autocast)
 
     def _inputs(self, task: Task, micro: Micro, seed: int) -> Inputs:
         return by_name(self._signature, *task.arguments(micro, seed), type(self._module).__name__)
