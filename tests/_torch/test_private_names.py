@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
@@ -214,21 +214,6 @@ def test_fsdp_parameter_groups(group: Any) -> None:
     fsdp.drop_accumulated(model)
     assert all(each._unsharded_param.grad is None for each in found.fsdp_params)
     assert all(each.unsharded_accumulated_grad is None for each in found.fsdp_params)
-
-
-def test_fsdp_policy(group: Any) -> None:
-    model = nn.Linear(2, 2)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    assert isinstance(model, FSDPModule)
-    assert fsdp.parameter_dtypes(model) == {torch.float32}
-    own = MixedPrecisionPolicy()
-    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for policy, dtype in ((half, torch.bfloat16), (own, torch.float32), (half, torch.bfloat16)):
-        fsdp.use_policy(model, policy)
-        output = model(torch.ones(1, 2))
-        assert output.dtype == dtype
-        output.sum().backward()
-        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
 
 def test_checkpoint_activation() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class FSDPRunner(Runner):
     def __init__(self, reducer: FSDPReducer, precision: GatheredPrecision, reshard: bool) -> None:
         self.reducer = reducer
         self._precision = precision
-        self._inner = local_runner(reducer)
+        self._inner = local_runner(reducer, exact=partial(precision.under, None))
         self._divided = reducer.divided
         self._reshard = reshard
 

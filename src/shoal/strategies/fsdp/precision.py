@@ -70,11 +70,12 @@ class GatheredPrecision:
     @contextmanager
     def under(self, autocast: torch.dtype | None) -> Iterator[None]:
         """Gather parameters in the dtype `autocast` within a `with` block."""
+        before = self._wanted
         self.use(autocast)
         try:
             yield
         finally:
-            self._wanted = None  # followed by the next forward outside of a Step, if there is one
+            self._wanted = before  # used by the next forward, if there is one
 
     def _follow(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
