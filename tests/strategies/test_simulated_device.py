@@ -38,11 +38,15 @@ MORE = [
     (8, "shard=8", "shoal.FSDP()", ("--precision", "bf16"), ONE_READ),
     (8, "tensor=8", "shoal.TensorParallel()", (), ONE_READ),
     (8, "shard=8", "shoal.FSDP(cpu_offload=True)", (), OFFLOADED),
+    (8, "shard=8", "shoal.FSDP(cpu_offload=True)", ("--precision", "bf16"), OFFLOADED),
+    (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--precision", "bf16"), ONE_READ),
     (8, "shard=2,tensor=4", TENSOR_FSDP, ("--micro-batches", "4"), ONE_READ),
     (1024, "shard=128,context=8", f"[{CONTEXT}, shoal.FSDP()]", SEQUENCES, ONE_READ),
     (8, "context=8", f"[{CONTEXT}, shoal.FSDP()]", SEQUENCES, ONE_READ),
     (8, "replicate=2,pipeline=4", PIPELINE, ("--micro-batches", "8", "--rank", "3"), ONE_READ),
     (1024, "replicate=256,pipeline=4", PIPELINE, ("--micro-batches", "8"), ONE_READ),
+    (8, "replicate=2,pipeline=4", PIPELINE, ("--micro-batches", "8", "--evaluate"), EVALUATED),
+    (1024, "shard=256,pipeline=4", PIPELINE, ("--micro-batches", "8", "--rank", "1"), ONE_READ),
 ]
 
 
