@@ -292,7 +292,7 @@ def make_world(size: int, layout: str, rank: int) -> Any:
             return value
 
     world.Watchdog = Alone  # type: ignore[attr-defined]
-    joined = initialize.Joined(
+    joined = initialize.JoinedWorld(
         placement=env_vars.placement(),
         layout=Layout.parse(layout).resolve(size),
         device=device,
@@ -352,7 +352,7 @@ def main() -> None:
     world = make_world(options.size, options.layout, options.rank)
     import shoal
     from shoal.data.batch import Batch
-    from shoal.data.micro import Micro
+    from shoal.data.micro import MicroBatch
     from shoal.strategies import engine_of
 
     if world.size > 1:
@@ -381,7 +381,7 @@ def main() -> None:
                     torch.empty(shape, device=DEVICE),
                     torch.empty(8, dtype=torch.long, device=DEVICE),
                 )
-                micros.append(Micro(value, 8 * index, 8, 1.0, world))
+                micros.append(MicroBatch(value, 8 * index, 8, 1.0, world))
             batch = Batch(0, 8 * world.data_size * count, micros, seed=0, world=world)
             if options.memory and number == 2:
                 memory = peaks(model, optimizer, functools.partial(step, batch))

@@ -15,7 +15,7 @@ import shoal
 from helpers.ranks import Ranks
 from shoal._torch.dispatch import TorchDispatchMode
 from shoal.strategies.data_parallel import compression
-from shoal.strategies.data_parallel.compressed_collectives import Wire
+from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
 from shoal.strategies.data_parallel.compression import Bucket, Compress
 from shoal.util import accelerator
 
@@ -51,7 +51,7 @@ class HostReads(TorchDispatchMode):
 
 
 def host_reads(world: shoal.World, how: Compress) -> int:
-    chosen, wire, reads = compression.method(how), Wire(world), HostReads()
+    chosen, wire, reads = compression.method(how), CountedCollectives(world), HostReads()
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(3):
         gradients: list[Tensor] = [torch.randn(size, generator=generator) for size in ((40, 30), (7,))]
