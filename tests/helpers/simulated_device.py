@@ -16,6 +16,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -24,8 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed import fake_pg
+from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
@@ -130,11 +134,20 @@ class Simulation(FakeTensorMode):
             self.copied(arguments[1], arguments[0].device, asynchronous)
         elif name.startswith(self.WAITING):
             self.note(name)
+        elif name.startswith("aten._foreach_"):
+            self.on_one_device(name, arguments)
         return super().__torch_dispatch__(function, types, arguments, keywords)
 
     def copied(self, source: Tensor, target: torch.device, keywords: dict[str, Any]) -> None:
         if source.device.type != target.type and not keywords.get("non_blocking"):
             self.note(f"copy {source.device.type} to {target.type}")
+
+    def on_one_device(self, name: str, arguments: Any) -> None:
+        """Raise RuntimeError for lists on several devices, which fake tensors let pass."""
+        given = [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
+        found = {each.device.type for each in given if each.dim() or each.device.type == DEVICE}
+        if len(found) > 1:
+            raise RuntimeError(f"{name} of tensors on {sorted(found)}")
 
     def note(self, what: str) -> None:
         frames = [f for f in traceback.extract_stack() if "src/shoal" in f.filename]
@@ -175,6 +188,46 @@ class Net(nn.Module):
         return output
 
 
+class Attention(nn.Module):
+    """A residual block with attention over a sequence, which context parallelism can slice."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, 3 * width)
+        self.outer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inner(self.norm(x)).unflatten(-1, (3, 8, -1)).permute(2, 0, 3, 1, 4)
+        with sdpa_kernel(SDPBackend.MATH):
+            query, key, value = heads.unbind()
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        added: Tensor = self.outer(mixed.transpose(1, 2).flatten(2))
+        return x + added
+
+
+class Sequences(nn.Module):
+    """Attention over sequences of 16 positions, and a head on their mean."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.head(x.mean(1))
+        return output
+
+
+NETS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
+    "Net": (Net, (8, 64)),
+    "Sequences": (Sequences, (8, 16, 64)),
+}
+"""Models, and the shape of a micro-batch of their inputs."""
+
+
 AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
 
 
@@ -205,8 +258,8 @@ def setup() -> None:
         layer.reset_parameters = lambda self: None  # type: ignore[method-assign]
 
 
-def make_world(size: int, layout: str) -> Any:
-    """Return the world of rank 0 of `size`, whose other ranks do not exist."""
+def make_world(size: int, layout: str, rank: int) -> Any:
+    """Return the world of one rank of `size`, whose other ranks do not exist."""
     from shoal.distributed import env_vars, initialize, world
     from shoal.distributed.determinism import DeterministicMode
     from shoal.distributed.layout import Layout
@@ -215,11 +268,12 @@ def make_world(size: int, layout: str) -> Any:
 
     local = min(8, size)
     os.environ |= {
-        **{"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(local)},
+        **{"RANK": str(rank), "WORLD_SIZE": str(size)},
+        **{"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "simulated"},
-        **{"GROUP_RANK": "0", "NODE_RANK": "0"},
+        **{"GROUP_RANK": str(rank // local), "NODE_RANK": str(rank // local)},
     }
-    dist.init_process_group(f"{DEVICE}:sim_fake", store=HashStore(), rank=0, world_size=size)
+    dist.init_process_group(f"{DEVICE}:sim_fake", store=HashStore(), rank=rank, world_size=size)
     device = torch.device(DEVICE, 0)
 
     class Alone(Watchdog):
@@ -251,30 +305,66 @@ def make_world(size: int, layout: str) -> Any:
     return SimulatedWorld(joined, 0, limits, deterministic_mode=DeterministicMode(enabled=False))
 
 
+def without_neighbours(engine: Any) -> None:
+    """Let a stage of a pipeline run though no other rank sends it the shapes that it receives."""
+    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    from shoal.strategies.pipeline import runner
+
+    form = ((torch.Size((8, 64)), torch.float32),)
+    objects = SimpleNamespace(send=lambda *_: None, receive=lambda *_: form)
+    vars(runner)["objects"] = objects
+    engine.runner._proof = SimpleNamespace(check=lambda *_: None)
+
+    def agree(schedule: object, stages: Any, *_: object) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    setattr(schedules._PipelineSchedule, "_warmup_p2p", agree)  # noqa: B010 - of another type
+
+
+def peaks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, call: Callable[[], Any]
+) -> dict[str, int]:
+    """Return the largest numbers of bytes of each kind that torch's tracker sees during the call."""
+    tracker = FSDPMemTracker(model, optimizer)
+    with tracker:
+        call()
+    found = tracker.get_tracker_snapshot("peak")[torch.device(DEVICE, 0)]
+    return {str(getattr(kind, "value", kind)): size for kind, size in found.items() if size}
+
+
 def main() -> None:
     """Take three steps and print what blocked in the last, as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("size", type=int)
     parser.add_argument("layout")
     parser.add_argument("strategy", help="an expression, such as shoal.FSDP()")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--net", choices=NETS, default="Net")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--fused", action="store_true", help="results of steps are late")
     parser.add_argument("--evaluate", action="store_true", help="count an evaluation instead")
+    parser.add_argument("--memory", action="store_true", help="print bytes by kind too")
     options = parser.parse_args()
     setup()
-    world = make_world(options.size, options.layout)
+    world = make_world(options.size, options.layout, options.rank)
     import shoal
     from shoal.data.batch import Batch
     from shoal.data.micro import MicroBatch
+    from shoal.strategies import engine_of
     from shoal.strategies.dtensor import is_divided
 
     if world.size > 1:
         assert world.mesh  # outside fake tensors, which its ranks are not
     simulation = Simulation()
+    kind, shape = NETS[options.net]
+    memory: dict[str, int] = {}
     with simulation:
         with torch.device(DEVICE, 0):
-            net = Net()
+            net = kind()
         model = shoal.parallelize(net, world, eval(options.strategy, {"shoal": shoal}))
         # A fused optimizer takes sharded and other parameters in separate groups.
         kinds = [[p for p in model.parameters() if is_divided(p) is kind] for kind in (True, False)]
@@ -285,26 +375,32 @@ def main() -> None:
         )
         step = shoal.Step(model, optimizer, task, clip=1.0, precision=options.precision)
         step._prepared = True
+        if "Pipeline" in options.strategy:
+            without_neighbours(engine_of(model))
         count = options.micro_batches
-        for _ in range(3):
+        for number in range(3):
             simulation.found.clear()
             micros = []
             for index in range(count):
                 value = (
-                    torch.empty(8, 64, device=DEVICE),
+                    torch.empty(shape, device=DEVICE),
                     torch.empty(8, dtype=torch.long, device=DEVICE),
                 )
                 micros.append(MicroBatch(value, 8 * index, 8, 1.0, world))
-            step(Batch(0, 8 * world.data_size * count, micros, seed=0, world=world))
+            batch = Batch(0, 8 * world.data_size * count, micros, seed=0, world=world)
+            if options.memory and number == 2:
+                memory = peaks(model, optimizer, functools.partial(step, batch))
+            else:
+                step(batch)
         if options.evaluate:
             samples = 8 * world.data_size * count
-            data = (torch.empty(samples, 64), torch.empty(samples, dtype=torch.long))
+            data = (torch.empty(samples, *shape[1:]), torch.empty(samples, dtype=torch.long))
             simulation.found.clear()
             shoal.evaluate(
                 step, data, metrics={"accuracy": shoal.Accuracy()}, batch_size=8 * world.data_size
             )
-    devices = sorted({p.device.type for p in model.parameters()})
-    print(json.dumps({"blocking": simulation.found, "devices": devices}))
+    devices = sorted({p.device.type for p in model.parameters() if not p.is_meta})
+    print(json.dumps({"blocking": simulation.found, "devices": devices, "memory": memory}))
     os._exit(0)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
@@ -272,3 +273,25 @@ def test_a_resumed_run_draws_the_same_noise_in_a_short_batch(two: Ranks, tmp_pat
     """The fourth batch is the short one of the epoch, and the first after the restore."""
     at_once = two.call(with_dropout, tmp_path / "once", [STEPS])
     assert two.call(with_dropout, tmp_path / "twice", [3, STEPS]) == at_once
+
+
+def sent_alone(world: shoal.World) -> list[str]:
+    """The dtypes that are sent one by one in an evaluation, in which NCCL would make communicators."""
+    step, _ = parts(world, PIPELINE)
+    found: list[str] = []
+    inner = dist.send
+
+    def send(tensor: Tensor, *arguments: Any, **named: Any) -> None:
+        found.append(str(tensor.dtype))
+        inner(tensor, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "send", send)
+        shoal.evaluate(step, dataset(), batch_size=16)
+    return found
+
+
+def test_an_evaluation_sends_activations_as_schedules_do(two: Ranks) -> None:
+    first, last = two.call(sent_alone)
+    assert set(first) == {"torch.int64", "torch.uint8"}  # the forms, through memory of the host
+    assert last == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 TENSOR_FSDP = "[shoal.TensorParallel(), shoal.FSDP()]"
+CONTEXT = "shoal.ContextParallel(check=False)"
+PIPELINE = "shoal.Pipeline(split_points=('blocks.1', 'blocks.2', 'blocks.3'))"
+SEQUENCES = ("--net", "Sequences")
 ONE_READ = {"item in shoal/strategies/correction.py:read": 3}
 """Loss, count and norm, in one transfer before the optimizer step."""
 OFFLOADED = {
@@ -21,12 +25,13 @@ EVALUATED = {
     "item in shoal/training/evaluation.py:means": 4,  # loss and accuracy, in one transfer
     "item in shoal/training/evaluation.py:evaluate": 1,
 }
-FEW = [
+FEW: list[tuple[int, str, str, tuple[str, ...], dict[str, int]]] = [
     (1, "replicate=1", "shoal.SingleProcess()", (), ONE_READ),
     (1, "replicate=1", "shoal.SingleProcess()", ("--fused",), {}),
     (8, "shard=8", "shoal.FSDP()", ("--fused",), {}),
     (8, "shard=8", "shoal.FSDP()", (), ONE_READ),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, (), ONE_READ),
+    (8, "replicate=2,pipeline=4", PIPELINE, ("--micro-batches", "8", "--rank", "1"), ONE_READ),
 ]
 MORE = [
     (1024, "replicate=16,shard=64", "shoal.FSDP()", ("--fused",), {}),
@@ -40,8 +45,27 @@ MORE = [
     (8, "shard=8", "shoal.FSDP()", ("--precision", "bf16"), ONE_READ),
     (8, "tensor=8", "shoal.TensorParallel()", (), ONE_READ),
     (8, "shard=8", "shoal.FSDP(cpu_offload=True)", (), OFFLOADED),
+    (8, "shard=8", "shoal.FSDP(cpu_offload=True)", ("--precision", "bf16"), OFFLOADED),
+    (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--precision", "bf16"), ONE_READ),
     (8, "shard=2,tensor=4", TENSOR_FSDP, ("--micro-batches", "4"), ONE_READ),
+    (1024, "shard=128,context=8", f"[{CONTEXT}, shoal.FSDP()]", SEQUENCES, ONE_READ),
+    (8, "context=8", f"[{CONTEXT}, shoal.FSDP()]", SEQUENCES, ONE_READ),
+    (8, "replicate=2,pipeline=4", PIPELINE, ("--micro-batches", "8", "--rank", "3"), ONE_READ),
+    (1024, "replicate=256,pipeline=4", PIPELINE, ("--micro-batches", "8"), ONE_READ),
+    (8, "replicate=2,pipeline=4", PIPELINE, ("--micro-batches", "8", "--evaluate"), EVALUATED),
+    (1024, "shard=256,pipeline=4", PIPELINE, ("--micro-batches", "8", "--rank", "1"), ONE_READ),
 ]
+
+
+def simulated(*options: str) -> dict[str, dict[str, int]]:
+    """What a rank found in its third step; raises where an operation mixes devices."""
+    command = [sys.executable, "-m", "helpers.simulated_device", *options]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -54,13 +78,71 @@ def test_a_step_on_a_simulated_device(
     strategy: str,
     options: tuple[str, ...],
     blocking: dict[str, int],
-    tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-m", "helpers.simulated_device", str(size), layout, strategy, *options]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["devices"] == ["cpu" if "cpu_offload" in strategy else "sim"]
+    found = simulated(str(size), layout, strategy, *options)
+    assert list(found["devices"]) == ["cpu" if "cpu_offload" in strategy else "sim"]
     assert found["blocking"] == blocking
+
+
+def memory(strategy: str) -> dict[str, int]:
+    """The largest numbers of bytes of each kind in a step in bf16 on 8 ranks."""
+    return simulated("8", "shard=8", strategy, "--precision=bf16", "--memory", "--micro-batches=1")[
+        "memory"
+    ]
+
+
+@pytest.mark.full
+def test_memory_by_kind(repository: Path) -> None:
+    """A rank keeps shards; what it gathers is of 16 bits and of two units at most."""
+    wide, half = memory("shoal.FSDP(param_dtype='fp32')"), memory("shoal.FSDP()")
+    unit, head = 64 + 64 + 64 * 256 + 256 + 256 * 64 + 64, 64 * 10 + 10
+    whole = 4 * (4 * unit + head)
+    for found in (wide, half):
+        assert whole / 8 <= found["Sharded Param"] < 1.01 * whole / 8  # padded to equal shards
+        assert found["OptState"] == 2 * found["Sharded Param"]
+    assert wide["Unsharded Param"] == 2 * half["Unsharded Param"] < 4 * 2 * (unit + head + 8 * 64)
+    assert wide["All Gather"] == 2 * half["All Gather"]
+    assert half["Total"] < 0.85 * wide["Total"]
+    page = (repository / "docs/explanation/gpus.md").read_text()
+    for kind in ("Sharded Param", "OptState", "Unsharded Param", "All Gather", "Total"):
+        assert f"| `{kind}` | {wide[kind]:,} | {half[kind]:,} |" in page
+
+
+def test_the_page_has_these_numbers(repository: Path) -> None:
+    """One transfer where the case has one: the cases compare what blocks, operation by operation."""
+    text = (repository / "docs/explanation/gpus.md").read_text()
+    rows = re.findall(
+        r"^\| `([a-z=,0-9]+)`(, bf16)? \| `(shoal.*|\[.*)` \| (\d) \| \d \| 1 \|$", text, re.M
+    )
+    of_page = {
+        (layout, *(("bf16",) if half else ()), strategy, rank) for layout, half, strategy, rank in rows
+    }
+    of_tests = set()
+    for _, layout, strategy, options, blocking in [*FEW, *MORE]:
+        if len(blocking) == 1 and options != ("--micro-batches", "4"):
+            half = ("bf16",) if "bf16" in options else ()
+            rank = options[-1] if "--rank" in options else "0"
+            shown = "shoal.Pipeline(split_points=SPLIT)" if strategy == PIPELINE else strategy
+            of_tests.add((layout, *half, shown, rank))
+    assert of_page == of_tests
+
+
+def test_lists_on_several_devices_are_caught() -> None:
+    """Fake tensors alone let them pass; on a GPU each of them is an error."""
+    script = (
+        "import torch\n"
+        "from helpers.simulated_device import Simulation, setup\n"
+        "setup()\n"
+        "with Simulation():\n"
+        "    here, there = torch.zeros(2), torch.zeros(2, device='sim')\n"
+        "    torch._foreach_mul_([there], 2.0)\n"
+        "    torch._foreach_add_([here], [there])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "RuntimeError: aten._foreach_add_.List of tensors on ['cpu', 'sim']" in done.stderr

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from shoal._torch.versions import required
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
+    import torch
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
 def parameter_groups(part: FSDPModule) -> list[Any]:
@@ -26,3 +27,27 @@ def drop_accumulated(part: FSDPModule) -> None:
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def parameter_dtypes(part: FSDPModule) -> set[torch.dtype]:
+    """Return the dtypes of the sharded parameters of `part`."""
+    return {each.sharded_param.dtype for group in parameter_groups(part) for each in group.fsdp_params}
+
+
+def use_policy(part: FSDPModule, policy: MixedPrecisionPolicy) -> None:
+    """Let the next forward of `part` use `policy`. FSDP2 takes a policy only when it shards a module.
+
+    Gathered parameters are freed, and the tensors that FSDP2 keeps for them are made again in the
+    dtype of the policy. No backward of an earlier forward may follow.
+    """
+    required(part, "_get_fsdp_state", "FSDP")()._mp_policy = policy
+    for group in parameter_groups(part):
+        if group.mp_policy == policy:
+            continue
+        part.reshard()
+        group.mp_policy = policy
+        group._init_mp_dtypes()
+        for parameter in group.fsdp_params:
+            parameter.all_gather_outputs = []
+            if hasattr(parameter, "_unsharded_param"):
+                del parameter._unsharded_param

@@ -19,6 +19,7 @@ from shoal.checkpoint.state_tree import DTYPES
 from shoal.distributed import objects
 from shoal.distributed.membership import LOOK_SECONDS, Survivors
 from shoal.distributed.watchdog.mismatch import BACKGROUND_SAVE
+from shoal.util.accelerator import is_accelerator, pinned, record
 from shoal.util.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -148,8 +149,11 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
         self._header = b""
         self._bytes = 0
+        self._copied: list[Any] = []
+        """Events after which the copies from devices are complete."""
 
     @property
     def size(self) -> int:
@@ -157,7 +161,10 @@ class Staging:
         return len(self._header) + self._bytes
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors`; when this returns, they may change. No thread may read `blocks` meanwhile."""
+        """Copy `tensors`; when this returns, they may change. No thread may read `blocks` meanwhile.
+
+        The host does not wait for devices: a change comes after the copy on the same stream.
+        """
         real = {name: _as_real(tensor) for name, tensor in tensors.items()}
         names = sorted(real, key=lambda name: (-real[name].element_size(), name))
         described: dict[str, object] = {}
@@ -173,19 +180,22 @@ class Staging:
             }
         self._bytes = end
         self._header = _header(described)
-        devices = {tensor.device for tensor in real.values() if tensor.device.type == "cuda"}
-        if self._buffer.numel() < end or (devices and not self._buffer.is_pinned()):
+        devices = {tensor.device for tensor in real.values() if is_accelerator(tensor.device)}
+        if self._buffer.numel() < end or (devices and not self._pinned):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
+            self._pinned = bool(devices)
+            first = next(iter(devices), None)
+            self._buffer = pinned(end, first) if first else torch.empty(end, dtype=torch.uint8)
         for name in names:
             tensor = real[name]
             target = self._buffer[places[name]].view(tensor.dtype).view(tensor.shape)
             target.copy_(tensor, non_blocking=True)
-        for device in devices:
-            torch.cuda.synchronize(device)
+        self._copied = [event for device in devices if (event := record(device)) is not None]
 
     def blocks(self) -> list[bytes | memoryview]:
-        """Return the content of the file, in order."""
+        """Return the content of the file, in order. Wait for the copies from devices."""
+        for event in self._copied:
+            event.synchronize()
         data = self._buffer.numpy().data
         starts = range(0, self._bytes, BLOCK)
         return [self._header, *(data[start : min(start + BLOCK, self._bytes)] for start in starts)]

@@ -2,29 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from shoal.telemetry.events import Events
+from shoal.telemetry.trackers import Curves
+from shoal.util.accelerator import record, streams
 from shoal.util.errors import StepError
 from shoal.util.text import shown
 
 
-def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of `world.log` as floats. Raises StepError for anything else."""
-    call, fix = f"world.log({shown(values)})", 'world.log({"loss": 0.5})'
+class LogQueue:
+    """Numbers that were logged, in their order; those of device tensors once they are on the host.
+
+    The host does not wait for a device: each tensor is copied in the background, and its number is
+    written when the copy has ended, usually at the next tick.
+    """
+
+    def __init__(self, events: Events, curves: Curves) -> None:
+        self._events = events
+        self._curves = curves
+        self._waiting: deque[_Logged] = deque()
+
+    def add(self, values: Mapping[str, Any], step: int, position: int) -> None:
+        """Add the numbers of one call, with the step and the position of the run.
+
+        Raises StepError for values that are not numbers by name.
+        """
+        copies, events = _copied(numbers_of(values))
+        self._waiting.append(_Logged(copies, step, position, events))
+        self.write(wait=False)
+
+    def write(self, *, wait: bool) -> None:
+        """Write the numbers that have arrived; with `wait`, wait for all of them."""
+        while self._waiting:
+            copies, step, position, events = self._waiting[0]
+            if wait:
+                for event in events:
+                    event.synchronize()
+            elif not all(event.query() for event in events):
+                return
+            self._waiting.popleft()
+            numbers = {name: float(value) for name, value in copies.items()}
+            self._events.write("log", {"step": step, "position": position, **numbers})
+            self._curves.write(numbers, step)
+
+
+class _Logged(NamedTuple):
+    """The numbers of one call, and the events after which those of devices are on the host."""
+
+    numbers: Mapping[str, float | Tensor]
+    step: int
+    position: int
+    events: Sequence[Any]
+
+
+def _copied(numbers: Mapping[str, float | Tensor]) -> tuple[dict[str, float | Tensor], list[Any]]:
+    """Return the numbers with tensors on the host, and the events after which they are there."""
+    found = {
+        n: v.to("cpu", non_blocking=True) if isinstance(v, Tensor) else v for n, v in numbers.items()
+    }
+    devices = {value.device for value in numbers.values() if isinstance(value, Tensor)}
+    events = [event for device in devices if (event := record(device)) is not None]
+    return found, events
+
+
+def numbers_of(values: Mapping[str, Any]) -> dict[str, float | Tensor]:
+    """Return the numbers of `world.log`: tensors of devices with streams, all others as floats.
+
+    Raises StepError for anything else.
+    """
+
+    def call() -> str:
+        return f"world.log({shown(values)})"  # reads the values of tensors
+
+    fix = 'world.log({"loss": 0.5})'
     check_names(values, call=call, fix=fix)
-    found = {}
+    found: dict[str, float | Tensor] = {}
     for name, value in values.items():
         several = isinstance(value, Tensor) and value.numel() != 1
         try:
             if isinstance(value, str) or several:
                 raise TypeError
-            found[name] = float(value)
+            if isinstance(value, Tensor) and streams(value.device) and not value.is_complex():
+                found[name] = value.detach().reshape(())
+            else:
+                found[name] = float(value)
         except (TypeError, ValueError):
             what = f"a tensor of {value.numel()} elements" if several else shown(repr(value))
-            raise StepError(given=call, found=f"{name!r} is {what}, not a number", fix=fix) from None
+            raise StepError(given=call(), found=f"{name!r} is {what}, not a number", fix=fix) from None
     return found
 
 
@@ -40,13 +109,13 @@ def check_trackers(trackers: Any) -> None:
     )
 
 
-def check_names(values: object, *, call: str, fix: str) -> None:
+def check_names(values: object, *, call: Callable[[], str], fix: str) -> None:
     """Raise StepError if values are not a dict with texts as names."""
     if not isinstance(values, Mapping):
         kind = type(values).__name__
         article = "an" if kind[0] in "aeiou" else "a"
         found = f"{article} {kind}, not a dict of values by name"
-        raise StepError(given=call, found=found, fix=fix)
+        raise StepError(given=call(), found=found, fix=fix)
     for name in values:
         if not isinstance(name, str):
-            raise StepError(given=call, found=f"{name!r} is not a name", fix=fix)
+            raise StepError(given=call(), found=f"{name!r} is not a name", fix=fix)

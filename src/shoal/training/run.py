@@ -19,7 +19,7 @@ from shoal.distributed.world import World
 from shoal.telemetry.profiler.window import check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
-from shoal.training.logged_values import check_names, check_trackers, numbers_of
+from shoal.training.logged_values import LogQueue, check_names, check_trackers
 from shoal.training.named_states import train_states
 from shoal.training.preemption import PreemptionHandler, StoppedExit, StopReason
 from shoal.training.progress_bar import ProgressBar
@@ -146,6 +146,7 @@ class Run:
             self.world, self.directory, self.train_states, loader, self.events, window
         )
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.is_rank_zero)
+        self._logged = LogQueue(self.events, self._curves)
         self.world.run_log.attach(self.log, self.files.absolute)
         self._begun = self._closed = False
         self._first = self._numbers()
@@ -253,6 +254,7 @@ class Run:
         for each in self.train_states.values():
             each.check_schedule(epoch_ended=batch is not None and batch.ends_epoch)
         moved = self._recording.tick(now)
+        self._logged.write(wait=False)
         self._observer.tick()
         if self._progress is not None and self._progress.due(now):
             self._progress.show(self.step, self.loader, self._losses(), now)
@@ -301,6 +303,7 @@ class Run:
             if not job.failed:
                 return path
         checkpoints = self.files.checkpoints if to is None else self.files.checkpoints_in(to)
+        self._logged.write(wait=True)
         self.events.flush()  # so that a failure from here on loses no event of the steps in it
         self._curves.flush()
         with self.world.preparing():  # one rank may take long to write, and the others wait for it
@@ -336,8 +339,11 @@ class Run:
         Raises:
             StepError: If `values` is not a mapping with texts as names.
         """
-        call = f"run.note({kind!r}, {shown(values)})"
-        check_names(values, call=call, fix='run.note("data", {"rows": 100})')
+        check_names(
+            values,
+            call=lambda: f"run.note({kind!r}, {shown(values)})",
+            fix='run.note("data", {"rows": 100})',
+        )
         plain = {
             name: value if isinstance(value, str | int | float) else shown(value)
             for name, value in values.items()
@@ -347,6 +353,8 @@ class Run:
     def log(self, values: Mapping[str, Any]) -> None:
         """Record numbers of the current step: as an event, and on rank 0 in the trackers.
 
+        The number of a tensor on an accelerator is recorded by a later `tick`, when it has been copied.
+
         Args:
             values: Floats, or tensors of one element, by name.
 
@@ -354,9 +362,7 @@ class Run:
             StepError: If the Run is closed, or for values that are not numbers by name.
         """
         self._check_open()
-        numbers = numbers_of(values)
-        self.events.write("log", {"step": self.step, "position": self.loader.position, **numbers})
-        self._curves.write(numbers, self.step)
+        self._logged.add(values, self.step, self.loader.position)
 
     def _leave(self, reason: StopReason) -> NoReturn:
         """Save, and end this process with the exit code of the reason."""
@@ -392,6 +398,7 @@ class Run:
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
         self._stopping.stop()  # not before: a signal would cut the save short
         self._observer.end()
+        self._logged.write(wait=reason is None)
         if self._begun:
             self._recording.end(reason)
         elif error is None and reason is None:

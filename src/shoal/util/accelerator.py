@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,3 +57,52 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
         return [float(value) for value in self._values.tolist()]
+
+
+def record(device: torch.device) -> Any | None:
+    """Return an event of all work that the current stream of a device has been given so far.
+
+    None for a device without streams, which has then done that work.
+    """
+    module = streams(device)
+    if module is None:
+        synchronize(device)
+        return None
+    return module.current_stream(device).record_event()
+
+
+def pinned(size: int, device: torch.device) -> Tensor:
+    """Return `size` bytes of host memory that a device can fill in the background.
+
+    On CUDA the memory is of exactly this size. torch's own pinned memory is rounded up to a power of
+    two, and is never returned to the system.
+    """
+    if device.type != "cuda":
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    buffer = torch.empty(size, dtype=torch.uint8)
+    runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, size, 0))
+    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+    return buffer
+
+
+class SideStream:
+    """A stream of a device, for work that the computation on it does not wait for.
+
+    On a device without streams the work is done at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = streams(device)
+        self._stream = None if self._module is None else self._module.Stream(device)
+
+    @contextmanager
+    def after_current(self) -> Iterator[None]:
+        """Run the block on this stream, after all that the current one has been given so far."""
+        if self._module is None or self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            yield

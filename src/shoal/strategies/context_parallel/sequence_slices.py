@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from shoal._torch.autograd import in_backward, made_by
 from shoal._torch.dispatch import tree_leaves, tree_map
@@ -229,9 +230,12 @@ class _ModelForward(_Forward):
 
     @contextmanager
     def _isolated(self, values: Any) -> Iterator[None]:
-        # No autocast: it caches the tensors that it casts, and those cast here have no gradient.
-        exact = torch.autocast(self._view.world.device.type, enabled=False)
-        with torch.no_grad(), exact, untouched(self._module, values), evaluation(self._module):
+        # Without autocast, except where FSDP gathers parameters in its dtype; and without its cache,
+        # which would keep the tensors that are cast here and have no gradient.
+        kind = self._view.world.device.type
+        enabled = torch.is_autocast_enabled(kind) and isinstance(self._module, FSDPModule)
+        autocast = torch.autocast(kind, enabled=enabled, cache_enabled=False)
+        with torch.no_grad(), autocast, untouched(self._module, values), evaluation(self._module):
             yield
 
     def _reduce(self, value: float, how: str) -> float:

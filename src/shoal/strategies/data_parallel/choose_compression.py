@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -77,3 +78,17 @@ def _seconds(
         taken.append(time.perf_counter() - begun)
     mine = torch.tensor(min(taken), dtype=torch.float64, device=bucket.gradients[0].device)
     return max(float(each) for each in wire.gather(mine))
+
+
+def first_bytes(named: Sequence[tuple[str, Tensor]], most: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of the commonest real dtype up to `most` bytes, and at least one."""
+    bytes_of: Counter[torch.dtype] = Counter()
+    for _, tensor in named:
+        if tensor.is_floating_point() and tensor.numel():
+            bytes_of[tensor.dtype] += tensor.nbytes
+    most_of = max(bytes_of, key=bytes_of.__getitem__, default=None)
+    size = 0
+    for name, tensor in named:
+        if tensor.dtype == most_of and tensor.numel() and (not size or size + tensor.nbytes <= most):
+            size += tensor.nbytes
+            yield name, tensor

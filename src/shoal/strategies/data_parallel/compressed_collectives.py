@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal._torch import foreach
 from shoal.distributed.world import World
+from shoal.util.accelerator import is_accelerator
 
 
 class CountedCollectives:
@@ -50,6 +51,15 @@ class CountedCollectives:
         dist.all_to_all_single(received, rows.contiguous(), group=self._group)
         self.sent += rows.nbytes * (self.size - 1) // self.size
         return received
+
+
+def finished(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    """Return the future of a tensor that is ready when the current stream has done its work."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future(
+        devices=[tensor.device] if is_accelerator(tensor.device) else None
+    )
+    future.set_result(tensor)
+    return future
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -256,8 +256,7 @@ class ErrorFeedback:
 
     def _leave(self, bucket: Bucket, rest: Tensor) -> None:
         """Store the residual `rest`, flattened like the gradients; zeros if it is not finite."""
-        if not bool(rest.isfinite().all()):
-            rest = torch.zeros_like(rest)
+        rest = torch.where(rest.isfinite().all(), rest, 0.0)  # decided on the device, without a wait
         sizes = [gradient.numel() for gradient in bucket.gradients]
         for name, gradient, part in zip(bucket.names, bucket.gradients, rest.split(sizes), strict=True):
             self._set(self.left, name, part.view_as(gradient) / bucket.scale)
@@ -385,14 +384,13 @@ class PowerSGDMethod(ErrorFeedback):
         columns = [_orthogonal(each.nan_to_num()) for each in columns]
         rows = [matrix.T @ column for matrix, column in zip(wanted, columns, strict=True)]
         put_back(wire.mean(joined(rows)), rows)
-        for (name, gradient), matrix, column, row in zip(matrices, wanted, columns, rows, strict=True):
+        found = zip(matrices, wanted, bases, columns, rows, strict=True)
+        for (name, gradient), matrix, basis, column, row in found:
             mean = column @ row.T
             self._leave(Bucket([name], [gradient], scale), (matrix - mean).reshape(-1))
-            if bool(row.isfinite().all()):
-                self._set(self._bases, name, row)
-                gradient.copy_(mean.view_as(gradient))
-            else:
-                gradient.fill_(math.nan)
+            finite = row.isfinite().all()
+            self._set(self._bases, name, torch.where(finite, row, basis))
+            gradient.copy_(torch.where(finite, mean, math.nan).view_as(gradient))
 
     def state(self) -> dict[str, Any]:
         """Return the residuals, the bases, and the number of steps that the buckets have seen."""

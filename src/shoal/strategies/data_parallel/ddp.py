@@ -8,8 +8,7 @@ tells the reducer when a backward is the last of a batch.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakMethod
@@ -27,7 +26,7 @@ from shoal.strategies.batch_norm import is_covered, refuse_coupled
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals, DeviceTotals, Factor, Totals
 from shoal.strategies.data_parallel import choose_compression, compression
-from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
+from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, finished
 from shoal.strategies.data_parallel.compression import Compress
 from shoal.strategies.data_parallel.tally import tally_dtype, whole, whole_on_device
 from shoal.strategies.device_placement.multi_device import bring, check_replicas
@@ -37,6 +36,7 @@ from shoal.strategies.held_parameters import HeldParameters, as_scalar, first
 from shoal.strategies.local import LocalRunner, local_engine
 from shoal.strategies.reducer import LocalReducer, Reducer, backward_seed
 from shoal.telemetry.step_timer import COMMUNICATION
+from shoal.util.accelerator import SideStream
 from shoal.util.errors import StepError
 
 
@@ -162,6 +162,7 @@ class DDPReducer(Reducer):
         parts = (part for part in held.module.modules() if not is_covered(part))
         self._buffers = any(True for part in parts for _ in part.buffers(recurse=False))
         self._method: compression.CompressionMethod | None = None
+        self._streams: dict[torch.device, SideStream] = {}
         self._scale = 1.0
         self._names = {id(p): name for name, p in held.module.named_parameters()}
         if options.compression is not None:
@@ -250,7 +251,7 @@ class DDPReducer(Reducer):
         """Reduce each bucket with a compression method, "auto" with the one chosen for the network."""
         named = [(n, p.detach()) for n, p in self.held.module.named_parameters() if p.requires_grad]
         if how == "auto":
-            some = list(_first_bytes(named, self.options.bucket_cap_mb * (1 << 20)))
+            some = list(choose_compression.first_bytes(named, self.options.bucket_cap_mb * (1 << 20)))
             if not some:
                 self.world.print("shoal: compression of gradients: none, because all are complex")
                 return
@@ -264,12 +265,16 @@ class DDPReducer(Reducer):
         self._reducer.register_hook(_weakly(self._reduced))
 
     def _reduced(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Replace the gradients of a bucket by approximate means over the ranks, and return it."""
-        with self.world.timeline.within(COMMUNICATION):
+        """Replace the gradients of a bucket by approximate means over the ranks, and return it.
+
+        On an accelerator backward does not wait for it: all of it runs on a stream of its own, and the
+        reducer waits for the future.
+        """
+        buffer = bucket.buffer()
+        stream = self._streams.setdefault(buffer.device, SideStream(buffer.device))
+        with self.world.timeline.within(COMMUNICATION), stream.after_current():
             self._reduce(bucket)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+            return finished(buffer)
 
     def _reduce(self, bucket: Any) -> None:
         if any(p.is_complex() for p in bucket.parameters()):
@@ -408,20 +413,6 @@ def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return None if found is None else found(given)
 
     return call
-
-
-def _first_bytes(named: Sequence[tuple[str, Tensor]], most: float) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of the commonest real dtype up to `most` bytes, and at least one."""
-    bytes_of: Counter[torch.dtype] = Counter()
-    for _, tensor in named:
-        if tensor.is_floating_point() and tensor.numel():
-            bytes_of[tensor.dtype] += tensor.nbytes
-    most_of = max(bytes_of, key=bytes_of.__getitem__, default=None)
-    size = 0
-    for name, tensor in named:
-        if tensor.dtype == most_of and tensor.numel() and (not size or size + tensor.nbytes <= most):
-            size += tensor.nbytes
-            yield name, tensor
 
 
 class _Holder(nn.Module):

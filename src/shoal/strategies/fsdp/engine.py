@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from shoal.distributed.world import World
 from shoal.strategies.comm_timing import mark_groups
 from shoal.strategies.correction import AnyTotals, DeviceTotals
 from shoal.strategies.engine import Runner, SynchronousEngine
+from shoal.strategies.fsdp.precision import GatheredPrecision
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.mesh_reducer import (
     broadcast_buffers,
@@ -42,8 +44,10 @@ from shoal.strategies.tensor_parallel.sharded_modules import division_of
 from shoal.util.errors import StepError
 
 
-def fsdp_engine(module: nn.Module, world: World, *, whole: bool, reshard: bool) -> SynchronousEngine:
-    """Return the engine of a model that `divide` has sharded.
+def fsdp_engine(
+    module: nn.Module, world: World, precision: GatheredPrecision, *, whole: bool, reshard: bool
+) -> SynchronousEngine:
+    """Return the engine of a model that `divide` has sharded, which returned its `precision`.
 
     `whole` sums gradients over ranks after the last micro-batch only. `reshard` frees parameters
     between forward and backward.
@@ -51,9 +55,8 @@ def fsdp_engine(module: nn.Module, world: World, *, whole: bool, reshard: bool) 
     divided = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in divided[:1] if reshard else divided:
         part.register_forward_pre_hook(_gather_again, prepend=True)
-    return SynchronousEngine(
-        FSDPRunner(FSDPReducer(HeldParameters(module, world), divided, whole), reshard)
-    )
+    reducer = FSDPReducer(HeldParameters(module, world), divided, whole)
+    return SynchronousEngine(FSDPRunner(reducer, precision, reshard))
 
 
 class FSDPReducer(Reducer):
@@ -110,9 +113,10 @@ class FSDPRunner(Runner):
 
     loopable = True
 
-    def __init__(self, reducer: FSDPReducer, reshard: bool) -> None:
+    def __init__(self, reducer: FSDPReducer, precision: GatheredPrecision, reshard: bool) -> None:
         self.reducer = reducer
-        self._inner = local_runner(reducer)
+        self._precision = precision
+        self._inner = local_runner(reducer, exact=partial(precision.under, None))
         self._divided = reducer.divided
         self._reshard = reshard
 
@@ -127,14 +131,16 @@ class FSDPRunner(Runner):
         root = self._divided[0]
         root.set_reshard_after_forward(False, recurse=False)
         try:
-            return self._inner.gradients(task, batch, autocast=autocast, scale=scale)
+            with self._precision.under(autocast):
+                return self._inner.gradients(task, batch, autocast=autocast, scale=scale)
         finally:
             root.set_reshard_after_forward(self._reshard, recurse=False)
             root.reshard()
 
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output of the module; see the contract."""
-        return self._inner.infer(task, micro, seed, autocast=autocast)
+        with self._precision.under(autocast):
+            return self._inner.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
         """Compile each unit. Its parameters are gathered outside the compiled code."""
@@ -162,20 +168,23 @@ def divide(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype,
     cpu_offload: bool,
-) -> None:
+) -> GatheredPrecision:
     """Shard `module` by `units` with FSDP2, which then sums gradients over ranks."""
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype if param_dtype else None)
     options: dict[str, Any] = {
         "mesh": _mesh(world),
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype if param_dtype else None),
+        "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
-    for part in (*units, module):
+    divided: list[Any] = [*units, module]
+    for part in divided:
         sharded: Any = fully_shard(part, reshard_after_forward=reshard_after_forward, **options)
         # Sums, not means: the divisor is known only afterwards.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.register_forward_hook(_free_without_backward)
         mark_groups(sharded, world)
+    return GatheredPrecision(divided, policy, reduce_dtype)
 
 
 def _free_without_backward(part: nn.Module, *_: object) -> None:

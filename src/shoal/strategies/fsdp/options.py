@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from shoal.strategies.contracts import Engine
 from shoal.strategies.local import local_engine
 from shoal.strategies.module_patterns import find_units
 from shoal.util.errors import LayoutError, StepError
+
+if TYPE_CHECKING:
+    from shoal.strategies.fsdp.precision import GatheredPrecision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,9 +43,10 @@ class FSDP:
             (ZeRO-3). If False, they stay gathered until backward has used them (ZeRO-2).
             Default: True.
         param_dtype: The dtype in which parameters are gathered and used: "fp32", "bf16" or "fp16".
-            None means the dtype of the parameters. Default: None.
-        reduce_dtype: The dtype in which gradients are summed: "fp32", "bf16" or "fp16".
-            Default: "fp32".
+            None means the dtype of `Step(precision=…)`: 16 bits for "bf16" and "fp16", the dtype of the
+            parameters for "fp32" and in a custom training loop. Default: None.
+        reduce_dtype: The dtype in which gradients are summed if parameters are gathered in another
+            dtype than their own: "fp32", "bf16" or "fp16". Default: "fp32".
         accumulate: When to sum gradients over ranks. "sharded" sums after each micro-batch, so that a
             rank keeps only a shard of them. "whole" sums after the last micro-batch, which moves fewer
             bytes. Default: "sharded".
@@ -101,17 +105,17 @@ class FSDP:
             )
         from shoal.strategies.fsdp.engine import fsdp_engine  # imports DTensor, which takes 0.5 s
 
-        self.divide(model, units, world)
+        precision = self.divide(model, units, world)
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device="cpu" if self.cpu_offload else world.device)
         whole, reshard = self.accumulate == "whole", self.reshard_after_forward
-        return fsdp_engine(model, world, whole=whole, reshard=reshard)
+        return fsdp_engine(model, world, precision, whole=whole, reshard=reshard)
 
-    def divide(self, module: nn.Module, units: Sequence[nn.Module], world: World) -> None:
+    def divide(self, module: nn.Module, units: Sequence[nn.Module], world: World) -> GatheredPrecision:
         """Shard the parameters of `module` in place; each unit is gathered separately. See `apply`."""
         from shoal.strategies.fsdp.engine import divide
 
-        divide(
+        return divide(
             module,
             units,
             world,

@@ -23,6 +23,7 @@ from shoal.strategies.correction import AnyTotals
 from shoal.strategies.engine import Runner
 from shoal.strategies.eval_mode import untouched
 from shoal.strategies.fsdp.options import FSDP
+from shoal.strategies.fsdp.precision import GatheredPrecision
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import mixed
 from shoal.strategies.mesh_reducer import (
@@ -89,6 +90,8 @@ class PipelineRunner(Runner):
             number: StageModule(stages[number], world, last=number == last) for number in mine
         }
         self._sharded = world.layout.degree("shard") > 1
+        self._precisions: list[GatheredPrecision] = []
+        """Those of the sharded stages of this rank."""
         kept = [stages[number] for number in mine]
         units = find_units(module, stage_strategy.modules) if self._sharded else []
         members = StageRanks(self._group, self._place, self._owners, world.device)
@@ -211,7 +214,8 @@ class PipelineRunner(Runner):
             meta = any(p.is_meta for p in module.parameters())
             for part in self._parts.values():
                 inside = {id(one) for one in part.modules()}
-                stage_strategy.divide(part, [unit for unit in units if id(unit) in inside], world)
+                own = [unit for unit in units if id(unit) in inside]
+                self._precisions.append(stage_strategy.divide(part, own, world))
                 if meta:
                     part.to_empty(device=world.device)
             bring(module, kept, world.device)
@@ -237,6 +241,8 @@ class PipelineRunner(Runner):
     def _compute_in(self, autocast: torch.dtype | None) -> None:
         for part in self._parts.values():
             part.autocast = autocast
+        for precision in self._precisions:
+            precision.use(autocast)
 
     def _inputs(self, task: Task, micro: MicroBatch, seed: int) -> Inputs:
         return by_name(self._signature, *task.arguments(micro, seed), type(self._module).__name__)
@@ -376,8 +382,7 @@ class PipelineRunner(Runner):
 
     def _send(self, tensors: Sequence[Tensor], to: int) -> None:
         objects.send(_form(tensors), self._group, to)
-        for tensor in tensors:
-            dist.send(tensor, group=self._group, group_dst=to)
+        self._exchange(dist.isend, tensors, to)
 
     def _receive(self, source: int) -> tuple[Tensor, ...]:
         found: ShoalError | Form = objects.receive(self._group, source)
@@ -386,9 +391,17 @@ class PipelineRunner(Runner):
         tensors = tuple(
             torch.empty(size, dtype=dtype, device=self._world.device) for size, dtype in found
         )
-        for tensor in tensors:
-            dist.recv(tensor, group=self._group, group_src=source)
+        self._exchange(dist.irecv, tensors, source)
         return tensors
+
+    def _exchange(self, operation: Any, tensors: Sequence[Tensor], peer: int) -> None:
+        """Send tensors to a rank of the pipeline, or receive them from it.
+
+        At once, as schedules do: for a single send, NCCL would make a communicator of two ranks.
+        """
+        pairs = [dist.P2POp(operation, each, group=self._group, group_peer=peer) for each in tensors]
+        for work in dist.batch_isend_irecv(pairs) if pairs else ():
+            work.wait()
 
 
 def _check_sharded_activations(division: ShardedLayers | None) -> None:

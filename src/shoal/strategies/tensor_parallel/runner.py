@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ from shoal.strategies.tensor_parallel.divided_loss import logits_refused
 from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers, division_of
 from shoal.util.errors import StepError
 
+Exact: TypeAlias = Callable[[], AbstractContextManager[None]]
+
 
 def tensor_parallel_engine(module: nn.Module, world: World) -> SynchronousEngine:
     """Return the engine of a model with sharded layers, which sums gradients over replicas."""
@@ -45,11 +47,14 @@ def tensor_parallel_engine(module: nn.Module, world: World) -> SynchronousEngine
     return SynchronousEngine(local_runner(reducer))
 
 
-def local_runner(reducer: Reducer) -> Runner:
-    """Return the local runner for the module of `reducer`, with or without a plan."""
+def local_runner(reducer: Reducer, exact: Exact = nullcontext) -> Runner:
+    """Return the local runner for the module of `reducer`, with or without a plan.
+
+    In the context `exact` the module computes with parameters in their own dtype.
+    """
     division = division_of(reducer.held.module)
     runner = LocalRunner(reducer)
-    return runner if division is None else PlannedRunner(runner, division)
+    return runner if division is None else PlannedRunner(runner, division, exact)
 
 
 class PlannedRunner(Runner):
@@ -62,7 +67,8 @@ class PlannedRunner(Runner):
 
     loopable = True
 
-    def __init__(self, runner: LocalRunner, division: ShardedLayers) -> None:
+    def __init__(self, runner: LocalRunner, division: ShardedLayers, exact: Exact) -> None:
+        self._exact = exact
         self.reducer = runner.reducer
         self._local = runner
         self._division = division
@@ -103,7 +109,8 @@ class PlannedRunner(Runner):
 
     def check_model(self) -> None:
         """Check the plan once; see the contract."""
-        self._division.prove(self._module, self._world)
+        with self._exact():
+            self._division.prove(self._module, self._world)
 
 
 def check_compilable(division: ShardedLayers | None, how: str) -> None:
