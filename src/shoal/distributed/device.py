@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import socket
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.distributed.cluster_env import Placement
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
+
+
+class RankDevice(NamedTuple):
+    """The device of a rank, as other ranks compare it with theirs.
+
+    `uuid` is that of a GPU, or of a slice of one (MIG). Slices of one GPU have the same address `pci`.
+    Both are empty if unknown, and for the CPU.
+    """
+
+    host: str
+    type: str
+    uuid: str
+    pci: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> RankDevice:
+        """Return the device of this process."""
+        uuid = pci = ""
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            properties: Any = getattr(module, "get_device_properties", lambda _: None)(device)
+            uuid = str(getattr(properties, "uuid", ""))
+            if hasattr(properties, "pci_bus_id"):
+                domain, unit = properties.pci_domain_id, properties.pci_device_id
+                pci = f"{domain:04x}:{properties.pci_bus_id:02x}:{unit:02x}.0"
+        return cls(socket.gethostname(), device.type, uuid, pci)
 
 
 def choose_device(

@@ -24,7 +24,7 @@ from shoal.util import time_limit
 GIVE_UP_SECONDS = 10.0
 """Seconds after which a process ends without its groups."""
 REPORT_SECONDS = 1.0
-"""Seconds for which an error waits for the groups before it goes on to where it is reported."""
+"""Seconds for which an error waits for the groups before it is raised further, and reported."""
 LET_GO_SECONDS = 0.05
 """Seconds for which a rank that has left its groups lets their threads finish."""
 
@@ -41,7 +41,7 @@ def exit_code(error: BaseException | None) -> int:
 def leave_groups(error: BaseException | None, *, exiting: bool) -> None:
     """Leave all process groups of this process, because of `error` if it is not a clean end.
 
-    If the groups do not end in time, the process goes on and ends without them when Python exits,
+    If the groups do not end in time, the process continues, and ends without them when Python exits,
     which `exiting` says it does.
     """
     code = exit_code(error)

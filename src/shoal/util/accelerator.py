@@ -12,6 +12,14 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def select(device: torch.device) -> None:
+    """Make a device the current one of its type; the CPU and Apple's GPU are always current."""
+    if is_accelerator(device):
+        choose = getattr(torch.get_device_module(device), "set_device", None)
+        if choose is not None:
+            choose(device)
+
+
 def streams(device: torch.device) -> Any | None:
     """Return the module with the streams and events of a device, such as `torch.cuda`.
 

@@ -60,8 +60,10 @@ class Meter:
             import pynvml
 
             pynvml.nvmlInit()
-            identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(identity.encode()))
+            uuid = torch.cuda.get_device_properties(device).uuid
+            with suppress(pynvml.NVMLError):
+                return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode()))
+            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode()))
         return None
 
     def fields(self) -> dict[str, Any]:
