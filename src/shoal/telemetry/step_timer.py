@@ -125,7 +125,7 @@ class Within:
 
 
 class Event(Protocol):
-    """An event in the queue of a device: torch.cuda.Event, with timing."""
+    """An event in the queue of a device, such as torch.cuda.Event, with timing."""
 
     def record(self) -> object:
         """Record the time at which all queued work is done."""
@@ -195,12 +195,13 @@ class DeviceTimeline(Timeline):
 
 
 def timeline_of(device: torch.device) -> Timeline:
-    """Return a timeline on the device's clock for CUDA, where work is queued, else on the host's."""
-    if device.type != "cuda":
+    """Return a timeline on the device's clock where the device has streams, else on the host's."""
+    if device.type == "cpu":
         return Timeline()
-    import torch
+    from shoal.util import accelerator  # imports torch
 
-    return DeviceTimeline(lambda: torch.cuda.Event(enable_timing=True))
+    module = accelerator.streams(device)
+    return Timeline() if module is None else DeviceTimeline(lambda: module.Event(enable_timing=True))
 
 
 def columns(spent: Sequence[Spent]) -> dict[str, NDArray[np.int64]]:

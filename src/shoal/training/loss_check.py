@@ -28,7 +28,7 @@ Sum: TypeAlias = tuple[float, float]
 
 
 def check_loss_adds_up(
-    engine: Engine, task: Task, batch: Batch, *, autocast: torch.dtype | None
+    engine: Engine, task: Task, batch: Batch, *, autocast: torch.dtype | None, compiled: bool = False
 ) -> None:
     """Raise StepError if a loss is not (sum, count), or if its sum is a mean. Collective.
 
@@ -37,9 +37,13 @@ def check_loss_adds_up(
     together with another sample. The model runs in eval mode, without gradients. Random states, modes,
     the model's buffers and the tensors of the batch are restored, so that nothing else changes. Rank 0
     prints a message if no rank could try the loss. A ShoalError on one rank is raised on all.
+
+    A model that is to be `compiled` may fit in memory only then. The trial, which runs before, uses two
+    samples of the micro-batch if it can be cut.
     """
     world = engine.world
-    trial = _Trial(engine, task, batch, autocast)
+    micro = _first(batch.micros[0], 2) if compiled else batch.micros[0]
+    trial = _Trial(engine, task, batch, micro, autocast)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for one in engines_of(world):  # a GAN's loss runs through the other model
@@ -80,11 +84,13 @@ def is_mean(whole: float, halves: tuple[Sum, Sum], samples: tuple[int, int]) -> 
 class _Trial:
     """A rank's first micro-batch, complete and in halves; a rank without an output only takes part."""
 
-    def __init__(self, engine: Engine, task: Task, batch: Batch, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self, engine: Engine, task: Task, batch: Batch, micro: Micro, autocast: torch.dtype | None
+    ) -> None:
         self._engine = engine
         self._task = task
         self._batch = batch
-        self._micro = batch.micros[0]
+        self._micro = micro
         self._autocast = autocast
         self._parts: list[Micro] = []
         """The micro-batch and its two halves, if it has halves. They have no world, so that
@@ -209,6 +215,14 @@ class _Trial:
         with values_kept(moved.value):
             loss, count = self._task.reduce(output, moved, self._batch.seed)
         return float(loss), float(count)
+
+
+def _first(micro: Micro, samples: int) -> Micro:
+    """Return the first samples of a micro-batch, or all of them if it can't be cut."""
+    if micro.samples > samples:
+        with suppress(ValueError):
+            return _part(micro, slice(0, samples))._replace(world=micro.world)
+    return micro
 
 
 def _part(micro: Micro, rows: slice) -> Micro:
