@@ -6,6 +6,7 @@ parts are disjoint and add up to the total time, whatever is marked.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
@@ -45,8 +46,11 @@ CLOCK = 0
 Spent: TypeAlias = tuple[int, ...]
 """A clock value, then the time spent on each of PARTS until then; nanoseconds."""
 
-UNRESOLVED = 256
-"""Number of marks on a device that are kept before the device is queried."""
+UNRESOLVED = 4096
+"""Number of marks on a device that are kept before the device is queried: more than those of a step.
+
+FSDP makes up to twelve for each of its modules, and each query takes time of the step.
+"""
 
 
 class Timeline:
@@ -185,9 +189,8 @@ class DeviceTimeline(Timeline):
             self._resolve()
 
     def _resolve(self) -> None:
-        last = len(self._marks) - 1
-        while last > 0 and not self._marks[last][0].query():
-            last -= 1
+        # Events are done in their order. After a mark, at least the first is kept as the beginning.
+        last = bisect_left(self._marks, True, lo=1, key=lambda mark: not mark[0].query()) - 1
         for (event, part), (after, _) in pairwise(self._marks[: last + 1]):
             self._known[part - 1] += round(event.elapsed_time(after) * 1e6)
             self._free.append(event)
