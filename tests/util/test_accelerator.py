@@ -28,6 +28,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         Event=lambda **_: SimpleNamespace(record=lambda: None),
         synchronize=lambda device: calls.append(("synchronize", device)),
         set_device=lambda device: calls.append(("set_device", device)),
+        get_device_name=lambda device: f"GPU of {device}",
         memory_allocated=lambda device: 5,
         max_memory_allocated=lambda device: 7,
         is_available=lambda: True,
@@ -50,6 +51,7 @@ def test_what_shoal_asks_of_any_accelerator(module: SimpleNamespace) -> None:
         ("set_device", XPU),
         ("set_rng_state", [1, 1, 1]),
     ]
+    assert accelerator.name(XPU) == "GPU of xpu:1"
     assert accelerator.memory(XPU) == {"device_memory": 5, "device_peak": 7}
     assert type(timeline_of(XPU)) is DeviceTimeline
     set_random_state(random_state())
@@ -82,6 +84,10 @@ def test_the_cpu_is_no_accelerator() -> None:
     cpu = torch.device("cpu")
     accelerator.select(cpu)
     accelerator.synchronize(cpu)
-    assert (accelerator.memory(cpu), accelerator.random_state(cpu)) == ({}, [])
+    assert (accelerator.name(cpu), accelerator.memory(cpu), accelerator.random_state(cpu)) == (
+        "",
+        {},
+        [],
+    )
     with accelerator.random_state_kept(cpu):
         torch.rand(1)

@@ -14,6 +14,7 @@ from shoal.data import Loader
 from shoal.telemetry.events import FORMAT, Events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Spent, TickTimes
 from shoal.training.preemption import Stopped
+from shoal.util import accelerator
 from shoal.util.packages import versions
 
 if TYPE_CHECKING:
@@ -126,6 +127,4 @@ def _own(result: StepResult) -> dict[int, int]:
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
+    return accelerator.name(device) or platform.processor() or platform.machine()

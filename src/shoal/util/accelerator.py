@@ -45,6 +45,12 @@ def streams(device: torch.device) -> Any | None:
     return module if hasattr(module, "Stream") else None
 
 
+def name(device: torch.device) -> str:
+    """Return the name of the model of a device, such as "NVIDIA H100"; empty if torch has none."""
+    module = streams(device)
+    return "" if module is None else str(module.get_device_name(device))
+
+
 def memory(device: torch.device) -> dict[str, int]:
     """Return the bytes of tensors on a device, now and at the peak; empty where torch doesn't know."""
     module = streams(device)

@@ -38,7 +38,7 @@ def measure_compute(devices: Sequence[torch.device], *, compared: bool = True) -
     """
     rates = {str(device): max(_rates(device)) for device in devices}
     first = devices[0]
-    kind = torch.cuda.get_device_name(first) if first.type == "cuda" else first.type
+    kind = accelerator.name(first) or first.type
     return Compute(kind=kind, compared=compared, rates=rates)
 
 
