@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, overload
 from torch import Tensor, nn
 
 from shoal.data.gather import GatheredRows, gather_rows
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.data.noise import Noise
 from shoal.util.errors import StepError
 
@@ -148,7 +148,7 @@ class Batch:
         self,
         first: int,
         size: int,
-        micros: Sequence[Micro],
+        micros: Sequence[MicroBatch],
         *,
         seed: int,
         wait: float = 0.0,
@@ -193,7 +193,7 @@ class Batch:
         self._current = -1
 
     @property
-    def micro(self) -> Micro:
+    def micro(self) -> MicroBatch:
         """The current micro-batch of the loop `for … in batch`, with its positions and weight."""
         if self._current < 0:
             raise StepError(

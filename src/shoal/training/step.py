@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal._torch.modules import compiler_of
 from shoal.data.batch import Batch, StepResult
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.consistency import check_same_environment
 from shoal.strategies import engine_of
 from shoal.strategies.contracts import Correction, check_clip, correct
@@ -259,7 +259,7 @@ class Step(TrainState):
             )
             self._tried = True
 
-    def infer(self, micro: Micro, seed: int) -> Any:
+    def infer(self, micro: MicroBatch, seed: int) -> Any:
         """Return the model's output on a micro-batch in this step's precision. Collective.
 
         Args:
