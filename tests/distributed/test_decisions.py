@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 
 import shoal
 from helpers import recordings
+from shoal.distributed.backend import choose_backend, why_shared
 from shoal.distributed.cluster_env import LAUNCHERS, Placement
 from shoal.distributed.cpu_affinity import share, threads
-from shoal.distributed.device import choose_device
+from shoal.distributed.device import RankDevice, choose_device
 from shoal.distributed.env_vars import placement
-from shoal.distributed.initialize import check_limits, choose_backend, choose_layout, shared
+from shoal.distributed.initialize import check_limits, choose_layout
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
@@ -139,14 +141,39 @@ def test_the_backend() -> None:
 @pytest.mark.parametrize(
     ("everyone", "found"),
     [
-        ([("a", "cpu"), ("a", "cpu")], ""),
-        ([("a", "GPU 1"), ("a", "GPU 2"), ("b", "GPU 1")], ""),
-        ([("a", "GPU 1"), ("a", "GPU 2"), ("a", "GPU 1")], "ranks 0 and 2 share a GPU of a"),
-        ([("a", "GPU 1"), ("b", "cpu")], "rank 1, on b, has no GPU"),
+        ([("a", "cpu", "", ""), ("a", "cpu", "", "")], ""),
+        ([("a", "cuda", "1", "3b"), ("a", "cuda", "2", "af"), ("b", "cuda", "1", "3b")], ""),
+        (
+            [("a", "cuda", "1", "3b"), ("a", "cuda", "2", "af"), ("a", "cuda", "1", "3b")],
+            "ranks 0 and 2 share a GPU of a",
+        ),
+        (
+            [("a", "cuda", "1", "3b"), ("b", "cuda", "2", "3b"), ("a", "cuda", "3", "3b")],
+            "ranks 0 and 2 have slices (MIG) of one GPU of a",
+        ),
+        ([("a", "xpu", "", ""), ("a", "xpu", "", "")], ""),  # not known
+        ([("a", "cuda", "1", "3b"), ("b", "cpu", "", "")], "rank 1, on b, has no GPU"),
     ],
 )
-def test_gpus_that_nccl_can_not_use(everyone: list[tuple[str, str]], found: str) -> None:
-    assert shared(everyone) == found
+def test_gpus_that_nccl_can_not_use(everyone: list[tuple[str, str, str, str]], found: str) -> None:
+    assert why_shared([RankDevice(*each) for each in everyone]) == found
+
+
+def test_slices_of_one_gpu_differ_by_their_uuid_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = [
+        SimpleNamespace(uuid=uuid, pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+        for uuid in ("5f", "6a")
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: slices[device.index])
+    one, other = (RankDevice.of(torch.device("cuda", index)) for index in range(2))
+    assert (one.uuid, one.pci, other.uuid, other.pci) == ("5f", "0000:3b:00.0", "6a", "0000:3b:00.0")
+    assert RankDevice.of(torch.device("cpu"))[2:] == ("", "")
+
+
+def test_the_backend_of_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: True)
+    assert choose_backend(None, torch.device("xpu", 0)).value == "xccl"
+    assert choose_backend(None, torch.device("mps", 0)).value == "gloo"
 
 
 def test_a_gpu_for_several_ranks() -> None:

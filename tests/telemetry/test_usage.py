@@ -119,6 +119,24 @@ def test_a_meter_tells_what_the_gpu_tells() -> None:
     assert GpuMeter.of(torch.device("cpu")) is None
 
 
+def test_the_meter_of_a_slice_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML knows a slice (MIG) by another prefix than a GPU."""
+
+    class Sliced(Nvml):
+        def nvmlInit(self) -> None: ...  # noqa: N802
+
+        def nvmlDeviceGetHandleByUUID(self, name: bytes) -> str:  # noqa: N802
+            if name != b"MIG-5f":
+                raise self.NVMLError("not found")
+            return "the slice"
+
+    monkeypatch.setitem(sys.modules, "pynvml", Sliced())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="5f"))
+    meter = GpuMeter.of(torch.device("cuda", 0))
+    assert meter is not None
+    assert meter.fields()["utilization"] == 0.25
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "tf32", "teraflops", "reason"),
     [

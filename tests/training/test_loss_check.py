@@ -435,3 +435,31 @@ def test_values_are_put_back_whose_shape_has_changed(inference: bool) -> None:
     with values_kept({"x": value}), torch.inference_mode(inference):
         value.unsqueeze_(1).mul_(2)
     assert torch.equal(value, torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.parametrize(("compile", "tried"), [(None, [8]), ("inductor", [2])])
+def test_the_loss_of_a_model_to_be_compiled_is_tried_on_two_samples(
+    compile: str | None, tried: list[int]
+) -> None:
+    """Uncompiled, a whole batch of it may need more memory than there is."""
+    seen: list[int] = []
+
+    class Seen(nn.Linear):
+        def forward(self, given: Tensor) -> Tensor:
+            seen.append(len(given))
+            return super().forward(given)
+
+    with shoal.init(device="cpu") as world:
+        model = shoal.parallelize(Seen(6, 5), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = next(iter(shoal.Loader((X, Y), world, batch_size=8).epochs(1)))
+        for reduction, raised in (("sum", nullcontext()), ("mean", pytest.raises(shoal.StepError))):
+            task = shoal.Task(partial(of_pair, reduction))
+            seen.clear()
+            with raised:
+                shoal.Step(model, optimizer, task, compile=compile).try_loss(batch)
+            assert seen == tried
+
+
+def of_pair(reduction: str, output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1], reduction=reduction), len(batch[1])

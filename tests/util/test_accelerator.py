@@ -1,109 +1,93 @@
-"""Work on a device that the host does not wait for, with stand-ins for the device's streams."""
+"""Other accelerators than CUDA, played by a device module: torch has one for each type."""
 
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from shoal.checkpoint import async_save
-from shoal.checkpoint.async_save import Staging
-from shoal.training import logged_values
-from shoal.training.logged_values import LogQueue
+from helpers import recordings
+from shoal.distributed.device import choose_device, neighbours
+from shoal.distributed.env_vars import placement
+from shoal.distributed.seeds import random_state, set_random_state
+from shoal.telemetry.step_timer import DeviceTimeline, Timeline, timeline_of
 from shoal.util import accelerator
 
-
-def test_memory_is_pinned_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own allocator would take a power of two for it, and keep that."""
-    registered: dict[int, int] = {}
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: registered.update({address: size}) or flags,
-        cudaHostUnregister=registered.pop,
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    buffer = accelerator.pinned(33_000_001, torch.device("cuda", 0))
-    assert registered == {buffer.data_ptr(): 33_000_001}
-    view = memoryview(buffer.numpy().data)
-    del buffer
-    gc.collect()
-    assert registered, "its content can still be read"
-    del view
-    gc.collect()
-    assert not registered
-
-
-class Event:
-    """An event of a device that is at work until `done` is set."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.waited = 0
-
-    def query(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        self.waited += 1
-        self.done = True
+XPU = torch.device("xpu", 1)
 
 
 @pytest.fixture
-def event(monkeypatch: pytest.MonkeyPatch) -> Event:
-    """CPU tensors are taken for those of a device with streams."""
-    found = Event()
-    stream = SimpleNamespace(record_event=lambda: found)
-    module = SimpleNamespace(current_stream=lambda device: stream)
-    monkeypatch.setattr(accelerator, "streams", lambda device: module)
-    monkeypatch.setattr(logged_values, "streams", lambda device: module)
-    monkeypatch.setattr(async_save, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(async_save, "pinned", lambda size, _: torch.empty(size, dtype=torch.uint8))
+def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The device module of four GPUs, which notes its calls."""
+    calls: list[Any] = []
+    found = SimpleNamespace(
+        calls=calls,
+        Stream=object,
+        Event=lambda **_: SimpleNamespace(record=lambda: None),
+        synchronize=lambda device: calls.append(("synchronize", device)),
+        set_device=lambda device: calls.append(("set_device", device)),
+        get_device_name=lambda device: f"GPU of {device}",
+        memory_allocated=lambda device: 5,
+        max_memory_allocated=lambda device: 7,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 4,
+        get_rng_state=lambda *_: torch.ones(3, dtype=torch.uint8),
+        set_rng_state=lambda state, *_: calls.append(("set_rng_state", state.tolist())),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     return found
 
 
-def test_the_writer_of_a_save_waits_for_its_copies_and_the_step_does_not(event: Event) -> None:
-    staging = Staging()
-    staging.fill({"weight": torch.ones(3), "scale": torch.zeros(2, dtype=torch.float64)})
-    assert event.waited == 0
-    data = b"".join(map(bytes, staging.blocks()))
-    assert event.waited == 1
-    assert data.endswith(b"\0" * 16 + bytes(torch.ones(3).numpy().data))
-    staging.fill({"weight": torch.ones(3)})
-    assert (len(staging.blocks()), staging.size) == (2, len(staging.blocks()[0]) + 12)
+def test_what_shoal_asks_of_any_accelerator(module: SimpleNamespace) -> None:
+    accelerator.synchronize(XPU)
+    accelerator.select(XPU)
+    accelerator.set_random_state(XPU, accelerator.random_state(XPU))
+    assert module.calls == [
+        ("synchronize", XPU),
+        ("set_device", XPU),
+        ("set_rng_state", [1, 1, 1]),
+    ]
+    assert accelerator.name(XPU) == "GPU of xpu:1"
+    assert accelerator.memory(XPU) == {"device_memory": 5, "device_peak": 7}
+    assert type(timeline_of(XPU)) is DeviceTimeline
+    set_random_state(random_state())
+    assert module.calls[-1] == ("set_rng_state", [1, 1, 1])
 
 
-class Written:
-    """What a run's events and curves have got."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-
-    def write(self, *row: Any) -> None:
-        self.rows.append(row)
-
-
-def test_numbers_of_a_device_are_written_in_order_when_they_have_arrived(event: Event) -> None:
-    events, curves = Written(), Written()
-    queue = LogQueue(events, curves)  # type: ignore[arg-type]
-    queue.add({"rate": 0.5}, 1, 8)
-    queue.add({"loss": torch.tensor(2.0), "count": torch.tensor([3])}, 2, 16)
-    queue.add({"rate": 0.25}, 3, 24)
-    assert curves.rows == [({"rate": 0.5}, 1)]
-    queue.write(wait=False)
-    assert (len(curves.rows), event.waited) == (1, 0)
-    event.done = True
-    queue.write(wait=False)
-    assert event.waited == 0
-    assert curves.rows[1:] == [({"loss": 2.0, "count": 3.0}, 2), ({"rate": 0.25}, 3)]
-    assert events.rows[1] == ("log", {"step": 2, "position": 16, "loss": 2.0, "count": 3.0})
+def test_its_devices_go_by_local_rank(module: SimpleNamespace) -> None:
+    recorded = recordings.load("torchrun")
+    one = placement(
+        {"HOME": "/nowhere", **recorded.environments[-1]},
+        cpus=recorded.cpus[-1],
+        commands=lambda: recorded.ancestors,
+    )
+    for given in (None, "xpu"):
+        assert choose_device(given, one).value == torch.device("xpu", one.local_rank)
+    assert neighbours(XPU, 2) == (XPU, torch.device("xpu", 2))
 
 
-def test_the_end_of_a_run_waits_for_its_numbers(event: Event) -> None:
-    curves = Written()
-    queue = LogQueue(Written(), curves)  # type: ignore[arg-type]
-    queue.add({"loss": torch.tensor(2.0)}, 1, 8)
-    queue.write(wait=True)
-    assert (curves.rows, event.waited) == ([({"loss": 2.0}, 1)], 1)
+def test_an_accelerator_without_streams_has_none_of_it(module: SimpleNamespace) -> None:
+    """Apple's GPUs."""
+    for name in ("Stream", "set_device", "max_memory_allocated"):
+        delattr(module, name)
+    accelerator.select(XPU)
+    assert (module.calls, accelerator.random_state(XPU), accelerator.memory(XPU)) == ([], [], {})
+    assert type(timeline_of(XPU)) is Timeline
+    assert "xpu" not in random_state()
+
+
+def test_the_cpu_is_no_accelerator() -> None:
+    cpu = torch.device("cpu")
+    accelerator.select(cpu)
+    accelerator.synchronize(cpu)
+    assert (accelerator.name(cpu), accelerator.memory(cpu), accelerator.random_state(cpu)) == (
+        "",
+        {},
+        [],
+    )
+    with accelerator.random_state_kept(cpu):
+        torch.rand(1)

@@ -27,6 +27,15 @@ def process_groups() -> dict[dist.ProcessGroup, str]:
     return dict(getattr(world, "pg_names", ()))
 
 
+def abort_process_groups() -> None:
+    """End all process groups of this process without waiting for collectives that they have begun.
+
+    A backend that can't be aborted is left as it is. Where torch lacks the name, groups are destroyed,
+    which may wait.
+    """
+    getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)()
+
+
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the time limit of collectives that `group` begins from now on.
 

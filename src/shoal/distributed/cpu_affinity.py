@@ -10,6 +10,7 @@ from pathlib import Path
 from shoal.util.decision import GIVEN, Decision
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+_PCI = Path("/sys/bus/pci/devices")
 
 
 def divide(cpus: Iterable[int], processes: int) -> list[set[int]]:
@@ -25,6 +26,31 @@ def divide(cpus: Iterable[int], processes: int) -> list[set[int]]:
     return [set(ordered[a:b]) for a, b in pairwise(edges)]
 
 
+def near(pci: str, devices: Path = _PCI) -> set[int]:
+    """Return the logical CPUs on the NUMA node of a device, by its PCI address; empty if not known."""
+    with suppress(OSError, ValueError):
+        parts = (devices / pci / "local_cpulist").read_text().strip().split(",")
+        ends = [[int(end) for end in part.split("-")] for part in parts]
+        return {cpu for first, *last in ends for cpu in range(first, (last or [first])[0] + 1)}
+    return set()
+
+
+def rearrange(bound: Sequence[Collection[int]], close: Sequence[Collection[int]]) -> list[set[int]]:
+    """Return the CPUs of the ranks on a machine, such that each has those near its device, `close`.
+
+    The CPUs to which ranks are `bound` are divided again, in the order of the devices' places, so each
+    rank keeps their number, and none is left idle. Nothing changes if ranks share CPUs, or if the
+    place of a device is not known.
+    """
+    own = [set(cpus) for cpus in bound]
+    everything = set().union(*own)
+    if not all(close) or sum(map(len, own)) > len(everything):
+        return own
+    order = sorted(range(len(own)), key=lambda rank: min(map(_place, close[rank])))
+    shares = dict(zip(order, divide(everything, len(own)), strict=True))
+    return [shares[rank] for rank in range(len(own))]
+
+
 def _place(cpu: int) -> tuple[int, int, int]:
     """Return socket, core and number of a logical CPU, so that threads of one core sort together."""
     place = {"physical_package_id": 0, "core_id": cpu}
@@ -34,14 +60,25 @@ def _place(cpu: int) -> tuple[int, int, int]:
     return place["physical_package_id"], place["core_id"], cpu
 
 
-def share(mine: Collection[int], neighbours: Sequence[Collection[int]]) -> Decision[int]:
+def share(
+    mine: Collection[int],
+    neighbours: Sequence[Collection[int]],
+    *,
+    pci: str = "",
+    near: Collection[int] = (),
+) -> Decision[int]:
     """Return the number of cores for one rank, of those in its affinity, `mine`.
 
     `neighbours` are the affinities of all ranks on the machine, including this one. Cores that several
-    ranks may use are split evenly among them.
+    ranks may use are split evenly among them. The reason names those `near` the rank's device at
+    the PCI address `pci`.
     """
     users = sum(not set(mine).isdisjoint(other) for other in neighbours)
     bound = "bound to this rank only" if users <= 1 else f"split among {users} ranks that may use them"
+    if near:
+        bound += f", {len(set(mine) & set(near))} of them near its GPU ({pci})"
+    elif pci:
+        bound += f"; the system does not say which are near its GPU ({pci})"
     return Decision(
         what="cores",
         value=max(1, len(mine) // max(1, users)),

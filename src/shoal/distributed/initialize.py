@@ -21,10 +21,11 @@ from torch.distributed.rendezvous import rendezvous
 from shoal._torch.names import note_untested
 from shoal.distributed import cpu_affinity, env_vars, interfaces, mpi, objects
 from shoal.distributed import rendezvous as meeting
-from shoal.distributed.backend import MPI, backends
+from shoal.distributed.backend import MPI, backends, choose_backend, why_shared
 from shoal.distributed.cluster_env import Placement
-from shoal.distributed.device import choose_device, neighbours
+from shoal.distributed.device import RankDevice, choose_device, neighbours
 from shoal.distributed.layout import Layout
+from shoal.util import accelerator
 from shoal.util.arguments import is_number
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.differences import spans
@@ -74,13 +75,14 @@ def join(
         store = _meet(placement, prepare_timeout)
         placement = _settle(placement, store, prepare_timeout)
     place = choose_device(device, placement, devices_per_rank)
-    if place.value.type == "cuda":
-        torch.cuda.set_device(place.value)
+    accelerator.select(place.value)
     if store is None and placement.size > 1:
         store = _meet(placement, prepare_timeout)
     lacking = ""
     if store is not None and backend is None:
-        lacking = shared(_show_devices(placement, place.value, store, prepare_timeout))
+        mine = list(RankDevice.of(place.value))
+        everyone = _exchange(placement, "device", mine, store, prepare_timeout)
+        lacking = why_shared([RankDevice(*each) for each in everyone])
     means = choose_backend(backend, place.value, lacking)
     group, told = None, placement.warning if placement.size == 1 else ""
     way: interfaces.ChosenInterface | None = None
@@ -97,7 +99,7 @@ def join(
             means = dataclasses.replace(means, reason=f"{means.reason}; {stands_on}")
         way, written = _choose_way(placement, store, name, prepare_timeout)
         group = _form(placement, store, backends(name, place.value), prepare_timeout)
-        placement, machines = _share_machine(placement, group)
+        placement, machines = _share_machine(placement, place.value, group)
         count = cpu_affinity.threads(
             placement.cores, now=now, variable=variable, launcher=placement.launcher
         )
@@ -159,48 +161,6 @@ def check_limits(timeout: float, prepare_timeout: float) -> Decision[tuple[float
     )
 
 
-def choose_backend(backend: str | None, device: torch.device, without_nccl: str = "") -> Decision[str]:
-    """Return the backend: the given one, else by the device. Raises LaunchError if torch lacks it.
-
-    `without_nccl` is the reason why NCCL can't be used here; empty if it can.
-    """
-    if backend == MPI:
-        mpi.require(device)
-        return Decision(what="backend", value=MPI, reason=GIVEN)
-    if backend is not None:
-        choice = Decision(what="backend", value=backend, reason=GIVEN)
-    elif without_nccl:
-        choice = Decision(
-            what="backend",
-            value="gloo",
-            reason=without_nccl,
-            rejected={"nccl": "it needs one GPU per rank"},
-        )
-    elif device.type == "cuda":
-        choice = Decision(
-            what="backend",
-            value="nccl",
-            reason="the device is a GPU",
-            rejected={"gloo": "it copies tensors of a GPU through host memory"},
-        )
-    else:
-        lacks = "" if dist.is_nccl_available() else f"; torch {torch.__version__} is built without it"
-        choice = Decision(
-            what="backend",
-            value="gloo",
-            reason=f"the device is {'a CPU' if device.type == 'cpu' else device.type}",
-            rejected={"nccl": f"it needs a CUDA device{lacks}"},
-        )
-    if not dist.is_backend_available(choice.value):
-        here = [name for name in ("gloo", "nccl", "xccl") if dist.is_backend_available(name)]
-        raise LaunchError(
-            given=f"backend={choice.value!r}",
-            found=f"torch {torch.__version__} here supports {', '.join(here)}",
-            fix="backend='gloo' or 'mpi' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
-        )
-    return choice
-
-
 _WORLDS = itertools.count()
 """Numbers of this process's worlds: the launcher's store outlives them, with their addresses."""
 
@@ -226,17 +186,6 @@ def _settle(placement: Placement, store: Store, timeout: float) -> Placement:
     return placement.settled(machines, local_ranks)
 
 
-def _show_devices(
-    placement: Placement, device: torch.device, store: Store, timeout: float
-) -> list[tuple[str, str]]:
-    """Return the machine and GPU (or the kind of device) of each rank."""
-    name = device.type
-    if name == "cuda":
-        name = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    everyone = _exchange(placement, "device", [socket.gethostname(), name], store, timeout)
-    return [(host, found) for host, found in everyone]
-
-
 def _exchange(
     placement: Placement, what: str, mine: list[Any], store: Store, timeout: float
 ) -> list[list[Any]]:
@@ -258,20 +207,6 @@ def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> Launc
         found=f"rank {spans(ranks)} did not join the rendezvous within {timeout:g} s",
         fix="check that the launcher started every rank, and read the missing rank's error message",
     )
-
-
-def shared(everyone: Sequence[tuple[str, str]]) -> str:
-    """Return the reason why NCCL can't serve these ranks, given by machine and GPU; empty if it can."""
-    if not any(name.startswith("GPU") for _, name in everyone):
-        return ""
-    first: dict[tuple[str, str], int] = {}
-    for rank, (host, name) in enumerate(everyone):
-        if not name.startswith("GPU"):
-            return f"rank {rank}, on {host}, has no GPU"
-        if (host, name) in first:
-            return f"ranks {first[host, name]} and {rank} share a GPU of {host}"
-        first[host, name] = rank
-    return ""
 
 
 def _choose_way(
@@ -326,14 +261,26 @@ def _explained(placement: Placement) -> Iterator[None]:
         ) from None
 
 
-def _share_machine(placement: Placement, group: dist.ProcessGroup) -> tuple[Placement, int]:
-    """Return the placement with the cores of this rank, and the number of machines."""
-    mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
-    everyone: list[tuple[str, list[int]]] = objects.gather(mine, group)
-    machines = list(dict.fromkeys(host for host, _ in everyone))
+def _share_machine(
+    placement: Placement, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Placement, int]:
+    """Return the placement with the cores of this rank, and the number of machines.
+
+    A rank of `shoal run`, which binds ranks to cores, is bound to those near its device.
+    """
+    host, pci = socket.gethostname(), RankDevice.of(device).pci
+    mine = (host, sorted(os.sched_getaffinity(0)), sorted(cpu_affinity.near(pci)))
+    everyone: list[tuple[str, list[int], list[int]]] = objects.gather(mine, group)
+    machines = list(dict.fromkeys(host for host, _, _ in everyone))
     if placement.launcher != "srun":  # Slurm sets the number of cores per task
-        neighbours = [cpus for host, cpus in everyone if host == mine[0]]
-        placement = placement.with_cores(cpu_affinity.share(mine[1], neighbours))
+        here = [rank for rank, (name, _, _) in enumerate(everyone) if name == host]
+        bound = [set(everyone[rank][1]) for rank in here]
+        if placement.launcher == "shoal run":
+            bound = cpu_affinity.rearrange(bound, [everyone[rank][2] for rank in here])
+        own = bound[here.index(placement.rank)]
+        if own != set(mine[1]):
+            os.sched_setaffinity(0, own)
+        placement = placement.with_cores(cpu_affinity.share(own, bound, pci=pci, near=mine[2]))
     return placement, len(machines)
 
 

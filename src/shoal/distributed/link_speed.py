@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.distributed.backend import backend_of
+from shoal.util import accelerator
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -251,8 +252,7 @@ class _Probe:
             else:
                 dist.recv(tensor, peer, group=self._group)
                 dist.send(self._small, peer, group=self._group)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        accelerator.synchronize(self._device)
 
     def _fastest(self, act: Callable[[], None]) -> float:
         act()  # the first call also connects

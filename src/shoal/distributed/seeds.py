@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.util import accelerator
+
 
 def derive_seed(seed: int, purpose: str, index: int) -> int:
     """Return a 63-bit seed from a root seed, a purpose and an index: the head of a SHA-256."""
@@ -24,8 +26,9 @@ def random_state() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    kind, module = accelerator.current()
+    if module is not None and module.is_initialized():
+        state[kind] = module.get_rng_state()
     return state
 
 
@@ -34,5 +37,6 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    kind, module = accelerator.current()
+    if module is not None and kind in state:
+        module.set_rng_state(state[kind])

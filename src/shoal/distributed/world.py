@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import random
 import socket
-import time
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal._torch import c10d, mesh
-from shoal.distributed import env_vars, mpi, objects
+from shoal.distributed import env_vars, mpi, objects, teardown
 from shoal.distributed.determinism import DeterministicMode
 from shoal.distributed.initialize import LAYOUT, JoinedWorld
 from shoal.distributed.layout import AXES, DATA_AXES, Layout
@@ -32,11 +32,9 @@ from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.watchdog.world_watchdog import Watchdog
 from shoal.telemetry.flight_recorder import RecordingGroup
 from shoal.telemetry.step_timer import timeline_of
+from shoal.util import accelerator
 from shoal.util.differences import and_more, minority, spans
 from shoal.util.errors import AgreementError, LaunchError, LayoutError, ShoalError
-
-LET_GO_SECONDS = 0.05
-"""Seconds for which a rank that has left its group lets the group's threads finish."""
 
 
 class Service(Protocol):
@@ -119,7 +117,7 @@ class World:
         self.membership: Final = Membership(
             self.watchdog, rank=self.rank, size=self.size, renumber=self._renumber
         )
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -399,29 +397,39 @@ class World:
         return cast("P | None", self._provided.get(kind))
 
     def close(self) -> None:
-        """Leave the process group and restore what `init` changed. A second call has no effect."""
+        """Leave the process group and restore what `init` changed. A second call has no effect.
+
+        While an exception is handled, in `except` or `finally`, collectives that have not ended are
+        aborted.
+        """
+        self._close(sys.exception())
+
+    def _close_at_exit(self) -> None:
+        """Close when Python exits, and has printed the traceback of an error that ends it."""
+        self._close(getattr(sys, "last_value", None), exiting=True)
+
+    def _close(self, error: BaseException | None, *, exiting: bool = False) -> None:
         if self._closed:
             return
         self._closed = True
         with contextlib.ExitStack() as leaving:
-            leaving.callback(self._leave)
+            leaving.push(lambda _, raised, __: self._leave(raised or error, exiting=exiting))
             for service in self._services.values():
                 leaving.callback(service.close)
+            if self.group is not None and not teardown.exit_code(error):
+                # Before the services are closed: the watchdog still reports a hang.
+                leaving.callback(accelerator.synchronize, self.device)
             for reference in self._before_closing:  # the last one first
                 if (method := reference()) is not None:
                     leaving.callback(method)
 
-    def _leave(self) -> None:
-        atexit.unregister(self.close)
+    def _leave(self, error: BaseException | None, *, exiting: bool) -> None:
+        atexit.unregister(self._close_at_exit)
         self._mesh = self._data_group = None
         self._deterministic_mode.restore()
         self.watchdog.leave()
         if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group()
-            # A model that outlives the world keeps Gloo's threads. One of them may still have to
-            # release the last collective's tensors. It needs the interpreter for that, and would
-            # abort the process if the interpreter had begun to exit.
-            time.sleep(LET_GO_SECONDS)
+            teardown.leave_groups(error, exiting=exiting)
         env_vars.write_variables(dict.fromkeys(self._variables))
         self.group = None
 
@@ -447,7 +455,7 @@ class World:
         if isinstance(error, ShoalError) and error.where is None:
             error.where = f"rank {self.rank} of {self.size} on {socket.gethostname()}" + _line(trace)
         over_mpi = isinstance(self.group, RecordingGroup)
-        self.close()
+        self._close(error)
         if over_mpi and type(error) is SystemExit:  # not a subclass, with which all ranks stop
             mpi.leaving(error.code)
 

@@ -62,6 +62,7 @@ def main(
         else:
             when = time.monotonic()
             failure = from_exception(error, rank=rank, host=socket.gethostname(), when=when)
+            sys.last_value = error  # for exit functions, as Python sets it
             _flush()
             reports.send_bytes(encode(failure))
     else:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shoal._torch.modules import TABLES, buffers
 from shoal.distributed.to_device import values_kept
 from shoal.strategies.dtensor import share
+from shoal.util import accelerator
 
 
 @contextmanager
@@ -53,10 +54,11 @@ def each_in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def random_states_kept(model: nn.Module) -> Iterator[None]:
     """Restore the states of the global random generators afterwards."""
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    devices = {p.device for p in model.parameters() if accelerator.streams(p.device) is not None}
+    kind = next((device.type for device in devices), "cuda")
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([device.index for device in devices], device_type=kind):
             yield
     finally:
         random.setstate(python)

@@ -6,6 +6,7 @@ parts are disjoint and add up to the total time, whatever is marked.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
@@ -45,8 +46,11 @@ CLOCK = 0
 Spent: TypeAlias = tuple[int, ...]
 """A clock value, then the time spent on each of PARTS until then; nanoseconds."""
 
-UNRESOLVED = 256
-"""Number of marks on a device that are kept before the device is queried."""
+UNRESOLVED = 4096
+"""Number of marks on a device that are kept before the device is queried: more than those of a step.
+
+FSDP makes up to twelve for each of its modules, and each query takes time of the step.
+"""
 
 
 class Timeline:
@@ -125,7 +129,7 @@ class TimedContext:
 
 
 class Event(Protocol):
-    """An event in the queue of a device: torch.cuda.Event, with timing."""
+    """An event in the queue of a device, such as torch.cuda.Event, with timing."""
 
     def record(self) -> object:
         """Record the time at which all queued work is done."""
@@ -185,9 +189,8 @@ class DeviceTimeline(Timeline):
             self._resolve()
 
     def _resolve(self) -> None:
-        last = len(self._marks) - 1
-        while last > 0 and not self._marks[last][0].query():
-            last -= 1
+        # Events are done in their order. After a mark, at least the first is kept as the beginning.
+        last = bisect_left(self._marks, True, lo=1, key=lambda mark: not mark[0].query()) - 1
         for (event, part), (after, _) in pairwise(self._marks[: last + 1]):
             self._known[part - 1] += round(event.elapsed_time(after) * 1e6)
             self._free.append(event)
@@ -195,12 +198,13 @@ class DeviceTimeline(Timeline):
 
 
 def timeline_of(device: torch.device) -> Timeline:
-    """Return a timeline on the device's clock for CUDA, where work is queued, else on the host's."""
-    if device.type != "cuda":
+    """Return a timeline on the device's clock where the device has streams, else on the host's."""
+    if device.type == "cpu":
         return Timeline()
-    import torch
+    from shoal.util import accelerator  # imports torch
 
-    return DeviceTimeline(lambda: torch.cuda.Event(enable_timing=True))
+    module = accelerator.streams(device)
+    return Timeline() if module is None else DeviceTimeline(lambda: module.Event(enable_timing=True))
 
 
 def columns(spent: Sequence[Spent]) -> dict[str, NDArray[np.int64]]:

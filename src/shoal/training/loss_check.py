@@ -30,7 +30,7 @@ LossSum: TypeAlias = tuple[float, float]
 
 
 def check_loss_adds_up(
-    engine: Engine, task: Task, batch: Batch, *, autocast: torch.dtype | None
+    engine: Engine, task: Task, batch: Batch, *, autocast: torch.dtype | None, compiled: bool = False
 ) -> None:
     """Raise StepError if a loss is not (sum, count), or if its sum is a mean. Collective.
 
@@ -40,9 +40,13 @@ def check_loss_adds_up(
     own mode, which shows which dimension of each random draw counts samples. Random states, modes, the
     model's buffers and the tensors of the batch are restored, so that nothing else changes. Rank 0
     prints a message if no rank could try the loss. A ShoalError on one rank is raised on all.
+
+    A model that is to be `compiled` may fit in memory only then. The trial, which runs before, uses two
+    samples of the micro-batch if it can be cut.
     """
     world = engine.world
-    trial = _Trial(engine, task, batch, autocast)
+    micro = _first(batch.micros[0], 2) if compiled else batch.micros[0]
+    trial = _Trial(engine, task, batch, micro, autocast)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for one in engines_of(world):  # a GAN's loss runs through the other model
@@ -92,11 +96,13 @@ def is_mean(whole: float, halves: tuple[LossSum, LossSum], samples: tuple[int, i
 class _Trial:
     """A rank's first micro-batch, complete and in halves; a rank without an output only takes part."""
 
-    def __init__(self, engine: Engine, task: Task, batch: Batch, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self, engine: Engine, task: Task, batch: Batch, micro: MicroBatch, autocast: torch.dtype | None
+    ) -> None:
         self._engine = engine
         self._task = task
         self._batch = batch
-        self._micro = batch.micros[0]
+        self._micro = micro
         self._autocast = autocast
         self._parts: list[MicroBatch] = []
         """The micro-batch and its two halves, if it has halves. They have no world, so that
@@ -231,6 +237,14 @@ class _Trial:
         with values_kept(moved.value):
             loss, count = self._task.reduce(output, moved, self._batch.seed)
         return float(loss), float(count)
+
+
+def _first(micro: MicroBatch, samples: int) -> MicroBatch:
+    """Return the first samples of a micro-batch, or all of them if it can't be cut."""
+    if micro.samples > samples:
+        with suppress(ValueError):
+            return part_of(micro, slice(0, samples))._replace(world=micro.world)
+    return micro
 
 
 def part_of(micro: MicroBatch, rows: slice) -> MicroBatch:

@@ -15,6 +15,7 @@ from shoal.data.step_result import LateResult
 from shoal.telemetry.events import FORMAT, Events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Spent, TickTimes
 from shoal.training.preemption import StoppedExit
+from shoal.util import accelerator
 from shoal.util.packages import versions
 
 if TYPE_CHECKING:
@@ -161,6 +162,4 @@ def _own(result: StepResult) -> dict[int, int]:
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
+    return accelerator.name(device) or platform.processor() or platform.machine()

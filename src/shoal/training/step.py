@@ -313,7 +313,9 @@ class Step(TrainState):
         Raises StepError, on all ranks, if it returns a mean instead of a sum.
         """
         if not self._tried:
-            check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
+            check_loss_adds_up(
+                self.engine, self.task, batch, autocast=self._autocast, compiled=self.compiled
+            )
             self._tried = True
 
     def infer(self, micro: MicroBatch, seed: int) -> Any:

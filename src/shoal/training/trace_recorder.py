@@ -89,9 +89,8 @@ class Recorder:
     def _start(self, window: Window, step: int) -> None:
         if step >= window.last:  # the run was resumed after the window
             return
-        devices = [ProfilerActivity.CPU]
-        if self._world.device.type == "cuda":
-            devices.append(ProfilerActivity.CUDA)
+        own = getattr(ProfilerActivity, self._world.device.type.upper(), ProfilerActivity.CPU)
+        devices = {ProfilerActivity.CPU, own}
         with self._as_other():  # the profiler takes seconds to start
             profiler = profile(activities=devices, acc_events=True)
             error = _started(profiler)

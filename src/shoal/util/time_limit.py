@@ -16,7 +16,10 @@ def start(work: Callable[[], T]) -> Future[T]:
     A thread that a dead file system holds cannot be ended. It ends with the process.
     """
     future: Future[T] = Future()
-    threading.Thread(target=_run, args=(work, future), daemon=True).start()
+    try:
+        threading.Thread(target=_run, args=(work, future), daemon=True).start()
+    except RuntimeError:  # Python 3.12 starts no thread when it exits
+        _run(work, future)
     return future
 
 

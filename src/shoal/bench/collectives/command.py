@@ -33,6 +33,7 @@ from shoal.distributed.init import init
 from shoal.distributed.world import World
 from shoal.launcher.local import run_job
 from shoal.report.html import write_csv
+from shoal.util import accelerator
 from shoal.util.errors import LaunchError
 from shoal.util.tables import plain_console, print_line, print_path
 from shoal.util.units import binary_size
@@ -237,9 +238,7 @@ def _backend(world: World) -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor_name() or device.type
+    return accelerator.name(device) or processor_name() or device.type
 
 
 def _names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shoal.bench.collectives.machine_file import CollectiveSeries, Point, fit_line
 from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
 from shoal.distributed.world import World
+from shoal.util import accelerator
 
 OPERATIONS = (
     "all_reduce",
@@ -103,8 +104,7 @@ class BackendGroup:
         begun = time.perf_counter()
         for _ in range(times):
             call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        accelerator.synchronize(self.device)
         return (time.perf_counter() - begun) / times
 
 

@@ -29,6 +29,7 @@ from shoal.data import Loader
 from shoal.distributed.init import init
 from shoal.distributed.world import World
 from shoal.report.html import write_csv
+from shoal.util import accelerator
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.grouping import group_by
 from shoal.util.tables import plain_console, print_line, print_path, print_rows
@@ -167,8 +168,7 @@ def _ways(
                 each.grad = None
             value = loss(ready)
             value.backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            accelerator.synchronize(device)
             return [value.detach(), *(each.grad for each in parameters if each.grad is not None)]
 
         return call

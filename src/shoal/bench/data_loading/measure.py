@@ -21,6 +21,7 @@ from shoal.data.batch import Batch
 from shoal.data.feed import PositionedSource
 from shoal.data.map_dataset import SampleSource
 from shoal.distributed.to_device import move
+from shoal.util import accelerator
 
 _LEAST_BATCHES = 2
 _ENDLESS = 10**9
@@ -130,7 +131,7 @@ def measure_stages(loader: Loader, seconds: float) -> Stages | None:
         sample=sample,
         collate=max(0.0, both - sample) if alone else None,
         handed=_handed(value, seconds) / count if source.device.type == "cpu" else None,
-        copied=_copied(value, device) / count if device.type == "cuda" else None,
+        copied=_copied(value, device) / count if accelerator.is_accelerator(device) else None,
     )
 
 
@@ -172,7 +173,7 @@ def _copied(value: Any, device: torch.device) -> float:
     for _ in range(5):
         begun = time.perf_counter()
         move(value, device)
-        torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds)
 

@@ -121,7 +121,7 @@ def _flush() -> None:
     sys.stdout.flush()  # looked up here, since it may be None
 
 
-def exit_process(strangers: Iterable[tuple[int, float]]) -> NoReturn:
+def exit_process(strangers: Iterable[tuple[int, float]], code: int = EXIT_CODE) -> NoReturn:
     """End this process, its children, and stopped processes, given by (id, time of birth)."""
     try:
         within(_FLUSH_SECONDS, _flush)
@@ -135,7 +135,7 @@ def exit_process(strangers: Iterable[tuple[int, float]]) -> NoReturn:
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
     finally:
-        os._exit(EXIT_CODE)
+        os._exit(code)
 
 
 def within(seconds: float, action: Callable[[], object]) -> None:

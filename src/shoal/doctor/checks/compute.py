@@ -10,6 +10,7 @@ import torch
 
 from shoal.doctor.findings import CheckResult, RankFacts, describe_ranks, failure, ok, warning
 from shoal.doctor.outliers import HALF, find_slow
+from shoal.util import accelerator
 from shoal.util.grouping import group_by
 
 WINDOW = 0.3
@@ -37,7 +38,7 @@ def measure_compute(devices: Sequence[torch.device], *, compared: bool = True) -
     """
     rates = {str(device): max(_rates(device)) for device in devices}
     first = devices[0]
-    kind = torch.cuda.get_device_name(first) if first.type == "cuda" else first.type
+    kind = accelerator.name(first) or first.type
     return Compute(kind=kind, compared=compared, rates=rates)
 
 
@@ -75,8 +76,7 @@ def _rates(device: torch.device) -> Iterator[float]:
 
 
 def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(device)
 
 
 def check_compute(ranks: Sequence[RankFacts[Compute]]) -> Iterator[CheckResult]:

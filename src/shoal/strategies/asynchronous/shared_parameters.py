@@ -99,9 +99,9 @@ class SharedMemory(ParameterStorage):
         return self.updates(), self._values
 
     def add_for(self, worker: int, changes: Sequence[Tensor]) -> list[int]:
-        """Add an update of a worker."""
+        """Add an update of a worker, whose model may be on another device."""
         before = self.updates()
-        foreach.add_(self._values, list(changes))
+        foreach.add_(self._values, [change.cpu() for change in changes])
         self._counters[worker, _UPDATES] += 1
         return before
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.strategies.comm_timing import waiting
 from shoal.telemetry.step_timer import Timeline
+from shoal.util import accelerator
 from shoal.util.errors import LayoutError, StepError
 
 
@@ -136,7 +137,7 @@ class HeadParallelAttention(TorchFunctionMode):
     def _own_noise(self, device: torch.device) -> Iterator[None]:
         """Draw random numbers of this rank only, from a seed that all ranks draw in sync."""
         seed = int(torch.randint(2**62, (), device="cpu"))
-        with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+        with accelerator.random_state_kept(device):
             torch.manual_seed(seed + self._peers.index)
             yield
 

@@ -14,6 +14,7 @@ from shoal.distributed.world import World
 from shoal.strategies.device_placement.device_map import DeviceSlot, assigned, balance, place
 from shoal.strategies.device_placement.multi_device import ATTRIBUTE, PlacementRecord
 from shoal.strategies.device_placement.transfer_hooks import arrange
+from shoal.util import accelerator
 from shoal.util.errors import StepError
 
 MAP = 'shoal.DevicePlacement({"encoder": 0, "decoder": 1})'
@@ -145,14 +146,14 @@ def _positive(number: object) -> bool:
 
 def _named(where: Any, world: World, given: str) -> torch.device:
     """Return the device of that name. Raise StepError if it is missing or belongs to another rank."""
-    visible = torch.cuda.device_count()
     fix = f"the number of a device of the rank: {MAP}"
     found = ""
     try:
         device = torch.device(where) if isinstance(where, str | torch.device) else torch.device("meta")
-        if device.type == "cuda":
+        if accelerator.streams(device) is not None:
+            visible = torch.get_device_module(device).device_count()
             index = device.index if device.index is not None else world.device.index or 0
-            device = torch.device("cuda", index)
+            device = torch.device(device.type, index)
             found = "" if index < visible else f"no GPU {index}: {visible} visible, numbered from 0"
         elif device.type == "cpu":
             found = "" if not device.index else "the CPU is a single device without a number"
@@ -165,7 +166,8 @@ def _named(where: Any, world: World, given: str) -> torch.device:
         found = f"{where!r}: {str(error).splitlines()[0].partition('. ')[0]}"
     if found:
         raise StepError(given=given, found=found, fix='"cpu", "cuda:0", or ' + fix)
-    if device.type == "cuda" and world.placement.local_size > 1 and device not in world.devices:
+    alone = world.placement.local_size == 1 or accelerator.streams(device) is None
+    if not alone and device not in world.devices:
         own = ", ".join(map(str, world.devices))
         raise StepError(
             given=given,

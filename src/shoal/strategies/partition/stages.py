@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from shoal._torch.dispatch import tree_map
 from shoal._torch.modules import buffers, children, parameters
 from shoal.strategies.partition.trace import IN_PLACE, expect_tensor, graph_of
+from shoal.util import accelerator
 from shoal.util.errors import StepError
 
 _DRAWING = ("dropout", "rand", "bernoulli", "normal", "multinomial")
@@ -308,8 +309,7 @@ def seconds(outer: OuterGraph, arguments: Sequence[Any], device: torch.device) -
         def run_node(self, n: fx.Node) -> Any:
             begun = perf_counter()
             result = super().run_node(n)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            accelerator.synchronize(device)
             found[numbers[n]] = perf_counter() - begun
             return result
 

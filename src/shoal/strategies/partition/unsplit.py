@@ -26,6 +26,7 @@ from shoal.strategies.partition.inputs import Inputs
 from shoal.strategies.partition.members import CannotTravelError, StageRanks
 from shoal.strategies.partition.stages import OuterGraph, Stage
 from shoal.strategies.partition.trace import by_kind
+from shoal.util import accelerator
 
 _META = torch.device("meta")
 
@@ -283,11 +284,9 @@ def _absent(tensor: Tensor | None) -> Tensor | None:
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *cuda]
+    return [torch.get_rng_state(), *accelerator.random_state(device)]
 
 
 def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
     torch.set_rng_state(states[0].cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1].cpu(), device)
+    accelerator.set_random_state(device, states[1:])

@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+from shoal.util import accelerator
+
 
 class Usage:
     """The resources that this process uses, as the fields of an event; unknown ones are left out.
@@ -31,9 +33,7 @@ class Usage:
             "cpu": (busy - self._busy) / max(now - self._looked, 1e-9),
         }
         self._looked, self._busy = now, busy
-        if self._device.type == "cuda":
-            fields["device_memory"] = torch.cuda.memory_allocated(self._device)
-            fields["device_peak"] = torch.cuda.max_memory_allocated(self._device)
+        fields |= accelerator.memory(self._device)
         if self._meter is not None:
             fields |= self._meter.fields()
         return fields
@@ -60,8 +60,10 @@ class GpuMeter:
             import pynvml
 
             pynvml.nvmlInit()
-            identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(identity.encode()))
+            uuid = torch.cuda.get_device_properties(device).uuid
+            with suppress(pynvml.NVMLError):
+                return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode()))
+            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode()))
         return None
 
     def fields(self) -> dict[str, Any]:
