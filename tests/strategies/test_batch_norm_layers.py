@@ -146,7 +146,7 @@ def test_float32_is_no_worse_than_torchs(ranks: Ranks, offset: float) -> None:
         return [float((found[part].double() - exact[part]).abs().max()) for part in (0, 1)]
 
     for own, torchs in zip(errors(ours), errors(theirs), strict=True):
-        assert own <= 1.5 * torchs + 1e-6
+        assert own <= 1.2 * torchs + 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -298,7 +298,8 @@ def test_a_group_of_one_value_is_an_error_on_all_ranks(ranks: Ranks) -> None:
 
 def mutated(world: shoal.World, case: Case) -> Any:
     """The training with the boundary between the first two groups of a rank moved by one sample."""
-    right = coupled.groups_of
+    module: Any = coupled
+    right = module.groups_of
 
     def moved(*arguments: Any, **named: Any) -> MicroGroups:
         groups = right(*arguments, **named)
@@ -308,11 +309,11 @@ def mutated(world: shoal.World, case: Case) -> Any:
         ]
         return groups._replace(held=tuple(held))
 
-    coupled.groups_of = moved
+    module.groups_of = moved
     try:
         return train(world, case, steps=2)  # batches of two groups for each rank
     finally:
-        coupled.groups_of = right
+        module.groups_of = right
 
 
 def test_a_boundary_off_by_one_is_noticed(ranks: Ranks) -> None:
