@@ -302,7 +302,7 @@ def mutated(world: shoal.World, case: Case) -> Any:
     right = module.groups_of
 
     def moved(*arguments: Any, **named: Any) -> MicroGroups:
-        groups = right(*arguments, **named)
+        groups: MicroGroups = right(*arguments, **named)
         held = [
             (first._replace(stop=first.stop + 1), second._replace(start=second.start + 1), *others)
             for first, second, *others in groups.held

@@ -139,8 +139,9 @@ def _local_moments(x: Tensor, part: Part) -> Tensor:
             mean, variance = torch.batch_norm_update_stats(segment, zeros, ones, 0.0)
             count = segment.numel() // channels
             # Rounded once, after the merge, as torch rounds the mean of one process.
-            others = [dim for dim in range(x.dim()) if dim != 1]
-            exact = segment.sum(others, dtype=torch.float64) / count
+            inner = list(range(2, x.dim()))
+            sums = segment.sum(inner, dtype=dtype) if inner else segment
+            exact = sums.double().sum(0) / count
             found[row, 0] = count
             found[row, 1 : channels + 1] = exact
             found[row, channels + 1 :] = (variance.double() - (mean - exact).square()) * count
