@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal
-from shoal.bench.scaling.models import Made, make_model
+from shoal.bench.scaling.models import Workload, make_model
 from shoal.bench.scaling.subject import BuiltIn, parse_subject
 from shoal.telemetry.step_timer import BACKWARD, FORWARD, OTHER, PARTS, UPDATE, WAIT, Timeline
 from spread import Spread, interval
@@ -58,7 +58,7 @@ RATIOS = (
 Loop = Iterator[None]
 
 
-def built(made: Made) -> nn.Module:
+def built(made: Workload) -> nn.Module:
     torch.manual_seed(0)
     return made.model if isinstance(made.model, nn.Module) else made.model()
 
@@ -67,7 +67,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
 
-def tensors(made: Made) -> list[Tensor]:
+def tensors(made: Workload) -> list[Tensor]:
     return list(made.dataset) if isinstance(made.dataset, tuple) else [made.dataset]
 
 
@@ -78,7 +78,7 @@ def wrapped(model: nn.Module, world: shoal.World, *, views: bool) -> nn.Module:
 
 
 def train(
-    made: Made,
+    made: Workload,
     model: nn.Module,
     batches: Callable[[int], Iterator[list[Tensor]]],
     timeline: Timeline,
@@ -108,7 +108,7 @@ def train(
             yield
 
 
-def by_hand(world: shoal.World, made: Made, batch: int, *, views: bool) -> Loop:
+def by_hand(world: shoal.World, made: Workload, batch: int, *, views: bool) -> Loop:
     """Train with the loop of the tutorials."""
     data: Dataset[Any] = TensorDataset(*tensors(made))
     sampler: Any = DistributedSampler(data, world.size, world.rank)
@@ -121,7 +121,7 @@ def by_hand(world: shoal.World, made: Made, batch: int, *, views: bool) -> Loop:
     return train(made, wrapped(built(made), world, views=views), batches, world.timeline)
 
 
-def gathered(world: shoal.World, made: Made, batch: int) -> Loop:
+def gathered(world: shoal.World, made: Workload, batch: int) -> Loop:
     """Train with the same loop, with batches by one index per tensor."""
     columns = tensors(made)
 
@@ -134,7 +134,7 @@ def gathered(world: shoal.World, made: Made, batch: int) -> Loop:
     return train(made, wrapped(built(made), world, views=True), batches, world.timeline)
 
 
-def through_shoal(world: shoal.World, made: Made, batch: int) -> Loop:
+def through_shoal(world: shoal.World, made: Workload, batch: int) -> Loop:
     """Train with Loader, Step, and a Run that records the steps."""
     model = shoal.parallelize(built(made), world)
     step = shoal.Step(model, optimizer_of(model), made.task)

@@ -59,7 +59,7 @@ PER_LAYER = 3 * 4 * WIDTH * WIDTH
 """Bytes of a layer: its weight and Adam's two moments of it."""
 
 Wait = Callable[[], object]
-Save = Callable[[Path], Wait]
+SaveRecord = Callable[[Path], Wait]
 """A function that begins a save, and returns one that waits until it is on the disk."""
 
 
@@ -97,7 +97,7 @@ def nothing() -> None:
     """Return at once, since all is on the disk already."""
 
 
-def contenders(world: shoal.World, training: Training) -> dict[str, Save]:
+def contenders(world: shoal.World, training: Training) -> dict[str, SaveRecord]:
     """Return the functions that save; each is called on all ranks."""
     group = dist.new_group(backend="gloo") if world.group is not None else None
     kept = DefaultStager(StagingOptions(False, False, False, False))
@@ -133,7 +133,7 @@ def contenders(world: shoal.World, training: Training) -> dict[str, Save]:
     }
 
 
-def through_shoal(world: shoal.World, training: Training) -> Save:
+def through_shoal(world: shoal.World, training: Training) -> SaveRecord:
     """Return a function that saves as a Run does, without its events."""
 
     background = BackgroundSaver(world)
@@ -174,7 +174,7 @@ def _highest() -> int:
     return int(found[1]) * 1024
 
 
-def one(world: shoal.World, save: Save, directory: Path) -> dict[str, float]:
+def one(world: shoal.World, save: SaveRecord, directory: Path) -> dict[str, float]:
     """Save once, on all ranks; return seconds and memory of the worst rank, bytes on the disk."""
     if world.is_rank_zero:
         directory.mkdir()

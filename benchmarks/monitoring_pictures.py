@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.report.dashboard.layout import dashboard_lines
 from shoal.report.dashboard.snapshot_builder import SnapshotBuilder
-from shoal.report.dashboard.theme import Look
+from shoal.report.dashboard.theme import TerminalStyle
 
 SLOW, EXTRA = 2, 0.012
 WINDOW = (40, 41)
@@ -100,7 +100,9 @@ def train(directory: str, steps: int) -> None:
 
 def dashboard(run: Path, picture: Path) -> None:
     """Save the current page of `shoal watch`."""
-    lines = dashboard_lines(SnapshotBuilder(run).look(), 88, 30, Look(colour=True, unicode=True))
+    lines = dashboard_lines(
+        SnapshotBuilder(run).look(), 88, 30, TerminalStyle(colour=True, unicode=True)
+    )
     console = Console(
         file=io.StringIO(), record=True, width=88, force_terminal=True, color_system="truecolor"
     )

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.training.preemption import Stopping
+from shoal.training.preemption import PreemptionHandler
 
 SIZES = (1, 2, 4)
 CALLS = 200_000
@@ -35,7 +35,7 @@ STEPS = 200
 
 def cost(world: shoal.World) -> float:
     """Return the nanoseconds of one call of `due`."""
-    stopping = Stopping(world)
+    stopping = PreemptionHandler(world)
     stopping.start()
     world.barrier()
     begun = time.perf_counter()
@@ -48,7 +48,7 @@ def cost(world: shoal.World) -> float:
 
 def agreement(world: shoal.World) -> float:
     """Return the milliseconds from a signal to the last rank until all ranks know, by one clock."""
-    stopping = Stopping(world)
+    stopping = PreemptionHandler(world)
     stopping.start()
     world.barrier()
     sent = time.monotonic()
@@ -61,7 +61,9 @@ def agreement(world: shoal.World) -> float:
     return float(known - world.broadcast(sent, source=world.size - 1)) * 1e3
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, stopping: Stopping | None) -> float:
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stopping: PreemptionHandler | None
+) -> float:
     """Return the seconds of STEPS steps, each followed by `due` if there is a `stopping`."""
     inputs = torch.randn(16, 32)
     begun = time.perf_counter()
@@ -83,7 +85,7 @@ def ratio(world: shoal.World, rounds: int) -> float:
     for number in range(rounds):
         times = {}
         for ready in (False, True) if number % 2 else (True, False):
-            stopping = Stopping(world) if ready else None
+            stopping = PreemptionHandler(world) if ready else None
             if stopping is not None:
                 stopping.start()
             world.barrier()

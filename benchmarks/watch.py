@@ -24,7 +24,7 @@ import torch
 
 import shoal
 from shoal.distributed.watchdog.diagnosis import WaitLimits
-from shoal.distributed.watchdog.mismatch import Matching
+from shoal.distributed.watchdog.mismatch import CollectiveMatcher
 from shoal.distributed.watchdog.watch import Watch
 
 MODES = ("neither", "watch", "watch and check")
@@ -38,7 +38,7 @@ def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
 def begin(world: shoal.World, mode: str) -> ExitStack:
     """Start what a mode needs; closing the stack ends it."""
     started = ExitStack()
-    matching = Matching(world.rank) if mode == "watch and check" else None
+    matching = CollectiveMatcher(world.rank) if mode == "watch and check" else None
     if matching is not None:
         started.callback(matching.stop)
     if mode != "neither" and world.group is not None:

@@ -16,7 +16,7 @@ from shoal.bench.scaling.allocations import Capacity, ClusterRequest, allocation
 from shoal.bench.scaling.configurations import StudyOptions
 from shoal.bench.scaling.directory import Study, begin_study, load_study
 from shoal.cli.main import app
-from shoal.launcher.submit.job import JobRequest, Turn
+from shoal.launcher.submit.job import JobCommand, JobRequest
 from shoal.launcher.submit.site import Partition, Site
 from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
@@ -139,7 +139,7 @@ def take_turns(fakes: Fakes, folder: Path, *words: str, limit: int = 30) -> tupl
     acts = folder / "acts"
     acts.write_text(ACTS)
     acts.chmod(0o755)
-    turns = tuple(Turn(args=(word,), processes=1, log=str(folder / word)) for word in words)
+    turns = tuple(JobCommand(args=(word,), processes=1, log=str(folder / word)) for word in words)
     asked = JobRequest(
         script="train.py", time=3600, turns=turns, limit=limit, variables=(("A", "b c"),)
     )
@@ -188,7 +188,7 @@ def test_a_turn_has_its_time(fakes: Fakes, tmp_path: Path) -> None:
     ],
 )
 def test_each_turn_has_as_many_processes_as_it_needs(launcher: str, told: str, tmp_path: Path) -> None:
-    turns = tuple(Turn(args=(), processes=size, log=f"{name}.txt") for name, size in SIZES)
+    turns = tuple(JobCommand(args=(), processes=size, log=f"{name}.txt") for name, size in SIZES)
     asked = JobRequest(
         script="t.py",
         time=60,

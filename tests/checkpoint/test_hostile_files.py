@@ -26,7 +26,7 @@ from helpers.processes import Alone
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.inspect import manifest as contents
 from shoal.checkpoint.inspect import verify
-from shoal.checkpoint.inspect.tensor_reader import Values
+from shoal.checkpoint.inspect.tensor_reader import TensorFiles
 from shoal.checkpoint.state_tree import DTYPES
 from shoal.checkpoint.store import DamageError, FileRecord, Manifest
 from shoal.checkpoint.tensor_index import BYTES
@@ -69,7 +69,7 @@ def assert_refused(step: Path, found: str = "") -> None:
 
 def read_all(step: Path) -> None:
     looked = contents.inspect_checkpoint(step)
-    with Values(looked) as values:
+    with TensorFiles(looked) as values:
         for name in looked.tensors:
             values.whole(name)
 

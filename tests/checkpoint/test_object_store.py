@@ -22,7 +22,7 @@ from helpers.object_store import Bucket, nothing
 from helpers.processes import Alone
 from helpers.remote_checkpoints import NUMBERS, Failing, begin, names, restored, save, state
 from shoal.checkpoint import AnyPath, Checkpoints, Files, async_save, object_store, path_from
-from shoal.checkpoint.directory_names import Name
+from shoal.checkpoint.directory_names import DirectoryName
 from shoal.checkpoint.object_store import RemotePath
 from shoal.checkpoint.paths import open_file
 from shoal.checkpoint.store import FileRecord, Manifest
@@ -308,7 +308,7 @@ def test_a_checkpoint_that_was_copied_there_or_back_is_one(tmp_path: Path) -> No
     "text", ["step-0", "step-12.partial", "step-3.trash", "step-7.a0", "step-7.a12", "step-7.a12.3"]
 )
 def test_names_are_read_as_they_are_printed(text: str) -> None:
-    assert str(Name.read(text)) == text
+    assert str(DirectoryName.read(text)) == text
 
 
 def test_names_are_in_the_order_of_saves() -> None:
@@ -321,9 +321,9 @@ def test_names_are_in_the_order_of_saves() -> None:
         "step-8.a10",
         "step-9",
     ]
-    names = [Name.read(text) for text in listed]
+    names = [DirectoryName.read(text) for text in listed]
     assert None not in names
-    assert sorted(names, key=lambda name: name or Name(0)) == names
+    assert sorted(names, key=lambda name: name or DirectoryName(0)) == names
 
 
 def test_a_file_that_is_given_up_does_not_appear(

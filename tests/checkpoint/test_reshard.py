@@ -65,10 +65,10 @@ def stages(*begin: str) -> shoal.Pipeline:
     return shoal.Pipeline(split_points=begin)
 
 
-Way = tuple[str, Any]
+ChosenInterface = tuple[str, Any]
 """A layout and a strategy."""
 
-TABLES: dict[str, dict[str, Way]] = {
+TABLES: dict[str, dict[str, ChosenInterface]] = {
     "blocks": {
         "one": ("replicate=1", None),
         **{f"DDP {n}": (f"replicate={n}", None) for n in (2, 3, 4)},
@@ -93,7 +93,7 @@ TABLES: dict[str, dict[str, Way]] = {
 }
 """Each to each."""
 
-MORE: dict[str, dict[str, Way]] = {
+MORE: dict[str, dict[str, ChosenInterface]] = {
     "blocks": {
         "replicated Tensor 4": ("replicate=2,tensor=2", BLOCKS),
         "sharded Pipeline 4": ("shard=2,pipeline=2", stages("blocks.1")),
@@ -114,7 +114,7 @@ RINGS = [
 Array = np.ndarray[Any, Any]
 
 
-def way_of(model: str, name: str) -> Way:
+def way_of(model: str, name: str) -> ChosenInterface:
     return (TABLES[model] | MORE[model])[name]
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as some
 from torch import nn
 
 from helpers.processes import Alone
-from shoal.checkpoint import Checkpoints, Loaded, compare_names, shapes
+from shoal.checkpoint import Checkpoints, RestoredCheckpoint, compare_names, shapes
 from shoal.checkpoint.state_tree import DTYPES, names_in, put_together, take_apart
 from shoal.util.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def through_json(tree: Any) -> Any:
     return put_together(json.loads(json.dumps(parts.json, allow_nan=False)), parts.tensors)
 
 
-def through_disk(directory: Path, state: dict[str, Any], **template: Any) -> Loaded:
+def through_disk(directory: Path, state: dict[str, Any], **template: Any) -> RestoredCheckpoint:
     checkpoints = Checkpoints(directory, Alone())
     checkpoints.save(1, state, {}, {})
     loaded = checkpoints.restore(template or None)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from helpers.processes import Alone
-from shoal.checkpoint import AnyPath, Checkpoints, Files, Loaded
+from shoal.checkpoint import AnyPath, Checkpoints, Files, RestoredCheckpoint
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.store import DamageError, FileRecord, Manifest
 from shoal.util.errors import CheckpointError
@@ -32,7 +32,7 @@ def save(directory: Path, *steps: int, keep: int = 10, files: Files | None = Non
     return checkpoints
 
 
-def restore(directory: Path) -> Loaded:
+def restore(directory: Path) -> RestoredCheckpoint:
     loaded = Checkpoints(directory, Alone()).restore()
     assert loaded is not None
     assert loaded.state["weight"].tolist() == [loaded.step] * 3

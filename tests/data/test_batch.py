@@ -9,13 +9,13 @@ from torch import nn
 
 import shoal
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.data.noise import Noise
 from shoal.util.errors import StepError
 
 
 def batch(world: shoal.World | None = None) -> Batch:
-    micros = [Micro("a", 40, 2, 1.0), Micro("b", 42, 1, 1.0), Micro("c", 36, 1, 0.0)]
+    micros = [MicroBatch("a", 40, 2, 1.0), MicroBatch("b", 42, 1, 1.0), MicroBatch("c", 36, 1, 0.0)]
     return Batch(36, 8, micros, seed=1, world=world)
 
 
@@ -33,7 +33,7 @@ def test_a_batch_knows_where_its_loop_stands() -> None:
 
 def test_the_share_of_a_batch_leaves_out_stand_ins() -> None:
     assert batch().share == (40, 43)
-    assert Batch(36, 8, [Micro("c", 36, 1, 0.0)], seed=1).share == (36, 36)
+    assert Batch(36, 8, [MicroBatch("c", 36, 1, 0.0)], seed=1).share == (36, 36)
 
 
 def test_a_loop_of_ones_own_is_as_exact_as_its_mean(world: shoal.World) -> None:
@@ -41,7 +41,7 @@ def test_a_loop_of_ones_own_is_as_exact_as_its_mean(world: shoal.World) -> None:
     model = shoal.parallelize(nn.Linear(3, 1).double(), world)
     inputs = torch.randn(5, 3, dtype=torch.float64)
     counts = [1, 3]  # as from masks: not the number of samples
-    micros = [Micro(inputs[:2], 0, 2, 1.0), Micro(inputs[2:], 2, 3, 1.0)]
+    micros = [MicroBatch(inputs[:2], 0, 2, 1.0), MicroBatch(inputs[2:], 2, 3, 1.0)]
     found = Batch(0, 5, micros, seed=0, world=world)
     for values, count in zip(found, counts, strict=True):
         found.backward(total=model(values).square().sum(), count=torch.tensor(count))
@@ -57,7 +57,7 @@ def test_a_loop_of_ones_own_is_as_exact_as_its_mean(world: shoal.World) -> None:
 
 def test_a_loop_of_ones_own_asks_which_of_two_models_learns(world: shoal.World) -> None:
     first, second = (shoal.parallelize(nn.Linear(1, 1), world) for _ in range(2))
-    found = Batch(0, 1, [Micro(torch.ones(1, 1), 0, 1, 1.0)], seed=0, world=world)
+    found = Batch(0, 1, [MicroBatch(torch.ones(1, 1), 0, 1, 1.0)], seed=0, world=world)
     for values in found:
         with pytest.raises(StepError, match="2 parallelized models"):
             found.backward(total=second(first(values)).sum(), count=1)
@@ -67,7 +67,7 @@ def test_a_loop_of_ones_own_asks_which_of_two_models_learns(world: shoal.World) 
 
 
 def test_a_loop_of_ones_own_without_an_engine(world: shoal.World) -> None:
-    found = Batch(0, 1, [Micro(torch.ones(1, 1), 0, 1, 1.0)], seed=0, world=world)
+    found = Batch(0, 1, [MicroBatch(torch.ones(1, 1), 0, 1, 1.0)], seed=0, world=world)
     model = nn.Linear(1, 1)
     for values in found:
         with pytest.raises(StepError, match="no parallelized model"):
@@ -76,7 +76,7 @@ def test_a_loop_of_ones_own_without_an_engine(world: shoal.World) -> None:
 
 def test_a_loop_of_ones_own_notices_what_is_not_a_number(world: shoal.World) -> None:
     model = shoal.parallelize(nn.Linear(1, 1), world)
-    found = Batch(64, 1, [Micro(torch.ones(1, 1), 64, 1, 1.0)], seed=0, world=world)
+    found = Batch(64, 1, [MicroBatch(torch.ones(1, 1), 64, 1, 1.0)], seed=0, world=world)
     for values in found:
         found.backward(total=model(values).sum() * math.inf, count=1)
     with pytest.raises(StepError, match="samples 64 to 64"):
@@ -84,6 +84,6 @@ def test_a_loop_of_ones_own_notices_what_is_not_a_number(world: shoal.World) -> 
 
 
 def test_noise_of_a_micro_batch_goes_on_from_draw_to_draw() -> None:
-    found = Batch(0, 4, [Micro(None, 0, 2, 1.0), Micro(None, 2, 2, 1.0)], seed=5)
+    found = Batch(0, 4, [MicroBatch(None, 0, 2, 1.0), MicroBatch(None, 2, 2, 1.0)], seed=5)
     drawn = [torch.cat((found.noise.normal(2), found.noise.normal(2)), 1) for _ in found]
     assert torch.equal(torch.cat(drawn), Noise(5, 0, 4).normal(4))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.ranks import Ranks
 from shoal.data.gather import gather_rows
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.util.errors import StepError
 
 pytestmark = pytest.mark.processes
@@ -123,7 +123,7 @@ def test_a_contrastive_loss_is_that_of_one_process(
 def gathered(world: shoal.World) -> tuple[list[float], int, list[float]]:
     """Rank r has r + 1 rows of r; each rank's loss weighs the rows of rank r by r + 1."""
     rows = torch.full((world.data_rank + 1, 1), float(world.data_rank), requires_grad=True)
-    everyone, start = gather_rows(rows, Micro(None, 0, len(rows), 1.0, world))
+    everyone, start = gather_rows(rows, MicroBatch(None, 0, len(rows), 1.0, world))
     (everyone * (everyone.detach() + 1)).sum().backward()
     assert rows.grad is not None
     return everyone.flatten().tolist(), start, rows.grad.flatten().tolist()

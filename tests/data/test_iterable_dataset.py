@@ -14,7 +14,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shoal
-from shoal.data.iterable_dataset import Cutting, Reading
+from shoal.data.iterable_dataset import BatchSplit, StreamReader
 from shoal.util.errors import DataError
 
 BATCH = 4
@@ -86,7 +86,7 @@ def test_short_batches_may_be_dropped(world: shoal.World) -> None:
 def test_ranks_end_in_the_same_step_and_share_every_sample(ranks: int) -> None:
     shares = []
     for rank in range(ranks):
-        cutting = Cutting(
+        cutting = BatchSplit(
             batch_size=BATCH,
             ranks=ranks,
             rank=rank,
@@ -96,7 +96,7 @@ def test_ranks_end_in_the_same_step_and_share_every_sample(ranks: int) -> None:
             seed=0,
             seed_transforms=False,
         )
-        shares.append(list(Reading(Counting(), cutting, 0, 0, 0, 2)))
+        shares.append(list(StreamReader(Counting(), cutting, 0, 0, 0, 2)))
     ends = [[(share.first, share.size, share.ends) for share, _ in of_rank] for of_rank in shares]
     assert all(each == ends[0] for each in ends)
     real = [

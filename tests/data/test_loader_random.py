@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 import shoal
-from shoal.data.map_dataset import Mapped
+from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.orders import Shuffled
 from shoal.data.sampler import RankSampler
 from shoal.util.errors import DataError
@@ -115,7 +115,7 @@ def test_ranks_change_nothing(
 ) -> None:
     """FAILURES 24: nor which rank."""
     alone = drawn(build(world, dataset, **options))
-    served = Mapped(dataset, torch.stack, 3, seed_transforms=bool(options))
+    served = MapStyleDataset(dataset, torch.stack, 3, seed_transforms=bool(options))
     for rank in range(ranks):
         sampler = RankSampler(
             order=Shuffled(SIZE, shuffle=True),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.data.orders import Shuffled
 from shoal.data.permutation import Permutation
-from shoal.data.sampler import RankSampler, Share, cut
+from shoal.data.sampler import LocalBatch, RankSampler, cut
 
 SIZES = st.integers(1, 60)
 RANKS = st.integers(1, 9)
@@ -44,7 +44,7 @@ def test_a_cell_without_samples_stands_in_with_the_first(size: int, ranks: int, 
             assert (cell.start, cell.stop) == (0, 1) or cell.weight == 1.0
 
 
-def positions(share: Share) -> list[int]:
+def positions(share: LocalBatch) -> list[int]:
     """The positions since the start of training that a share consumes."""
     real = [cell for cell in share.cells if cell.weight]
     return [share.first + place for cell in real for place in range(cell.start, cell.stop)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.data.sampler import RankSampler
-from shoal.data.shards import Lanes, Streamed
+from shoal.data.shards import Lanes, ShardSource
 from shoal.util.errors import DataError
 
 BATCH = 16
@@ -120,7 +120,7 @@ def test_each_process_reads_lanes_of_its_own(ranks: int, workers: int) -> None:
 
     data = shoal.ShardedDataset(range(16), shard, lengths=lengths, interleave=16)
     for rank, worker in itertools.product(range(ranks), range(workers)):
-        source = Streamed(data, torch.tensor, 0, seed_transforms=False)
+        source = ShardSource(data, torch.tensor, 0, seed_transforms=False)
         order = Lanes(lengths, lanes=16, chunk=16, shuffle=True)
         shares = RankSampler(
             order=order,

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from shoal.distributed.failure import (
+    DepartedRank,
     Failure,
-    Left,
     culprit,
     decode,
     encode,
@@ -142,7 +142,7 @@ def test_the_place_of_a_syntax_error_is_in_its_file() -> None:
     assert locate(caught.value) == "train.py:2"
 
 
-LEFT = Left(rank=5, when=0.5, where="a, train.py:3", ended=True)
+LEFT = DepartedRank(rank=5, when=0.5, where="a, train.py:3", ended=True)
 SILENT = replace(LEFT, rank=6, when=9.0, announced=False)
 
 
@@ -163,7 +163,7 @@ SILENT = replace(LEFT, rank=6, when=9.0, announced=False)
     ],
 )
 def test_the_first_rank_to_leave_is_the_cause(
-    failures: list[Failure], left: list[Left], named: Left | None
+    failures: list[Failure], left: list[DepartedRank], named: DepartedRank | None
 ) -> None:
     assert first_to_leave(failures, left) == named
     cause = explain(failures, left, size=9)

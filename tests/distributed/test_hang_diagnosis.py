@@ -14,9 +14,9 @@ from shoal.distributed.watchdog import abort, stacks
 from shoal.distributed.watchdog.abort import EXIT_CODE, HangReport
 from shoal.distributed.watchdog.diagnosis import (
     BUSY_SECONDS,
-    Absent,
     HangDiagnosis,
     RankReport,
+    SilentRank,
     WaitLimits,
     decide,
     details,
@@ -32,7 +32,7 @@ WAITS = RankReport(rank=0, host="a", place="train.py:9", function="f", waits=RED
 WAITS_2 = replace(WAITS, rank=2)
 AWAY = RankReport(rank=1, host="b", place="train.py:5", function="g", groups=GROUPS)
 COMPILES = replace(AWAY, busy="compiles")
-SILENT = Absent(rank=1, host="b", pid=77, ended=False)
+SILENT = SilentRank(rank=1, host="b", pid=77, ended=False)
 ENDED = replace(SILENT, ended=True)
 
 
@@ -40,14 +40,14 @@ def call(**changes: Any) -> Collective:
     return replace(REDUCE, **changes)
 
 
-def judged(*found: RankReport | Absent) -> HangDiagnosis:
+def judged(*found: RankReport | SilentRank) -> HangDiagnosis:
     verdict = decide(found, seconds=5.2)
     assert verdict is not None
     return verdict
 
 
 @pytest.mark.parametrize("other", [AWAY, COMPILES, SILENT, ENDED])
-def test_where_nobody_waits_any_more_nobody_is_to_blame(other: RankReport | Absent) -> None:
+def test_where_nobody_waits_any_more_nobody_is_to_blame(other: RankReport | SilentRank) -> None:
     """What one waited for may come while all are asked."""
     assert decide([replace(WAITS, waits=None), other], seconds=5.2) is None
 
@@ -94,7 +94,7 @@ def test_a_machine_of_which_nothing_comes_back() -> None:
         ([COMPILES, replace(AWAY, rank=2)], 2),
     ],
 )
-def test_the_likelier_cause_is_named(others: list[RankReport | Absent], named: int) -> None:
+def test_the_likelier_cause_is_named(others: list[RankReport | SilentRank], named: int) -> None:
     verdict = judged(WAITS, *others)
     assert verdict.rank == named
     assert verdict.patience <= 0

@@ -12,9 +12,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shoal.distributed.env_vars import set_variables, write_defaults
 from shoal.distributed.interfaces import (
+    ChosenInterface,
     Interface,
     InterfaceReport,
-    Way,
     agree,
     check_given,
     decide,
@@ -77,7 +77,7 @@ def together(size: int, given: Sequence[str] = ("",) * 4) -> list[Any]:
     """What `agree` returned or raised on each rank: all in this process, over its own interfaces."""
     store = HashStore()
 
-    def join(rank: int) -> Way:
+    def join(rank: int) -> ChosenInterface:
         return agree(store, rank=rank, size=size, given=given[rank], timeout=100)
 
     with ThreadPoolExecutor(size) as pool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 import shoal
-from shoal.distributed.link_speed import Pairs, pairs, schedule, slow
+from shoal.distributed.link_speed import LinkMeasurements, pairs, schedule, slow
 
 HOSTS = [
     ["a"],
@@ -36,10 +36,10 @@ def test_machines_meet_at_once() -> None:
     assert len(schedule([host for host in "abcdefgh" for _ in range(4)])) == 6 + 7 * 16
 
 
-def measured(hosts: Sequence[str], speed: Callable[[int, int], float]) -> Pairs:
+def measured(hosts: Sequence[str], speed: Callable[[int, int], float]) -> LinkMeasurements:
     size = len(hosts)
     rows = tuple(tuple(None if a == b else speed(a, b) for b in range(size)) for a in range(size))
-    return Pairs(bytes=1 << 20, hosts=tuple(hosts), bandwidth=rows, latency=rows)
+    return LinkMeasurements(bytes=1 << 20, hosts=tuple(hosts), bandwidth=rows, latency=rows)
 
 
 def with_slow(rank: int) -> Callable[[int, int], float]:

@@ -11,15 +11,15 @@ from shoal.distributed import link_speed
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 
-def all_pairs(world: shoal.World) -> link_speed.Pairs:
+def all_pairs(world: shoal.World) -> link_speed.LinkMeasurements:
     return link_speed.pairs(world, bytes=1 << 16, repeats=2)
 
 
-def some_pairs(world: shoal.World) -> link_speed.Pairs:
+def some_pairs(world: shoal.World) -> link_speed.LinkMeasurements:
     return link_speed.pairs(world, bytes=1 << 16, repeats=2, among=[2, 0])
 
 
-def none_at_all(world: shoal.World) -> link_speed.Pairs:
+def none_at_all(world: shoal.World) -> link_speed.LinkMeasurements:
     return link_speed.pairs(world, bytes=0)
 
 

@@ -16,7 +16,7 @@ import shoal
 from helpers.commands import wait_for
 from helpers.ranks import Ranks
 from shoal.distributed.watchdog import side_channel
-from shoal.distributed.watchdog.side_channel import Door, Peer
+from shoal.distributed.watchdog.side_channel import PeerAddress, SideChannelServer
 
 pytestmark = pytest.mark.processes
 
@@ -30,7 +30,7 @@ class Served:
         self.complaints: list[dict[str, Any]] = []
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.socket.getsockname()[1]
-        self.door = Door(TOKEN, lambda question: {"heard": question})
+        self.door = SideChannelServer(TOKEN, lambda question: {"heard": question})
         self.loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
         self.thread = threading.Thread(target=lambda: self.loop.run_until_complete(self._serve()))
@@ -50,7 +50,7 @@ class Served:
         self.thread.join()
 
     def ask(self, token: str = TOKEN) -> dict[str, Any]:
-        peer = Peer(host="here", pid=1, born=0.0, address="127.0.0.1", port=self.port)
+        peer = PeerAddress(host="here", pid=1, born=0.0, address="127.0.0.1", port=self.port)
         return asyncio.run(side_channel.ask(peer, token, {"judge": 1}))
 
 
@@ -128,7 +128,7 @@ def test_idle_connections_are_bounded_and_keep_no_question_out(monkeypatch: pyte
 def test_a_question_may_be_long() -> None:
     """The report of a hang of thousands of ranks has a line for each."""
     with serving() as served:
-        peer = Peer(host="here", pid=1, born=0.0, address="127.0.0.1", port=served.port)
+        peer = PeerAddress(host="here", pid=1, born=0.0, address="127.0.0.1", port=served.port)
         question = {"end": "x" * (side_channel.LONGEST // 2)}
         assert asyncio.run(side_channel.ask(peer, TOKEN, question)) == {"heard": question}
 

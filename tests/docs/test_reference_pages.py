@@ -11,7 +11,7 @@ import pytest
 from shoal.bench.scaling.submission import TIMED_OUT
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.distributed.watchdog.abort import EXIT_CODE
-from shoal.training.preemption import Reason
+from shoal.training.preemption import StopReason
 
 PLACES = ("cluster_env/*.py", "env_vars.py", "placement.py")
 """Where `shoal.distributed` reads the variables of launchers."""
@@ -65,8 +65,8 @@ def test_every_exit_code_has_a_row(repository: Path) -> None:
         for code in found
         if code
     }
-    interrupted = Reason(kind="interrupted", what="SIGINT", rank=0).code
-    preempted = Reason(kind="preempted", what="SIGTERM", rank=0).code
+    interrupted = StopReason(kind="interrupted", what="SIGINT", rank=0).code
+    preempted = StopReason(kind="preempted", what="SIGTERM", rank=0).code
     known = written | {REQUEUE, EXIT_CODE, TIMED_OUT, interrupted, preempted}
     assert {0, 1, 2} <= written
     assert known == {0, 1, 2, 75, 124, 130}

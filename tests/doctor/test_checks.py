@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from helpers.rank_facts import grave, seen
-from shoal.distributed.link_speed import Pairs
+from shoal.distributed.link_speed import LinkMeasurements
 from shoal.doctor import display
 from shoal.doctor.checks import clocks, compute, filesystem, gpus, host, links, placement
 from shoal.doctor.checks.software import Software, check_software, describe_sources
@@ -415,7 +415,7 @@ def test_the_slow_link_among_many_is_named() -> None:
     ]
     again = links.best_links(facts, measured([[0, 1e9, 1e9], [1e9, 0, 1e9], [1e9, 1e9, 0]]))
     assert again is not None
-    assert Pairs(**again).bandwidth[0] == (None, 1e9, 1e9)
+    assert LinkMeasurements(**again).bandwidth[0] == (None, 1e9, 1e9)
     (fine,) = links.check_links([RankFacts(rank=0, host="a", facts=again)])
     assert fine.found.startswith("between hosts 1 to 1 GB/s")
 

@@ -238,7 +238,7 @@ def make_world(size: int, layout: str) -> Any:
             return value
 
     world.Watchdog = Alone  # type: ignore[attr-defined]
-    joined = initialize.Joined(
+    joined = initialize.JoinedWorld(
         placement=env_vars.placement(),
         layout=Layout.parse(layout).resolve(size),
         device=device,
@@ -265,7 +265,7 @@ def main() -> None:
     world = make_world(options.size, options.layout)
     import shoal
     from shoal.data.batch import Batch
-    from shoal.data.micro import Micro
+    from shoal.data.micro import MicroBatch
 
     if world.size > 1:
         assert world.mesh  # outside fake tensors, which its ranks are not
@@ -289,7 +289,7 @@ def main() -> None:
                     torch.empty(8, 64, device=DEVICE),
                     torch.empty(8, dtype=torch.long, device=DEVICE),
                 )
-                micros.append(Micro(value, 8 * index, 8, 1.0, world))
+                micros.append(MicroBatch(value, 8 * index, 8, 1.0, world))
             step(Batch(0, 8 * world.data_size * count, micros, seed=0, world=world))
         if options.evaluate:
             samples = 8 * world.data_size * count

@@ -31,13 +31,13 @@ from shoal.report.dashboard.snapshot import (
     Slowest,
     Snapshot,
 )
-from shoal.report.dashboard.theme import PARTS, Look
+from shoal.report.dashboard.theme import PARTS, TerminalStyle
 from shoal.util.units import compact
 
 NAMES = [part.name for part in PARTS]
-PLAIN = Look(colour=False)
-ASCII = Look(colour=False, unicode=False)
-LOOKS = [Look(), PLAIN, ASCII]
+PLAIN = TerminalStyle(colour=False)
+ASCII = TerminalStyle(colour=False, unicode=False)
+LOOKS = [TerminalStyle(), PLAIN, ASCII]
 
 
 def rank(number: int, **parts: float) -> RankStats:
@@ -78,7 +78,9 @@ def running(ranks: int = 4, **changes: Any) -> Snapshot:
     return replace(snapshot, **changes)
 
 
-def shown(snapshot: Snapshot, width: int, height: int, look: Look = PLAIN, leaf: int = 0) -> list[str]:
+def shown(
+    snapshot: Snapshot, width: int, height: int, look: TerminalStyle = PLAIN, leaf: int = 0
+) -> list[str]:
     return [line.plain for line in dashboard_lines(snapshot, width, height, look, leaf=leaf, keys=True)]
 
 
@@ -146,7 +148,7 @@ SNAPSHOTS = st.builds(
 
 
 def check_fits(
-    snapshot: Snapshot, width: int, height: int, look: Look, leaf: int, *, keys: bool
+    snapshot: Snapshot, width: int, height: int, look: TerminalStyle, leaf: int, *, keys: bool
 ) -> None:
     lines = dashboard_lines(snapshot, width, height, look, leaf=leaf, keys=keys)
     assert len(lines) <= height
@@ -238,13 +240,13 @@ def test_the_step_reads_without_colour() -> None:
     parts = {"wait": 1.0, "forward": 2.0, "backward": 4.0, "waiting": 1.0}
     assert draw_bar(parts, 8.0, 16, PLAIN).plain == "DDFFFFBBBBBBBBww"
     assert draw_bar(parts, 16.0, 16, PLAIN).plain == "DFFBBBBw        "
-    coloured = draw_bar(parts, 8.0, 16, Look())
+    coloured = draw_bar(parts, 8.0, 16, TerminalStyle())
     assert coloured.plain == "D F   B       w "
     assert len({span.style for span in coloured.spans}) == 4
 
 
 def test_letters_and_colours_tell_the_parts_apart() -> None:
-    styles = {part.style(Look()) for part in PARTS}
+    styles = {part.style(TerminalStyle()) for part in PARTS}
     assert len({part.letter for part in PARTS}) == len(styles) == len(PARTS)
     assert {part.name for part in PARTS} == set(PALETTE) == set(SHOWN)
     assert set("".join(part.letter for part in PARTS)) <= set(string.ascii_letters)

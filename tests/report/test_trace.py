@@ -22,7 +22,7 @@ from shoal.report.trace.coarse import write_coarse_trace
 from shoal.report.trace.merge import merge_traces
 from shoal.report.trace.request import make_timeline
 from shoal.telemetry import clock_offset
-from shoal.telemetry.clock_offset import Offset, Trip
+from shoal.telemetry.clock_offset import ClockOffset, RoundTrip
 from shoal.telemetry.profiler import window
 from shoal.telemetry.profiler.requests import Requests
 from shoal.telemetry.profiler.window import Window
@@ -35,21 +35,21 @@ SECOND = 10**9
 
 def test_the_quickest_trip_decides_and_bounds_the_offset() -> None:
     # The other clock is 1,000 ahead; the way there takes 30 of the 40 of the quickest trip.
-    trips = [Trip(0, 1300, 400), Trip(1000, 2030, 1040), Trip(5000, 6010, 5100)]
+    trips = [RoundTrip(0, 1300, 400), RoundTrip(1000, 2030, 1040), RoundTrip(5000, 6010, 5100)]
     found = clock_offset.best_offset(trips)
-    assert found == Offset(1000, 1010, 20)
+    assert found == ClockOffset(1000, 1010, 20)
     assert abs(found.offset - 1000) <= found.uncertainty
 
 
 def test_a_clock_that_runs_fast_is_followed() -> None:
-    offsets = [Offset(0, 100, 1), Offset(1000, 90, 1)]
+    offsets = [ClockOffset(0, 100, 1), ClockOffset(1000, 90, 1)]
     assert [clock_offset.offset_at(offsets, time) for time in (0, 500, 1000, 2000)] == [100, 95, 90, 80]
     assert clock_offset.offset_at(offsets[:1], 10**6) == 100
 
 
 def test_ranks_ask_rank_0_for_the_time() -> None:
     store, ahead = HashStore(), 7 * SECOND
-    found: dict[int, Offset | None] = {}
+    found: dict[int, ClockOffset | None] = {}
     time = threading.Lock()
     ticks = iter(range(0, 10**9, 1000))
 
@@ -171,7 +171,7 @@ def record(
     *,
     clock: int,
     profiler: float,
-    offsets: list[Offset],
+    offsets: list[ClockOffset],
     lasting: float = 9e5,
     late: tuple[float, float] = (0, 0),
 ) -> None:
@@ -208,8 +208,8 @@ def record(
 
 def test_records_become_one_timeline_by_rank_0s_clock(tmp_path: Path) -> None:
     ahead = 5 * SECOND
-    record(tmp_path / "traces", 0, clock=0, profiler=1e9, offsets=[Offset(0, 0, 0)])
-    offsets = [Offset(ahead, -ahead, 40_000), Offset(ahead + SECOND, -ahead, 60_000)]
+    record(tmp_path / "traces", 0, clock=0, profiler=1e9, offsets=[ClockOffset(0, 0, 0)])
+    offsets = [ClockOffset(ahead, -ahead, 40_000), ClockOffset(ahead + SECOND, -ahead, 60_000)]
     record(tmp_path / "traces", 1, clock=ahead, profiler=-3e7, offsets=offsets)
     events = checked_events(merge_traces(tmp_path, 5, 6))
     begins = {rank: steps_of(events, rank) for rank in (0, 1)}
@@ -229,8 +229,10 @@ def test_records_become_one_timeline_by_rank_0s_clock(tmp_path: Path) -> None:
 @pytest.mark.parametrize("drift", [0, -7, 1234, 50_001])
 def test_steps_that_follow_each_other_do_so_by_another_clock(drift: int, tmp_path: Path) -> None:
     """The drift in nanoseconds a second; ranges of one line lie within each other or apart."""
-    record(tmp_path / "traces", 0, clock=0, profiler=0.0004, offsets=[Offset(0, 0, 0)], lasting=1e6)
-    offsets = [Offset(SECOND, 333, 0), Offset(2 * SECOND, 333 + drift, 0)]
+    record(
+        tmp_path / "traces", 0, clock=0, profiler=0.0004, offsets=[ClockOffset(0, 0, 0)], lasting=1e6
+    )
+    offsets = [ClockOffset(SECOND, 333, 0), ClockOffset(2 * SECOND, 333 + drift, 0)]
     record(tmp_path / "traces", 1, clock=0, profiler=0.1257, offsets=offsets, lasting=1e6)
     events = checked_events(merge_traces(tmp_path, 5, 6))
     for rank in (0, 1):
@@ -244,14 +246,14 @@ def test_steps_that_follow_each_other_do_so_by_another_clock(drift: int, tmp_pat
 def test_a_rank_that_had_to_wait_while_it_marked_a_step_keeps_both(
     late: tuple[float, float], tmp_path: Path
 ) -> None:
-    record(tmp_path / "traces", 0, clock=0, profiler=7, offsets=[Offset(0, 0, 0)], late=late)
+    record(tmp_path / "traces", 0, clock=0, profiler=7, offsets=[ClockOffset(0, 0, 0)], late=late)
     begins = steps_of(checked_events(merge_traces(tmp_path, 5, 6)), 0)
     least = min(late)
     assert begins == pytest.approx({5: 1e5 + late[0] - least, 6: 1.1e6 + late[1] - least})
 
 
 def test_a_clock_that_nobody_compared_is_set_by_the_steps(tmp_path: Path) -> None:
-    record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[Offset(0, 0, 0)])
+    record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[ClockOffset(0, 0, 0)])
     record(tmp_path / "traces", 1, clock=9 * SECOND, profiler=0, offsets=[])
     events = checked_events(merge_traces(tmp_path, 5, 6))
     assert steps_of(events, 1) == pytest.approx(steps_of(events, 0))
@@ -338,7 +340,7 @@ def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:
     )
     assert window.read_request(tmp_path / "traces") is not None
     assert "coarse" in make_timeline(str(tmp_path), "6:7")
-    record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[Offset(0, 0, 0)])
+    record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[ClockOffset(0, 0, 0)])
     assert "of 1 rank" in make_timeline(str(tmp_path), "5:6")
     with pytest.raises(CheckpointError, match="no such steps"):
         write_coarse_trace(tmp_path, 30, 40)

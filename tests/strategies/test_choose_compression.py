@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.ranks import Ranks
 from shoal.strategies.data_parallel import choose_compression
-from shoal.strategies.data_parallel.compressed_collectives import Wire
+from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +42,7 @@ def chosen_for(world: shoal.World, parameters: list[Tensor]) -> tuple[list[str],
     tried: list[str] = []
     inner = choose_compression.choose
 
-    def noted(gradients: Any, wire: Wire) -> Any:
+    def noted(gradients: Any, wire: CountedCollectives) -> Any:
         tried.extend(name for name, _ in gradients)
         return inner(gradients, wire)
 

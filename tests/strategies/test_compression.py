@@ -19,7 +19,7 @@ import shoal
 from helpers.ranks import Ranks
 from shoal.strategies import engine_of
 from shoal.strategies.data_parallel import choose_compression, compression
-from shoal.strategies.data_parallel.compressed_collectives import Wire
+from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
 from shoal.strategies.data_parallel.compression import BLOCK, Bucket, Compress
 
 pytestmark = pytest.mark.processes
@@ -47,7 +47,7 @@ def gradient(rank: int, *, finite: bool = True) -> list[Tensor]:
 
 def reduce(world: shoal.World, how: Compress, steps: int) -> tuple[list[Tensor], Any, int]:
     """The same gradients `steps` times: the sums of what came of them, what is left, bytes sent."""
-    chosen, wire = compression.method(how), Wire(world)
+    chosen, wire = compression.method(how), CountedCollectives(world)
     totals = [torch.zeros_like(each) for each in gradient(0)]
     for _ in range(steps):
         mine = gradient(world.rank)
@@ -85,7 +85,7 @@ def test_what_is_left_out_comes_later(how: Compress, ranks: Ranks) -> None:
 
 def rescaled(world: shoal.World, how: Compress) -> tuple[list[Tensor], dict[str, Tensor]]:
     """As `reduce`, with gradients multiplied by what differs from step to step."""
-    chosen, wire = compression.method(how), Wire(world)
+    chosen, wire = compression.method(how), CountedCollectives(world)
     totals = [torch.zeros_like(each) for each in gradient(0)]
     for scale in (65536.0, 32768.0, 65536.0):
         mine = [each * scale for each in gradient(world.rank)]
@@ -111,7 +111,7 @@ def scales(world: shoal.World) -> tuple[set[float], float]:
     method = engine.reducer._method
     seen, inner = set(), method.reduce
 
-    def noted(bucket: Bucket, wire: Wire) -> None:
+    def noted(bucket: Bucket, wire: CountedCollectives) -> None:
         seen.add(bucket.scale)
         inner(bucket, wire)
 
@@ -153,7 +153,7 @@ def test_parameters_in_16_bits_are_compressed_too(dtype: torch.dtype, ranks: Ran
 
 
 def spoiled(world: shoal.World, how: Compress) -> tuple[bool, bool]:
-    chosen, wire = compression.method(how), Wire(world)
+    chosen, wire = compression.method(how), CountedCollectives(world)
     mine = gradient(world.rank, finite=world.rank != 1)
     compression.reduce(chosen, Bucket(list("abcd"), mine), wire)
     seen = all(bool(each.isfinite().all()) for each in mine)
@@ -185,7 +185,7 @@ def test_8_bits_of_16_turn_no_sign(dtype: torch.dtype) -> None:
 def test_another_method_goes_on_with_what_is_left(before: Compress, how: Compress) -> None:
     """Also where only some parameters of a bucket have something left."""
     with shoal.init(device="cpu") as world:
-        wire, kept = Wire(world), compression.method(before)
+        wire, kept = CountedCollectives(world), compression.method(before)
         total = [torch.zeros_like(each) for each in gradient(0)]
         chosen = compression.method(how)
         for step in range(8):
@@ -208,7 +208,9 @@ def test_a_bucket_without_elements(ranks: Ranks) -> None:
 
 def of_nothing(world: shoal.World) -> bool:
     for how in (*HALVES, *FEEDBACK):
-        compression.reduce(compression.method(how), Bucket(["empty"], [torch.zeros(0, 5)]), Wire(world))
+        compression.reduce(
+            compression.method(how), Bucket(["empty"], [torch.zeros(0, 5)]), CountedCollectives(world)
+        )
     return True
 
 
@@ -386,7 +388,7 @@ def test_a_resumed_run_ends_bit_equal(how: Compress, ranks: Ranks, tmp_path: Pat
 
 def compressed_steps(world: shoal.World) -> list[bool]:
     """Which of some steps were not exact, each in an attempt of its own."""
-    wire, options = Wire(world), shoal.PowerSGD(rank=1, warmup_steps=3)
+    wire, options = CountedCollectives(world), shoal.PowerSGD(rank=1, warmup_steps=3)
     kept: dict[str, Any] = {}
     lossy = []
     for _ in range(5):
@@ -436,7 +438,7 @@ def test_many_buckets_never_hang(again: int) -> None:
 def slowly(world: shoal.World, rate: float) -> str:
     """The choice where each byte takes its time."""
 
-    class Narrow(Wire):
+    class Narrow(CountedCollectives):
         def mean(self, tensor: Tensor) -> Tensor:
             time.sleep(tensor.nbytes / rate)
             return super().mean(tensor)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.ranks import RankError, Ranks
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.strategies.contracts import Engine, Totals
 from shoal.strategies.task import Task
 from shoal.util.errors import StepError
@@ -68,7 +68,7 @@ class StageEngine(Engine):
         totals = self.world.all_reduce(torch.cat((sums, torch.as_tensor(square).reshape(1).double())))
         return Totals(float(totals[0]), float(totals[1]), float(totals[2].sqrt()))
 
-    def _forward(self, task: Task, micro: Micro, seed: int) -> tuple[Tensor, Any]:
+    def _forward(self, task: Task, micro: MicroBatch, seed: int) -> tuple[Tensor, Any]:
         if not self.reports_loss:
             hidden = self.module(*task.arguments(micro, seed)[0])
             dist.send(hidden.detach(), 1)
@@ -90,7 +90,7 @@ class StageEngine(Engine):
         self.followed.append("discard")
         self.module.zero_grad()
 
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         _, output = self._forward(task, micro, seed)
         return output if self.reports_loss else None
 

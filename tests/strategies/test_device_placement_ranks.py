@@ -25,7 +25,7 @@ from helpers.reference import (
     specification,
 )
 from helpers.reference import loss as row_loss
-from shoal.strategies.device_placement.transfer_hooks import Arrival
+from shoal.strategies.device_placement.transfer_hooks import MoveArguments
 from shoal.util.errors import StepError
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -88,7 +88,7 @@ def hooked(world: shoal.World) -> list[str]:
     return [
         name
         for name, part in model.named_modules()
-        if any(isinstance(hook, Arrival) for hook in part._forward_pre_hooks.values())
+        if any(isinstance(hook, MoveArguments) for hook in part._forward_pre_hooks.values())
     ]
 
 

@@ -16,8 +16,8 @@ import shoal
 from shoal.distributed.watchdog.stacks import communication, stack
 from shoal.strategies.partition.assignment import crew_of, split_points
 from shoal.strategies.partition.inputs import evaluating
-from shoal.strategies.rpc_pipeline.messages import ForwardQueue, ForwardRequest, Inbox, Over
-from shoal.strategies.rpc_pipeline.threads import Carriers
+from shoal.strategies.rpc_pipeline.messages import ForwardQueue, ForwardRequest, Inbox, TurnDone
+from shoal.strategies.rpc_pipeline.threads import MicroBatchThreads
 from shoal.util.errors import LayoutError, StepError
 
 CALLS = ("first", "blocks.0", "drop", "blocks.1", "head")
@@ -187,7 +187,7 @@ def test_a_backward_that_is_over_does_not_begin_again() -> None:
 def test_messages_wait_for_their_turn_and_none_comes_after_it() -> None:
     looked: list[None] = []
     inbox = Inbox(lambda: looked.append(None))
-    assert inbox.post(2, Over(None))
+    assert inbox.post(2, TurnDone(None))
     assert inbox.begin() == 1
     first, late = job(0), job(1)
     assert inbox.post(1, first)
@@ -197,7 +197,7 @@ def test_messages_wait_for_their_turn_and_none_comes_after_it() -> None:
     assert inbox.end() == [late]
     assert not inbox.post(1, job(2))
     assert inbox.begin() == 2
-    assert inbox.receive() == Over(None)
+    assert inbox.receive() == TurnDone(None)
     assert looked == []
 
 
@@ -213,7 +213,7 @@ def test_a_rank_without_messages_looks_whether_others_live_and_counts_as_waiting
         found = communication(stack(sys._current_frames().get(waiting.ident or 0)))
         if found or until.wait(0.01):
             break
-    inbox.post(1, Over(None))
+    inbox.post(1, TurnDone(None))
     waiting.join(WAIT)
     assert found == "receive"
 
@@ -247,7 +247,7 @@ def test_carriers_take_turns_in_order_however_long_each_one_takes() -> None:
         if len(done) == 6:
             over.set()
 
-    carriers = Carriers(6, carry, told)
+    carriers = MicroBatchThreads(6, carry, told)
     carriers.start(3)
     assert over.wait(WAIT)
     assert order == list(range(6))
@@ -268,7 +268,7 @@ def test_a_carrier_that_fails_says_so_and_stopping_lets_the_others_go() -> None:
         done.append(what)
         both.release()
 
-    carriers = Carriers(2, carry, told)
+    carriers = MicroBatchThreads(2, carry, told)
     carriers.start(2)
     assert both.acquire(timeout=WAIT)
     carriers.stop()

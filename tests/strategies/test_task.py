@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.data.noise import Noise
 from shoal.strategies.task import Task, check_loss, default_inputs
 from shoal.util.errors import DataError, StepError
@@ -86,7 +86,7 @@ Pair = namedtuple("Pair", ["x", "y"])
 )
 def test_how_the_model_is_called(inputs: Any, value: Any, seen: Any) -> None:
     task = Task(lambda output, batch: output, inputs=inputs)
-    assert task.forward(Called(), Micro(value, 0, 1, 1.0), 0) == seen
+    assert task.forward(Called(), MicroBatch(value, 0, 1, 1.0), 0) == seen
 
 
 @pytest.mark.parametrize("value", [torch.zeros(3), object(), (), "text"])
@@ -103,7 +103,7 @@ def test_noise_goes_to_functions_that_ask_for_it() -> None:
     def loss(output: Any, batch: Tensor, *, noise: Noise) -> tuple[Tensor, int]:
         return noise.uniform().sum(), 2
 
-    task, micro = Task(loss, inputs), Micro(torch.zeros(2), 10, 2, 1.0)
+    task, micro = Task(loss, inputs), MicroBatch(torch.zeros(2), 10, 2, 1.0)
     (seen,), _ = task.forward(Called(), micro, 3)
     assert torch.equal(seen, Noise(3, 10, 2).normal())
     assert task.arguments(micro, 3)[0][0].equal(seen)
@@ -152,7 +152,7 @@ def test_a_named_stream_is_the_same_in_inputs_and_loss() -> None:
         drawn["own"] = noise.normal(3)
         return output.sum(), len(output)
 
-    micro = Micro(torch.zeros(2, 3), 40, 2, 1.0)
+    micro = MicroBatch(torch.zeros(2, 3), 40, 2, 1.0)
     task = Task(loss, inputs=inputs)
     task.reduce(task.forward(nn.Identity(), micro, 5), micro, 5)
     assert torch.equal(drawn["inputs"], drawn["loss"])

@@ -23,7 +23,7 @@ PLANTED = 0.03
 """Seconds of work or waiting that a rank has more than others, in each step."""
 
 PARTS = step_timer.PARTS[1:]
-Sums = dict[str, float]
+MetricSums = dict[str, float]
 
 
 @pytest.fixture(scope="module")
@@ -204,11 +204,11 @@ def test_who_is_waited_for_under_other_strategies(name: str, tmp_path: Path) -> 
     assert first["communication"] - second["communication"] > 0.5 * PLANTED
 
 
-def two_steps(world: shoal.World, directory: Path) -> tuple[Sums, Sums]:
+def two_steps(world: shoal.World, directory: Path) -> tuple[MetricSums, MetricSums]:
     """What two Steps say of themselves."""
     steps = {"first": built(world, None, 0.0), "second": built(world, None, PLANTED)}
     data = shoal.Loader(Rows(240), world, batch_size=24)
-    sums: dict[str, Sums] = {name: dict.fromkeys(("forward", "backward"), 0.0) for name in steps}
+    sums: dict[str, MetricSums] = {name: dict.fromkeys(("forward", "backward"), 0.0) for name in steps}
     with shoal.Run(directory, steps, data, trackers=()) as run:
         for batch in data.epochs(1):
             for name, step in steps.items():

@@ -22,8 +22,8 @@ from helpers.commands import wait_for
 from shoal.distributed.seeds import random_state
 from shoal.telemetry.events import Events
 from shoal.telemetry.usage.device_peaks import peak_here, peak_of
-from shoal.telemetry.usage.flops import Counting
-from shoal.telemetry.usage.process import Meter, Usage
+from shoal.telemetry.usage.flops import FlopCounting
+from shoal.telemetry.usage.process import GpuMeter, Usage
 from shoal.telemetry.usage.sampler import PeriodicTask, UsageSampler, noting
 from shoal.training.run_monitor import RunMonitor
 
@@ -113,10 +113,10 @@ class Nvml:
 
 def test_a_meter_tells_what_the_gpu_tells() -> None:
     nvml = Nvml()
-    meter = Meter(nvml, "a GPU")
+    meter = GpuMeter(nvml, "a GPU")
     nvml.energy = 12_000
     assert meter.fields() == {"energy": 7.0, "utilization": 0.25}
-    assert Meter.of(torch.device("cpu")) is None
+    assert GpuMeter.of(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_peak_of_a_cpu_is_not_guessed() -> None:
 
 def test_a_linear_model_counts_as_its_formula() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-    counting = Counting()
+    counting = FlopCounting()
     with counting:
         model(torch.ones(4, 5)).sum().backward()
     forward = 2 * 4 * (5 * 7 + 7 * 3)
@@ -186,7 +186,7 @@ def test_what_no_formula_fits_is_said_and_does_no_harm(monkeypatch: pytest.Monke
 
     packet = torch.ops.aten.mm
     monkeypatch.setitem(torch.utils.flop_counter.flop_registry, packet, broken)
-    counting = Counting()
+    counting = FlopCounting()
     with counting:
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert product.sum() == 8
@@ -217,7 +217,7 @@ def trained(world: shoal.World, *, counted: bool) -> list[Any]:
     data = torch.ones(8, 8), torch.ones(8, 2)
     for batch in shoal.Loader(data, world, batch_size=4).epochs(1):
         if counted:
-            step.counting = Counting()
+            step.counting = FlopCounting()
         step(batch)
     return [*model.state_dict().values(), random_state()["torch"]]
 

@@ -108,10 +108,10 @@ def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return (output - X[: len(output), :5]).square().sum(), len(output)
 
 
-Loss = Callable[..., Any]
+Inefficiency = Callable[..., Any]
 
 
-def train(model: nn.Module, loss: Loss, data: Any = (X, Y), **options: Any) -> shoal.StepResult:
+def train(model: nn.Module, loss: Inefficiency, data: Any = (X, Y), **options: Any) -> shoal.StepResult:
     batch_size = options.pop("batch_size", SAMPLES)
     micro_batches = options.pop("micro_batches", 1)
     inputs = options.pop("inputs", None)
@@ -160,7 +160,7 @@ BOTH = {"inputs": lambda batch: (batch[0], batch[1])}
     ],
 )
 def test_means_are_told_before_anything_moves(
-    model: Callable[[], nn.Module], loss: Loss, data: Any, options: dict[str, Any]
+    model: Callable[[], nn.Module], loss: Inefficiency, data: Any, options: dict[str, Any]
 ) -> None:
     net = model()
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -206,7 +206,7 @@ def test_means_are_told_before_anything_moves(
     ],
 )
 def test_nothing_else_is_taken_for_a_mean(
-    model: Callable[[], nn.Module], loss: Loss, data: Any, options: dict[str, Any]
+    model: Callable[[], nn.Module], loss: Inefficiency, data: Any, options: dict[str, Any]
 ) -> None:
     assert np.isfinite(train(model(), loss, data, **options).loss)
 

@@ -22,7 +22,7 @@ from helpers.killed_training import same
 from helpers.ranks import Ranks
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.telemetry import events
-from shoal.training.preemption import Stopped, Stopping
+from shoal.training.preemption import PreemptionHandler, StoppedExit
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +57,7 @@ class Signals:
 
     told: Told | None
     rank: int
-    stopping: Stopping | None = None
+    stopping: PreemptionHandler | None = None
     step: shoal.Step | None = None
     sent: bool = False
     leaving: list[str] = field(default_factory=list)
@@ -149,7 +149,7 @@ def train(world: shoal.World, directory: Path, told: Told | None, workers: int =
                     signals.at("group")
                 run.tick(every=AT)
             run.save()
-    except Stopped as stopped:
+    except StoppedExit as stopped:
         code = stopped.code
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert isinstance(code, int | None)
@@ -251,7 +251,7 @@ def one_step(world: shoal.World, directory: Path, victim: int) -> tuple[Any, int
             for batch in data.epochs(EPOCHS):
                 step(batch)
                 run.tick()
-    except Stopped as stopped:
+    except StoppedExit as stopped:
         return stopped.code, step.number
     return None, step.number
 
@@ -341,6 +341,6 @@ def loop(world: shoal.World, directory: Path, victim: int | None) -> Any:
             world=world,
             callbacks=[tell],
         )
-    except Stopped as stopped:
+    except StoppedExit as stopped:
         return stopped.code
     return [trained.model.state_dict(), trained.best]

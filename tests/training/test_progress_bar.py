@@ -15,7 +15,7 @@ import torch
 import shoal
 from helpers.pseudo_terminal import Shown, on_terminal
 from helpers.ranks import Ranks
-from shoal.training.progress_bar import ProgressBar, Standing
+from shoal.training.progress_bar import ProgressBar, ProgressState
 from shoal.util.units import elapsed
 
 DAY = 24 * 3600.0
@@ -32,7 +32,7 @@ def move(loader: shoal.Loader, position: int) -> None:
 
 def test_the_parts_say_where_the_run_stands() -> None:
     losses = {"loss": 0.123456, "critic": 12345.6}
-    standing = Standing(1234, 2500, 10_000, 1000, losses, 500.0)
+    standing = ProgressState(1234, 2500, 10_000, 1000, losses, 500.0)
     assert standing.parts() == {
         "percent": "25.0 %",
         "step": "step 1,234",
@@ -42,19 +42,19 @@ def test_the_parts_say_where_the_run_stands() -> None:
         "rate": "500 samples/s",
         "clock": "0:15 left",
     }
-    assert Standing(1, 10, None, 1000, {}, 1.5).parts() == {
+    assert ProgressState(1, 10, None, 1000, {}, 1.5).parts() == {
         "step": "step 1",
         "epoch": "epoch 0.01",
         "rate": "1.5 samples/s",
     }
-    assert Standing(1, 1000, None, None, {}, None).parts()["epoch"] == "sample 1,000"
+    assert ProgressState(1, 1000, None, None, {}, None).parts()["epoch"] == "sample 1,000"
 
 
 @pytest.mark.parametrize(
     ("position", "percent"), [(0, "0.0 %"), (9_999, "99.9 %"), (10_000, "100 %"), (10_001, "100 %")]
 )
 def test_a_hundred_percent_is_the_end(position: int, percent: str) -> None:
-    assert Standing(1, position, 10_000, 1000, {}, None).parts()["percent"] == percent
+    assert ProgressState(1, position, 10_000, 1000, {}, None).parts()["percent"] == percent
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.util.errors import StepError
 
 SAMPLES = 6
@@ -21,7 +21,7 @@ SAMPLES = 6
 
 def batch() -> Batch:
     data = torch.randn(SAMPLES, 4), torch.arange(SAMPLES) % 3
-    return Batch(0, SAMPLES, [Micro(data, 0, SAMPLES, 1.0)], seed=0)
+    return Batch(0, SAMPLES, [MicroBatch(data, 0, SAMPLES, 1.0)], seed=0)
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.training.step import LossScale
 from shoal.util.errors import CheckpointError, StepError
 
@@ -30,7 +30,7 @@ def samples(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 def batch_of(data: tuple[Tensor, Tensor], *, micro_batches: int = 1) -> Batch:
     size = len(data[0]) // micro_batches
     pieces = zip(*(tensor.split(size) for tensor in data), strict=True)
-    micros = [Micro(piece, number * size, size, 1.0) for number, piece in enumerate(pieces)]
+    micros = [MicroBatch(piece, number * size, size, 1.0) for number, piece in enumerate(pieces)]
     return Batch(0, len(data[0]), micros, seed=0)
 
 
@@ -112,7 +112,7 @@ def test_the_precision_is_that_of_training_and_inference(
     step(batch_of(samples()))
     assert model.dtype == dtype
     model.dtype = None
-    step.infer(Micro(samples(), 0, SAMPLES, 1.0), 0)
+    step.infer(MicroBatch(samples(), 0, SAMPLES, 1.0), 0)
     assert model.dtype == dtype
 
 
@@ -251,7 +251,7 @@ def test_compiled_numbers_are_the_eager_ones(world: shoal.World, compiler: str) 
 def test_compiled_code_follows_the_mode_of_each_module(world: shoal.World, compiler: str) -> None:
     model = Branching()
     step = build(world, model, compile=compiler)
-    micro = Micro(samples(), 0, SAMPLES, 1.0)
+    micro = MicroBatch(samples(), 0, SAMPLES, 1.0)
     step(batch_of(samples()))
     for training, frozen in ((False, False), (True, False), (True, True), (False, True), (True, True)):
         model.train(training)

@@ -20,7 +20,7 @@ import shoal.training.preemption
 from helpers.commands import wait_for
 from helpers.processes import NO_LOSSES
 from shoal.distributed.cluster_env import REQUEUE
-from shoal.training.preemption import SIGNALS, Kind, Reason, Stopped, Stopping
+from shoal.training.preemption import SIGNALS, Kind, PreemptionHandler, StoppedExit, StopReason
 from shoal.util.errors import LaunchError
 
 
@@ -59,13 +59,13 @@ def server() -> Any:
 
 
 @pytest.fixture
-def stoppings(server: Any) -> Iterator[Callable[[int], list[Stopping]]]:
+def stoppings(server: Any) -> Iterator[Callable[[int], list[PreemptionHandler]]]:
     """As many as asked for, started outside the main thread, so without handlers."""
-    made: list[Stopping] = []
+    made: list[PreemptionHandler] = []
 
-    def make(size: int) -> list[Stopping]:
+    def make(size: int) -> list[PreemptionHandler]:
         shared = Shared(server)
-        made[:] = [Stopping(Part(shared, rank, size)) for rank in range(size)]  # type: ignore[arg-type]
+        made[:] = [PreemptionHandler(Part(shared, rank, size)) for rank in range(size)]  # type: ignore[arg-type]
         with ThreadPoolExecutor(1) as pool:
             for each in made:
                 pool.submit(each.start).result()
@@ -76,7 +76,7 @@ def stoppings(server: Any) -> Iterator[Callable[[int], list[Stopping]]]:
         each.stop()
 
 
-def run(stopping: Stopping, ticks: int, pace: threading.Semaphore | None = None) -> int | None:
+def run(stopping: PreemptionHandler, ticks: int, pace: threading.Semaphore | None = None) -> int | None:
     """Tick up to `ticks` times, each when `pace` allows; the tick that was the last, if told so."""
     for tick in range(1, ticks + 1):
         if pace is not None:
@@ -89,7 +89,7 @@ def run(stopping: Stopping, ticks: int, pace: threading.Semaphore | None = None)
 
 @pytest.mark.parametrize("ahead", [0, 1, 7])
 def test_all_stop_in_the_same_tick_however_far_apart(
-    ahead: int, stoppings: Callable[[int], list[Stopping]]
+    ahead: int, stoppings: Callable[[int], list[PreemptionHandler]]
 ) -> None:
     """Rank 0 is `ahead` ticks ahead of the others when one of those asks."""
     several = stoppings(3)
@@ -109,7 +109,9 @@ def test_all_stop_in_the_same_tick_however_far_apart(
 
 
 @pytest.mark.full
-def test_asked_at_random_while_all_tick_freely(stoppings: Callable[[int], list[Stopping]]) -> None:
+def test_asked_at_random_while_all_tick_freely(
+    stoppings: Callable[[int], list[PreemptionHandler]],
+) -> None:
     """As fast as they can, from several ranks at once: one reason, one tick."""
     for _ in range(5):
         several = stoppings(4)
@@ -123,24 +125,24 @@ def test_asked_at_random_while_all_tick_freely(stoppings: Callable[[int], list[S
             each.stop()
 
 
-def test_the_first_request_counts(stoppings: Callable[[int], list[Stopping]]) -> None:
+def test_the_first_request_counts(stoppings: Callable[[int], list[PreemptionHandler]]) -> None:
     several = stoppings(2)
     several[1].request("no space left", kind="failed")
     wait_for(lambda: all(each._settled.is_set() for each in several))
     several[0].request("SIGTERM")
     reasons = [each.due() for each in several]
-    assert reasons == [Reason(kind="failed", what="no space left", rank=1)] * 2
+    assert reasons == [StopReason(kind="failed", what="no space left", rank=1)] * 2
     assert str(reasons[0]) == "no space left on rank 1"
 
 
 def test_codes() -> None:
     kinds: tuple[Kind, ...] = ("preempted", "interrupted")
-    codes = [Stopped(Reason(kind=kind, what="x", rank=0)).code for kind in kinds]
+    codes = [StoppedExit(StopReason(kind=kind, what="x", rank=0)).code for kind in kinds]
     assert codes == [REQUEUE, 130]
-    assert not issubclass(Stopped, Exception)
+    assert not issubclass(StoppedExit, Exception)
 
 
-def test_nobody_stops_when_one_has_left(stoppings: Callable[[int], list[Stopping]]) -> None:
+def test_nobody_stops_when_one_has_left(stoppings: Callable[[int], list[PreemptionHandler]]) -> None:
     """At the end of a training one rank closes its Run first: the others end as it did."""
     several = stoppings(3)
     for _ in range(5):
@@ -154,7 +156,7 @@ def test_nobody_stops_when_one_has_left(stoppings: Callable[[int], list[Stopping
 
 
 def test_a_rank_that_is_dead_is_named(
-    stoppings: Callable[[int], list[Stopping]], monkeypatch: pytest.MonkeyPatch
+    stoppings: Callable[[int], list[PreemptionHandler]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shoal.training.preemption, "ANSWER_SECONDS", 0.3)
     several = stoppings(3)
@@ -178,7 +180,7 @@ def answering_together(answer: Callable[..., None], both: threading.Barrier) -> 
 
 
 def test_stopping_does_not_wait_for_the_dead(
-    stoppings: Callable[[int], list[Stopping]], monkeypatch: pytest.MonkeyPatch
+    stoppings: Callable[[int], list[PreemptionHandler]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shoal.training.preemption, "ANSWER_SECONDS", 3600.0)
     several = stoppings(2)
@@ -202,7 +204,7 @@ class Gone:
 def test_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks afterwards learns so, and nobody waits."""
     monkeypatch.setattr(Part, "store", lambda *_, **__: Gone())
-    stopping = Stopping(Part(Shared(), 1, 2))  # type: ignore[arg-type]
+    stopping = PreemptionHandler(Part(Shared(), 1, 2))  # type: ignore[arg-type]
     stopping.start()
     assert stopping.due() is None
     stopping.request("SIGTERM")
@@ -211,8 +213,8 @@ def test_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     stopping.stop()
 
 
-def alone() -> Stopping:
-    made = Stopping(Part(Shared(), 0, 1))  # type: ignore[arg-type]
+def alone() -> PreemptionHandler:
+    made = PreemptionHandler(Part(Shared(), 0, 1))  # type: ignore[arg-type]
     made.start()
     return made
 
@@ -221,7 +223,7 @@ def test_a_world_of_one_stops_in_this_tick_without_a_store() -> None:
     stopping = alone()
     assert stopping.due() is None
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert stopping.due() == Reason(kind="preempted", what="SIGUSR1", rank=0)
+    assert stopping.due() == StopReason(kind="preempted", what="SIGUSR1", rank=0)
     assert stopping._threads == []
     stopping.stop()
 
@@ -250,7 +252,7 @@ def test_a_second_ctrl_c_interrupts(capfd: pytest.CaptureFixture[str]) -> None:
     assert "Ctrl-C again" in capfd.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-    assert stopping.due() == Reason(kind="interrupted", what="SIGINT", rank=0)
+    assert stopping.due() == StopReason(kind="interrupted", what="SIGINT", rank=0)
     stopping.stop()
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.filesystem import Files
     from shoal.checkpoint.inspect.dcp_reader import DCPReader
     from shoal.checkpoint.lock import Lock
-    from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
+    from shoal.checkpoint.manager import Checkpoints, RestoredCheckpoint, SkippedDirectory
     from shoal.checkpoint.object_store import is_url, masked_url
     from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, path_from
     from shoal.checkpoint.state_tree import (
@@ -38,7 +38,7 @@ _HOMES = {
     "filesystem": ("Files",),
     "inspect.dcp_reader": ("DCPReader",),
     "lock": ("Lock",),
-    "manager": ("Checkpoints", "Loaded", "Skipped"),
+    "manager": ("Checkpoints", "RestoredCheckpoint", "SkippedDirectory"),
     "paths": ("AnyPath", "how_to_remove", "lasting", "path_from"),
     "object_store": ("is_url", "masked_url"),
     "state_tree": ("Tree", "compare_names", "path_of", "present", "shapes", "some", "take_apart"),
@@ -53,9 +53,9 @@ __all__ = [
     "FencedFiles",
     "Files",
     "BackgroundSave",
-    "Loaded",
+    "RestoredCheckpoint",
     "Lock",
-    "Skipped",
+    "SkippedDirectory",
     "Tree",
     "compare_names",
     "differing",

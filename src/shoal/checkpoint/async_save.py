@@ -22,7 +22,7 @@ from shoal.distributed.watchdog.mismatch import ASIDE
 from shoal.util.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.tensors import Plan
+    from shoal.checkpoint.tensors import WritePlan
 
 T = TypeVar("T")
 
@@ -198,7 +198,7 @@ class BackgroundSaver:
 
     def __init__(self, world: Ranks) -> None:
         self.staging = Staging()
-        self.plan: Plan | None = None
+        self.plan: WritePlan | None = None
         """The tensors that each rank writes, from the previous save."""
         self._world = world
         self._group: dist.ProcessGroup | None = None

@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.checkpoint.directory_names import PARTIAL, TRASH, Name, step_of
+from shoal.checkpoint.directory_names import PARTIAL, TRASH, DirectoryName, step_of
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.object_store import RemotePath
 from shoal.checkpoint.paths import AnyPath
@@ -32,11 +32,11 @@ class DiskStore(Store[Path]):
 
     def where(self, step: int) -> Path:
         """See Store."""
-        return self.directory / str(Name(step))
+        return self.directory / str(DirectoryName(step))
 
     def unfinished(self, step: int) -> Path:
         """See Store."""
-        return self.directory / str(Name(step, suffix=PARTIAL))
+        return self.directory / str(DirectoryName(step, suffix=PARTIAL))
 
     def tidy(self) -> None:
         """See Store."""
@@ -87,7 +87,7 @@ class DiskStore(Store[Path]):
             self.publish(step)
 
     def _to_trash(self, path: Path) -> Path:
-        trash = self.directory / str(Name(step_of(path), suffix=TRASH))
+        trash = self.directory / str(DirectoryName(step_of(path), suffix=TRASH))
         if os.path.lexists(trash):
             self.remove_tree(trash)
         self.files.rename(path, trash)
@@ -113,7 +113,7 @@ class RemoteStore(Store[RemotePath]):
 
     def where(self, step: int) -> RemotePath:
         """See Store."""
-        return self.directory / str(Name(step, self.files.attempt, self._takes[step]))
+        return self.directory / str(DirectoryName(step, self.files.attempt, self._takes[step]))
 
     def unfinished(self, step: int) -> RemotePath:
         """See Store."""
@@ -136,7 +136,7 @@ class RemoteStore(Store[RemotePath]):
 
     def remove(self, path: RemotePath) -> None:
         """See Store."""
-        name = Name.read(path.name)
+        name = DirectoryName.read(path.name)
         if name is not None and name.attempt <= self.files.attempt:
             self.remove_tree(path)
 

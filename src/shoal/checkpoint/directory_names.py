@@ -18,7 +18,7 @@ _NUMBER = r"(0|[1-9]\d{0,17})"
 _NAME = re.compile(rf"step-{_NUMBER}(?:(\.partial|\.trash)|\.a{_NUMBER}(?:\.{_NUMBER})?)?", re.ASCII)
 
 
-class Name(NamedTuple):
+class DirectoryName(NamedTuple):
     """The name of a directory. A name that compares greater was saved later, as far as names show."""
 
     step: int
@@ -39,26 +39,26 @@ class Name(NamedTuple):
         return self.attempt >= 0
 
     @staticmethod
-    def read(text: str) -> Name | None:
+    def read(text: str) -> DirectoryName | None:
         """Return the name that prints as `text`; None if `text` is not the name of a checkpoint."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None
         step, suffix, attempt, take = match.groups()
         if attempt is None:
-            return Name(int(step), suffix=suffix or "")
-        name = Name(int(step), int(attempt), int(take or 1))
+            return DirectoryName(int(step), suffix=suffix or "")
+        name = DirectoryName(int(step), int(attempt), int(take or 1))
         return name if str(name) == text else None
 
 
 def is_named(path: AnyPath) -> bool:
     """Return whether a path has the name of a checkpoint, or of an unfinished save or removal."""
-    return Name.read(path.name) is not None
+    return DirectoryName.read(path.name) is not None
 
 
 def step_of(path: AnyPath) -> int:
     """Return the step in the name of a checkpoint's directory."""
-    name = Name.read(path.name)
+    name = DirectoryName.read(path.name)
     if name is None:
         raise ValueError(f"{path} is not named like a checkpoint")
     return name.step

@@ -20,7 +20,7 @@ _TOLERANCE = 1e-5
 _TOLERANCE_16 = 1e-2
 
 
-class Fact(NamedTuple):
+class EntryFacts(NamedTuple):
     """The compared facts of one entry: its kind, and sums, each with the sum of the magnitudes."""
 
     kind: str
@@ -28,7 +28,7 @@ class Fact(NamedTuple):
     tolerance: float = 0.0
 
 
-def facts(tree: Any, *root: str | int, in_parts: bool = False) -> dict[str, Fact]:
+def facts(tree: Any, *root: str | int, in_parts: bool = False) -> dict[str, EntryFacts]:
     """Return the compared facts of each entry of a state, by path; outer entries come first.
 
     If ranks hold the state `in_parts`, the keys of dicts may differ. Sharded tensors are compared by
@@ -46,7 +46,7 @@ def facts(tree: Any, *root: str | int, in_parts: bool = False) -> dict[str, Fact
     return found
 
 
-def differing(ranks: Sequence[Mapping[str, Fact]]) -> tuple[str, tuple[int, ...]] | None:
+def differing(ranks: Sequence[Mapping[str, EntryFacts]]) -> tuple[str, tuple[int, ...]] | None:
     """Return the first path whose fact is not the same on all ranks that have it, and the odd ranks.
 
     These differ from the first rank that has the entry.
@@ -60,43 +60,43 @@ def differing(ranks: Sequence[Mapping[str, Fact]]) -> tuple[str, tuple[int, ...]
     return None
 
 
-def _fact(value: Any, in_parts: bool) -> Fact:
+def _fact(value: Any, in_parts: bool) -> EntryFacts:
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         if array.dtype.kind not in "biufc":
-            return Fact(f"array of {array.dtype}")  # a save raises an error for it
+            return EntryFacts(f"array of {array.dtype}")  # a save raises an error for it
         return _of_array(array)
     if isinstance(value, Tensor):
         return _of_tensor(value)
     if isinstance(value, Mapping):
-        return Fact("dict" if in_parts else f"dict of {sorted(map(str, value))}")
+        return EntryFacts("dict" if in_parts else f"dict of {sorted(map(str, value))}")
     if isinstance(value, list | tuple):
-        return Fact(f"{len(value)} entries")
+        return EntryFacts(f"{len(value)} entries")
     if isinstance(value, float):
-        return Fact("float", ((value, abs(value)),), _TOLERANCE)
+        return EntryFacts("float", ((value, abs(value)),), _TOLERANCE)
     plain = value is None or isinstance(value, bool | int | str | bytes)
-    return Fact(repr(value) if plain else type(value).__name__)  # a save raises for other types
+    return EntryFacts(repr(value) if plain else type(value).__name__)  # a save raises for other types
 
 
-def _of_array(array: np.ndarray[Any, Any]) -> Fact:
+def _of_array(array: np.ndarray[Any, Any]) -> EntryFacts:
     try:
         return _of_tensor(torch.from_numpy(array.copy()))
     except (TypeError, ValueError):  # another byte order, or longer numbers than torch has
-        return Fact(f"array of {array.dtype}")  # a save raises an error for it
+        return EntryFacts(f"array of {array.dtype}")  # a save raises an error for it
 
 
-def _of_tensor(tensor: Tensor) -> Fact:
+def _of_tensor(tensor: Tensor) -> EntryFacts:
     kind = f"{tensor.dtype} {tuple(tensor.shape)}"
     if is_divided(tensor):
-        return Fact(f"divided {kind}")
+        return EntryFacts(f"divided {kind}")
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
-        return Fact(kind)
+        return EntryFacts(kind)
     flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     flat = flat.reshape(-1)
     if not flat.is_floating_point():
         spaced = _spaced(flat).long()
         sums = torch.stack((flat.sum(dtype=torch.long), (spaced * _weights(spaced)).sum()))
-        return Fact(f"{kind} {sums.tolist()}")
+        return EntryFacts(f"{kind} {sums.tolist()}")
     wide = flat if flat.element_size() > 1 else flat.float()  # 8 bits can't be summed
     some = _spaced(wide).double()
     sums = torch.stack(
@@ -109,7 +109,7 @@ def _of_tensor(tensor: Tensor) -> Fact:
     )
     whole, size, ordered, size_ordered = sums.tolist()
     tolerance = _TOLERANCE if flat.element_size() > 2 else _TOLERANCE_16
-    return Fact(kind, ((whole, size), (ordered, size_ordered)), tolerance)
+    return EntryFacts(kind, ((whole, size), (ordered, size_ordered)), tolerance)
 
 
 def _spaced(flat: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _weights(values: Tensor) -> Tensor:
     return torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
 
 
-def _same(one: Fact, other: Fact) -> bool:
+def _same(one: EntryFacts, other: EntryFacts) -> bool:
     if (one.kind, len(one.numbers)) != (other.kind, len(other.numbers)):
         return False
     for (a, size), (b, more) in zip(one.numbers, other.numbers, strict=True):

@@ -37,7 +37,7 @@ SEEN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Takeover:
+class AttemptStart:
     """The process that started an attempt, and when; empty and 0 if that can't be read."""
 
     number: int
@@ -164,12 +164,12 @@ class Fence:
         # Remote names are unique. A local file that is empty is being written.
         return isinstance(self._own, Path) and _read(self._own) not in (self._mine, "")
 
-    def _who(self, number: int) -> Takeover:
+    def _who(self, number: int) -> AttemptStart:
         texts = [_read(path) for each, path in self._taken() if each == number]
         # It may not have been written yet.
         with suppress(ValueError, TypeError, IndexError):
-            return Takeover(number=number, **json.loads(texts[0]))
-        return Takeover(number=number)
+            return AttemptStart(number=number, **json.loads(texts[0]))
+        return AttemptStart(number=number)
 
     def _taken(self) -> list[tuple[int, AnyPath]]:
         """Return the numbers with their files, in order."""

@@ -36,7 +36,7 @@ from shoal.util.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedDirectory:
     """A directory that a restore did not use, and the reason."""
 
     path: AnyPath
@@ -44,7 +44,7 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class RestoredCheckpoint:
     """A restored checkpoint.
 
     `rank_state` is None if another number of ranks saved the checkpoint. `skipped` lists the newer
@@ -56,7 +56,7 @@ class Loaded:
     state: Tree
     rank_state: Tree | None
     info: dict[str, Any]
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedDirectory, ...]
 
 
 Wanted = tuple[Tree | None, Collection[str]]
@@ -189,7 +189,9 @@ class Checkpoints:
 
         return self.background.start(finish)
 
-    def restore(self, template: Tree | None = None, elsewhere: Collection[str] = ()) -> Loaded | None:
+    def restore(
+        self, template: Tree | None = None, elsewhere: Collection[str] = ()
+    ) -> RestoredCheckpoint | None:
         """Load the newest complete checkpoint; return None if there are no checkpoints.
 
         Tensors are loaded on the CPU. Where `template` has a tensor of the same path and shape, that
@@ -204,16 +206,16 @@ class Checkpoints:
         found = self._world.broadcast(
             self._agreement.together(given, lambda: self._survey() if self._world.rank == 0 else None)
         )
-        skipped: list[Skipped] = []
+        skipped: list[SkippedDirectory] = []
         for name, text, invalid in found:
             path = self._store.directory / name
             if text is None:
-                skipped.append(Skipped(self.directory / name, invalid))
+                skipped.append(SkippedDirectory(self.directory / name, invalid))
                 continue
             manifest = Manifest.parse(text.encode())
             reason = self._damage(path, manifest)
             if reason is not None:
-                skipped.append(Skipped(self.directory / name, reason))
+                skipped.append(SkippedDirectory(self.directory / name, reason))
                 continue
             loaded = self._load(path, manifest, (template, elsewhere), tuple(skipped))
             self._verified.add(loaded.step)
@@ -279,8 +281,8 @@ class Checkpoints:
         return next((f"{reason} (seen by rank {rank})" for reason, rank in seen), None)
 
     def _load(
-        self, path: AnyPath, manifest: Manifest, wanted: Wanted, skipped: tuple[Skipped, ...]
-    ) -> Loaded:
+        self, path: AnyPath, manifest: Manifest, wanted: Wanted, skipped: tuple[SkippedDirectory, ...]
+    ) -> RestoredCheckpoint:
         from shoal.checkpoint.tensors import load_tensors
 
         shown = self.directory / path.name
@@ -290,10 +292,10 @@ class Checkpoints:
         )
         read = {name: tensor for name, tensor in targets.items() if not tensor.is_meta}
 
-        def load() -> Loaded:
+        def load() -> RestoredCheckpoint:
             load_tensors(path, content["tensors"], read)
             own = self._own(content, manifest)
-            return Loaded(
+            return RestoredCheckpoint(
                 path=shown,
                 step=manifest.step,
                 state=put_together(content["state"], targets),

@@ -16,7 +16,7 @@ from shoal.checkpoint.collective_errors import Agreement, Ranks, RankZeroAgreeme
 from shoal.checkpoint.state_tree import Tree, encode_checkpoint, joined
 from shoal.checkpoint.store import FileRecord, Manifest, Store
 from shoal.checkpoint.tensor_index import STATE
-from shoal.checkpoint.tensors import Plan, chunks_of, file_of, form_of, global_plan, local_plan
+from shoal.checkpoint.tensors import WritePlan, chunks_of, file_of, form_of, global_plan, local_plan
 
 
 class RankPart(NamedTuple):
@@ -101,7 +101,7 @@ class SaveAttempt:
         self._rank, self._size = self._world.rank, self._world.size
         self._ranks = RankZeroAgreement(background, self._rank, self._given)
 
-    def _plan(self, tensors: dict[str, torch.Tensor]) -> Plan:
+    def _plan(self, tensors: dict[str, torch.Tensor]) -> WritePlan:
         """Return the plan of the previous save if it fits the tensors of all ranks, or a new plan."""
         form = form_of(tensors)
         plan = self._background.plan

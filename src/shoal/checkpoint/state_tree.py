@@ -50,7 +50,7 @@ _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "count
 
 
 @dataclass
-class Parts:
+class StateParts:
     """A tree in parts: its tensors by name, and JSON that refers to them.
 
     A tensor's name is its path: keys and positions joined by `/`. Within a key, `~`, `/` and `#` are
@@ -61,19 +61,19 @@ class Parts:
     json: Any = None
 
 
-def take_apart(tree: Any, *root: str) -> Parts:
+def take_apart(tree: Any, *root: str) -> StateParts:
     """Return the tensors and the JSON of a tree; names of its tensors begin with `root`.
 
     Raises CheckpointError with the path of a value that can't be stored. Copies only NumPy arrays.
     """
-    parts = Parts()
+    parts = StateParts()
     parts.json = _Encoder(parts.tensors).encode(tree, root)
     return parts
 
 
 def encode_checkpoint(
     state: Tree, rank_state: Tree, info: Mapping[str, Any], rank: int
-) -> tuple[Parts, Parts, Any]:
+) -> tuple[StateParts, StateParts, Any]:
     """Return the parts of a checkpoint: the state, this rank's own state, and `info` without secrets.
 
     Raises CheckpointError for values that can't be stored, and for tensors in `info`.

@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO, Generic
 
-from shoal.checkpoint.directory_names import PARTIAL, Name, step_of
+from shoal.checkpoint.directory_names import PARTIAL, DirectoryName, step_of
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.object_store import RemoteError
 from shoal.checkpoint.paths import AnyPath, P, open_file
@@ -249,16 +249,16 @@ class Store(ABC, Generic[P]):
         self._write(path, [b"?"])
         self.files.unlink(path)
 
-    def directories(self) -> list[tuple[Name, P]]:
+    def directories(self) -> list[tuple[DirectoryName, P]]:
         """Return the directories named like checkpoints, in the order of saves as far as names show."""
         if not self.directory.is_dir():
             return []
-        found = [(Name.read(path.name), path) for path in self.directory.iterdir()]
+        found = [(DirectoryName.read(path.name), path) for path in self.directory.iterdir()]
         # A plain file of such a name belongs to the user, not to Shoal.
         named = [(name, path) for name, path in found if name is not None and _is_ours(path)]
         return sorted(named, key=lambda each: each[0])
 
-    def may_be_whole(self, name: Name, path: P) -> bool:
+    def may_be_whole(self, name: DirectoryName, path: P) -> bool:
         """Return whether to list a directory; damaged checkpoints are listed, for users to see."""
         if name.suffix == PARTIAL:
             return self.is_committed(path)

@@ -52,7 +52,7 @@ _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """The chunks of tensors that this rank writes, and the place of each chunk of all ranks."""
 
     form: str
@@ -86,7 +86,7 @@ def file_of(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def global_plan(form: str, plans: list[SavePlan], rank: int) -> Plan:
+def global_plan(form: str, plans: list[SavePlan], rank: int) -> WritePlan:
     """Return the plan of `rank` from the plans of all ranks; of several copies, one rank writes one.
 
     Every rank computes the same result from the same plans.
@@ -97,10 +97,10 @@ def global_plan(form: str, plans: list[SavePlan], rank: int) -> Plan:
         for number, plan in enumerate(assigned)
         for item in plan.items
     }
-    return Plan(form, assigned[rank].items, _tabulate(metadata, places))
+    return WritePlan(form, assigned[rank].items, _tabulate(metadata, places))
 
 
-def chunks_of(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def chunks_of(plan: WritePlan, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the chunks that this rank writes, by their keys in its file."""
     planner = _planner(tensors, first=False)
     # The state passed to DCP holds only tensors.

@@ -15,7 +15,7 @@ from shoal.util.errors import CheckpointError
 if TYPE_CHECKING:
     from shoal.checkpoint import AnyPath
     from shoal.checkpoint.inspect.diff import Comparison
-    from shoal.checkpoint.inspect.extract import Extracted
+    from shoal.checkpoint.inspect.extract import ExtractedModel
     from shoal.checkpoint.inspect.manifest import CheckpointManifest
 
 checkpoints = typer.Typer(
@@ -154,7 +154,7 @@ def export_checkpoint(
     from shoal.checkpoint.inspect import extract as extraction
     from shoal.util.tables import plain_console
 
-    def extract(newest: list[CheckpointManifest]) -> tuple[AnyPath, Extracted]:
+    def extract(newest: list[CheckpointManifest]) -> tuple[AnyPath, ExtractedModel]:
         return newest[0].path, extraction.extract(newest[0], Path(out), step=step, ema=ema)
 
     with _readable(f"{path} {out}"):

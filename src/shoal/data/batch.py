@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.data.coupled import CoupledStep
 from shoal.data.gather import GatheredRows, gather_rows
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.data.noise import Noise
 from shoal.util.errors import StepError
 
@@ -151,7 +151,7 @@ class Batch:
         self,
         first: int,
         size: int,
-        micros: Sequence[Micro],
+        micros: Sequence[MicroBatch],
         *,
         seed: int,
         wait: float = 0.0,
@@ -211,7 +211,7 @@ class Batch:
                 step.begin(None)
 
     @property
-    def micro(self) -> Micro:
+    def micro(self) -> MicroBatch:
         """The current micro-batch of the loop `for … in batch`, with its positions and weight."""
         if self._current < 0:
             raise StepError(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.data.groups import HeldGroup, MicroGroups, groups_of
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import DATA_AXES
 from shoal.util.errors import StepError
 
@@ -52,7 +52,7 @@ class CoupledStep:
     """
 
     def __init__(self, world: World) -> None:
-        self.micro: Micro | None = None
+        self.micro: MicroBatch | None = None
         self.rows = 0
         self.calls: dict[nn.Module, int] = {}
         self.recorded: dict[nn.Module, Recorded] = {}
@@ -82,7 +82,7 @@ class CoupledStep:
         return math.lcm(*sizes) if sizes else None
 
     @contextmanager
-    def processing(self, micro: Micro | None, rows: int = 0) -> Iterator[None]:
+    def processing(self, micro: MicroBatch | None, rows: int = 0) -> Iterator[None]:
         """Use `micro` inside the block, for its forward or its backward."""
         before = self.micro, self.rows
         self.begin(micro, rows)
@@ -91,7 +91,7 @@ class CoupledStep:
         finally:
             self.micro, self.rows = before
 
-    def begin(self, micro: Micro | None, rows: int = 0) -> None:
+    def begin(self, micro: MicroBatch | None, rows: int = 0) -> None:
         """Use `micro` from now on."""
         self.micro, self.rows = micro, rows or (micro.samples if micro else 0)
         self.calls.clear()

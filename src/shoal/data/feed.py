@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from shoal._torch.dataloader import worker_processes
 from shoal.data.map_dataset import BlockDataset
-from shoal.data.orders import Checked
-from shoal.data.sampler import Cell, RankSampler, Share
+from shoal.data.orders import CheckedOrder
+from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
 from shoal.data.shards import Lanes
 from shoal.data.timed_dataset import timed
 from shoal.data.worker_failure import LoaderWorkers
@@ -82,7 +82,7 @@ class Feed(ABC):
         """Samples in an epoch; None while the number is not known."""
 
     @abstractmethod
-    def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[Share, list[Any]]]:
+    def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[LocalBatch, list[Any]]]:
         """Yield the local batches from the position to the end of epoch `epochs`, with their values."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Feed(ABC):
         return {}
 
     @abstractmethod
-    def consumed(self, share: Share) -> None:
+    def consumed(self, share: LocalBatch) -> None:
         """Move the position past a local batch."""
 
     @abstractmethod
@@ -132,7 +132,7 @@ class PositionedSource(Feed):
         """Samples in an epoch."""
         return self.sampler.epoch_size
 
-    def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[Share, list[Any]]]:
+    def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[LocalBatch, list[Any]]]:
         """Yield the local batches from the position to the end of epoch `epochs`, with their values."""
         until = epochs * self.sampler.epoch_size
         blocks = _Blocks(self.sampler, self.position, until, self.source.block)
@@ -157,13 +157,15 @@ class PositionedSource(Feed):
         if offset < 0:
             return None
         stops = list(itertools.accumulate(sizes))
-        cells = tuple(Cell(stop - size, stop, 1.0) for size, stop in zip(sizes, stops, strict=True))
+        cells = tuple(
+            PositionRange(stop - size, stop, 1.0) for size, stop in zip(sizes, stops, strict=True)
+        )
         positions = np.arange(offset, offset + stops[-1])
         indices = self.sampler.order.take(positions, seed=self.seed, epoch=epoch)
-        share = Share(epoch * length + offset, stops[-1], cells, indices)
+        share = LocalBatch(epoch * length + offset, stops[-1], cells, indices)
         return self.source[[share]][0]
 
-    def consumed(self, share: Share) -> None:
+    def consumed(self, share: LocalBatch) -> None:
         """Move the position past a local batch."""
         self.position = share.first + share.size
 
@@ -180,7 +182,7 @@ class PositionedSource(Feed):
         if samples is not None:
             state["samples"] = samples
         order = self.sampler.order
-        if isinstance(order, Checked):
+        if isinstance(order, CheckedOrder):
             state["order"] = order.fingerprint(self.seed)
         if isinstance(order, Lanes):
             state["shards"] = order.fingerprint()
@@ -200,9 +202,9 @@ class _Blocks:
 
     def __init__(self, sampler: RankSampler, position: int, until: int, block: int) -> None:
         self._arguments = (sampler, position, until, block)
-        self.sent: list[list[Share]] = []
+        self.sent: list[list[LocalBatch]] = []
 
-    def __iter__(self) -> Iterator[list[Share]]:
+    def __iter__(self) -> Iterator[list[LocalBatch]]:
         sampler, position, until, block = self._arguments
         for shares in sampler.shares(position, until, block):
             self.sent.append(shares)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.data.micro import CURRENT_MICRO, Micro
+from shoal.data.micro import CURRENT_MICRO, MicroBatch
 from shoal.distributed import objects
 from shoal.util.errors import StepError
 
@@ -70,7 +70,7 @@ def gather(tensor: Tensor) -> GatheredRows:
     return gather_rows(tensor, micro)
 
 
-def gather_rows(tensor: Tensor, micro: Micro) -> GatheredRows:
+def gather_rows(tensor: Tensor, micro: MicroBatch) -> GatheredRows:
     """Return the rows of `tensor` from all data ranks, for a given micro-batch; see `gather`."""
     world = micro.world
     if world is None or world.data_group is None:

@@ -20,12 +20,12 @@ from shoal.data.map_dataset import (
     set_global_generators,
 )
 from shoal.data.noise import Noise
-from shoal.data.sampler import Share, cut
+from shoal.data.sampler import LocalBatch, cut
 from shoal.util.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cutting:
+class BatchSplit:
     """The options with which a stream of samples is split into global batches."""
 
     batch_size: int
@@ -39,7 +39,7 @@ class Cutting:
     unit: int | None = None
 
 
-class Flow(Feed):
+class StreamSource(Feed):
     """The source of an IterableDataset: each rank reads all of it and keeps its local batches.
 
     Each rank finds the end by itself, so ranks do not communicate, and the number of ranks does not
@@ -48,7 +48,7 @@ class Flow(Feed):
     Face dataset loses the samples in its buffer.
     """
 
-    def __init__(self, dataset: Any, cutting: Cutting) -> None:
+    def __init__(self, dataset: Any, cutting: BatchSplit) -> None:
         if getattr(dataset, "_distributed", None) is not None:
             raise DataError(
                 given="Loader(split_dataset_by_node(dataset, …), …)",
@@ -72,7 +72,7 @@ class Flow(Feed):
         """Samples in the last epoch that ended; None before."""
         return self._size
 
-    def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[Share, list[Any]]]:
+    def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[LocalBatch, list[Any]]]:
         """Yield the local batches from the position to the end of epoch `epochs`, with their values."""
         if self._epoch >= epochs:
             return iter(())
@@ -81,7 +81,7 @@ class Flow(Feed):
                 f"reading and dropping {self._offset:,} samples of an IterableDataset to resume after "
                 "them; a shoal.ShardedDataset of shards seeks"
             )
-        reading = Reading(
+        reading = StreamReader(
             self._dataset, self._cutting, self.position, self._epoch, self._offset, epochs
         )
         # Several workers would each read everything, or a part that they choose themselves.
@@ -93,7 +93,7 @@ class Flow(Feed):
         """See Feed."""
         self._cutting = replace(self._cutting, unit=unit)
 
-    def consumed(self, share: Share) -> None:
+    def consumed(self, share: LocalBatch) -> None:
         """Move the position past a local batch."""
         self.position = share.first + share.size
         self._offset += share.size
@@ -117,18 +117,18 @@ class Flow(Feed):
         self._offset = state["offset"]
 
 
-class Reading(IterableDataset[tuple[Share, list[Any]]]):
+class StreamReader(IterableDataset[tuple[LocalBatch, list[Any]]]):
     """The local batches of one rank from a place in the stream on; a worker iterates over it."""
 
     def __init__(
-        self, dataset: Any, cutting: Cutting, position: int, epoch: int, offset: int, until: int
+        self, dataset: Any, cutting: BatchSplit, position: int, epoch: int, offset: int, until: int
     ) -> None:
         self._dataset = dataset
         self._cutting = cutting
         self._place = (position, epoch, offset)
         self._until = until
 
-    def __iter__(self) -> Iterator[tuple[Share, list[Any]]]:
+    def __iter__(self) -> Iterator[tuple[LocalBatch, list[Any]]]:
         # Datasets must not see the worker: they would split or reseed themselves by its number.
         leave_worker()
         first, begun, offset = self._place
@@ -173,7 +173,7 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
                 found += itertools.islice(samples, 1)
         return found
 
-    def _share(self, samples: list[Any], first: int, *, ends: bool) -> tuple[Share, list[Any]]:
+    def _share(self, samples: list[Any], first: int, *, ends: bool) -> tuple[LocalBatch, list[Any]]:
         how = self._cutting
         cells = cut(
             len(samples),
@@ -183,7 +183,7 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
             unit=how.unit,
         )
         indices = np.concatenate([np.arange(cell.start, cell.stop) for cell in cells])
-        share = Share(first, len(samples), cells, indices, ends)
+        share = LocalBatch(first, len(samples), cells, indices, ends)
         return share, collated([samples[index] for index in indices], share, how.collate)
 
     def _nothing(self, epoch: int, found: int) -> DataError:

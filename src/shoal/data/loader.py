@@ -18,12 +18,12 @@ from shoal.data.batch import Batch
 from shoal.data.coupled import CoupledStep
 from shoal.data.feed import Feed, Fetch, PositionedSource, check_state
 from shoal.data.groups import Place
-from shoal.data.iterable_dataset import Cutting, Flow
-from shoal.data.map_dataset import BlockDataset, Collate, Sampled
-from shoal.data.micro import Micro
-from shoal.data.orders import Ordering, Shuffled, ordering
+from shoal.data.iterable_dataset import BatchSplit, StreamSource
+from shoal.data.map_dataset import BlockDataset, Collate, SampleSource
+from shoal.data.micro import MicroBatch
+from shoal.data.orders import SampleOrder, Shuffled, ordering
 from shoal.data.prefetch import on_device
-from shoal.data.sampler import RankSampler, Share
+from shoal.data.sampler import LocalBatch, RankSampler
 from shoal.data.shards import GROUPS, Lanes, ShardedDataset, counted
 from shoal.data.tensor_dataset import source
 from shoal.data.token_budget import BatchSize
@@ -56,7 +56,7 @@ class Loader:
         shuffle: Shuffle the samples, or the shards of a ShardedDataset; no effect with `order` or on an
             IterableDataset. Default: True.
         order: Replaces shuffling: a WeightedSampling, a torch Sampler that yields the same indices for
-            the same epoch, or any object that implements Ordering. Default: None.
+            the same epoch, or any object that implements SampleOrder. Default: None.
         drop_last: Drop the last batch of an epoch if it is short. Default: False.
         seed: Seed of the order and of the samples' random numbers. `None` takes the World's. Default:
             None.
@@ -98,7 +98,7 @@ class Loader:
         batch_size: int | BatchSize,
         micro_batches: int = 1,
         shuffle: bool = True,
-        order: Ordering | TorchSampler[Any] | None = None,
+        order: SampleOrder | TorchSampler[Any] | None = None,
         drop_last: bool = False,
         seed: int | None = None,
         seed_transforms: bool = False,
@@ -115,7 +115,7 @@ class Loader:
         device = torch.device("cpu")
         self._feed: Feed
         if isinstance(dataset, IterableDataset):
-            cutting = Cutting(
+            cutting = BatchSplit(
                 batch_size=_fixed(batch_size, order),
                 ranks=world.data_size,
                 rank=world.data_rank,
@@ -125,14 +125,14 @@ class Loader:
                 seed=seed,
                 seed_transforms=seed_transforms,
             )
-            self._feed = Flow(dataset, cutting)
+            self._feed = StreamSource(dataset, cutting)
         else:
             if isinstance(dataset, ShardedDataset):
                 counted(dataset, world)
             share = -(-self.batch_size // world.data_size)
             samples = source(dataset, collate_fn, share, seed=seed, seed_transforms=seed_transforms)
             device = samples.device
-            if isinstance(samples, Sampled):
+            if isinstance(samples, SampleSource):
                 samples.watched = world.is_rank_zero
             sampler = RankSampler(
                 order=self._order(dataset, samples, order, shuffle),
@@ -225,7 +225,7 @@ class Loader:
     def workers(self) -> int:
         """Worker processes of this rank; 0 if the rank loads its batches itself."""
         workers = self._fetch.num_workers
-        return min(1, workers) if isinstance(self._feed, Flow) else workers
+        return min(1, workers) if isinstance(self._feed, StreamSource) else workers
 
     def fetched_by(self, workers: int) -> Loader:
         """Return another Loader of the same batches, from the same position, with `workers` workers."""
@@ -310,7 +310,7 @@ class Loader:
                 return
             yield batch
 
-    def _next(self, shares: Iterator[tuple[Share, list[Any]]], unit: int | None) -> Batch | None:
+    def _next(self, shares: Iterator[tuple[LocalBatch, list[Any]]], unit: int | None) -> Batch | None:
         begun = time.perf_counter()
         found = next(shares, None)
         if found is None:
@@ -318,7 +318,7 @@ class Loader:
         share, values = found
         count = len(share.cells)
         micros = [
-            Micro(
+            MicroBatch(
                 value,
                 share.first + cell.start,
                 cell.stop - cell.start,
@@ -370,7 +370,7 @@ class Loader:
         """Raise DataError if `state` is of different data or a different order; changes nothing."""
         check_state(state, self._feed.state())
 
-    def _order(self, dataset: Any, samples: BlockDataset, order: Any, shuffle: bool) -> Ordering:
+    def _order(self, dataset: Any, samples: BlockDataset, order: Any, shuffle: bool) -> SampleOrder:
         if not isinstance(dataset, ShardedDataset):
             if order is None:
                 return Shuffled(samples.size, shuffle=shuffle)

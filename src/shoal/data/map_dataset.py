@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from shoal.data.dataset_digest import arrays_in, digest
 from shoal.data.noise import Noise
-from shoal.data.sampler import Share
+from shoal.data.sampler import LocalBatch
 from shoal.util.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -49,7 +49,7 @@ class BlockDataset(Dataset[list[list[Any]]]):
         return {}
 
 
-class Sampled(BlockDataset):
+class SampleSource(BlockDataset):
     """A source of single samples; a collate function makes micro-batches from them."""
 
     block = 1
@@ -61,11 +61,11 @@ class Sampled(BlockDataset):
         self._seed = seed
         self._seed_transforms = seed_transforms
 
-    def samples(self, share: Share) -> list[Any]:
+    def samples(self, share: LocalBatch) -> list[Any]:
         """Return the samples of all cells of a local batch, one after the other."""
         raise NotImplementedError
 
-    def __getitem__(self, shares: list[Share]) -> list[list[Any]]:
+    def __getitem__(self, shares: list[LocalBatch]) -> list[list[Any]]:
         if not self._seed_transforms:
             watched, self.watched = self.watched, False
             before = _generators() if watched else ()
@@ -79,7 +79,7 @@ class Sampled(BlockDataset):
             return [collated(self.samples(share), share, self._collate) for share in shares]
 
 
-class Mapped(Sampled):
+class MapStyleDataset(SampleSource):
     """A map-style dataset: one call of `__getitems__`, or one of `__getitem__` per sample.
 
     Either may have a parameter `rng`: the numpy.random.Generator of the sample, which depends only on
@@ -104,7 +104,7 @@ class Mapped(Sampled):
         """See BlockDataset."""
         return {name: digest([array]) for name, array in arrays_in(self._dataset)}
 
-    def samples(self, share: Share) -> list[Any]:
+    def samples(self, share: LocalBatch) -> list[Any]:
         """Return the samples of all cells of a local batch, one after the other."""
         indices = share.indices.tolist()
         own = draws(share, self._seed, SAMPLE_STREAM) if self._takes_rng else None
@@ -124,7 +124,7 @@ class Mapped(Sampled):
         return found
 
 
-def collated(samples: list[Any], share: Share, collate: Collate) -> list[Any]:
+def collated(samples: list[Any], share: LocalBatch, collate: Collate) -> list[Any]:
     """Return the micro-batches of a local batch, from the samples of all its cells."""
     values, taken = [], 0
     for cell in share.cells:
@@ -148,7 +148,7 @@ def _collate(samples: list[Any], collate: Collate) -> Any:
         ) from error
 
 
-def draws(share: Share, seed: int, stream: int) -> list[np.random.Generator]:
+def draws(share: LocalBatch, seed: int, stream: int) -> list[np.random.Generator]:
     """Return a generator for each sample of a local batch, by its position in training."""
     return [
         generator

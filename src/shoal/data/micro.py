@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from shoal.distributed.world import World
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """One micro-batch of one rank.
 
     `value` is the result of the collate function for `samples` samples from position `first` on.
@@ -28,5 +28,5 @@ class Micro(NamedTuple):
     place: Place | None = None
 
 
-CURRENT_MICRO: ContextVar[Micro | None] = ContextVar("current micro-batch", default=None)
+CURRENT_MICRO: ContextVar[MicroBatch | None] = ContextVar("current micro-batch", default=None)
 """The micro-batch of the running Task function, for functions such as `shoal.gather`."""

@@ -18,7 +18,7 @@ Indices = npt.NDArray[np.int64]
 PROBES = 16
 
 
-class Ordering(Protocol):
+class SampleOrder(Protocol):
     """The sample at each position of each epoch, as a function of (seed, epoch, position) alone.
 
     Then nothing has to be replayed to resume, and the number of ranks can't matter.
@@ -124,7 +124,7 @@ def uniform(positions: Indices, *, seed: int, epoch: int) -> npt.NDArray[np.floa
     return (word >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 
 
-class Listed:
+class SamplerOrder:
     """A torch Sampler, listed once per epoch; DataError unless the list depends only on the epoch."""
 
     def __init__(self, sampler: Sampler[Any]) -> None:
@@ -183,10 +183,10 @@ def _refuse_known(sampler: Sampler[Any]) -> None:
     raise DataError(given=f"Loader(order={type(sampler).__name__})", found=found, fix=fix)
 
 
-def ordering(order: Any, size: int) -> Ordering:
+def ordering(order: Any, size: int) -> SampleOrder:
     """Return the user's `order` of a dataset of `size` samples, checked as far as possible."""
     if isinstance(order, Sampler):
-        order = Listed(order)
+        order = SamplerOrder(order)
     if not hasattr(order, "take") or not hasattr(order, "__len__") or isinstance(order, Permutation):
         raise DataError(
             given=f"Loader(order={type(order).__name__})",
@@ -200,14 +200,14 @@ def ordering(order: Any, size: int) -> Ordering:
             found=f"a dataset of {size:,} samples",
             fix="one weight per sample: print(len(weights), len(dataset))",
         )
-    found: Ordering = order
-    return Checked(found, size)
+    found: SampleOrder = order
+    return CheckedOrder(found, size)
 
 
-class Checked:
+class CheckedOrder:
     """A custom order whose indices are checked before they are used."""
 
-    def __init__(self, order: Ordering, size: int) -> None:
+    def __init__(self, order: SampleOrder, size: int) -> None:
         self._order = order
         self._samples = size
         self._size = len(order)

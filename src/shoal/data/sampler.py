@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.data.groups import Place, piece
-from shoal.data.orders import Indices, Ordering
+from shoal.data.orders import Indices, SampleOrder
 from shoal.data.token_budget import BatchSize
 from shoal.util.errors import DataError
 
@@ -24,7 +24,7 @@ ORDER_BLOCK = 4096
 """Positions of one rank whose order is evaluated at once: small enough to seek in microseconds."""
 
 
-class Cell(NamedTuple):
+class PositionRange(NamedTuple):
     """Positions [start, stop) relative to the batch; `weight` 0 marks a padding sample.
 
     Every rank runs the same number of micro-batches. One without samples runs the batch's first
@@ -36,7 +36,7 @@ class Cell(NamedTuple):
     weight: float
 
 
-class Share(NamedTuple):
+class LocalBatch(NamedTuple):
     """The local batch of one rank: its cells, and the dataset indices of all of them.
 
     `first` is the position of the batch's first sample since the start of training. Sources without a
@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
     first: int
     size: int
-    cells: tuple[Cell, ...]
+    cells: tuple[PositionRange, ...]
     indices: Indices
     ends: bool = False
     load: float = 0.0
@@ -54,13 +54,13 @@ class Share(NamedTuple):
 
 def cut(
     size: int, *, ranks: int, rank: int, micro_batches: int, unit: int | None = None
-) -> tuple[Cell, ...]:
+) -> tuple[PositionRange, ...]:
     """Return the cells of `rank` in a batch of `size` samples; see `piece` in groups.py."""
     cells = []
     for number in range(micro_batches):
         place = Place(size, number, micro_batches, unit)
         start, stop = piece(place, ranks=ranks, rank=rank)
-        cells.append(Cell(start, stop, 1.0) if stop > start else Cell(0, 1, 0.0))
+        cells.append(PositionRange(start, stop, 1.0) if stop > start else PositionRange(0, 1, 0.0))
     return tuple(cells)
 
 
@@ -73,7 +73,7 @@ class RankSampler:
     multiples of `unit` samples.
     """
 
-    order: Ordering
+    order: SampleOrder
     batch_size: int | BatchSize
     ranks: int
     rank: int
@@ -99,10 +99,10 @@ class RankSampler:
         return self.batch_size if isinstance(self.batch_size, int) else self.batch_size.max_samples
 
     @cached_property
-    def _full(self) -> tuple[Cell, ...]:
+    def _full(self) -> tuple[PositionRange, ...]:
         return self._cut(self.largest)
 
-    def _cut(self, size: int) -> tuple[Cell, ...]:
+    def _cut(self, size: int) -> tuple[PositionRange, ...]:
         return cut(
             size,
             ranks=self.ranks,
@@ -111,7 +111,7 @@ class RankSampler:
             unit=self.unit,
         )
 
-    def shares(self, position: int, until: int, block: int) -> Iterator[list[Share]]:
+    def shares(self, position: int, until: int, block: int) -> Iterator[list[LocalBatch]]:
         """Yield the local batches from `position` to `until`, in lists of up to `block`.
 
         All batches of a list are of one epoch. The order is evaluated for many batches at once.
@@ -123,7 +123,7 @@ class RankSampler:
             yield from within(epoch, offset, end, block)
             position = epoch * self.epoch_size + end
 
-    def _equal(self, epoch: int, offset: int, end: int, block: int) -> Iterator[list[Share]]:
+    def _equal(self, epoch: int, offset: int, end: int, block: int) -> Iterator[list[LocalBatch]]:
         share = -(-self.largest // self.ranks)
         ahead = block * max(1, ORDER_BLOCK // (share * block)) * self.largest
         for start in range(offset, end, ahead):
@@ -131,14 +131,14 @@ class RankSampler:
             for first in range(0, len(shares), block):
                 yield shares[first : first + block]
 
-    def _decided(self, epoch: int, offset: int, end: int, block: int) -> Iterator[list[Share]]:
-        shares: list[Share] = []
+    def _decided(self, epoch: int, offset: int, end: int, block: int) -> Iterator[list[LocalBatch]]:
+        shares: list[LocalBatch] = []
         while offset < end:
             upcoming = self._take(epoch, np.arange(offset, min(end, offset + self.largest)))
             size = self._decide(upcoming)
             cells = self._cut(size)
             mine = np.concatenate([upcoming[cell.start : cell.stop] for cell in cells])
-            shares.append(Share(epoch * self.epoch_size + offset, size, cells, mine))
+            shares.append(LocalBatch(epoch * self.epoch_size + offset, size, cells, mine))
             offset += size
             if len(shares) == block or offset >= end:
                 yield shares
@@ -158,7 +158,7 @@ class RankSampler:
     def _take(self, epoch: int, positions: Indices) -> Indices:
         return self.order.take(positions, seed=self.seed, epoch=epoch)
 
-    def _block(self, epoch: int, offset: int, stop: int) -> list[Share]:
+    def _block(self, epoch: int, offset: int, stop: int) -> list[LocalBatch]:
         base = epoch * self.epoch_size
         starts = range(offset, stop, self.largest)
         sizes = [min(self.largest, stop - start) for start in starts]
@@ -174,6 +174,6 @@ class RankSampler:
         shares, taken = [], 0
         for start, size, cells in zip(starts, sizes, cut, strict=True):
             count = sum(cell.stop - cell.start for cell in cells)
-            shares.append(Share(base + start, size, cells, indices[taken : taken + count]))
+            shares.append(LocalBatch(base + start, size, cells, indices[taken : taken + count]))
             taken += count
         return shares

@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from shoal.data.map_dataset import GLOBAL_STREAM, Collate, Sampled, draws, set_global_generators
+from shoal.data.map_dataset import GLOBAL_STREAM, Collate, SampleSource, draws, set_global_generators
 from shoal.data.orders import Indices
 from shoal.data.permutation import Permutation
-from shoal.data.sampler import Share
+from shoal.data.sampler import LocalBatch
 from shoal.distributed.world import World
 from shoal.util.errors import DataError
 
@@ -161,7 +161,7 @@ class Lanes:
             self._ends = np.cumsum(self._lengths[self._laid])
 
 
-class Streamed(Sampled):
+class ShardSource(SampleSource):
     """The source of a ShardedDataset: shards stay open from one local batch to the next."""
 
     def __init__(
@@ -182,7 +182,7 @@ class Streamed(Sampled):
             return None
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
-    def samples(self, share: Share) -> list[Any]:
+    def samples(self, share: LocalBatch) -> list[Any]:
         """Return the samples of all cells of a local batch, one after the other."""
         shards = np.searchsorted(self._ends, share.indices, side="right")
         offsets = share.indices - (self._ends - self._lengths)[shards]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from shoal.data.dataset_digest import digest
-from shoal.data.map_dataset import ArrayDataset, BlockDataset, Collate, Mapped, values_of
-from shoal.data.sampler import Share
-from shoal.data.shards import ShardedDataset, Streamed
+from shoal.data.map_dataset import ArrayDataset, BlockDataset, Collate, MapStyleDataset, values_of
+from shoal.data.sampler import LocalBatch
+from shoal.data.shards import ShardedDataset, ShardSource
 from shoal.util.errors import DataError
 
 BLOCK_BATCHES = 64
@@ -36,7 +36,7 @@ class Arrays(BlockDataset):
         row = sum(t[:1].numel() * t.element_size() for t in tensors.values())
         self.block = max(1, min(BLOCK_BATCHES, BLOCK_BYTES // max(1, row * share)))
 
-    def __getitem__(self, shares: list[Share]) -> list[list[Any]]:
+    def __getitem__(self, shares: list[LocalBatch]) -> list[list[Any]]:
         indices = torch.from_numpy(np.concatenate([share.indices for share in shares]))
         lengths = [cell.stop - cell.start for share in shares for cell in share.cells]
         pieces = {
@@ -78,7 +78,7 @@ def source(
             )
     found: BlockDataset
     if isinstance(dataset, ShardedDataset):
-        found = Streamed(dataset, collate or default_collate, seed, seed_transforms=seed_transforms)
+        found = ShardSource(dataset, collate or default_collate, seed, seed_transforms=seed_transforms)
     elif arrays is not None and seed_transforms:
         raise DataError(
             given="Loader(tensors, seed_transforms=True)",
@@ -88,9 +88,11 @@ def source(
     elif arrays is not None and collate is None:
         found = Arrays(structure, tensors, share)
     elif isinstance(dataset, tuple | Mapping) and arrays is not None:
-        found = Mapped(ArrayDataset(structure, dataset), collate or default_collate)
+        found = MapStyleDataset(ArrayDataset(structure, dataset), collate or default_collate)
     elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        found = Mapped(dataset, collate or default_collate, seed, seed_transforms=seed_transforms)
+        found = MapStyleDataset(
+            dataset, collate or default_collate, seed, seed_transforms=seed_transforms
+        )
     else:
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",

@@ -49,7 +49,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Left:
+class DepartedRank:
     """A rank that left the others without a failure.
 
     Its script has `ended`, or it has closed its world and its script continues. `when` is as in a
@@ -93,7 +93,7 @@ def culprit(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=order)
 
 
-def first_to_leave(failures: Sequence[Failure], left: Sequence[Left]) -> Left | None:
+def first_to_leave(failures: Sequence[Failure], left: Sequence[DepartedRank]) -> DepartedRank | None:
     """Return the rank that left first, if that explains failures that all look like another rank's
     death.
 
@@ -109,7 +109,7 @@ def first_to_leave(failures: Sequence[Failure], left: Sequence[Left]) -> Left | 
     return min(before, key=lambda one: one.when, default=None)
 
 
-def explain(failures: Sequence[Failure], left: Sequence[Left], *, size: int) -> Failure:
+def explain(failures: Sequence[Failure], left: Sequence[DepartedRank], *, size: int) -> Failure:
     """Return the failure to report, of at least one: that of the rank which caused the others.
 
     It may be a rank that left with exit code 0 while others still needed it. The text of its report

@@ -37,7 +37,7 @@ LONGEST = 365 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class JoinedWorld:
     """A process in its world: its placement, the layout, and the decisions about them.
 
     `told` is the line that rank 0 prints about it; empty elsewhere. `host` is the address by which
@@ -64,7 +64,7 @@ def join(
     devices_per_rank: int,
     timeout: float,
     prepare_timeout: float,
-) -> Joined:
+) -> JoinedWorld:
     """Join the process group that a launcher started; see `shoal.init` for the arguments."""
     placement = env_vars.placement()
     division = choose_layout(layout, placement.size)
@@ -83,7 +83,7 @@ def join(
         lacking = shared(_show_devices(placement, place.value, store, prepare_timeout))
     means = choose_backend(backend, place.value, lacking)
     group, told = None, placement.warning if placement.size == 1 else ""
-    way: interfaces.Way | None = None
+    way: interfaces.ChosenInterface | None = None
     written: dict[str, str] = {}
     variable, now = env_vars.threads_variable(), torch.get_num_threads()
     if store is None:
@@ -108,7 +108,7 @@ def join(
     untested = note_untested(torch.__version__)
     if untested is not None and placement.rank == 0:
         told = "; ".join(filter(None, (told, f"torch {untested.value} is {untested.reason}")))
-    return Joined(
+    return JoinedWorld(
         placement=placement,
         layout=division.value,
         device=place.value,
@@ -276,7 +276,7 @@ def shared(everyone: Sequence[tuple[str, str]]) -> str:
 
 def _choose_way(
     placement: Placement, store: Store, backend: str, timeout: float
-) -> tuple[interfaces.Way | None, dict[str, str]]:
+) -> tuple[interfaces.ChosenInterface | None, dict[str, str]]:
     """Return the interface between ranks of several machines, and the variables for the backends."""
     given = env_vars.interface_variable()
     if placement.nodes == 1:

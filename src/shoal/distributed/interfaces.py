@@ -74,7 +74,7 @@ class InterfaceReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class ChosenInterface:
     """The interface chosen for this rank, and its address there."""
 
     choice: Decision[str]
@@ -131,7 +131,7 @@ def check_given(given: str) -> None:
         raise _launch_error(error)
 
 
-def agree(store: Store, *, rank: int, size: int, given: str, timeout: float) -> Way:
+def agree(store: Store, *, rank: int, size: int, given: str, timeout: float) -> ChosenInterface:
     """Return the interface by which all ranks reach rank 0; `given` is GLOO_SOCKET_IFNAME, if set.
 
     Collective, over a store that all ranks have. Raises LaunchError on all ranks if there is none, or
@@ -159,7 +159,7 @@ def agree(store: Store, *, rank: int, size: int, given: str, timeout: float) -> 
     name = names[0] if names else decision["name"]
     reason = f"{GIVEN}: {GLOO}={given}" if given else decision["reason"]
     choice = Decision(what="interface", value=name, reason=reason, rejected=decision["rejected"])
-    return Way(choice=choice, address=address)
+    return ChosenInterface(choice=choice, address=address)
 
 
 def _host(

@@ -34,7 +34,7 @@ Turns = list[list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs:
+class LinkMeasurements:
     """Measurements of each pair of ranks; the same on all ranks.
 
     `bandwidth` is in bytes/s from the sender (row) to the receiver (column): `bytes` in the time until
@@ -49,7 +49,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slow:
+class SlowPart:
     """A link, rank or machine that is slower than the others of its kind.
 
     `ranks` are sender and receiver; or one rank, or those of one machine, if most of its links are
@@ -66,7 +66,7 @@ class Slow:
 
 def pairs(
     world: World, *, bytes: int = BYTES, repeats: int = REPEATS, among: Sequence[int] | None = None
-) -> Pairs:
+) -> LinkMeasurements:
     """Measure every pair of ranks, in both directions. Collective.
 
     Pairs that have a machine in common take turns, all others are measured at the same time:
@@ -94,7 +94,7 @@ def pairs(
                     if world.rank == sender:
                         sent[peer] = seconds
     rows = world.gather((sent, answered))
-    return Pairs(
+    return LinkMeasurements(
         bytes=bytes,
         hosts=tuple(hosts),
         bandwidth=_matrix(world.size, lambda a, b: bytes / rows[a][0][b] if b in rows[a][0] else None),
@@ -136,7 +136,7 @@ def _tournament(players: int) -> Iterator[list[tuple[int, int]]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def slow(measured: Pairs, *, factor: float = 3.0) -> list[Slow]:
+def slow(measured: LinkMeasurements, *, factor: float = 3.0) -> list[SlowPart]:
     """Return machines, ranks and single links that are slower than usual by `factor` or more, in this
     order.
 
@@ -144,7 +144,7 @@ def slow(measured: Pairs, *, factor: float = 3.0) -> list[Slow]:
     bandwidth is the upper quartile: with three ranks, a slow rank has four of all six links. If most
     links of a machine to others, or of a rank, are slow, it is listed instead of them.
     """
-    found: list[Slow] = []
+    found: list[SlowPart] = []
     for within in (False, True):
         speeds = dict(_links(measured, within=within))
         if len(speeds) < _FEWEST:
@@ -165,7 +165,9 @@ def slow(measured: Pairs, *, factor: float = 3.0) -> list[Slow]:
             bandwidth = statistics.median(left.pop(link) for link in blamed)
             hosts = tuple(dict.fromkeys(measured.hosts[rank] for rank in ranks))
             ratio = usual / bandwidth if bandwidth else math.inf
-            found.append(Slow(ranks=ranks, hosts=hosts, what=what, bandwidth=bandwidth, ratio=ratio))
+            found.append(
+                SlowPart(ranks=ranks, hosts=hosts, what=what, bandwidth=bandwidth, ratio=ratio)
+            )
     return found
 
 
@@ -173,7 +175,7 @@ Link = tuple[int, int]
 Party = tuple[str, tuple[int, ...]]
 
 
-def _links(measured: Pairs, *, within: bool) -> Iterator[tuple[Link, float]]:
+def _links(measured: LinkMeasurements, *, within: bool) -> Iterator[tuple[Link, float]]:
     for sender, row in enumerate(measured.bandwidth):
         for receiver, speed in enumerate(row):
             together = measured.hosts[sender] == measured.hosts[receiver]

@@ -25,7 +25,7 @@ LOOK_SECONDS = 0.5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
 
-class Gone(Protocol):
+class EndedRanksFinder(Protocol):
     """A function that finds the ranks that have ended."""
 
     def __call__(self, ranks: Sequence[int], *, unreachable: bool = False) -> set[int]:
@@ -40,7 +40,7 @@ class Survivors:
     number. The rendezvous uses `store`.
     """
 
-    def __init__(self, store: Store, *, rank: int, size: int, gone: Gone) -> None:
+    def __init__(self, store: Store, *, rank: int, size: int, gone: EndedRanksFinder) -> None:
         self.members = list(range(size))
         self.rank = rank
         self.store = store

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shoal._torch import c10d, mesh
 from shoal.distributed import env_vars, mpi, objects
 from shoal.distributed.determinism import DeterministicMode
-from shoal.distributed.initialize import LAYOUT, Joined
+from shoal.distributed.initialize import LAYOUT, JoinedWorld
 from shoal.distributed.layout import AXES, DATA_AXES, Layout
 from shoal.distributed.membership import Membership
 from shoal.distributed.rank_zero_first import RankZeroFirst
@@ -81,7 +81,7 @@ class World:
 
     def __init__(
         self,
-        joined: Joined,
+        joined: JoinedWorld,
         seed: int,
         limits: WaitLimits,
         *,

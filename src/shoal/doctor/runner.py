@@ -51,7 +51,7 @@ class DoctorRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topic(Generic[T]):
+class Check(Generic[T]):
     """A check: a function that measures on each rank, and one that judges on rank 0.
 
     `better` makes one measurement of two.
@@ -76,7 +76,7 @@ class Doctor:
     outcomes: list[dict[str, TimedOutcome]] = field(default_factory=list)
     """Results of the first round, on rank 0."""
 
-    def go(self, name: str, topics: Sequence[Topic[Any]]) -> None:
+    def go(self, name: str, topics: Sequence[Check[Any]]) -> None:
         """Measure on all ranks, and judge on rank 0."""
         works = {topic.name: topic.look for topic in topics}
         outcomes = self.rounds.take(name, works, self.request.limit)
@@ -84,7 +84,7 @@ class Doctor:
         for topic in topics:
             self.findings += self._judged(topic, outcomes)
 
-    def measure(self, topic: Topic[Any]) -> None:
+    def measure(self, topic: Check[Any]) -> None:
         """Measure on all ranks together, and repeat if something seems slow, as real slowness persists.
 
         The best of all tries counts.
@@ -124,7 +124,7 @@ class Doctor:
         return self.rounds.tell("written", tried is not None and tried["sync"] >= 0)
 
     def _judged(
-        self, topic: Topic[Any], outcomes: Sequence[dict[str, TimedOutcome]]
+        self, topic: Check[Any], outcomes: Sequence[dict[str, TimedOutcome]]
     ) -> Iterable[CheckResult]:
         seen: list[RankFacts[Any]] = []
         troubles: dict[str, list[RankFacts[None]]] = {}
@@ -179,7 +179,7 @@ def unchecked_result(what: str, why: str, *, hung: bool) -> CheckResult:
 
 
 def _best(
-    topic: Topic[Any], before: dict[str, TimedOutcome], now: dict[str, TimedOutcome]
+    topic: Check[Any], before: dict[str, TimedOutcome], now: dict[str, TimedOutcome]
 ) -> dict[str, TimedOutcome]:
     old, new = before.get(topic.name), now.get(topic.name)
     if topic.better is None or old is None or new is None or old["trouble"] or new["trouble"]:
@@ -189,21 +189,21 @@ def _best(
     }
 
 
-def rank_topics(request: DoctorRequest, ranks: int) -> list[Topic[Any]]:
+def rank_topics(request: DoctorRequest, ranks: int) -> list[Check[Any]]:
     """Return the checks that each of `ranks` ranks makes by itself; they do not import torch."""
-    topics: list[Topic[Any]] = [
-        Topic(name="software", look=software.describe_software, judge=software.check_software),
-        Topic(name="cores", look=host.describe_cores, judge=host.check_cores),
-        Topic(name="memory", look=host.describe_memory, judge=host.check_memory),
-        Topic(name="limits", look=partial(host.describe_limits, ranks), judge=host.check_limits),
-        Topic(name="GPU health", look=gpus.describe_gpus, judge=gpus.check_gpus),
+    topics: list[Check[Any]] = [
+        Check(name="software", look=software.describe_software, judge=software.check_software),
+        Check(name="cores", look=host.describe_cores, judge=host.check_cores),
+        Check(name="memory", look=host.describe_memory, judge=host.check_memory),
+        Check(name="limits", look=partial(host.describe_limits, ranks), judge=host.check_limits),
+        Check(name="GPU health", look=gpus.describe_gpus, judge=gpus.check_gpus),
     ]
     if request.source is not None:
         look = partial(software.describe_sources, request.source)
-        topics.append(Topic(name="source", look=look, judge=software.check_sources))
+        topics.append(Check(name="source", look=look, judge=software.check_sources))
     if request.data is not None:
         topics.append(
-            Topic(
+            Check(
                 name="dataset",
                 look=partial(dataset.describe_dataset, request.data),
                 judge=dataset.check_dataset,
@@ -211,7 +211,7 @@ def rank_topics(request: DoctorRequest, ranks: int) -> list[Topic[Any]]:
         )
     if request.run is not None:
         run = partial(filesystem.try_directory, request.run)
-        topics.append(Topic(name="run directory", look=run, judge=filesystem.check_directories))
+        topics.append(Check(name="run directory", look=run, judge=filesystem.check_directories))
     return topics
 
 
@@ -267,11 +267,11 @@ def examine_alone(request: DoctorRequest, *before: CheckResult) -> Examination:
     return doctor.result()
 
 
-def _compute_of_all() -> Topic[Any]:
+def _compute_of_all() -> Check[Any]:
     """Return the check of all GPUs of this machine; torch is imported only if there are any."""
     from shoal.doctor.checks import compute
 
-    return Topic(
+    return Check(
         name="compute",
         look=lambda: compute.measure_compute(compute.visible_gpus()),
         judge=compute.check_compute,
@@ -288,7 +288,7 @@ def examine_together(world: World, request: DoctorRequest) -> tuple[Examination 
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts)
     with outages.LinkProbes(world, hosts) as watched:
         _examine_all(world, doctor)
-        doctor.go("outages", [Topic(name=outages.WHAT, look=watched.look, judge=outages.check_outages)])
+        doctor.go("outages", [Check(name=outages.WHAT, look=watched.look, judge=outages.check_outages)])
         seen = watched.look()
     rounds.end()
     cut_off = [one["host"] for one in seen if not one["over"]]
@@ -303,29 +303,29 @@ def _examine_all(world: World, doctor: Doctor) -> None:
     request, rounds, hosts = doctor.request, doctor.rounds, doctor.hosts
     store = world.store("shoal/doctor")
     rank, size, inner = world.rank, world.size, request.limit * _INNER
-    placed = Topic(
+    placed = Check(
         name="place", look=partial(place.describe_placement, world), judge=place.check_placement
     )
     doctor.go("each", [*rank_topics(request, size), placed])
     if rounds.going and len(set(hosts)) > 1:
         asking = [hosts.index(name) for name in dict.fromkeys(hosts)][1:]
         ask = partial(clocks.measure_clock_offsets, store, rank=rank, asking=asking, limit=inner)
-        doctor.go("clock", [Topic(name="clock", look=ask, judge=clocks.check_clocks)])
+        doctor.go("clock", [Check(name="clock", look=ask, judge=clocks.check_clocks)])
     if rounds.going and request.run is not None and doctor.written():
         see = partial(
             shared_directory.try_shared_directory, request.run, store, rank=rank, size=size, limit=inner
         )
         doctor.go(
-            "shared", [Topic(name="shared", look=see, judge=shared_directory.check_shared_directory)]
+            "shared", [Check(name="shared", look=see, judge=shared_directory.check_shared_directory)]
         )
     if rounds.going and not request.quick:
         crowded = doctor.crowded() if world.device.type == "cpu" else []
         work = partial(compute.measure_compute, [world.device], compared=hosts[rank] not in crowded)
         doctor.measure(
-            Topic(name="compute", look=work, judge=compute.check_compute, better=compute.best_rates)
+            Check(name="compute", look=work, judge=compute.check_compute, better=compute.best_rates)
         )
         measured = partial(links.measure_links, world, links.choose_ranks(hosts, crowded))
         if rounds.going:
             doctor.measure(
-                Topic(name="links", look=measured, judge=links.check_links, better=links.best_links)
+                Check(name="links", look=measured, judge=links.check_links, better=links.best_links)
             )

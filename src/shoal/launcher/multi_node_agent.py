@@ -28,7 +28,7 @@ _LOOK = 0.1
 """Seconds between two checks of ranks and peers."""
 
 
-class Leaving(BaseException):
+class NodeExit(BaseException):
     """An exception for a signal to end this node, with its exit code."""
 
     def __init__(self, code: int) -> None:
@@ -69,7 +69,7 @@ class NodesAgent(Agent):
         """
         answer = super().ask(order, value)
         if isinstance(answer, dict) and "leaving" in answer:
-            raise Leaving(answer["leaving"])
+            raise NodeExit(answer["leaving"])
         return answer
 
     @property
@@ -247,7 +247,7 @@ def _supervise(
         if rendezvous is not None:
             rendezvous.depart()
         raise
-    except Leaving as leaving:
+    except NodeExit as leaving:
         with suppress(RendezvousError, DistError):
             if rendezvous is not None:
                 rendezvous.leave(_leaving(label, rendezvous.hosts, leaving.code))

@@ -19,7 +19,14 @@ from typing import Any
 
 from shoal.distributed.cluster_env import LEFT, MAY_DIE
 from shoal.distributed.env_vars import SAFE_PATH, set_variables
-from shoal.distributed.failure import Failure, Left, decode, first_to_leave, from_exit, preempted
+from shoal.distributed.failure import (
+    DepartedRank,
+    Failure,
+    decode,
+    first_to_leave,
+    from_exit,
+    preempted,
+)
 from shoal.launcher.entry_point import EntryPoint
 from shoal.launcher.signals import FORWARDED
 from shoal.launcher.worker_main import RETURNED, SHIELDED, main
@@ -135,7 +142,7 @@ class Workers:
                 rank.failure = None
                 self._lost(failure)
 
-    def left(self) -> list[Left]:
+    def left(self) -> list[DepartedRank]:
         """Return the ranks that have left the others without a failure."""
         return [rank.left for rank in self._ranks if rank.left is not None]
 
@@ -189,7 +196,7 @@ class _Rank:
         self.ended = False
         self.failure: Failure | None = None
         self.may_die = False
-        self.left: Left | None = None
+        self.left: DepartedRank | None = None
         self.finished = False
         self.value = b""
         self._reports, self._sender = context.Pipe(duplex=False)
@@ -228,7 +235,7 @@ class _Rank:
                 rank=self.rank, host=host, pid=self._id(), exitcode=exitcode, when=now
             )
         elif not exitcode:
-            silent = Left(
+            silent = DepartedRank(
                 rank=self.rank, when=now, where=f"{host}, pid {self._id()}", ended=True, announced=False
             )
             self.left = silent if self.left is None else replace(self.left, ended=True)
@@ -255,7 +262,9 @@ class _Rank:
             self.left = None
         elif self.left is None:
             where = ", ".join(filter(None, (socket.gethostname(), notice["place"])))
-            self.left = Left(rank=self.rank, when=notice["when"], where=where, ended=notice["ended"])
+            self.left = DepartedRank(
+                rank=self.rank, when=notice["when"], where=where, ended=notice["ended"]
+            )
         else:  # it closed its world before, and its script has ended now
             self.left = replace(self.left, ended=notice["ended"])
 

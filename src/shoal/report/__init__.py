@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shoal.report.bottleneck import BottleneckReport, find_bottleneck
 from shoal.report.breakdown import LABELS, SHOWN, Profile, profile
-from shoal.report.causes import Finding, Judged
+from shoal.report.causes import AttemptProfile, Finding
 from shoal.report.history import PARTS, Array, Attempt, Event, GrowingArray, History, TrafficTotal
 from shoal.report.html.palette import PALETTE
 from shoal.report.reader import Reader, read_history
@@ -24,7 +24,7 @@ __all__ = [
     "Event",
     "Finding",
     "History",
-    "Judged",
+    "AttemptProfile",
     "Profile",
     "Reader",
     "GrowingArray",

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.report.breakdown import COMPUTING, LABELS
-from shoal.report.causes import STALLS, UNEVEN, Costs, Finding, Judged, join_names, straggler_cost
+from shoal.report.causes import (
+    STALLS,
+    UNEVEN,
+    AttemptProfile,
+    Costs,
+    Finding,
+    join_names,
+    straggler_cost,
+)
 from shoal.report.history import Attempt, History
 from shoal.report.loader_speed import Loading, loader_speed_of
 from shoal.report.stalls import Stalls
@@ -40,7 +48,7 @@ _SHARED = {
 
 
 @dataclass(frozen=True)
-class Loss:
+class Inefficiency:
     """A finding about a loss, and whether the loss is large enough to be reported in any case."""
 
     finding: Finding
@@ -52,8 +60,8 @@ def losses(
     shares: Mapping[str, float],
     named: Sequence[Straggler],
     costs: Costs,
-    judged: Sequence[Judged],
-) -> Iterator[Loss]:
+    judged: Sequence[AttemptProfile],
+) -> Iterator[Inefficiency]:
     """Yield the losses in parts for which no single rank is to blame."""
     for part, share in shares.items():
         left = share if part in (STALLS, UNEVEN) else share - straggler_cost(part, named, costs)
@@ -65,7 +73,7 @@ def losses(
             text += (
                 f" Most of it is lost {describe_frequency(stalls)}: {duration(stalls.excess)} there."
             )
-        yield Loss(Finding(text, advice, left), left >= LEAST.get(part, MUCH))
+        yield Inefficiency(Finding(text, advice, left), left >= LEAST.get(part, MUCH))
 
 
 def describe_frequency(each: Stalls) -> str:
@@ -75,11 +83,13 @@ def describe_frequency(each: Stalls) -> str:
     return f"at step {each.newest:,}" if each.count == 1 else f"in {each.count:,} steps"
 
 
-def _step(one: Judged) -> float:
+def _step(one: AttemptProfile) -> float:
     return float(one.profile.average(one.profile.wall).mean())
 
 
-def _about(part: str, share: float, history: History, judged: Sequence[Judged]) -> tuple[str, str]:
+def _about(
+    part: str, share: float, history: History, judged: Sequence[AttemptProfile]
+) -> tuple[str, str]:
     """Return a sentence on the loss in a part, and advice."""
     newest = judged[-1]
     if part == STALLS:
@@ -100,7 +110,7 @@ def _everywhere(attempt: Attempt) -> str:
     return " on all ranks" if attempt.size > 1 else ""
 
 
-def _about_stalls(share: float, history: History, judged: Sequence[Judged]) -> tuple[str, str]:
+def _about_stalls(share: float, history: History, judged: Sequence[AttemptProfile]) -> tuple[str, str]:
     one, each = max(
         ((one, each) for one in judged for each in one.stalls if each.part in COMPUTING),
         key=lambda found: found[1].cost * found[0].profile.steps,
@@ -127,7 +137,7 @@ def _about_uneven(share: float) -> tuple[str, str]:
     )
 
 
-def _about_data(share: float, one: Judged) -> tuple[str, str]:
+def _about_data(share: float, one: AttemptProfile) -> tuple[str, str]:
     text = f"Ranks wait for data {percent(share)} of the time{_everywhere(one.attempt)}"
     found = loader_speed_of(one.attempt, one.profile)
     if found is None:

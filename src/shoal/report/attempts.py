@@ -33,7 +33,7 @@ class BinnedCurve:
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveRecord:
     """One save: how long it blocked the slowest rank, and how long it took on which rank."""
 
     step: int
@@ -209,7 +209,7 @@ def throughput_curve(history: History) -> BinnedCurve | None:
     return BinnedCurve(step[bounds], rate, rate, rate)
 
 
-def list_saves(attempt: Attempt) -> list[Save]:
+def list_saves(attempt: Attempt) -> list[SaveRecord]:
     """Return the saves of an attempt, in the order of their steps."""
     found: dict[int, dict[int, Event]] = {}
     errors: dict[int, str] = {}
@@ -225,7 +225,7 @@ def list_saves(attempt: Attempt) -> list[Save]:
         took = {rank: _positive(event, "seconds") for rank, event in ranks.items()}
         slowest = max(took, key=lambda rank: took[rank], default=0)
         listed.append(
-            Save(
+            SaveRecord(
                 step,
                 blocked=max((_positive(event, "blocked") for event in ranks.values()), default=0.0),
                 seconds=took.get(slowest, 0.0),

@@ -22,10 +22,10 @@ from shoal.report.breakdown import (
 from shoal.report.causes import (
     STALLS,
     UNEVEN,
+    AttemptProfile,
     Costs,
     Culprit,
     Finding,
-    Judged,
     culprit_of,
     join_names,
     straggler_cost,
@@ -66,7 +66,7 @@ class BottleneckReport:
     shares: Mapping[str, float]
     stragglers: list[Straggler]
     findings: list[Finding]
-    judged: list[Judged]
+    judged: list[AttemptProfile]
 
 
 def find_bottleneck(history: History, *, last: int | None = None) -> BottleneckReport:
@@ -92,7 +92,7 @@ def find_bottleneck(history: History, *, last: int | None = None) -> BottleneckR
     return BottleneckReport(sentence, efficient, shares, named, found, judged)
 
 
-def _judged(attempt: Attempt, last: int | None) -> Judged | None:
+def _judged(attempt: Attempt, last: int | None) -> AttemptProfile | None:
     aligned = align_ranks(attempt)
     if aligned is None:
         return None
@@ -102,7 +102,7 @@ def _judged(attempt: Attempt, last: int | None) -> Judged | None:
         begin = 0
     found = profile_of(aligned, window_edges(begin, len(aligned.steps)))
     step = float(np.median(found.wall.mean(axis=0)))
-    return Judged(
+    return AttemptProfile(
         attempt,
         found,
         find_stragglers(attempt, aligned, found),
@@ -112,7 +112,7 @@ def _judged(attempt: Attempt, last: int | None) -> Judged | None:
     )
 
 
-def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
+def _shares(judged: list[AttemptProfile]) -> tuple[dict[str, float], Costs]:
     """Return the fractions of all time by part, and those that each straggler costs.
 
     The time of a step is that of its slowest rank: the time of a usual rank, part by part, and the
@@ -157,7 +157,7 @@ def _sentence(
     shares: Mapping[str, float],
     named: list[Straggler],
     costs: Costs,
-    judged: list[Judged],
+    judged: list[AttemptProfile],
 ) -> str:
     pieces = [
         piece
@@ -205,7 +205,7 @@ def _slow(named: list[Straggler], costs: Costs) -> Iterator[_Piece]:
 
 
 def _lost(
-    shares: Mapping[str, float], named: list[Straggler], costs: Costs, judged: list[Judged]
+    shares: Mapping[str, float], named: list[Straggler], costs: Costs, judged: list[AttemptProfile]
 ) -> Iterator[_Piece]:
     """Yield the other losses, each with the ranks that cause most of it."""
     for part, share in shares.items():
@@ -220,7 +220,7 @@ def _lost(
         yield _Piece(share, WORDS[part] + (f" ({about})" if about else ""), guilty)
 
 
-def _when(judged: list[Judged]) -> str:
+def _when(judged: list[AttemptProfile]) -> str:
     """Return where and how often computing stalls, for the costliest stalls."""
     found = [each for one in judged for each in one.stalls if each.part in COMPUTING]
     each = max(found, key=lambda each: each.cost)

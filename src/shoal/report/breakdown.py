@@ -62,7 +62,7 @@ HELD = 1 << 20
 
 
 @dataclass(frozen=True)
-class Aligned:
+class AlignedSteps:
     """The steps that all ranks of an attempt have recorded; `left_out` are ranks with too few."""
 
     ranks: tuple[int, ...]
@@ -130,7 +130,7 @@ class Profile:
         return {part: float(each) for part, each in zip(SHOWN, means, strict=True)}
 
 
-def align_ranks(attempt: Attempt) -> Aligned | None:
+def align_ranks(attempt: Attempt) -> AlignedSteps | None:
     """Return the steps that the ranks of an attempt have in common; None if there is none."""
     rows = {rank: attempt.ticks(rank) for rank in attempt.ranks}
     most = max((len(each) for each in rows.values()), default=0)
@@ -149,10 +149,10 @@ def align_ranks(attempt: Attempt) -> Aligned | None:
         if not len(steps):
             return None
     left_out = tuple(rank for rank in rows if rank not in ranks)
-    return Aligned(ranks, steps, tuple(rows[rank] for rank in ranks), tuple(where), left_out)
+    return AlignedSteps(ranks, steps, tuple(rows[rank] for rank in ranks), tuple(where), left_out)
 
 
-def count_warm_up_steps(aligned: Aligned) -> int:
+def count_warm_up_steps(aligned: AlignedSteps) -> int:
     """Return how many of the first steps differ from the rest: compilation, checks, cold caches."""
     count = len(aligned.steps)
     if count < 4:
@@ -193,7 +193,7 @@ def profile(
     return profile_of(aligned, window_edges(begin, len(aligned.steps), windows))
 
 
-def profile_of(aligned: Aligned, bounds: Array) -> Profile:
+def profile_of(aligned: AlignedSteps, bounds: Array) -> Profile:
     """Return the same over windows that begin and end at `bounds`."""
     found = [_window(aligned, int(a), int(b)) for a, b in pairwise(bounds)]
     sums = {name: np.stack([each[name] for each in found], axis=-1) for name in found[0]}
@@ -228,7 +228,7 @@ def usual_of_others(means: Array) -> Array:
     return np.where(means <= below, above, below)
 
 
-def _window(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
+def _window(aligned: AlignedSteps, first: int, last: int) -> dict[str, Array]:
     """Return all fields of a Profile for one window."""
     size = last - first
     own = (len(OWN), len(aligned.ranks))
@@ -259,7 +259,7 @@ def split_steps(first: int, last: int, ranks: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + length, last)
 
 
-def _divided(aligned: Aligned, first: int, last: int) -> tuple[Array, Array, Array, Array]:
+def _divided(aligned: AlignedSteps, first: int, last: int) -> tuple[Array, Array, Array, Array]:
     """Return seconds by part of SHOWN, wall time, how far each rank was the slowest, and its excess.
 
     A rank's work after the last collective of a step, its update, makes others wait in the next step.
@@ -295,9 +295,9 @@ def _slowest(inside: Array) -> Array:
     return found
 
 
-def _progress(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
+def _progress(aligned: AlignedSteps, first: int, last: int) -> dict[str, Array]:
     """Return the loss of the first rank, the times at which its steps ended, and the sample counts."""
-    alone = Aligned(aligned.ranks[:1], aligned.steps, aligned._rows[:1], aligned._where[:1], ())
+    alone = AlignedSteps(aligned.ranks[:1], aligned.steps, aligned._rows[:1], aligned._where[:1], ())
     loss = alone.column("loss", first, last)[0]
     loss = loss[np.isfinite(loss)]
     counted = alone.column("counted", first, last)[0]

@@ -32,7 +32,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Judged:
+class AttemptProfile:
     """One attempt with the profile of its steady steps and of the first ones, which warm up."""
 
     attempt: Attempt

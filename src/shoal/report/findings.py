@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal.report.advice import losses
 from shoal.report.breakdown import COMPUTING, LABELS
-from shoal.report.causes import Costs, Culprit, Finding, Judged, culprit_of, rank_names
+from shoal.report.causes import AttemptProfile, Costs, Culprit, Finding, culprit_of, rank_names
 from shoal.report.history import History
 from shoal.report.stragglers import Straggler
 from shoal.util.grouping import group_by
@@ -19,7 +19,7 @@ def list_findings(
     shares: Mapping[str, float],
     named: list[Straggler],
     costs: Costs,
-    judged: list[Judged],
+    judged: list[AttemptProfile],
 ) -> list[Finding]:
     """Return all findings, the costliest first; findings without a cost come last.
 
@@ -46,7 +46,7 @@ def unread_findings(history: History) -> Iterator[Finding]:
         )
 
 
-def _left_out(history: History, newest: Judged) -> Iterator[Finding]:
+def _left_out(history: History, newest: AttemptProfile) -> Iterator[Finding]:
     missing = [rank for rank in newest.attempt.missing if rank not in history.unread]
     if missing:
         yield Finding(

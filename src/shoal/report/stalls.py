@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.report.breakdown import COMPUTING, Aligned, split_steps
+from shoal.report.breakdown import COMPUTING, AlignedSteps, split_steps
 from shoal.report.history import PARTS, Array
 
 RARELY = 1 / 8
@@ -47,7 +47,7 @@ class Stalls:
     cost: float
 
 
-def find_stalls(aligned: Aligned, first: int, last: int, step: float) -> list[Stalls]:
+def find_stalls(aligned: AlignedSteps, first: int, last: int, step: float) -> list[Stalls]:
     """Return the stalls of all ranks in a range of the steps; `step` is the median time of a step."""
     shared = _shared(aligned, first, last)
     work = aligned.column("counted", first, last)[0]
@@ -92,13 +92,13 @@ def _period(steps: Array) -> int | None:
     return round(middle) if equal.mean() >= REGULAR else None
 
 
-def _shared(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
+def _shared(aligned: AlignedSteps, first: int, last: int) -> dict[str, Array]:
     """Return by part the minimum over ranks, step by step."""
     found = [_least(aligned, begin, end) for begin, end in split_steps(first, last, len(aligned.ranks))]
     return {part: np.concatenate([each[part] for each in found]) for part in found[0]}
 
 
-def _least(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
+def _least(aligned: AlignedSteps, first: int, last: int) -> dict[str, Array]:
     cube, _ = aligned.cube(first, last)
     least = cube.min(axis=1).astype(np.float64)
     return dict(zip((*PARTS, "other"), least, strict=True))

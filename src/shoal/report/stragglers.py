@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.report.breakdown import OWN, RARE, SHOWN, Aligned, Profile, usual_of_others
+from shoal.report.breakdown import OWN, RARE, SHOWN, AlignedSteps, Profile, usual_of_others
 from shoal.report.history import Array, Attempt
 from shoal.report.loader_speed import all_loaders_slow
 
@@ -90,7 +90,7 @@ def find_raised_at_any_scale(values: Array, least: float) -> Segment | None:
     return None
 
 
-def find_stragglers(attempt: Attempt, aligned: Aligned, found: Profile) -> list[Straggler]:
+def find_stragglers(attempt: Attempt, aligned: AlignedSteps, found: Profile) -> list[Straggler]:
     """Return all ranks that are notably slower in some part, the costliest first."""
     if len(found.ranks) < 2:
         return []
@@ -112,7 +112,7 @@ def find_stragglers(attempt: Attempt, aligned: Aligned, found: Profile) -> list[
     return sorted(named, key=lambda each: (-each.cost, -each.excess))
 
 
-def _lasting(aligned: Aligned, found: Profile, part: str, place: int, segment: Segment) -> bool:
+def _lasting(aligned: AlignedSteps, found: Profile, part: str, place: int, segment: Segment) -> bool:
     """Return whether a rank is slower by more than chance explains, given the scatter of the steps.
 
     If samples differ in length, each rank is the slowest in some steps, and over few steps the mean of
@@ -133,7 +133,7 @@ def _lasting(aligned: Aligned, found: Profile, part: str, place: int, segment: S
 
 def _straggler(
     attempt: Attempt,
-    aligned: Aligned,
+    aligned: AlignedSteps,
     found: Profile,
     part: str,
     place: int,
@@ -159,7 +159,7 @@ def _straggler(
     )
 
 
-def _exact(aligned: Aligned, place: int, part: str, first: int, last: int) -> int:
+def _exact(aligned: AlignedSteps, place: int, part: str, first: int, last: int) -> int:
     """Return the step between two at which a rank became slower: the least-squares change point."""
     begin, end = np.searchsorted(aligned.steps, [first, last + 1])
     taken = _column(aligned, part, int(begin), int(end))
@@ -174,7 +174,7 @@ def _exact(aligned: Aligned, place: int, part: str, first: int, last: int) -> in
 
 
 def _rare(
-    attempt: Attempt, aligned: Aligned, found: Profile, part: str, step: float
+    attempt: Attempt, aligned: AlignedSteps, found: Profile, part: str, step: float
 ) -> list[Straggler]:
     """Return ranks that are slower in rare work, such as a save, judged by the steps that have it."""
     begin = int(np.searchsorted(aligned.steps, found.first[0]))
@@ -210,7 +210,7 @@ def _rare(
     return named
 
 
-def _column(aligned: Aligned, part: str, first: int, last: int) -> Array:
+def _column(aligned: AlignedSteps, part: str, first: int, last: int) -> Array:
     if part == "other":
         return np.asarray(aligned.cube(first, last)[0][-1], np.float64)
     return np.asarray(aligned.column(part, first, last), np.float64)

@@ -16,7 +16,7 @@ from shoal.telemetry.events import Plain
 
 
 @dataclass(frozen=True)
-class Rates:
+class StepRates:
     """The speed of the last attempt over its steady steps; None for what is not known."""
 
     step: float
@@ -28,7 +28,7 @@ class Rates:
     peak_reason: str
 
 
-def compute_rates(attempt: Attempt, found: Profile) -> Rates:
+def compute_rates(attempt: Attempt, found: Profile) -> StepRates:
     """Return seconds per step, samples per second, and the fraction of the device's peak FLOPS."""
     step = float(found.average(found.wall).mean())
     samples = float(found.average(found.samples)) / step if step > 0 else 0.0
@@ -39,7 +39,7 @@ def compute_rates(attempt: Attempt, found: Profile) -> Rates:
     per_sample, peak = _per_sample(attempt), number_in(event, "peak") or 0.0
     # If a model is sharded over ranks, each computes a part of it.
     flops = per_sample * samples / max(1, attempt.size) if np.isfinite(per_sample) else None
-    return Rates(
+    return StepRates(
         step,
         samples,
         counted,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.batch import Batch, Count, StepResult
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.task import Task
@@ -113,7 +113,7 @@ class Strategy(Protocol):
 
 
 @runtime_checkable
-class Spreading(Protocol):
+class ModelTransform(Protocol):
     """Strategy that changes a model and leaves gradients and engine to the strategy after it."""
 
     @property
@@ -180,13 +180,13 @@ class Engine(ABC):
         """Clear the gradients without a step."""
 
     @abstractmethod
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the model's output on one micro-batch, without gradients. Collective.
 
         It may be None on a rank that does not report the loss.
         """
 
-    def move_targets(self, output: Any, micro: Micro) -> Micro:
+    def move_targets(self, output: Any, micro: MicroBatch) -> MicroBatch:
         """Return the micro-batch on the device of the output, where the loss needs it."""
         return micro
 
@@ -264,7 +264,7 @@ class LoopGradients(ABC):
         """
 
     @abstractmethod
-    def backward(self, loss: Tensor, count: Count, micro: Micro, size: int, *, last: bool) -> None:
+    def backward(self, loss: Tensor, count: Count, micro: MicroBatch, size: int, *, last: bool) -> None:
         """Run backward for one micro-batch of a global batch of `size`; reduce over ranks if `last`.
 
         Adds to the gradients of this engine's module and of no other, though the loss may have run

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Engine, Totals, compiles_parts
 from shoal.strategies.loop_gradients import CheckedGradients
@@ -41,7 +41,7 @@ class Runner(ABC):
         """Run forward and backward of the batch, and return the reducer's totals. Collective."""
 
     @abstractmethod
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the model's output on one micro-batch. Collective."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Runner(ABC):
         """Run the forward compiled by `compiler`. Raise StepError if only parts can be compiled."""
         raise compiles_parts(self.reducer.held.module, self.reducer.held.world)
 
-    def move_targets(self, output: Any, micro: Micro) -> Micro:
+    def move_targets(self, output: Any, micro: MicroBatch) -> MicroBatch:
         """Return the micro-batch on the device of the output."""
         return micro
 
@@ -93,11 +93,11 @@ class SynchronousEngine(Engine):
         """Clear the gradients, and drop the sums recorded for their batch."""
         self.reducer.discard()
 
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output of the module. The caller sets the mode and no_grad."""
         return self.runner.infer(task, micro, seed, autocast=autocast)
 
-    def move_targets(self, output: Any, micro: Micro) -> Micro:
+    def move_targets(self, output: Any, micro: MicroBatch) -> MicroBatch:
         """Return the micro-batch on the device of the output; see the contract."""
         return self.runner.move_targets(output, micro)
 

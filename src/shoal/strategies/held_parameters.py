@@ -19,7 +19,7 @@ from shoal.strategies.registry import engines_of
 from shoal.util.errors import StepError
 
 
-class Kept(NamedTuple):
+class KeptParameter(NamedTuple):
     """A parameter as it was when the engine was created, and its place in the module."""
 
     name: str
@@ -63,7 +63,9 @@ class HeldParameters:
         """Whether the first batch has been checked for parameters that the loss does not use."""
         self._divided = any(map(is_divided, self.parameters))
         self._kept = [
-            Kept(f"{prefix}.{key}".lstrip("."), p, p.dtype, p.device, module_parameters(part), key)
+            KeptParameter(
+                f"{prefix}.{key}".lstrip("."), p, p.dtype, p.device, module_parameters(part), key
+            )
             for prefix, part in module.named_modules()
             for key, p in module_parameters(part).items()
             if p is not None and p.requires_grad
@@ -174,7 +176,7 @@ class HeldParameters:
             "leave it out of the optimizer until then (add_param_group)",
         )
 
-    def _raise_changed(self, changed: Sequence[Kept]) -> NoReturn:
+    def _raise_changed(self, changed: Sequence[KeptParameter]) -> NoReturn:
         raise StepError(
             given=f"parameters of a {type(self.module).__name__}: "
             f"{first([kept.name for kept in changed])}",

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from shoal._torch.modules import call_uncompiled, set_compiled_call
 from shoal.data.batch import Batch, Count
 from shoal.data.coupled import CoupledStep
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import device_in, move
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.batch_norm import own_classes
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Totals
-from shoal.strategies.device_placement.multi_device import Span
+from shoal.strategies.device_placement.multi_device import DeviceSpan
 from shoal.strategies.engine import Runner, SynchronousEngine
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.reducer import LocalReducer, Reducer
@@ -135,24 +135,24 @@ class LocalRunner(Runner):
         return self.reducer.totals()
 
     def _forward(
-        self, task: Task, micro: Micro, seed: int, autocast: torch.dtype | None
+        self, task: Task, micro: MicroBatch, seed: int, autocast: torch.dtype | None
     ) -> tuple[Tensor, Count]:
         with self._running(autocast):
             output = task.forward(self.call, micro, seed)
             return task.reduce(output, self.move_targets(output, micro), seed)
 
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output of the module; see the contract."""
         with self._running(autocast):
             return task.forward(self.call, micro, seed)
 
-    def move_targets(self, output: Any, micro: Micro) -> Micro:
+    def move_targets(self, output: Any, micro: MicroBatch) -> MicroBatch:
         """Move the micro-batch if the model is on several devices; see the contract."""
         device = None if self._held.span is None else device_in(output)
         return micro if device is None else micro._replace(value=move(micro.value, device))
 
     @contextlib.contextmanager
-    def _several(self, span: Span, autocast: torch.dtype | None) -> Iterator[None]:
+    def _several(self, span: DeviceSpan, autocast: torch.dtype | None) -> Iterator[None]:
         """Use autocast on all types of devices of the model. Raise StepError for mixed devices."""
         with contextlib.ExitStack() as stack:
             for kind in {self._world.device.type, *(device.type for device in span.devices)}:

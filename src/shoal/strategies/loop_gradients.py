@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shoal._torch.autograd import version
 from shoal.data.batch import Count
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.strategies.contracts import LoopGradients, Totals
 from shoal.strategies.dtensor import share
 from shoal.strategies.held_parameters import first
@@ -51,7 +51,7 @@ class CheckedGradients(LoopGradients):
         self._forget_skipped()
         self._check_model()
 
-    def backward(self, loss: Tensor, count: Count, micro: Micro, size: int, *, last: bool) -> None:
+    def backward(self, loss: Tensor, count: Count, micro: MicroBatch, size: int, *, last: bool) -> None:
         """Run backward for one micro-batch; see the contract."""
         self._reducer.backward(loss, count, micro, size, scale=1.0, last=last)
         if last:

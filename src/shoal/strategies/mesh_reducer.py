@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.data.batch import Count
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES, DATA_AXES
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Totals
@@ -54,7 +54,7 @@ class MeshReducer(Reducer):
         self._norm = norm
 
     def backward(
-        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
+        self, loss: Tensor, count: Count, micro: MicroBatch, size: int, *, scale: float, last: bool
     ) -> None:
         """Run backward, and sum the gradients after the last micro-batch; see the contract."""
         loss, count = whole_loss(self.held.module, loss, count)

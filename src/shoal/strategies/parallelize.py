@@ -19,7 +19,7 @@ from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
 from shoal.strategies.batch_norm import coupled_layers, take_over
 from shoal.strategies.compiled import bare
-from shoal.strategies.contracts import Engine, Spreading, Strategy
+from shoal.strategies.contracts import Engine, ModelTransform, Strategy
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.device_placement.multi_device import check_strategies
 from shoal.strategies.fsdp.options import FSDP
@@ -58,7 +58,7 @@ class Attachment:
 def parallelize(
     model: Model | Callable[[], Model],
     world: World,
-    strategy: Strategy | Spreading | Sequence[Strategy | Spreading] | None = None,
+    strategy: Strategy | ModelTransform | Sequence[Strategy | ModelTransform] | None = None,
     *,
     statistics: int | str = "batch",
 ) -> Model:
@@ -150,10 +150,12 @@ def _apply(strategies: Sequence[Any], module: nn.Module, world: World) -> Engine
 def _checked(strategy: Any, world: World) -> list[Any]:
     """Return the strategies. Raise an error for other values, combinations and unused axes."""
     given = list(strategy) if isinstance(strategy, list | tuple) else [strategy]
-    if strategy is None or (given and isinstance(given[-1], Spreading) and not _complete(given[-1])):
+    if strategy is None or (
+        given and isinstance(given[-1], ModelTransform) and not _complete(given[-1])
+    ):
         given = [*filter(None, given), FSDP() if world.layout.degree("shard") > 1 else DDP()]
     for each in given or [None]:
-        usable = _complete(each) or isinstance(each, Spreading)
+        usable = _complete(each) or isinstance(each, ModelTransform)
         if isinstance(each, str | type | nn.Module) or not usable:
             raise StepError(
                 given=f"parallelize(model, world, {strategy!r})",
@@ -161,7 +163,7 @@ def _checked(strategy: Any, world: World) -> list[Any]:
                 fix="shoal.DDP() or shoal.FSDP(), with options if needed; or leave it out",
             )
     for each in given[:-1]:
-        if not isinstance(each, Spreading):
+        if not isinstance(each, ModelTransform):
             raise StepError(
                 given=f"parallelize(model, world, {strategy!r})",
                 found=f"{type(each).__name__} sums gradients, so no strategy can follow it",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import Count
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.strategies.contracts import Totals, no_gradient
 from shoal.strategies.held_parameters import HeldParameters, as_scalar
 
@@ -28,7 +28,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def backward(
-        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
+        self, loss: Tensor, count: Count, micro: MicroBatch, size: int, *, scale: float, last: bool
     ) -> None:
         """Run backward of `scale * weight * loss / size`; reduce over ranks if it is the `last`."""
 
@@ -77,7 +77,7 @@ class LocalReducer(Reducer):
         self.held = held
 
     def backward(
-        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
+        self, loss: Tensor, count: Count, micro: MicroBatch, size: int, *, scale: float, last: bool
     ) -> None:
         """Run backward of the loss, and keep it for the sums; see the contract."""
         seed = backward_seed(loss, scale * micro.weight / size)

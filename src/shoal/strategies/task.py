@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from shoal.data.batch import Count
-from shoal.data.micro import CURRENT_MICRO, Micro
+from shoal.data.micro import CURRENT_MICRO, MicroBatch
 from shoal.data.noise import Noise
 from shoal.util.errors import DataError, StepError
 
@@ -54,7 +54,7 @@ class Task:
                     fix="shoal.Task(loss), where loss(output, batch) returns (sum, count)",
                 )
 
-    def forward(self, model: Callable[..., Any], micro: Micro, seed: int) -> Any:
+    def forward(self, model: Callable[..., Any], micro: MicroBatch, seed: int) -> Any:
         """Call `model` on a micro-batch and return its output.
 
         Args:
@@ -72,7 +72,7 @@ class Task:
         finally:
             CURRENT_MICRO.reset(token)
 
-    def arguments(self, micro: Micro, seed: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    def arguments(self, micro: MicroBatch, seed: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Return the positional and keyword arguments of the model for a micro-batch."""
         if self.inputs is None:
             arguments = default_inputs(micro.value)
@@ -86,7 +86,7 @@ class Task:
             return (), arguments
         return (arguments,), {}
 
-    def reduce(self, output: Any, micro: Micro, seed: int) -> tuple[Tensor, Count]:
+    def reduce(self, output: Any, micro: MicroBatch, seed: int) -> tuple[Tensor, Count]:
         """Return the loss of a micro-batch as (sum, count). Raise StepError for another form."""
         token = CURRENT_MICRO.set(micro)
         try:

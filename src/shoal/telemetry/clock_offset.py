@@ -14,7 +14,7 @@ _PATIENCE = timedelta(seconds=20)
 """How long a rank waits for another one to reach the same step."""
 
 
-class Trip(NamedTuple):
+class RoundTrip(NamedTuple):
     """Times of sending a request, of the other clock's reply, and of its arrival; in ns."""
 
     sent: int
@@ -22,7 +22,7 @@ class Trip(NamedTuple):
     received: int
 
 
-class Offset(NamedTuple):
+class ClockOffset(NamedTuple):
     """The time to add to this rank's clock to get rank 0's, measured at `at` by its own; in ns."""
 
     at: int
@@ -30,14 +30,14 @@ class Offset(NamedTuple):
     uncertainty: int
 
 
-def best_offset(trips: Sequence[Trip]) -> Offset:
+def best_offset(trips: Sequence[RoundTrip]) -> ClockOffset:
     """Return the offset by the quickest trip. Half of its duration is the uncertainty."""
     trip = min(trips, key=lambda trip: trip.received - trip.sent)
     middle = (trip.sent + trip.received) // 2
-    return Offset(trip.sent, trip.answered - middle, (trip.received - trip.sent + 1) // 2)
+    return ClockOffset(trip.sent, trip.answered - middle, (trip.received - trip.sent + 1) // 2)
 
 
-def offset_at(offsets: Sequence[Offset], time: float) -> float:
+def offset_at(offsets: Sequence[ClockOffset], time: float) -> float:
     """Return the offset at a time, on the line through the first and the last measurement."""
     first, last = offsets[0], offsets[-1]
     if last.at <= first.at:
@@ -45,7 +45,7 @@ def offset_at(offsets: Sequence[Offset], time: float) -> float:
     return first.offset + (last.offset - first.offset) * (time - first.at) / (last.at - first.at)
 
 
-def measure_offset(store: Store, rank: int, size: int, clock: Callable[[], int]) -> Offset | None:
+def measure_offset(store: Store, rank: int, size: int, clock: Callable[[], int]) -> ClockOffset | None:
     """Return this rank's offset, by several trips through the store; all ranks return together.
 
     Returns None if another rank did not take part.
@@ -61,7 +61,7 @@ def measure_offset(store: Store, rank: int, size: int, clock: Callable[[], int])
         store.set("done", "")
     except DistStoreError:
         return None
-    return Offset(clock(), 0, 0)
+    return ClockOffset(clock(), 0, 0)
 
 
 def answer_trips(
@@ -77,7 +77,7 @@ def answer_trips(
             store.set(f"{rank}/{trip}/answer", str(clock()))
 
 
-def ask_offset(store: Store, rank: int, clock: Callable[[], int], limit: timedelta) -> Offset:
+def ask_offset(store: Store, rank: int, clock: Callable[[], int], limit: timedelta) -> ClockOffset:
     """Return the offset of this rank's clock from that of the rank that answers.
 
     Raises DistStoreError if no answer arrives within the limit.
@@ -85,9 +85,9 @@ def ask_offset(store: Store, rank: int, clock: Callable[[], int], limit: timedel
     return best_offset([_ask(store, f"{rank}/{trip}", clock, limit) for trip in range(TRIPS)])
 
 
-def _ask(store: Store, key: str, clock: Callable[[], int], limit: timedelta) -> Trip:
+def _ask(store: Store, key: str, clock: Callable[[], int], limit: timedelta) -> RoundTrip:
     sent = clock()
     store.set(f"{key}/asked", "")
     store.wait([f"{key}/answer"], limit)
     received = clock()
-    return Trip(sent, int(store.get(f"{key}/answer")), received)
+    return RoundTrip(sent, int(store.get(f"{key}/answer")), received)

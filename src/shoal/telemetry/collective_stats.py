@@ -45,7 +45,7 @@ class CollectiveKind(NamedTuple):
 
 
 @dataclass
-class Sum:
+class CollectiveSum:
     """The sum over the calls of a kind; `seconds` is None if unknown."""
 
     calls: float = 0
@@ -123,7 +123,7 @@ class CollectiveStats:
         now = self._clock()
         passed, self._begun = now - self._begun, now
         by_recorder = group_by(calls, lambda call: call.recorder)
-        sums: dict[CollectiveKind, Sum] = {}
+        sums: dict[CollectiveKind, CollectiveSum] = {}
         for recorder, found in by_recorder.items():
             sums |= self._sum(recorder, found, sizes)
         living = {(each, n) for each, numbers in self._waiting.items() for n in numbers}
@@ -135,18 +135,18 @@ class CollectiveStats:
 
     def _sum(
         self, recorder: str, calls: Sequence[CollectiveCall], sizes: Mapping[str, int]
-    ) -> dict[CollectiveKind, Sum]:
+    ) -> dict[CollectiveKind, CollectiveSum]:
         after, waiting = self._after.get(recorder, -1), self._waiting.get(recorder, set())
         newest = max(call.record for call in calls)
         fresh = [call for call in calls if call.record > after or call.record in waiting]
         begun = newest - after + len(waiting)
         share = begun / len(fresh) if fresh else 1.0
-        sums: dict[CollectiveKind, Sum] = {}
+        sums: dict[CollectiveKind, CollectiveSum] = {}
         for call in fresh:
             if not call.done:
                 continue
             kind = kind_of(call)
-            one = sums.setdefault(kind, Sum())
+            one = sums.setdefault(kind, CollectiveSum())
             one.calls += share
             one.bytes += share * size_of(call, kind.operation, sizes.get(call.group, 1))
             one.all = share == 1.0
@@ -161,7 +161,7 @@ class CollectiveStats:
         return sums
 
 
-def _fields(kind: CollectiveKind, total: Sum, ranks: int) -> dict[str, Any]:
+def _fields(kind: CollectiveKind, total: CollectiveSum, ranks: int) -> dict[str, Any]:
     timed = "recorded" if total.recorded else "unknown" if total.seconds is None else "estimated"
     fields: dict[str, Any] = {
         "kind": kind.operation,

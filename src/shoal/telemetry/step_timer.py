@@ -76,9 +76,9 @@ class Timeline:
         self._part = part
         return before
 
-    def within(self, part: int) -> Within:
+    def within(self, part: int) -> TimedContext:
         """Enter `part`, and afterwards the part before."""
-        return Within(self, part)
+        return TimedContext(self, part)
 
     @contextmanager
     def during(self, part: int) -> Iterator[None]:
@@ -108,7 +108,7 @@ class Timeline:
             self._paused = None
 
 
-class Within:
+class TimedContext:
     """The context of `Timeline.within`: a class, since a generator would take twice as long."""
 
     __slots__ = ("_before", "_part", "_timeline")

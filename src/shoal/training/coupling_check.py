@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal._torch.dispatch import tree_flatten
 from shoal._torch.modules import has_compiled_call
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.strategies.batch_norm import coupled_layers
 from shoal.strategies.contracts import Engine
 from shoal.strategies.coupled_layers import drops
@@ -78,7 +78,7 @@ def _first_difference(model: nn.Module, first: Digests, again: Digests, halves: 
 
 
 def _digests(
-    engine: Engine, task: Task, micro: Micro, *, seed: int, autocast: torch.dtype | None
+    engine: Engine, task: Task, micro: MicroBatch, *, seed: int, autocast: torch.dtype | None
 ) -> Digests:
     """Run the model, and return the digests of the outputs of its modules."""
     found: Digests = {}

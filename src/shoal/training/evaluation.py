@@ -15,7 +15,7 @@ from shoal.data import Loader
 from shoal.data.batch import Count
 from shoal.data.coupled import CoupledStep
 from shoal.data.map_dataset import Collate
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import move
 from shoal.distributed.world import World
 from shoal.strategies import engine_of
@@ -150,7 +150,7 @@ def evaluate(
             num_workers=num_workers,
         )
         kinds = _Metrics(metrics, world)
-        sums = Sums(["loss", *kinds.own])
+        sums = MetricSums(["loss", *kinds.own])
         samples = 0
         with evaluation(engine.module), torch.no_grad():
             for batch in islice(loader.epochs(1), batches):
@@ -189,7 +189,7 @@ class _Metrics:
         self.own = {n: each for n, each in metrics.items() if n not in self.foreign}
         self._device = world.device
 
-    def add(self, sums: Sums, output: Any, target: Any, weight: float) -> None:
+    def add(self, sums: MetricSums, output: Any, target: Any, weight: float) -> None:
         """Add one micro-batch, to `sums` or to the objects."""
         for name, metric in self.own.items():
             sums.add(name, metric(output, target), weight)
@@ -202,7 +202,7 @@ class _Subject(NamedTuple):
 
     engine: Engine
     task: Task
-    infer: Callable[[Micro, int], Any]
+    infer: Callable[[MicroBatch, int], Any]
     optimizer: torch.optim.Optimizer | None
 
 
@@ -223,7 +223,7 @@ def _subject(model: Step | nn.Module, task: Task | None) -> _Subject:
     )
 
 
-class Sums:
+class MetricSums:
     """Sums and counts by name, in float64, reduced over ranks once at the end."""
 
     def __init__(self, names: list[str]) -> None:

@@ -15,14 +15,14 @@ from torch.utils.data import Sampler as TorchSampler
 
 from shoal.data import Loader
 from shoal.data.batch import StepResult
-from shoal.data.orders import Ordering
+from shoal.data.orders import SampleOrder
 from shoal.distributed.deadline import Deadline
 from shoal.distributed.init import init
 from shoal.distributed.layout import Layout
 from shoal.distributed.seeds import random_state, set_random_state
 from shoal.distributed.world import World
 from shoal.strategies import parallelize
-from shoal.strategies.contracts import Spreading, Strategy
+from shoal.strategies.contracts import ModelTransform, Strategy
 from shoal.strategies.task import Task
 from shoal.training.early_stopping import EarlyStoppingState, Validation, numbers
 from shoal.training.ema import EMA
@@ -94,14 +94,14 @@ def train(
     steps: int | None = None,
     schedule: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None,
     micro_batches: int = 1,
-    order: Ordering | TorchSampler[Any] | None = None,
+    order: SampleOrder | TorchSampler[Any] | None = None,
     seed_transforms: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     precision: str = "fp32",
     clip: float | None = None,
     compile: str | None = None,
-    strategy: Strategy | Spreading | Sequence[Strategy | Spreading] | None = None,
+    strategy: Strategy | ModelTransform | Sequence[Strategy | ModelTransform] | None = None,
     layout: str | Layout = "replicate=-1",
     seed: int = 0,
     world: World | None = None,
@@ -132,7 +132,7 @@ def train(
         schedule: Function `(optimizer, total)` that returns a torch scheduler over all optimizer steps,
             such as a `shoal.LRSchedule`. Default: None.
         micro_batches: Number of micro-batches in a local batch, for gradient accumulation. Default: 1.
-        order: Replaces shuffling, as in Loader: a WeightedSampling, a torch Sampler or an Ordering.
+        order: Replaces shuffling, as in Loader: a WeightedSampling, a torch Sampler or a SampleOrder.
             Default: None.
         seed_transforms: Seed the generators of `random`, NumPy and torch before each sample. Default:
             False.

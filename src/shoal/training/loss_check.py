@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import values_kept
 from shoal.strategies.contracts import Engine
 from shoal.strategies.eval_mode import evaluation, random_states_kept, untouched
@@ -23,7 +23,7 @@ from shoal.util.errors import ShoalError, StepError
 TOLERANCE = 0.02
 """Relative to the largest of the compared losses: the error of sums in half precision."""
 
-Sum: TypeAlias = tuple[float, float]
+CollectiveSum: TypeAlias = tuple[float, float]
 """(loss sum, count) of some samples."""
 
 
@@ -60,7 +60,9 @@ def check_loss_adds_up(
         )
 
 
-def is_mean(whole: float, halves: tuple[Sum, Sum], samples: tuple[int, int]) -> bool:
+def is_mean(
+    whole: float, halves: tuple[CollectiveSum, CollectiveSum], samples: tuple[int, int]
+) -> bool:
     """Return whether `whole` is the mean of the losses of its halves and not their sum.
 
     A mean weighs halves by samples or by counts. False if that can't be known, as for losses that
@@ -86,11 +88,11 @@ class _Trial:
         self._batch = batch
         self._micro = batch.micros[0]
         self._autocast = autocast
-        self._parts: list[Micro] = []
+        self._parts: list[MicroBatch] = []
         """The micro-batch and its two halves, if it has halves. They have no world, so that
         `shoal.gather` does not communicate."""
         self._output_can_be_cut = False
-        self.sums: list[Sum] = []
+        self.sums: list[CollectiveSum] = []
         """The loss of each part, once it is known."""
         self.again = False
         """True if this rank has to run the model on the parts to know their losses."""
@@ -141,7 +143,8 @@ class _Trial:
             return
         values = zip((*union, *halves), (0, 0, sizes[0]), (size, *sizes), strict=True)
         self._parts = [
-            Micro(value, micro.first + start, samples, micro.weight) for value, start, samples in values
+            MicroBatch(value, micro.first + start, samples, micro.weight)
+            for value, start, samples in values
         ]
 
     def whole(self) -> None:
@@ -196,25 +199,25 @@ class _Trial:
                 "where the model itself returns a mean: return output.loss * n, n",
             )
 
-    def _cut_for(self, part: Micro, output: Any) -> Any:
+    def _cut_for(self, part: MicroBatch, output: Any) -> Any:
         start = part.first - self._micro.first
         return _cut(output, slice(start, start + part.samples), self._micro.samples)
 
-    def _run(self, part: Micro) -> Any:
+    def _run(self, part: MicroBatch) -> Any:
         with values_kept(part.value):
             return self._engine.infer(self._task, part, self._batch.seed, autocast=self._autocast)
 
-    def _reduce(self, part: Micro, output: Any) -> Sum:
+    def _reduce(self, part: MicroBatch, output: Any) -> CollectiveSum:
         moved = self._engine.move_targets(output, part)
         with values_kept(moved.value):
             loss, count = self._task.reduce(output, moved, self._batch.seed)
         return float(loss), float(count)
 
 
-def part_of(micro: Micro, rows: slice) -> Micro:
+def part_of(micro: MicroBatch, rows: slice) -> MicroBatch:
     """Return some samples of a micro-batch; ValueError if it holds something that cannot be cut."""
     value = _cut(micro.value, rows, micro.samples)
-    return Micro(value, micro.first + rows.start, rows.stop - rows.start, micro.weight)
+    return MicroBatch(value, micro.first + rows.start, rows.stop - rows.start, micro.weight)
 
 
 def _cut(value: Any, rows: slice, size: int) -> Any:

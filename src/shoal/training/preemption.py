@@ -48,7 +48,7 @@ _CODES: dict[Kind, int] = {"preempted": REQUEUE, "interrupted": 128 + signal.SIG
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reason:
+class StopReason:
     """The reason of a stop: its kind, the event ("SIGTERM") and the rank."""
 
     kind: Kind
@@ -64,15 +64,15 @@ class Reason:
         return f"{self.what} on rank {self.rank}"
 
 
-class Stopped(SystemExit):
+class StoppedExit(SystemExit):
     """Ends a stopped process with the exit code of its reason; `except Exception` does not catch it."""
 
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: StopReason) -> None:
         super().__init__(reason.code)
         self.reason = reason
 
 
-class Stopping:
+class PreemptionHandler:
     """Stops all ranks of a World after the same tick, on one of SIGNALS or `request`.
 
     The main thread calls `due` once in each tick. A World of size 1 needs neither store nor threads.
@@ -86,14 +86,14 @@ class Stopping:
         """The original numbers of the ranks: some ranks may have been lost before this run."""
         self._pid = os.getpid()
         self._former: dict[int, Any] = {}
-        self._requests: SimpleQueue[Reason | None] = SimpleQueue()
+        self._requests: SimpleQueue[StopReason | None] = SimpleQueue()
         self._shared: Store | None = None
         self._threads: list[threading.Thread] = []
         self._ticks = 0
         self._asked = False
         self._answered = False
         self._settled = threading.Event()
-        self._reason: Reason | None = None
+        self._reason: StopReason | None = None
         self._last = 0
         self._error: LaunchError | None = None
         self._told = False
@@ -122,14 +122,14 @@ class Stopping:
 
     def request(self, what: str, *, kind: Kind = "preempted") -> None:
         """Stop all ranks; callable on any rank and thread, and in signal handlers. The first counts."""
-        reason = Reason(kind=kind, what=what, rank=self._rank)
+        reason = StopReason(kind=kind, what=what, rank=self._rank)
         if self._size == 1:
             self._reason = self._reason or reason
         else:
             self._requests.put(reason)
         self._asked = True
 
-    def due(self) -> Reason | None:
+    def due(self) -> StopReason | None:
         """Return the reason to stop in this tick, or None to continue.
 
         After a request it waits until the ranks have agreed on a tick. Raises LaunchError if a rank
@@ -246,7 +246,7 @@ class Stopping:
         last = store.get("last")
         if last:
             self._last = int(last)
-            self._reason = Reason(**json.loads(store.get("reason")))
+            self._reason = StopReason(**json.loads(store.get("reason")))
 
     def _answer(self, store: Store, ticks: str) -> None:
         """Post the number of ticks begun, once, or "" after the last; the last rank to post concludes.
@@ -280,8 +280,9 @@ class Stopping:
     def _silent(self, store: Store) -> LaunchError:
         silent = self._missing(store)
         names = ", ".join(map(str, silent[:5])) + ", …" * (len(silent) > 5)
+        reason = StopReason(**json.loads(store.get("reason")))
         return LaunchError(
-            given=f"{Reason(**json.loads(store.get('reason')))}: all ranks stop after the same step",
+            given=f"{reason}: all ranks stop after the same step",
             found=f"rank {names} of {self._size} did not answer within {ANSWER_SECONDS:g} s",
             fix="see that rank's own error; the same command resumes from the newest checkpoint",
         )

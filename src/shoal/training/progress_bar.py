@@ -38,7 +38,7 @@ KEPT: tuple[Part, ...] = ("percent", "loss", "clock", "epoch", "rate", "losses",
 SEPARATOR = " · "
 
 
-class Standing(NamedTuple):
+class ProgressState(NamedTuple):
     """The progress of a run: positions in samples since the start, `rate` in samples/s over all ranks.
 
     `took` is the duration of the run in seconds, once it has ended.
@@ -117,7 +117,7 @@ class ProgressBar:
         """Show step, epoch, losses, throughput and, if the loader has a goal, the remaining time."""
         self._mark(loader.position, now)
         rate = _rate(self._marks[0], self._marks[-1])
-        standing = Standing(step, loader.position, loader.goal, loader.epoch_size, losses, rate)
+        standing = ProgressState(step, loader.position, loader.goal, loader.epoch_size, losses, rate)
         self._draw(standing)
         rarer = max(LOG_SECONDS, LOG_GROWTH * (now - self._begun))
         self._shown, self._due = now, now + (TERMINAL_SECONDS if self._terminal else rarer)
@@ -131,7 +131,9 @@ class ProgressBar:
             return
         rate = _rate(self._first, (now, loader.position))
         took = now - self._begun
-        self._draw(Standing(step, loader.position, loader.goal, loader.epoch_size, losses, rate, took))
+        self._draw(
+            ProgressState(step, loader.position, loader.goal, loader.epoch_size, losses, rate, took)
+        )
         self._end()
         self._first = None
 
@@ -141,7 +143,7 @@ class ProgressBar:
         while len(self._marks) > 2 and self._marks[1][0] <= now - RATE_SECONDS:
             self._marks.popleft()
 
-    def _draw(self, standing: Standing) -> None:
+    def _draw(self, standing: ProgressState) -> None:
         if self._terminal and self._line is None:
             self._line = _live(self._stream)
             self._terminal = self._line is not None
@@ -167,7 +169,7 @@ class ProgressBar:
 class _ProgressLine:
     """A Standing as rich draws it: on one line, at any width of the terminal."""
 
-    def __init__(self, standing: Standing) -> None:
+    def __init__(self, standing: ProgressState) -> None:
         self._standing = standing
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:

@@ -20,12 +20,12 @@ from shoal.telemetry.profiler.window import check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
 from shoal.training.logged_values import check_names, check_trackers, numbers_of
-from shoal.training.preemption import Reason, Stopped, Stopping
+from shoal.training.preemption import PreemptionHandler, StoppedExit, StopReason
 from shoal.training.progress_bar import ProgressBar
 from shoal.training.run_directory import RunDirectory, local_path
 from shoal.training.run_events import RunEvents
 from shoal.training.run_monitor import RunMonitor
-from shoal.training.run_state import Restored, RunState, Stateful, check_options, settings
+from shoal.training.run_state import RestorePoint, RunState, Stateful, check_options, settings
 from shoal.training.save_policy import LAST_WAIT, Every, SavePolicy, check_every
 from shoal.training.step import Step, train_states
 from shoal.util.errors import CheckpointError, DataError, StepError
@@ -151,7 +151,7 @@ class Run:
         self._recording = RunEvents(self.events, self.train_states, loader)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, BackgroundSave[AnyPath]] | None = None
         self.world.before_closing(self.close)
-        self._stopping = Stopping(self.world)
+        self._stopping = PreemptionHandler(self.world)
         self._stopping.start()
 
     @property
@@ -164,7 +164,7 @@ class Run:
         """Optimizer steps taken since the start of training, by the first Step or model."""
         return next(iter(self.train_states.values())).number
 
-    def restore(self) -> Restored | None:
+    def restore(self) -> RestorePoint | None:
         """Resume from the newest complete checkpoint, if there is one. Collective.
 
         Rank 0 prints which damaged checkpoints were skipped, and why. On the same number of ranks,
@@ -185,7 +185,7 @@ class Run:
         self._recording.rewind()
         return restored
 
-    def _restore(self) -> Restored | None:
+    def _restore(self) -> RestorePoint | None:
         self._saves.hear(wait=True)
         loaded = self.files.restore(self.contents.template(), self.contents.elsewhere())
         self._saved = None
@@ -350,7 +350,7 @@ class Run:
         self.events.write("log", {"step": self.step, "position": self.loader.position, **numbers})
         self._curves.write(numbers, self.step)
 
-    def _leave(self, reason: Reason) -> NoReturn:
+    def _leave(self, reason: StopReason) -> NoReturn:
         """Save, and end this process with the exit code of the reason."""
         if reason.kind == "failed":
             self._saves.hear(wait=True)  # not all ranks may know by now
@@ -360,7 +360,7 @@ class Run:
         self.world.print(
             f"{reason}: saved step {self.step:,} in {path}; the same command resumes from there"
         )
-        raise Stopped(reason)
+        raise StoppedExit(reason)
 
     def close(self) -> None:
         """Wait for a running save, write the remaining events, restore the signal handlers.

@@ -13,7 +13,7 @@ from shoal.checkpoint import (
     Checkpoints,
     Fence,
     FencedFiles,
-    Loaded,
+    RestoredCheckpoint,
     Tree,
     how_to_remove,
     is_url,
@@ -88,7 +88,7 @@ class RunDirectory:
             self._siblings[folder] = self.checkpoints.sibling(folder)
         return self._siblings[folder]
 
-    def restore(self, template: Tree, elsewhere: Collection[str]) -> Loaded | None:
+    def restore(self, template: Tree, elsewhere: Collection[str]) -> RestoredCheckpoint | None:
         """Load the newest complete checkpoint, with which the run continues; None if there is none."""
         loaded = self.checkpoints.restore(template, elsewhere)
         self._continues = True

@@ -13,7 +13,7 @@ import torch
 from shoal.data import Loader
 from shoal.telemetry.events import FORMAT, Events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Spent, TickTimes
-from shoal.training.preemption import Stopped
+from shoal.training.preemption import StoppedExit
 from shoal.util.packages import versions
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class RunEvents:
     def end(self, error: BaseException | None) -> None:
         """Record the end of the run, with the error if there is one."""
         step = next(iter(self._steps.values())).number
-        if error is None or isinstance(error, Stopped):
+        if error is None or isinstance(error, StoppedExit):
             self._events.write("end", {"step": step, "reason": "closed"})
         else:
             kind = type(error).__name__

@@ -16,7 +16,7 @@ from shoal.telemetry.collective_stats import CollectiveStats
 from shoal.telemetry.events import Events
 from shoal.telemetry.profiler.window import Window
 from shoal.telemetry.usage.device_peaks import peak_here
-from shoal.telemetry.usage.flops import Counting
+from shoal.telemetry.usage.flops import FlopCounting
 from shoal.telemetry.usage.process import Usage
 from shoal.telemetry.usage.sampler import PeriodicTask, UsageSampler, noting
 from shoal.training.trace_recorder import Recorder
@@ -55,7 +55,7 @@ class RunMonitor:
         self._events = events
         self._sampler: UsageSampler | None = None
         self._ticks = 0
-        self._counted: dict[str, tuple[int, Counting]] = {}
+        self._counted: dict[str, tuple[int, FlopCounting]] = {}
 
     def begin(self) -> None:
         """Start sampling. Earlier records do not count."""
@@ -102,7 +102,7 @@ class RunMonitor:
             self._write(self._sampler)
         if self._ticks == _COUNTED_TICK:
             for name, step in self._steps.items():
-                self._counted[name] = step.number, Counting()
+                self._counted[name] = step.number, FlopCounting()
                 if not step.compiled and not step.engine.flops_unknown:
                     step.counting = self._counted[name][1]
         elif self._counted:
@@ -147,7 +147,7 @@ class RunMonitor:
                 fields["peak"] = peak.value
             self._events.write("flops", fields | {"peak_reason": peak.reason})
 
-    def _why_not(self, step: TrainState, counting: Counting) -> str:
+    def _why_not(self, step: TrainState, counting: FlopCounting) -> str:
         if step.compiled:
             return "the operations of compiled code can't be counted"
         return (

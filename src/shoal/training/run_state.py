@@ -13,7 +13,7 @@ import torch
 from shoal.checkpoint import (
     Agreement,
     AnyPath,
-    Loaded,
+    RestoredCheckpoint,
     differing,
     facts,
     path_of,
@@ -75,7 +75,7 @@ def settings(config: Any) -> Any:
     return str(config) if isinstance(config, Path) else config
 
 
-class Restored(NamedTuple):
+class RestorePoint(NamedTuple):
     """Where a run continues: optimizer step, position in samples since the start, epoch, directory."""
 
     step: int
@@ -165,7 +165,7 @@ class RunState:
         }
         return models | {f"state/state/{each}" for each in others}
 
-    def load(self, loaded: Loaded, given: str) -> Restored:
+    def load(self, loaded: RestoredCheckpoint, given: str) -> RestorePoint:
         """Restore a checkpoint, with random states if the number of ranks is the same.
 
         Raises CheckpointError, before anything changes, if the checkpoint is of other models.
@@ -185,7 +185,7 @@ class RunState:
             set_random_state(loaded.rank_state)
         else:
             self._world.reseed(f"noise from step {loaded.step}")
-        return Restored(loaded.step, self._loader.position, self._loader.epoch, loaded.path)
+        return RestorePoint(loaded.step, self._loader.position, self._loader.epoch, loaded.path)
 
     def _check_models(self) -> None:
         """Raise CheckpointError for an entry of a model's state_dict that a checkpoint can't hold."""

@@ -92,7 +92,7 @@ def check_every(every: object, call: str) -> Every:
 
 
 @dataclass(frozen=True)
-class Saving:
+class RunningSave:
     """A running save, its step, and the seconds for which it blocked training."""
 
     job: BackgroundSave[AnyPath]
@@ -111,7 +111,7 @@ class SavePolicy:
         self._world = world
         self._events = events
         self._must = must
-        self._saving: Saving | None = None
+        self._saving: RunningSave | None = None
         self._failure: CheckpointError | None = None
         self._every: Every | None = None
         self._deadline = Deadline(None, world)
@@ -147,7 +147,7 @@ class SavePolicy:
         parts: Mapping[str, Tree] = gather()
         job = checkpoints.start(step, **parts, join=join)
         blocked = time.perf_counter() - begun
-        self._saving = Saving(job, step, blocked)
+        self._saving = RunningSave(job, step, blocked)
         self._cost = blocked
         self._rewind()
         return job

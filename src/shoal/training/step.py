@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal._torch.modules import compiler_of
 from shoal.data.batch import Batch, StepResult
 from shoal.data.coupled import CoupledStep
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.consistency import check_same_environment
 from shoal.strategies import engine_of
 from shoal.strategies.contracts import Correction, check_clip, correct
@@ -262,7 +262,7 @@ class Step(TrainState):
             check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
             self._tried = True
 
-    def infer(self, micro: Micro, seed: int) -> Any:
+    def infer(self, micro: MicroBatch, seed: int) -> Any:
         """Return the model's output on a micro-batch in this step's precision. Collective.
 
         Args:

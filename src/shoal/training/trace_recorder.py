@@ -15,7 +15,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shoal.distributed.world import World
-from shoal.telemetry.clock_offset import Offset, measure_offset
+from shoal.telemetry.clock_offset import ClockOffset, measure_offset
 from shoal.telemetry.profiler.requests import Requests
 from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, trace_path
 from shoal.telemetry.step_timer import OTHER
@@ -31,7 +31,7 @@ class _Recording:
     """A name that is the same on all ranks and different for each record."""
     begins: list[tuple[int, int]] = field(default_factory=list)
     mark: record_function | None = None
-    offsets: list[Offset] = field(default_factory=list)
+    offsets: list[ClockOffset] = field(default_factory=list)
 
 
 class Recorder:
@@ -129,7 +129,7 @@ class Recorder:
 
     def _compare(self, recording: _Recording, when: str) -> None:
         if self._world.group is None:
-            recording.offsets.append(Offset(self._clock(), 0, 0))
+            recording.offsets.append(ClockOffset(self._clock(), 0, 0))
             return
         store = self._world.store(f"shoal/traces/{recording.name}/{when}")
         found = measure_offset(store, self._world.rank, self._world.size, self._clock)

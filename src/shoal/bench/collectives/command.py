@@ -172,7 +172,7 @@ def _describe(
     began: datetime,
     seconds: float,
     series: tuple[CollectiveSeries, ...],
-    pairs: link_speed.Pairs | None,
+    pairs: link_speed.LinkMeasurements | None,
     *,
     complete: bool,
 ) -> MachineFile:
@@ -206,7 +206,7 @@ def _report(
     asked: CollectivesOptions,
     machine: MachineFile,
     left_out: Sequence[tuple[str, str, int]],
-    pairs: link_speed.Pairs | None,
+    pairs: link_speed.LinkMeasurements | None,
 ) -> None:
     """Write the files and print the results, on rank 0."""
     console = plain_console()

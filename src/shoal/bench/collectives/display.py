@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from shoal.bench.collectives.machine_file import CollectiveSeries, MachineFile, Point
-from shoal.distributed.link_speed import Pairs, slow
+from shoal.distributed.link_speed import LinkMeasurements, slow
 from shoal.util.tables import print_line, print_rows
 from shoal.util.units import bandwidth, binary_size, duration, percent, two_digits
 
@@ -144,7 +144,7 @@ def _show_matrix(
     print_rows(console, title, headers, rows, right=headers)
 
 
-def print_links(console: Console, measured: Pairs) -> None:
+def print_links(console: Console, measured: LinkMeasurements) -> None:
     """Print the slow pairs of ranks, and all pairs if they are few."""
     odd = slow(measured)
     if not odd and len(measured.hosts) > 2:

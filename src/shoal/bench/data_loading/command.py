@@ -15,7 +15,7 @@ from shoal.bench.data_loading.measure import Stages, Trial, measure_stages, run_
 from shoal.bench.import_target import call_target, import_named, require_alone, target_error
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.data import Loader
-from shoal.data.iterable_dataset import Flow
+from shoal.data.iterable_dataset import StreamSource
 from shoal.distributed.init import init
 from shoal.distributed.world import World
 from shoal.report import Reader
@@ -131,7 +131,7 @@ def _loaders(asked: DataLoadingOptions, world: World) -> list[Loader]:
 
 def _usual_workers(loader: Loader, cores: int) -> tuple[int, ...]:
     """Return 0, 1 and powers of two, up to twice the cores, to include numbers that do not help."""
-    if isinstance(loader.feed, Flow):
+    if isinstance(loader.feed, StreamSource):
         return 0, 1  # a single process reads it in any case
     powers = [1 << power for power in range(_MOST_WORKERS.bit_length())]
     return 0, *(count for count in powers if count <= min(_MOST_WORKERS, 2 * cores))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from shoal.data import Loader
 from shoal.data.batch import Batch
 from shoal.data.feed import PositionedSource
-from shoal.data.map_dataset import Sampled
+from shoal.data.map_dataset import SampleSource
 from shoal.distributed.to_device import move
 
 _LEAST_BATCHES = 2
@@ -112,7 +112,7 @@ def measure_stages(loader: Loader, seconds: float) -> Stages | None:
     for number, block in enumerate(feed.sampler.shares(0, _ENDLESS, source.block)):
         count = sum(share.size for share in block)
         begun = time.perf_counter()
-        if number % 2 and isinstance(source, Sampled):
+        if number % 2 and isinstance(source, SampleSource):
             for share in block:
                 source.samples(share)
             alone.append((time.perf_counter() - begun) / count)

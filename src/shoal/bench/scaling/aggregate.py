@@ -15,7 +15,7 @@ from shoal.bench.scaling.configurations import (
     list_curves,
     make_configuration,
 )
-from shoal.bench.scaling.measure import PARTS, Blame, StepTimes, measured_from
+from shoal.bench.scaling.measure import PARTS, SlowestRank, StepTimes, measured_from
 from shoal.util.grouping import group_by
 from shoal.util.units import counted
 
@@ -90,7 +90,7 @@ class ScalingPoint:
     efficiency: Spread | None = None
     parts: Mapping[str, float] | None = None
     rounds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    blame: Blame | None = None
+    blame: SlowestRank | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -172,7 +172,7 @@ def _row(
     )
 
 
-def _agreed(blames: Sequence[Blame], repeats: int) -> Blame | None:
+def _agreed(blames: Sequence[SlowestRank], repeats: int) -> SlowestRank | None:
     """Return the rank that most repeats blame."""
     for blame in blames:
         if 2 * sum(other.rank == blame.rank for other in blames) > repeats:

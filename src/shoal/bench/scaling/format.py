@@ -10,7 +10,7 @@ from shoal.bench.scaling.measure import PARTS
 from shoal.report.html import Table
 from shoal.util.units import three_digits
 
-Way = Callable[[Spread, float], str]
+ChosenInterface = Callable[[Spread, float], str]
 
 
 def curve_headers(unit: str) -> tuple[str, ...]:
@@ -18,7 +18,7 @@ def curve_headers(unit: str) -> tuple[str, ...]:
     return ("n", "batch", f"{unit}/s", "ms/step", "sync ms", "speed-up", "eff. %", "runs")
 
 
-def curve_cells(row: ScalingPoint, each: int, way: Way) -> tuple[str, ...]:
+def curve_cells(row: ScalingPoint, each: int, way: ChosenInterface) -> tuple[str, ...]:
     """Return a row of a curve's table; `each` is the units per sample, `way` formats the spread."""
     begin = (str(row.processes), f"{row.configuration.batch:,}")
     if not (row.rate and row.iteration and row.speedup and row.efficiency):

@@ -49,7 +49,7 @@ MOSTLY = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blame:
+class SlowestRank:
     """The rank that others wait for, the fraction of steps in which they do, and its slow part."""
 
     rank: int
@@ -71,7 +71,7 @@ class StepTimes:
     walls: tuple[float, ...]
     parts: Mapping[str, float]
     ranks: tuple[Mapping[str, float], ...]
-    blame: Blame | None
+    blame: SlowestRank | None
     loss: float | None
 
     @property
@@ -94,7 +94,7 @@ def measured_from(plain: Mapping[str, Any]) -> StepTimes:
         walls=tuple(plain["walls"]),
         parts=plain["parts"],
         ranks=tuple(plain["ranks"]),
-        blame=None if blame is None else Blame(**blame),
+        blame=None if blame is None else SlowestRank(**blame),
         loss=plain["loss"],
     )
 
@@ -134,7 +134,9 @@ def summarize(
     )
 
 
-def _blame(waiting: Times, ranks: Sequence[Mapping[str, float]], hosts: Sequence[str]) -> Blame | None:
+def _blame(
+    waiting: Times, ranks: Sequence[Mapping[str, float]], hosts: Sequence[str]
+) -> SlowestRank | None:
     """Return the rank that the others wait for, if it is mostly the same."""
     size = len(ranks)
     if size == 1 or not waiting.any():
@@ -149,7 +151,7 @@ def _blame(waiting: Times, ranks: Sequence[Mapping[str, float]], hosts: Sequence
         for part, seconds in ranks[slowest].items()
         if part not in ("communication", "waiting")
     }
-    return Blame(
+    return SlowestRank(
         rank=slowest,
         host=hosts[slowest],
         share=float(counted[slowest]),

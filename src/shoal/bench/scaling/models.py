@@ -20,7 +20,7 @@ BATCHES = 64
 """Number of samples in an epoch of the synthetic data."""
 
 
-class Made(NamedTuple):
+class Workload(NamedTuple):
     """A training: a module or a function that makes it, its task, and a dataset for a Loader."""
 
     model: nn.Module | Callable[[], nn.Module]
@@ -28,7 +28,7 @@ class Made(NamedTuple):
     dataset: Any
 
 
-def make_model(subject: BuiltIn | Factory, batch: int) -> Made:
+def make_model(subject: BuiltIn | Factory, batch: int) -> Workload:
     """Return the model, its task and its data for batches of `batch` samples.
 
     Raises LaunchError if a package is missing, or a factory returns something else.
@@ -39,15 +39,15 @@ def make_model(subject: BuiltIn | Factory, batch: int) -> Made:
     samples = BATCHES * batch
     if subject.name == "gpt":
         rows = noise_windows(samples, (sizes["context"] + 1,), words=sizes["words"])
-        return Made(lambda: GPT(sizes), Task(_next_words, _words), rows)
+        return Workload(lambda: GPT(sizes), Task(_next_words, _words), rows)
     labels = torch.randint(0, sizes["classes"], (samples,), generator=_generator())
     if subject.name == "dense":
         data = noise_windows(samples, (sizes["inputs"],)), labels
-        return Made(lambda: dense_network(sizes), Task(_classes), data)
+        return Workload(lambda: dense_network(sizes), Task(_classes), data)
     data = noise_windows(samples, (3, sizes["size"], sizes["size"])), labels
     if subject.name == "resnet-small":
-        return Made(lambda: small_resnet(sizes), Task(_classes), data)
-    return Made(lambda: load_resnet(subject.name, sizes["classes"]), Task(_classes), data)
+        return Workload(lambda: small_resnet(sizes), Task(_classes), data)
+    return Workload(lambda: load_resnet(subject.name, sizes["classes"]), Task(_classes), data)
 
 
 def noise_windows(samples: int, shape: tuple[int, ...], *, words: int = 0) -> Tensor:
@@ -205,7 +205,7 @@ def _classes(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]
     return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
-def _call(subject: Factory) -> Made:
+def _call(subject: Factory) -> Workload:
     folder = str(Path.cwd())
     if folder not in sys.path:  # as `python -m` does
         sys.path.insert(0, folder)
@@ -225,7 +225,7 @@ def _call(subject: Factory) -> Made:
             found=f"it returned {type(made).__name__}, not (model, task, dataset)",
             fix="return model, shoal.Task(loss), dataset",
         )
-    return Made(*made)
+    return Workload(*made)
 
 
 def _generator() -> torch.Generator:

@@ -15,7 +15,7 @@ from shoal.bench.scaling.directory import Study
 from shoal.bench.scaling.measure import PARTS, SHOWN
 from shoal.bench.scaling.subject import throughput_unit
 from shoal.report import PALETTE
-from shoal.report.html import Block, Facts, Figure, Page, Section, Table, Text
+from shoal.report.html import Block, Figure, KeyNumbers, Page, Section, Table, Text
 from shoal.report.html.plots import plot_bars, plot_lines
 from shoal.util.units import three_digits
 
@@ -151,7 +151,7 @@ def _circumstances(study: Study) -> list[Block]:
     head = ("what", "value")
     facts = ("host", "site", "cores", "torch")
     return [
-        Facts(pairs=[(name, study.machine[name]) for name in facts if name in study.machine]),
+        KeyNumbers(pairs=[(name, study.machine[name]) for name in facts if name in study.machine]),
         Table(caption="Options.", head=head, rows=asked),
         Table(caption="The machine.", head=head, rows=list(study.machine.items())),
     ]

@@ -22,7 +22,7 @@ from shoal.bench.scaling.directory import FILE, Study, begin_study, forget_study
 from shoal.bench.scaling.subject import ScriptSubject
 from shoal.distributed.env_vars import THREADS
 from shoal.launcher.submit import status
-from shoal.launcher.submit.job import JobRequest, Turn
+from shoal.launcher.submit.job import JobCommand, JobRequest
 from shoal.launcher.submit.scheduler import JobPhase
 from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Site
@@ -39,7 +39,7 @@ TIMED_OUT = 124
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
+class PendingTrainings:
     """Trainings without a result. `folder` is that of their submitted job, None if there is none.
 
     `state` is the state that the scheduler reports, or one known without the scheduler.
@@ -112,7 +112,7 @@ def gather_results(study: Study) -> None:
             study.keep(configuration, jobs.read_job_result(study, configuration, number, done))
 
 
-def list_waiting(study: Study) -> list[Waiting]:
+def list_waiting(study: Study) -> list[PendingTrainings]:
     """Return the trainings without a result, by their submitted job."""
     counts = Counter(
         _allocation(study.job(configuration, number)) for number, configuration in study.missing()
@@ -120,15 +120,17 @@ def list_waiting(study: Study) -> list[Waiting]:
     return [_state(study, name, count) for name, count in sorted(counts.items())]
 
 
-def _state(study: Study, name: str, trainings: int) -> Waiting:
+def _state(study: Study, name: str, trainings: int) -> PendingTrainings:
     if not name:
-        return Waiting(trainings=trainings)
+        return PendingTrainings(trainings=trainings)
     folder = _folder(study, name)
     try:
         found = status.status(folder)
     except LaunchError as error:  # read on another machine, or never submitted
-        return Waiting(trainings=trainings, folder=folder, state=error.found)
-    known = Waiting(trainings=trainings, folder=folder, numbers=found.record.jobs, state="ended")
+        return PendingTrainings(trainings=trainings, folder=folder, state=error.found)
+    known = PendingTrainings(
+        trainings=trainings, folder=folder, numbers=found.record.jobs, state="ended"
+    )
     for first in found.queued[:1]:
         return replace(known, state=first.state.lower(), phase=first.phase)
     return known
@@ -157,9 +159,9 @@ def _request(study: Study, allocation: Allocation, fits: Capacity, asked: Cluste
     )
 
 
-def _turn(study: Study, number: int, configuration: Configuration) -> Turn:
+def _turn(study: Study, number: int, configuration: Configuration) -> JobCommand:
     folder = study.job(configuration, number).absolute()
-    return Turn(
+    return JobCommand(
         args=tuple(jobs.arguments_of(study.options, configuration, folder)),
         processes=configuration.processes,
         log=str(folder / jobs.LOG),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, Reference, leaves
-from shoal.checkpoint.inspect.tensor_reader import Values, blocks
+from shoal.checkpoint.inspect.tensor_reader import TensorFiles, blocks
 from shoal.checkpoint.tensor_index import TensorEntry
 
 BLOCK = 1 << 25
@@ -19,7 +19,7 @@ BLOCK = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Changed:
+class ChangedTensor:
     """A tensor of the same dtype and shape with other values.
 
     `elements` of `of` differ, by at most `absolute`; `relative` is that divided by the largest
@@ -44,7 +44,7 @@ class Comparison:
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     reformed: tuple[tuple[str, TensorEntry, TensorEntry], ...]
-    changed: tuple[Changed, ...]
+    changed: tuple[ChangedTensor, ...]
     plain: tuple[tuple[str, str | None, str | None], ...]
     info: tuple[tuple[str, str | None, str | None], ...]
     tensors: int
@@ -61,7 +61,7 @@ def compare(first: CheckpointManifest, second: CheckpointManifest) -> Comparison
     a, b = first.tensors, second.tensors
     common = [name for name in a if name in b]
     same = [name for name in common if (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)]
-    with Values(first) as left, Values(second) as right:
+    with TensorFiles(first) as left, TensorFiles(second) as right:
         found = [_changed(name, a[name], left, right) for name in same]
     return Comparison(
         only_first=tuple(name for name in a if name not in b),
@@ -99,7 +99,9 @@ def _texts(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "/".join(at), repr(value)
 
 
-def _changed(name: str, row: TensorEntry, left: Values, right: Values) -> Changed | None:
+def _changed(
+    name: str, row: TensorEntry, left: TensorFiles, right: TensorFiles
+) -> ChangedTensor | None:
     differ, most = 0, 0.0
     for spans in blocks(row, BLOCK):
         count, by = _difference(left.part(name, spans), right.part(name, spans))
@@ -109,7 +111,7 @@ def _changed(name: str, row: TensorEntry, left: Values, right: Values) -> Change
     largest = 0.0
     for spans in blocks(row, BLOCK):
         largest = _larger(largest, float(_wide(left.part(name, spans)).abs().max()))
-    return Changed(
+    return ChangedTensor(
         name=name,
         elements=differ,
         of=math.prod(row.shape),

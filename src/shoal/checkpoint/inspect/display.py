@@ -24,7 +24,7 @@ from shoal.util.units import age, size
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect.diff import Comparison
-    from shoal.checkpoint.inspect.extract import Extracted
+    from shoal.checkpoint.inspect.extract import ExtractedModel
 
 _USUAL, _WIDE = 80, 100
 _LONGEST = 200
@@ -214,7 +214,7 @@ def differences(console: Console, first: AnyPath, second: AnyPath, found: Compar
     )
 
 
-def extracted(console: Console, source: AnyPath, found: Extracted) -> None:
+def extracted(console: Console, source: AnyPath, found: ExtractedModel) -> None:
     """Print the file that was written, and its checkpoint."""
     averaged = "" if found.ema is None else f", averaged by {found.ema}"
     what = (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, Reference
-from shoal.checkpoint.inspect.tensor_reader import Values, blocks
+from shoal.checkpoint.inspect.tensor_reader import TensorFiles, blocks
 from shoal.checkpoint.model_file import appearing, save_pickled
 from shoal.checkpoint.state_tree import DTYPES
 from shoal.util.errors import CheckpointError
@@ -24,7 +24,7 @@ _NAMES = {**DTYPES, torch.complex64: "C64"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extracted:
+class ExtractedModel:
     """The file that was written: the model of a Step, with averaged parameters if `ema` has their name.
 
     `left` are the entries of its state_dict that are not tensors, which are not written.
@@ -40,7 +40,7 @@ class Extracted:
 
 def extract(
     contents: CheckpointManifest, path: Path, *, step: str | None, ema: str | None
-) -> Extracted:
+) -> ExtractedModel:
     """Write the tensors of a model under the user's names, as `shoal.export` does.
 
     The extension of `path` sets the format: `.safetensors` is written block by block, `.pt` needs as
@@ -68,13 +68,13 @@ def extract(
         model = {name: averages.get(name, own) for name, own in model.items()}
     if not model:
         raise _without(contents, "the Step has a model without tensors")
-    with Values(contents) as values, appearing(path) as partial:
+    with TensorFiles(contents) as values, appearing(path) as partial:
         if path.suffix == ".pt":
             save_pickled({name: values.whole(of).clone() for name, of in model.items()}, partial)
         else:
             _write(model, contents, values, partial)
     size = sum(contents.tensors[of].bytes for of in model.values())
-    return Extracted(path=path, step=chosen, ema=ema, tensors=len(model), bytes=size, left=left)
+    return ExtractedModel(path=path, step=chosen, ema=ema, tensors=len(model), bytes=size, left=left)
 
 
 def _section(tree: Any, key: str) -> dict[str, Any]:
@@ -106,7 +106,9 @@ def _without(contents: CheckpointManifest, found: str) -> CheckpointError:
     )
 
 
-def _write(model: Mapping[str, str], contents: CheckpointManifest, values: Values, path: Path) -> None:
+def _write(
+    model: Mapping[str, str], contents: CheckpointManifest, values: TensorFiles, path: Path
+) -> None:
     """Write a safetensors file (https://huggingface.co/docs/safetensors), widest dtypes first."""
     rows = {name: contents.tensors[of] for name, of in model.items()}
     dtypes = {name: getattr(torch, row.dtype) for name, row in rows.items()}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shoal.checkpoint.commit import store_in
-from shoal.checkpoint.directory_names import Name, is_named
+from shoal.checkpoint.directory_names import DirectoryName, is_named
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, inspect_checkpoint
 from shoal.checkpoint.inspect.verify import problems
@@ -93,7 +93,7 @@ def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
     found = problems(path, read=read)
     if not found or path.exists():
         return path, found
-    name = Name.read(path.name)
+    name = DirectoryName.read(path.name)
     final = path if name is None else path.parent / str(name._replace(suffix=""))
     return (final, problems(final, read=read)) if final.exists() else (None, [])
 

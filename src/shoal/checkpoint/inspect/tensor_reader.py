@@ -18,11 +18,11 @@ from shoal.checkpoint.tensor_index import Chunk, TensorEntry
 from shoal.checkpoint.tensors import check_piece
 from shoal.util.errors import CheckpointError
 
-Span = tuple[int, int]
+DeviceSpan = tuple[int, int]
 """Start and end on one axis."""
 
 
-class Values:
+class TensorFiles:
     """The open files of a checkpoint. Pages are read on demand, and freed when memory is short.
 
     Remote files are copies, which are removed at the end.
@@ -33,7 +33,7 @@ class Values:
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
 
-    def __enter__(self) -> Values:
+    def __enter__(self) -> TensorFiles:
         return self
 
     def __exit__(
@@ -48,7 +48,7 @@ class Values:
         """Return one tensor. It may share memory with the file: copy it to keep or change it."""
         return self.part(name, [(0, size) for size in self._contents.tensors[name].shape])
 
-    def part(self, name: str, spans: Sequence[Span]) -> Tensor:
+    def part(self, name: str, spans: Sequence[DeviceSpan]) -> Tensor:
         """Return a part of a tensor from the chunks that contain it.
 
         Raises CheckpointError if a file does not hold the data that the table describes.
@@ -70,7 +70,7 @@ class Values:
         return joined
 
     def _pieces(
-        self, row: TensorEntry, spans: Sequence[Span]
+        self, row: TensorEntry, spans: Sequence[DeviceSpan]
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Yield the overlap of each chunk with a part, and its place in the part."""
         for chunk in row.chunks:
@@ -87,7 +87,7 @@ class Values:
             )
             yield where, self._read(row, chunk, common)
 
-    def _read(self, row: TensorEntry, chunk: Chunk, spans: Sequence[Span]) -> Tensor:
+    def _read(self, row: TensorEntry, chunk: Chunk, spans: Sequence[DeviceSpan]) -> Tensor:
         file = self._file(chunk.file)
         sizes = [stop - start for start, stop in spans]
         if sizes == list(chunk.sizes):
@@ -106,7 +106,7 @@ class Values:
         return self._open[name]
 
 
-def blocks(row: TensorEntry, most: int) -> Iterator[list[Span]]:
+def blocks(row: TensorEntry, most: int) -> Iterator[list[DeviceSpan]]:
     """Yield the parts of a tensor, each of at most `most` bytes or of one row of its first axis."""
     rest = [(0, size) for size in row.shape[1:]]
     if not row.shape or not row.bytes:

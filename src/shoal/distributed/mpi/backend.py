@@ -26,12 +26,12 @@ def serve(placement: Placement) -> tuple[str, str]:
     Raises LaunchError if MPI's world is not that of the launcher.
     """
     mpi = library.begin(placement)
-    from shoal.distributed.mpi.base_group import Shared
+    from shoal.distributed.mpi.base_group import SharedState
     from shoal.distributed.mpi.process_group import (
         Group,  # imports mpi4py.MPI, which must be the launcher's
     )
 
-    shared = Shared()
+    shared = SharedState()
 
     def make(options: Any, _: Any) -> Group:
         """Return a group of the ranks that call this, which are all of its members."""

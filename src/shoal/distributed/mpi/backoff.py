@@ -12,7 +12,7 @@ _SHARE = 100
 _LONGEST = 0.001
 
 
-class Patience:
+class PollBackoff:
     """Pauses between polls, of growing length. `least` is the length of the first ones, in seconds."""
 
     def __init__(self, least: float = 0.0) -> None:

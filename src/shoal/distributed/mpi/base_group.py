@@ -12,7 +12,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from shoal.distributed.mpi import buffers
-from shoal.distributed.mpi.work import Mover, Operation, OperationRecord
+from shoal.distributed.mpi.work import Operation, OperationRecord, ProgressThread
 from shoal.telemetry.flight_recorder import (
     Check,
     Collective,
@@ -28,11 +28,11 @@ Statuses = Sequence[MPI.Status]
 Finish = Callable[[Statuses], None]
 
 
-class Shared:
+class SharedState:
     """The state that the process groups of one world share: the thread and the check of collectives."""
 
     def __init__(self) -> None:
-        self.mover = Mover()
+        self.mover = ProgressThread()
         self.check: Check | None = None
         self.groups = 0
 
@@ -50,7 +50,7 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(
         self,
-        shared: Shared,
+        shared: SharedState,
         collectives: MPI.Intracomm,
         messages: MPI.Intracomm,
         *,

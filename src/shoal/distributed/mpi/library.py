@@ -13,7 +13,7 @@ import torch
 
 from shoal.distributed import env_vars
 from shoal.distributed.cluster_env import Placement
-from shoal.distributed.mpi.backoff import Patience
+from shoal.distributed.mpi.backoff import PollBackoff
 from shoal.util.errors import LaunchError
 
 _LIBRARIES = {"Open MPI": "libmpi.so.40", "Hydra": "libmpi.so.12"}
@@ -155,7 +155,7 @@ def _leave(mpi: Any, process: int, code: int = 0) -> None:
                 stream.flush()
         mpi.COMM_WORLD.Abort(code)
     if mpi4py.rc.finalize is False:  # else the code that imported MPI before finalizes it
-        request, patience = mpi.COMM_WORLD.Ibarrier(), Patience()
+        request, patience = mpi.COMM_WORLD.Ibarrier(), PollBackoff()
         while not request.Test():
             patience.pause()
         mpi.Finalize()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from shoal.distributed.mpi.backoff import Patience
+from shoal.distributed.mpi.backoff import PollBackoff
 
 _ASIDE_SECONDS = 5e-5
 """Shortest sleep of the thread in seconds, so that it does not take the core of the computing thread.
@@ -66,7 +66,7 @@ class Operation(dist.Work):
         requests: Sequence[MPI.Request],
         *,
         record: OperationRecord,
-        mover: Mover,
+        mover: ProgressThread,
         aside: bool,
         limit: float,
         finish: Callable[[Sequence[MPI.Status]], None] | None,
@@ -148,7 +148,7 @@ class Operation(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is complete; raise its error. A `timeout` of 0 means no limit."""
         until = time.monotonic() + timeout.total_seconds() if timeout > timedelta(0) else None
-        patience = Patience()
+        patience = PollBackoff()
         self.record.awaited = True
         while not self.poll():
             if until is not None and time.monotonic() > until:
@@ -200,7 +200,7 @@ class Operation(dist.Work):
     _source_rank = source_rank
 
 
-class Mover:
+class ProgressThread:
     """The thread that polls operations for which no caller waits. It ends with `stop`."""
 
     def __init__(self) -> None:
@@ -231,12 +231,12 @@ class Mover:
         while not self._ends:
             if not under_way:
                 self._wake.wait()
-                patience = Patience(_ASIDE_SECONDS)
+                patience = PollBackoff(_ASIDE_SECONDS)
             if self._wake.is_set():
                 self._wake.clear()
                 while self._new:
                     under_way.append(self._new.popleft())
-                patience = Patience(_ASIDE_SECONDS)
+                patience = PollBackoff(_ASIDE_SECONDS)
             under_way = [operation for operation in under_way if not operation.poll()]
             if under_way:
                 patience.pause()

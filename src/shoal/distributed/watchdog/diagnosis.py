@@ -60,7 +60,7 @@ class RankReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Absent:
+class SilentRank:
     """A rank that sent no report: its process has `ended`, or exists and does not answer, or its
     machine can't be reached (`cut`).
     """
@@ -106,7 +106,7 @@ def from_plain(plain: Mapping[str, Any]) -> RankReport:
     return RankReport(**{**plain, "waits": waits and Collective(**waits), "recent": recent})
 
 
-def decide(found: Sequence[RankReport | Absent], *, seconds: float) -> HangDiagnosis | None:
+def decide(found: Sequence[RankReport | SilentRank], *, seconds: float) -> HangDiagnosis | None:
     """Return the diagnosis for a wait of `seconds`, with the rank that caused it; None if no rank
     waits.
 
@@ -121,8 +121,8 @@ def decide(found: Sequence[RankReport | Absent], *, seconds: float) -> HangDiagn
     if mismatch is not None:
         return mismatch
     awaited = [one for one in found if _is_awaited(one, waiting)]
-    ended = [one for one in awaited if isinstance(one, Absent) and one.ended]
-    silent = [one for one in awaited if isinstance(one, Absent) and not one.ended]
+    ended = [one for one in awaited if isinstance(one, SilentRank) and one.ended]
+    silent = [one for one in awaited if isinstance(one, SilentRank) and not one.ended]
     elsewhere = [one for one in awaited if isinstance(one, RankReport)]
     tail = _waits(waiting, seconds)
     if ended:
@@ -144,7 +144,7 @@ def decide(found: Sequence[RankReport | Absent], *, seconds: float) -> HangDiagn
     return _each_other(waiting, size, seconds)
 
 
-def told_to_have_left(ranks: Sequence[Absent], size: int, mine: int, waited: str) -> str:
+def told_to_have_left(ranks: Sequence[SilentRank], size: int, mine: int, waited: str) -> str:
     """Return a line about the `ranks` that have left, which caused an error of rank `mine` while it
     `waited`.
     """
@@ -152,14 +152,14 @@ def told_to_have_left(ranks: Sequence[Absent], size: int, mine: int, waited: str
     return f"{line}while rank {mine} was in {waited}: see its own error; if it has none, {SAME_STEPS}"
 
 
-def table(found: Sequence[RankReport | Absent]) -> str:
+def table(found: Sequence[RankReport | SilentRank]) -> str:
     """Return where each rank is, one line per rank; of many ranks that wait in one place only the
     first.
     """
     rows = []
     met: Counter[tuple[str, str]] = Counter()
     for one in found:
-        if isinstance(one, Absent):
+        if isinstance(one, SilentRank):
             state = "gone" if one.ended else f"pid {one.pid}, no answer"
             rows.append((one.rank, one.host, "can't be reached" if one.cut else state, ""))
             continue
@@ -176,7 +176,7 @@ def table(found: Sequence[RankReport | Absent]) -> str:
 _ROWS = 4
 
 
-def details(found: Sequence[RankReport | Absent]) -> str:
+def details(found: Sequence[RankReport | SilentRank]) -> str:
     """Return all that the ranks reported: stacks and last collectives."""
     parts = []
     for one in found:
@@ -189,7 +189,7 @@ def details(found: Sequence[RankReport | Absent]) -> str:
     return "".join(parts)
 
 
-def _is_awaited(one: RankReport | Absent, waiting: Sequence[RankReport]) -> bool:
+def _is_awaited(one: RankReport | SilentRank, waiting: Sequence[RankReport]) -> bool:
     """Return whether it does not wait, and is a partner of a rank that does, as far as known."""
     if isinstance(one, RankReport) and one.waits is not None:
         return False
@@ -211,7 +211,9 @@ def _did_not_arrive(elsewhere: Sequence[RankReport], size: int, tail: str) -> Ha
     )
 
 
-def _cut_off(cut: Sequence[Absent], found: Sequence[RankReport | Absent], tail: str) -> HangDiagnosis:
+def _cut_off(
+    cut: Sequence[SilentRank], found: Sequence[RankReport | SilentRank], tail: str
+) -> HangDiagnosis:
     """Return the diagnosis if machines can't be reached from those whose ranks have answered."""
     away = list(dict.fromkeys(one.host for one in cut))
     here = list(dict.fromkeys(one.host for one in found if one.host not in away))
@@ -275,11 +277,11 @@ def _at(one: RankReport, call: Collective) -> str:
     return f"{call} at {one.place}" if here else f"{call}"
 
 
-def _who(one: RankReport | Absent, size: int) -> str:
+def _who(one: RankReport | SilentRank, size: int) -> str:
     return f"rank {one.rank} of {size} on {one.host}"
 
 
-def _more(ranks: Sequence[RankReport | Absent]) -> str:
+def _more(ranks: Sequence[RankReport | SilentRank]) -> str:
     return f" (and {_names([one.rank for one in ranks[1:]])})" if len(ranks) > 1 else ""
 
 

@@ -66,7 +66,7 @@ _BYTES = 768
 _LONGEST = 300
 
 
-class Matching:
+class CollectiveMatcher:
     """Compares each collective of CPU tensors with those of the other ranks, until `stop`.
 
     It skips threads other than the main one: their calls have no fixed order relative to its calls, nor

@@ -24,7 +24,7 @@ _REACH_SECONDS = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peer:
+class PeerAddress:
     """The address of a rank's side channel, and its process."""
 
     host: str
@@ -38,7 +38,7 @@ class UnreachableError(OSError):
     """A machine does not reply: the network is at fault, not a silent process."""
 
 
-class Door:
+class SideChannelServer:
     """Answers questions that carry the token, and closes all other connections without an answer.
 
     Other users of the machine may reach the port. No byte before the right token is parsed, and the
@@ -88,7 +88,7 @@ class Door:
         return question
 
 
-async def ask(peer: Peer, token: str, question: dict[str, Any]) -> dict[str, Any]:
+async def ask(peer: PeerAddress, token: str, question: dict[str, Any]) -> dict[str, Any]:
     """Return the answer of a rank. Raises ConnectionError if no process listens, or OSError."""
     try:
         reader, writer = await asyncio.wait_for(

@@ -30,9 +30,9 @@ from shoal.distributed import objects
 from shoal.distributed.rendezvous import listen
 from shoal.distributed.watchdog import abort, diagnosis, side_channel, stacks
 from shoal.distributed.watchdog.abort import HangReport
-from shoal.distributed.watchdog.diagnosis import Absent, HangDiagnosis, RankReport, WaitLimits
+from shoal.distributed.watchdog.diagnosis import HangDiagnosis, RankReport, SilentRank, WaitLimits
 from shoal.distributed.watchdog.peer_errors import SAME_STEPS, is_by_peer
-from shoal.distributed.watchdog.side_channel import Peer, UnreachableError
+from shoal.distributed.watchdog.side_channel import PeerAddress, UnreachableError
 from shoal.telemetry import flight_recorder
 from shoal.telemetry.flight_recorder import Collective
 from shoal.util.errors import ShoalError
@@ -87,7 +87,7 @@ class Watch:
         self._checked = checked
         self._rank, self._size = group.rank(), group.size()
         self._socket = listen(0, address)
-        mine = Peer(
+        mine = PeerAddress(
             host=socket.gethostname(),
             pid=os.getpid(),
             born=psutil.Process().create_time(),
@@ -95,7 +95,7 @@ class Watch:
             port=self._socket.getsockname()[1],
         )
         everyone = objects.gather((mine, secrets.token_hex(16)), group)
-        self._peers: list[Peer] = [peer for peer, _ in everyone]
+        self._peers: list[PeerAddress] = [peer for peer, _ in everyone]
         self._token: str = everyone[0][1]
         self._before = flight_recorder.newest_records()
         self._answers = 0
@@ -166,7 +166,7 @@ class Watch:
         place = stacks.own_line(stacks.traced(error))
         calls = flight_recorder.recorded_collectives(self._before)
         waited = f"{calls[-1]} at {place}" if calls else str(place)
-        left = [one for one in absent if isinstance(one, Absent)]
+        left = [one for one in absent if isinstance(one, SilentRank)]
         return diagnosis.told_to_have_left(left, self._size, self._rank, waited)
 
     def answered(self) -> None:
@@ -178,7 +178,7 @@ class Watch:
             runner.run(self._watch())
 
     async def _watch(self) -> None:
-        door = side_channel.Door(self._token, self._reply)
+        door = side_channel.SideChannelServer(self._token, self._reply)
         server = await asyncio.start_server(door.answer, sock=self._socket, limit=side_channel.LONGEST)
         async with server:
             try:
@@ -237,7 +237,7 @@ class Watch:
         report = self._put_into_words(decided, found)
         self._decided = True
         there = [one.rank for one in found if isinstance(one, RankReport) and one.rank != self._rank]
-        silent = [one.rank for one in found if isinstance(one, Absent) and not one.ended]
+        silent = [one.rank for one in found if isinstance(one, SilentRank) and not one.ended]
         ends = await self._ask(there, {"judge": self._rank, "end": asdict(report), "silent": silent})
         if self._ending is not None or {"refused": True} in ends:
             self._decided = False
@@ -262,13 +262,13 @@ class Watch:
 
         return await asyncio.gather(*map(ask, ranks))
 
-    def _understand(self, rank: int, answer: dict[str, Any] | OSError) -> RankReport | Absent:
+    def _understand(self, rank: int, answer: dict[str, Any] | OSError) -> RankReport | SilentRank:
         if isinstance(answer, dict):
             return diagnosis.from_plain(answer)
         peer = self._peers[rank]
         ended = isinstance(answer, ConnectionError)
         cut = isinstance(answer, UnreachableError)
-        return Absent(rank=rank, host=peer.host, pid=peer.pid, ended=ended, cut=cut)
+        return SilentRank(rank=rank, host=peer.host, pid=peer.pid, ended=ended, cut=cut)
 
     def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
         if "alive" in question:
@@ -320,7 +320,7 @@ class Watch:
         return Collective(group="", number=0, operation=called, tensors="", done=False)
 
     def _put_into_words(
-        self, decided: HangDiagnosis, found: Sequence[RankReport | Absent]
+        self, decided: HangDiagnosis, found: Sequence[RankReport | SilentRank]
     ) -> HangReport:
         kept = self._keep(f"{decided.line}\n\n{diagnosis.details(found)}")
         name = "timeout" if self.limit == self._limits.step else "prepare_timeout"

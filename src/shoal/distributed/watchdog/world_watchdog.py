@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shoal._torch import c10d
 from shoal.distributed.watchdog.diagnosis import BUSY_SECONDS, WaitLimits
-from shoal.distributed.watchdog.mismatch import Matching
+from shoal.distributed.watchdog.mismatch import CollectiveMatcher
 from shoal.distributed.watchdog.watch import Watch
 from shoal.telemetry.flight_recorder import RecordingGroup
 
@@ -43,11 +43,11 @@ class Watchdog:
         """Number of steps that a world of several ranks has begun; equal on ranks that step together.
         """
         self._preparing = 0
-        self._matching: Matching | None = None
+        self._matching: CollectiveMatcher | None = None
         self._watch: Watch | None = None
         if group is None:
             return
-        self._matching = matching = Matching(group.rank())
+        self._matching = matching = CollectiveMatcher(group.rank())
         if isinstance(group, RecordingGroup):
             group.compare(matching.check)
         self._watch = Watch(

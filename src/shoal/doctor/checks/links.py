@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shoal.distributed.link_speed import Matrix, Pairs, pairs, slow
+from shoal.distributed.link_speed import LinkMeasurements, Matrix, pairs, slow
 from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, warning
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def check_links(ranks: Sequence[RankFacts[dict[str, Any] | None]]) -> Iterator[C
     if facts is None:
         yield ok("links", "not measured: ranks take turns on too few cores")
         return
-    measured = Pairs(**facts)
+    measured = LinkMeasurements(**facts)
     # Links that are certainly slow are kept apart from those that may be.
     certain = slow(measured, factor=FAILED)
     found = certain or slow(measured, factor=WARNED)
@@ -87,7 +87,7 @@ def check_links(ranks: Sequence[RankFacts[dict[str, Any] | None]]) -> Iterator[C
                 yield ok("links", text)
 
 
-def _values(measured: Pairs, matrix: Matrix, *, within: bool) -> Iterator[float]:
+def _values(measured: LinkMeasurements, matrix: Matrix, *, within: bool) -> Iterator[float]:
     for a, row in enumerate(matrix):
         for b, value in enumerate(row):
             if value is not None and (measured.hosts[a] == measured.hosts[b]) == within:

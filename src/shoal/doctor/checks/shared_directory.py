@@ -21,14 +21,16 @@ _LATE = 1.0
 _TEXT = "seen"
 
 
-class View(TypedDict):
+class FileView(TypedDict):
     """When another rank saw rank 0's file, in seconds (-1: never), and whether it saw its lock."""
 
     seconds: float
     locked: bool
 
 
-def try_shared_directory(directory: Path, store: Store, *, rank: int, size: int, limit: float) -> View:
+def try_shared_directory(
+    directory: Path, store: Store, *, rank: int, size: int, limit: float
+) -> FileView:
     """Look for a file on all ranks before rank 0 writes it, and until they see it; collective.
 
     Shared file systems cache failed lookups, so the early look matters: it also happens with a
@@ -40,7 +42,7 @@ def try_shared_directory(directory: Path, store: Store, *, rank: int, size: int,
         except OSError:
             store.set("folder", "")
             raise
-        return View(seconds=0.0, locked=True)
+        return FileView(seconds=0.0, locked=True)
     store.wait(["folder"], timedelta(seconds=limit))
     folder = Path(store.get("folder").decode())
     if folder == Path():
@@ -49,7 +51,7 @@ def try_shared_directory(directory: Path, store: Store, *, rank: int, size: int,
     store.set(f"looked/{rank}", "")
     store.wait(["written"], timedelta(seconds=limit))
     seconds = _await(folder / _TEXT, limit)
-    view = View(seconds=seconds, locked=seconds >= 0 and _is_locked(folder / "lock"))
+    view = FileView(seconds=seconds, locked=seconds >= 0 and _is_locked(folder / "lock"))
     store.set(f"done/{rank}", "")
     return view
 
@@ -89,7 +91,7 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def check_shared_directory(ranks: Sequence[RankFacts[View]]) -> Iterator[CheckResult]:
+def check_shared_directory(ranks: Sequence[RankFacts[FileView]]) -> Iterator[CheckResult]:
     """Yield ranks that don't see rank 0's file, see it late, or don't see its lock."""
     blind = [one for one in ranks if one.facts["seconds"] < 0]
     late = [one for one in ranks if one.facts["seconds"] > _LATE]

@@ -12,7 +12,7 @@ from importlib import resources
 from jinja2 import DictLoader, Environment, StrictUndefined
 
 from shoal.distributed.cluster_env import REQUEUE
-from shoal.launcher.submit.job import Job, Turn
+from shoal.launcher.submit.job import Job, JobCommand
 from shoal.launcher.submit.scheduler import Scheduler
 from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.shell_words import Shell, quote_word, quote_words
@@ -108,7 +108,7 @@ def _python_path(place: JobContext) -> Shell:
     return Shell(f"{shlex.quote(own)}${{PYTHONPATH:+:$PYTHONPATH}}")
 
 
-def _turn(turn: Turn, job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> Shell:
+def _turn(turn: JobCommand, job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> Shell:
     """Return the command of a turn: a step of the job, with as many processes on each node."""
     own = replace(job, processes=turn.processes, per_node=turn.processes // job.nodes)
     place = replace(place, args=(*place.args, *turn.args))

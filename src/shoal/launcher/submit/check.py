@@ -25,7 +25,7 @@ _WORKER_OPTIONS = ("--workers", "--num-workers", "--num_workers")
 
 
 @dataclass(frozen=True)
-class Objection:
+class JobProblem:
     """A problem of a job: the value, what contradicts it, and the value to use instead."""
 
     given: str
@@ -80,11 +80,11 @@ def check_interpreter(request: JobRequest, source: str) -> None:
         )
 
 
-def objections(request: JobRequest, site: Site, job: Job) -> Iterator[Objection]:
+def objections(request: JobRequest, site: Site, job: Job) -> Iterator[JobProblem]:
     """Yield all objections to a job, with the GPU-hours that it would waste."""
     partition = partition_of(request, site)
     if request.restarts and not job.requeue and job.chain == 1:
-        yield Objection(
+        yield JobProblem(
             f"--restarts {request.restarts}",
             f"a restart requeues the job, which {site.name} does not allow",
             "add --chain N: the next job of the chain resumes",
@@ -94,23 +94,23 @@ def objections(request: JobRequest, site: Site, job: Job) -> Iterator[Objection]
     yield from _against_processes(request, site, partition, job)
     if job.cpus is not None and request.workers > job.cpus:
         cost = _cost(request)
-        yield Objection(
+        yield JobProblem(
             f"{request.workers} loader workers for each process",
             f"a process has {job.cpus} core(s): workers share them, and {cost} wait for data",
             f"at most {job.cpus} workers, or --cpus-per-task {request.workers}",
         )
     if request.memory is not None and not site.memory:
-        yield Objection(
+        yield JobProblem(
             f"--mem {request.memory}",
             f"{site.name} assigns memory by the number of cores and does not accept --mem",
             "--cpus-per-task with more cores",
         )
 
 
-def _against_partition(request: JobRequest, site: Site, partition: Partition) -> Iterator[Objection]:
+def _against_partition(request: JobRequest, site: Site, partition: Partition) -> Iterator[JobProblem]:
     name = partition.name
     if site.partitions and name not in site.partitions:
-        yield Objection(
+        yield JobProblem(
             f"--partition {name}" if name else "no --partition",
             f"{site.name} has {', '.join(site.partitions)}",
             f"--partition {next(iter(site.partitions))}",
@@ -122,21 +122,21 @@ def _against_partition(request: JobRequest, site: Site, partition: Partition) ->
             if partition.gpus
             else "another --partition"
         )
-        yield Objection(
+        yield JobProblem(
             f"--gpus-per-node {request.gpus}",
             f"a node of {name} has {partition.gpus} GPUs: "
             f"{site_scheduler(site).profile.title} would never start it",
             better,
         )
     if partition.nodes is not None and request.nodes > partition.nodes:
-        yield Objection(
+        yield JobProblem(
             f"--nodes {request.nodes}",
             f"a job in {name} has at most {partition.nodes} nodes",
             f"--nodes {partition.nodes}",
         )
 
 
-def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterator[Objection]:
+def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterator[JobProblem]:
     gpus = request.nodes * request.gpus
     allowed = [qos for qos in partition.qos if request.qos in (None, qos.name)]
     given = f"--time {spell_time(request.time)}"
@@ -146,7 +146,7 @@ def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterat
         longest = min(longest, partition.time)
     if longest is not None and request.time > longest:
         parts = ceil(request.time / longest)
-        yield Objection(
+        yield JobProblem(
             given,
             f"{_kind(request, partition)} ends jobs after {spell_time(longest)}: {_cost(request)} "
             "are too many for one",
@@ -154,13 +154,13 @@ def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterat
         )
     elif allowed and not any(fits(qos, request.time, gpus) for qos in allowed):
         most = max((qos.gpus or 0 for qos in allowed if fits(qos, request.time, 0)), default=0)
-        yield Objection(
+        yield JobProblem(
             f"{gpus} GPUs, {given}",
             f"{_kind(request, partition)} gives a job of this length at most {most} GPUs",
             f"{most} GPUs in total, or less time",
         )
     if 2 * job.lead > request.time:
-        yield Objection(
+        yield JobProblem(
             given,
             f"{job.lead} s of it are kept for saving: {job.choices['lead'].reason}",
             f"--time {spell_time(60 * ceil(job.lead / 15))}, or more",
@@ -176,11 +176,11 @@ def _afterwards(job: Job, parts: int) -> str:
 
 def _against_processes(
     request: JobRequest, site: Site, partition: Partition, job: Job
-) -> Iterator[Objection]:
+) -> Iterator[JobProblem]:
     launcher = site_scheduler(site).profile.launchers[0]
     processes, gpus = processes_of(request), request.nodes * request.gpus
     if processes < request.nodes:
-        yield Objection(
+        yield JobProblem(
             f"-n {processes}, --nodes {request.nodes}",
             f"{request.nodes - processes} node(s) without a process",
             f"--nodes {processes}",
@@ -193,22 +193,22 @@ def _against_processes(
             if idle > 0
             else f"{processes} processes share {gpus} GPUs, {_cost(request)}: NCCL can't do that"
         )
-        yield Objection(f"-n {processes}, {gpus} GPUs", found, f"-n {gpus}, or fewer GPUs")
+        yield JobProblem(f"-n {processes}, {gpus} GPUs", found, f"-n {gpus}, or fewer GPUs")
     cores = (job.cpus or 1) * job.per_node
     if partition.cores is not None and cores > partition.cores:
-        yield Objection(
+        yield JobProblem(
             f"{job.per_node} process(es) on a node, --cpus-per-task {job.cpus or 1}",
             f"{cores} cores, and a node of {partition.name} has {partition.cores}",
             f"--cpus-per-task {max(1, partition.cores // job.per_node)}",
         )
     if job.launcher == "torchrun" and processes % request.nodes:
-        yield Objection(
+        yield JobProblem(
             f"-n {processes} with torchrun",
             f"{processes} processes can't be split equally over {request.nodes} nodes",
             f"-n {request.nodes * job.per_node}, or --launcher {launcher}",
         )
     if job.launcher == "torchrun" and request.sweep:
-        yield Objection(
+        yield JobProblem(
             "--sweep with torchrun",
             "Shoal reads from one run directory if ranks have saved, and each element has its own",
             f"--launcher {launcher}",

@@ -13,7 +13,7 @@ REQUEUES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class JobCommand:
     """One of several commands that a job runs one after the other on the same nodes.
 
     `args` follow those of the request. The output of `processes` goes to the file `log`; the exit code,
@@ -60,7 +60,7 @@ class JobRequest:
     options: tuple[str, ...] = ()
     stage: tuple[str, ...] = ()
     workers: int = 0
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[JobCommand, ...] = ()
     limit: int = 0
     variables: tuple[tuple[str, str], ...] = ()
 
@@ -97,7 +97,7 @@ class Job:
     elements: int
     at_once: int | None
     options: tuple[str, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[JobCommand, ...]
     limit: int
     choices: Mapping[str, Decision[Any]]
 

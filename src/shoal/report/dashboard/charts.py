@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from shoal.report.dashboard.theme import PARTS, Look, StepPart
+from shoal.report.dashboard.theme import PARTS, StepPart, TerminalStyle
 from shoal.util.units import compact
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -80,7 +80,7 @@ def draw_curve(
     values: Sequence[float],
     width: int,
     height: int,
-    look: Look,
+    look: TerminalStyle,
     *,
     zero: bool,
     weights: Sequence[float] = (),
@@ -118,7 +118,12 @@ def _scale(values: Sequence[float], columns: int, weights: Sequence[float], *, z
 
 
 def draw_sparkline(
-    values: Sequence[float], width: int, look: Look, *, zero: bool, weights: Sequence[float] = ()
+    values: Sequence[float],
+    width: int,
+    look: TerminalStyle,
+    *,
+    zero: bool,
+    weights: Sequence[float] = (),
 ) -> str:
     """Return a curve in one line."""
     if width < 1 or not any(map(math.isfinite, values)):
@@ -181,7 +186,7 @@ def divide_cells(parts: Sequence[float], cells: int) -> list[int]:
     return given
 
 
-def draw_bar(parts: dict[str, float], longest: float, width: int, look: Look) -> Text:
+def draw_bar(parts: dict[str, float], longest: float, width: int, look: TerminalStyle) -> Text:
     """Return a step as a stacked bar, `width` cells long for `longest` seconds.
 
     Each part begins with its letter. Without colour the part is filled with the letter.
@@ -198,7 +203,7 @@ def draw_bar(parts: dict[str, float], longest: float, width: int, look: Look) ->
     return line
 
 
-def _cells(part: StepPart, cells: int, look: Look) -> str:
+def _cells(part: StepPart, cells: int, look: TerminalStyle) -> str:
     if not look.colour:
         return part.letter * cells
     return part.letter.ljust(cells)[:cells]

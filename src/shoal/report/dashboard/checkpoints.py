@@ -31,11 +31,11 @@ def checkpoint_status(
     )
 
 
-Save = tuple[int, float, float, float]
+SaveRecord = tuple[int, float, float, float]
 """The step, the time of completion, the seconds that the save took, and those that it blocked."""
 
 
-def _saves(attempt: Attempt) -> list[Save]:
+def _saves(attempt: Attempt) -> list[SaveRecord]:
     """Return the saves as recorded by one rank, the lowest that recorded any."""
     told = attempt.said("save")
     teller = min((rank for rank, _ in told), default=0)

@@ -9,7 +9,7 @@ from rich.text import Text
 from shoal.report.dashboard.charts import draw_curve, draw_sparkline
 from shoal.report.dashboard.rank_table import count_leaves, legend_lines, rank_table_lines
 from shoal.report.dashboard.snapshot import OVER, Kind, MetricCurve, RunProgress, Slowest, Snapshot
-from shoal.report.dashboard.theme import WORDS, Look, ascii_duration
+from shoal.report.dashboard.theme import WORDS, TerminalStyle, ascii_duration
 from shoal.util.units import age, elapsed, four_digits
 
 STYLES: dict[Kind, str] = {
@@ -32,7 +32,13 @@ CURVE_LINES = (5, 18)
 
 
 def dashboard_lines(
-    snapshot: Snapshot, width: int, height: int, look: Look, *, leaf: int = 0, keys: bool = False
+    snapshot: Snapshot,
+    width: int,
+    height: int,
+    look: TerminalStyle,
+    *,
+    leaf: int = 0,
+    keys: bool = False,
 ) -> list[Text]:
     """Return at most `height` lines, none of them wider than `width` cells.
 
@@ -55,7 +61,7 @@ def dashboard_lines(
     return [look.cut(line, width) for line in lines[:height]]
 
 
-def count_turns(snapshot: Snapshot, width: int, height: int, look: Look) -> int:
+def count_turns(snapshot: Snapshot, width: int, height: int, look: TerminalStyle) -> int:
     """Return the number of pages of ranks after the first."""
     plan = _plan(snapshot, width, height, look, keys=True)
     return count_leaves(snapshot, plan.rows)
@@ -80,7 +86,7 @@ class _Plan:
         return self.ranks - self.heading
 
 
-def _plan(snapshot: Snapshot, width: int, height: int, look: Look, *, keys: bool) -> _Plan:
+def _plan(snapshot: Snapshot, width: int, height: int, look: TerminalStyle, *, keys: bool) -> _Plan:
     """Divide the height: text first, then a curve and some ranks, then more of both."""
     verdict = look.wrapped(
         look.safe(snapshot.verdict), width, 1 if height < 10 else 2 if height < 30 else 3
@@ -115,7 +121,7 @@ def _plan(snapshot: Snapshot, width: int, height: int, look: Look, *, keys: bool
     )
 
 
-def _head(snapshot: Snapshot, width: int, look: Look) -> Text:
+def _head(snapshot: Snapshot, width: int, look: TerminalStyle) -> Text:
     """Return the run and its status, with its size and the time at the right."""
     state = snapshot.state
     said = {
@@ -140,14 +146,14 @@ def _head(snapshot: Snapshot, width: int, look: Look) -> Text:
     return line
 
 
-def _end(text: str, cells: int, look: Look) -> str:
+def _end(text: str, cells: int, look: TerminalStyle) -> str:
     kept = text[-cells:]
     while Text(kept).cell_len > cells:
         kept = kept[1:]
     return look.sign("…", "~") + kept
 
 
-def _progress(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
+def _progress(snapshot: Snapshot, width: int, look: TerminalStyle) -> list[Text]:
     """Return one line: a bar and all that fits next to it, or the reason why there is no bar."""
     now = snapshot.progress
     if now is None:
@@ -197,7 +203,7 @@ def _epoch(now: RunProgress) -> str:
     return f"epoch {now.position / now.epoch_size:.2f}{goal}"
 
 
-def _curves(snapshot: Snapshot, width: int, height: int, look: Look) -> list[Text]:
+def _curves(snapshot: Snapshot, width: int, height: int, look: TerminalStyle) -> list[Text]:
     """Return loss and throughput, next to or below each other, as curves or in one line each."""
     drawn = [
         (title, unit, each, zero)
@@ -231,7 +237,7 @@ def _curves(snapshot: Snapshot, width: int, height: int, look: Look) -> list[Tex
 
 
 def _chart(
-    title: str, unit: str, drawn: MetricCurve, zero: bool, width: int, height: int, look: Look
+    title: str, unit: str, drawn: MetricCurve, zero: bool, width: int, height: int, look: TerminalStyle
 ) -> list[Text]:
     line = Text.assemble((title, "bold"), f" {_value(drawn)}", f" {unit}" if unit else "")
     steps = f"steps {drawn.first:,} to {drawn.last:,}"
@@ -242,7 +248,7 @@ def _chart(
     return [line, *rows]
 
 
-def _spark(title: str, drawn: MetricCurve, width: int, look: Look, *, zero: bool) -> Text:
+def _spark(title: str, drawn: MetricCurve, width: int, look: TerminalStyle, *, zero: bool) -> Text:
     line = Text.assemble((title, "bold"), f" {_value(drawn)} ")
     room = width - line.cell_len
     return line.append(
@@ -254,7 +260,7 @@ def _value(drawn: MetricCurve) -> str:
     return "-" if drawn.now is None else four_digits(drawn.now)
 
 
-def _facts(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
+def _facts(snapshot: Snapshot, width: int, look: TerminalStyle) -> list[Text]:
     """Return the lines of text, the most important first; each begins with its most important part."""
     facts = []
     if snapshot.state.kind in OVER and snapshot.state.reason:
@@ -302,7 +308,7 @@ def _saves(snapshot: Snapshot) -> str:
     return "; ".join(parts)
 
 
-def _footer(snapshot: Snapshot, plan: _Plan, leaf: int, look: Look) -> Text:
+def _footer(snapshot: Snapshot, plan: _Plan, leaf: int, look: TerminalStyle) -> Text:
     keys = ["q quit"]
     if count_leaves(snapshot, plan.rows):
         keys.append(f"{look.sign('↑ ↓', 'up, down')} page through all ranks")

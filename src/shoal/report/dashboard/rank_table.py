@@ -10,7 +10,7 @@ from rich.text import Text
 
 from shoal.report.dashboard.charts import draw_bar, drawable_seconds
 from shoal.report.dashboard.snapshot import RankStats, Snapshot
-from shoal.report.dashboard.theme import PARTS, Look, ascii_duration
+from shoal.report.dashboard.theme import PARTS, TerminalStyle, ascii_duration
 from shoal.util.units import size
 
 HOST_CELLS = 16
@@ -28,7 +28,7 @@ class RankSelection:
     said: str = ""
 
 
-def select_ranks(snapshot: Snapshot, room: int, leaf: int, look: Look) -> RankSelection:
+def select_ranks(snapshot: Snapshot, room: int, leaf: int, look: TerminalStyle) -> RankSelection:
     """Return the ranks for `room` lines; the last line describes the selection if it is not all.
 
     Page 0 has the slowest and the fastest, with a summary of the others; the next pages have all ranks
@@ -69,7 +69,7 @@ def count_leaves(snapshot: Snapshot, room: int) -> int:
     return math.ceil(len(snapshot.ranks) / (room - 1))
 
 
-def _spread(ranks: Sequence[RankStats], look: Look) -> str:
+def _spread(ranks: Sequence[RankStats], look: TerminalStyle) -> str:
     """Return the range of the ranks' own time, and of their memory."""
     own = [drawable_seconds(rank.own) for rank in ranks]
     text = f"{ascii_duration(min(own))} to {ascii_duration(max(own))} of own work"
@@ -78,7 +78,7 @@ def _spread(ranks: Sequence[RankStats], look: Look) -> str:
 
 
 def rank_table_lines(
-    snapshot: Snapshot, width: int, room: int, leaf: int, look: Look, *, heading: bool
+    snapshot: Snapshot, width: int, room: int, leaf: int, look: TerminalStyle, *, heading: bool
 ) -> list[Text]:
     """Return the rows, with a heading if it is wanted, in at most `room` lines."""
     choice = select_ranks(snapshot, room - heading, leaf, look)
@@ -101,7 +101,9 @@ class _Columns:
     longest: float
 
     @classmethod
-    def of(cls, snapshot: Snapshot, shown: Sequence[RankStats], width: int, look: Look) -> _Columns:
+    def of(
+        cls, snapshot: Snapshot, shown: Sequence[RankStats], width: int, look: TerminalStyle
+    ) -> _Columns:
         number = max((len(str(rank.number)) for rank in shown), default=1) + 2
         widest = max((Text(look.safe(rank.host)).cell_len for rank in shown), default=0)
         host = min(widest, HOST_CELLS) + 1 if widest else 0
@@ -126,7 +128,7 @@ class _Columns:
         line.stylize("bold")
         return line
 
-    def row(self, rank: RankStats, snapshot: Snapshot, look: Look) -> Text:
+    def row(self, rank: RankStats, snapshot: Snapshot, look: TerminalStyle) -> Text:
         slowest = snapshot.slowest is not None and snapshot.slowest.rank == rank.number
         line = Text(look.sign("▸", ">") if slowest else " ")
         line.append(str(rank.number).rjust(self.number - 2) + " ", "bold" if slowest else "")
@@ -142,7 +144,7 @@ class _Columns:
         return line
 
 
-def legend_lines(snapshot: Snapshot, width: int, lines: int, look: Look) -> list[Text]:
+def legend_lines(snapshot: Snapshot, width: int, lines: int, look: TerminalStyle) -> list[Text]:
     """Return the parts in use, each with its letter and its fraction of all ranks' time.
 
     The names are short if there is little room.
@@ -164,7 +166,7 @@ def legend_lines(snapshot: Snapshot, width: int, lines: int, look: Look) -> list
     return _flowing(entries, width, lines, look)
 
 
-def _flowing(entries: Sequence[Text], width: int, lines: int, look: Look) -> list[Text]:
+def _flowing(entries: Sequence[Text], width: int, lines: int, look: TerminalStyle) -> list[Text]:
     """Return entries in as few lines as hold them; entries without room are left out."""
     rows = [Text()]
     for entry in entries:

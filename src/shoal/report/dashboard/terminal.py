@@ -21,7 +21,7 @@ from shoal.report.dashboard.keys import Key, cbreak_mode, parse_keys
 from shoal.report.dashboard.layout import count_turns, dashboard_lines
 from shoal.report.dashboard.snapshot import OVER, RunStatus, Snapshot
 from shoal.report.dashboard.snapshot_builder import SnapshotBuilder
-from shoal.report.dashboard.theme import Look
+from shoal.report.dashboard.theme import TerminalStyle
 
 SECONDS = 1.0
 """Seconds between looks at the run; longer if a look takes long, so that looks cost a fifth at most."""
@@ -53,7 +53,11 @@ def watch(run: str, *, out: TextIO, every: float | None = None, ascii_only: bool
     )
     live = live and not console.is_dumb_terminal
     colour = live and not console.no_color and console.color_system is not None
-    look = Look(colour=colour, unicode=False) if ascii_only else Look.of(out, colour=colour)
+    look = (
+        TerminalStyle(colour=colour, unicode=False)
+        if ascii_only
+        else TerminalStyle.of(out, colour=colour)
+    )
     observer = SnapshotBuilder(Path(run), wait=live or every is not None)
     if live:
         return _Screen(observer, console, look, Path(run)).stay()
@@ -63,7 +67,9 @@ def watch(run: str, *, out: TextIO, every: float | None = None, ascii_only: bool
         return LEAVING[signal.SIGINT]
 
 
-def _print(observer: SnapshotBuilder, console: Console, look: Look, every: float | None) -> int:
+def _print(
+    observer: SnapshotBuilder, console: Console, look: TerminalStyle, every: float | None
+) -> int:
     """Print plain pages until the run has ended and no preemption will restart it."""
     while True:
         snapshot = observer.look()
@@ -79,7 +85,7 @@ def _block(lines: list[Text]) -> Text:
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
-class _Lookout(threading.Thread):
+class _ReaderThread(threading.Thread):
     """A thread that reads the run, so that the page answers keys despite a slow file system."""
 
     def __init__(self, observer: SnapshotBuilder, seen: socket.socket) -> None:
@@ -110,7 +116,9 @@ class _Lookout(threading.Thread):
 class _Screen:
     """The live page, from its first frame to its last."""
 
-    def __init__(self, observer: SnapshotBuilder, console: Console, look: Look, run: Path) -> None:
+    def __init__(
+        self, observer: SnapshotBuilder, console: Console, look: TerminalStyle, run: Path
+    ) -> None:
         self._console = console
         self._look = look
         self._leaf = 0
@@ -119,7 +127,7 @@ class _Screen:
         for end in (self._bell, seen):
             end.setblocking(False)
         self._seen = seen
-        self._lookout = _Lookout(observer, seen)
+        self._lookout = _ReaderThread(observer, seen)
         self._first = Snapshot(run=str(run), clock="", state=RunStatus(kind="reading"))
 
     def stay(self) -> int:

@@ -18,14 +18,14 @@ SIGNS = "━─·…▸↑↓█▁⣿"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class TerminalStyle:
     """The abilities of the terminal. Without colour the letters of parts fill their bars."""
 
     colour: bool = True
     unicode: bool = True
 
     @classmethod
-    def of(cls, stream: TextIO, *, colour: bool) -> Look:
+    def of(cls, stream: TextIO, *, colour: bool) -> TerminalStyle:
         """Return the look for output to `stream`."""
         try:
             SIGNS.encode(stream.encoding or "ascii")
@@ -91,7 +91,7 @@ class StepPart:
     word: str
     short: str
 
-    def style(self, look: Look) -> str:
+    def style(self, look: TerminalStyle) -> str:
         """Return the style of its cells; the letters are readable without colour."""
         paint = PALETTE[self.name]
         return f"{paint.ink} on {paint.colour}" if look.colour else ""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from shoal.report.html.csv import to_csv, write_csv
 from shoal.report.html.page import (
     Block,
-    Drawing,
-    Facts,
     Figure,
+    KeyNumbers,
     Page,
+    Plot,
     Section,
     Table,
     Text,
@@ -22,8 +22,8 @@ from shoal.report.html.save import save_page
 
 __all__ = [
     "Block",
-    "Drawing",
-    "Facts",
+    "Plot",
+    "KeyNumbers",
     "Figure",
     "Page",
     "Section",

@@ -25,7 +25,7 @@ class Text:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class KeyNumbers:
     """The key numbers at the top: names and values."""
 
     pairs: Sequence[tuple[str, str]]
@@ -47,7 +47,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class Plot:
     """A figure drawn by `plots`: for the page, wide and for a phone; and as files."""
 
     wide: str
@@ -65,11 +65,11 @@ class Figure:
 
     name: str
     caption: str
-    drawing: Drawing
+    drawing: Plot
     table: Table
 
 
-Block: TypeAlias = Text | Facts | Table | Figure
+Block: TypeAlias = Text | KeyNumbers | Table | Figure
 
 
 @dataclass(frozen=True, kw_only=True)

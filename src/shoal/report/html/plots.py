@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from shoal.report.html.page import Drawing
+from shoal.report.html.page import Plot
 from shoal.util.errors import LaunchError
 from shoal.util.text import printable
 
@@ -69,7 +69,7 @@ def plot_lines(
     log_y: bool = False,
     ticks: Sequence[float] | None = None,
     zero: bool = False,
-) -> Drawing:
+) -> Plot:
     """Draw lines; `zero` starts the y axis at 0, `ticks` sets the ticks of the x axis."""
 
     def draw(axes: Axes, small: bool) -> None:
@@ -106,7 +106,7 @@ def plot_lines(
 
 def plot_bars(
     labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str, fills: Mapping[str, Fill]
-) -> Drawing:
+) -> Plot:
     """Draw one bar for each label, of parts laid end to end; `fills` has a fill for each part."""
 
     def draw(axes: Axes, small: bool) -> None:
@@ -130,7 +130,7 @@ def plot_areas(
     x: str,
     y: str,
     fills: Mapping[str, Fill],
-) -> Drawing:
+) -> Plot:
     """Draw stacked areas of parts."""
 
     # An area over a single point has no width.
@@ -199,7 +199,7 @@ def _ends(axes: Axes, *, legend: bool, small: bool, grid: Literal["x", "y"] = "y
     figure.align_labels()
 
 
-def _draw(draw: Callable[[Axes, bool], None], *, height: float = 0.0) -> Drawing:
+def _draw(draw: Callable[[Axes, bool], None], *, height: float = 0.0) -> Plot:
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -231,7 +231,7 @@ def _draw(draw: Callable[[Axes, bool], None], *, height: float = 0.0) -> Drawing
             drawn[size] = figure
         wide, narrow = (_written(drawn[size], "svg").decode() for size in (_WIDE, _NARROW))
         png = _written(drawn[_WIDE], "png", dpi=150, facecolor="white")
-    return Drawing(_inside(wide), _inside(narrow), _alone(wide), png)
+    return Plot(_inside(wide), _inside(narrow), _alone(wide), png)
 
 
 def _written(figure: Any, kind: str, **options: Any) -> bytes:

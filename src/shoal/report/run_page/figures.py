@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shoal.report import LABELS, PALETTE, SHOWN, Attempt, History, Judged
+from shoal.report import LABELS, PALETTE, SHOWN, Attempt, AttemptProfile, History
 from shoal.report.attempts import BinnedCurve, binned_curves, throughput_curve
 from shoal.report.html import Figure, Table, plots
 from shoal.report.run_page.tables import ranks_to_show, round_values
@@ -16,7 +16,7 @@ SHOWN_LINES = 8
 FILLS = {LABELS[part]: (paint.colour, paint.hatch) for part, paint in PALETTE.items()}
 
 
-def all_figures(history: History, judged: list[Judged]) -> dict[str, list[Figure]]:
+def all_figures(history: History, judged: list[AttemptProfile]) -> dict[str, list[Figure]]:
     """Return the figures by section."""
     return {
         "time": [rank_figure(judged[-1]), step_figure(judged)] if judged else [],
@@ -25,7 +25,7 @@ def all_figures(history: History, judged: list[Judged]) -> dict[str, list[Figure
     }
 
 
-def rank_figure(one: Judged) -> Figure:
+def rank_figure(one: AttemptProfile) -> Figure:
     """Return the figure of a step with a bar for each rank."""
     ranks = ranks_to_show(one, SHOWN_RANKS)
     times = {rank: one.profile.of_rank(rank) for rank in ranks}
@@ -56,7 +56,7 @@ def rank_figure(one: Judged) -> Figure:
     )
 
 
-def step_figure(judged: list[Judged]) -> Figure:
+def step_figure(judged: list[AttemptProfile]) -> Figure:
     """Return the figure of step time over steps, mean of the ranks; of repeated steps the last."""
     steps: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
     for one in judged:

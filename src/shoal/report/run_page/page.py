@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from shoal.report import BottleneckReport, History
-from shoal.report.html import Block, Facts, Page, Section, Table, Text
+from shoal.report.html import Block, KeyNumbers, Page, Section, Table, Text
 from shoal.report.run_page import figures, tables
 from shoal.util.units import counted, duration
 
@@ -16,7 +16,10 @@ def run_page(history: History, verdict: BottleneckReport) -> Page:
     drawn = figures.all_figures(history, verdict.judged)
     latest = history.latest
     sections: list[tuple[str, list[Block]]] = [
-        ("At a glance", [Facts(pairs=tables.key_facts(history, verdict)), *_findings(history, verdict)])
+        (
+            "At a glance",
+            [KeyNumbers(pairs=tables.key_facts(history, verdict)), *_findings(history, verdict)],
+        )
     ]
     if verdict.judged:
         newest = verdict.judged[-1]

@@ -13,9 +13,9 @@ from shoal.report import (
     LABELS,
     SHOWN,
     Attempt,
+    AttemptProfile,
     BottleneckReport,
     History,
-    Judged,
 )
 from shoal.report.attempts import describe_outcome, last_kept_steps, list_saves
 from shoal.report.html import Table
@@ -80,7 +80,7 @@ def _largest(values: Any) -> float:
     return float(finite.max()) if len(finite) else 0.0
 
 
-def parts_table(one: Judged) -> Table:
+def parts_table(one: AttemptProfile) -> Table:
     """Return the time of a step by part: over all ranks, and on the ranks with least and most."""
     found = one.profile
     means = found.average(found.mean)
@@ -108,12 +108,12 @@ def parts_table(one: Judged) -> Table:
     )
 
 
-def _steps(one: Judged) -> str:
+def _steps(one: AttemptProfile) -> str:
     first, last = int(one.profile.first[0]), int(one.profile.last[-1])
     return f"from {first:,} to {last:,}"
 
 
-def ranks_to_show(one: Judged, most: int = MOST) -> list[int]:
+def ranks_to_show(one: AttemptProfile, most: int = MOST) -> list[int]:
     """Return the ranks to show, in order: all, or those that waited least for others."""
     found = one.profile
     if len(found.ranks) <= most:
@@ -122,7 +122,7 @@ def ranks_to_show(one: Judged, most: int = MOST) -> list[int]:
     return sorted(found.ranks[place] for place in np.argsort(waiting, kind="stable")[:most])
 
 
-def rank_table(one: Judged, most: int = MOST) -> Table:
+def rank_table(one: AttemptProfile, most: int = MOST) -> Table:
     """Return the time of a step by rank and part, in milliseconds."""
     there = [part for part in SHOWN if one.profile.mean[SHOWN.index(part)].max() > 0]
     shown = ranks_to_show(one, most)
@@ -144,7 +144,7 @@ def rank_table(one: Judged, most: int = MOST) -> Table:
     )
 
 
-def main_parts_table(one: Judged, most: int) -> Table:
+def main_parts_table(one: AttemptProfile, most: int) -> Table:
     """Return the same in few columns, for narrow screens."""
     groups = {
         "computing": ("forward", "backward", "update"),
@@ -308,7 +308,7 @@ def attempts_table(history: History, verdict: BottleneckReport) -> Table:
     )
 
 
-def describe_speed(one: Judged) -> str:
+def describe_speed(one: AttemptProfile) -> str:
     """Return the FLOPS of each rank and the fraction of the peak; empty if unknown."""
     rate = compute_rates(one.attempt, one.profile)
     if rate.flops is None:

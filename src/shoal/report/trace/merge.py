@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shoal.telemetry.clock_offset import Offset, offset_at
+from shoal.telemetry.clock_offset import ClockOffset, offset_at
 from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, trace_path
 from shoal.util.errors import CheckpointError
 from shoal.util.text import printable
@@ -39,7 +39,7 @@ class RankTrace:
     """Start times of steps, by this rank's own clock, in µs."""
     shift: float
     """The offset to add to the profiler's µs for that clock."""
-    offsets: list[Offset]
+    offsets: list[ClockOffset]
     tracks: dict[tuple[Any, Any], int] = field(default_factory=dict)
 
     def time(self, own: float) -> float:
@@ -49,7 +49,7 @@ class RankTrace:
     def align(self, begins: Mapping[int, float]) -> None:
         """If no offsets were measured, align the starts of steps with those of others."""
         late = [begins[n] - own for n, own in self.begins.items() if n in begins]
-        self.offsets = [Offset(0, round(median(late) * 1e3) if late else 0, 0)]
+        self.offsets = [ClockOffset(0, round(median(late) * 1e3) if late else 0, 0)]
 
 
 def merge_traces(run: str | Path, first: int, last: int) -> Path:
@@ -166,7 +166,7 @@ def read_rank_trace(path: Path) -> RankTrace:
             events=events,
             begins=begins,
             shift=_shift(events, begins),
-            offsets=[Offset(*map(int, each)) for each in own["offsets"]],
+            offsets=[ClockOffset(*map(int, each)) for each in own["offsets"]],
         )
     except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(

@@ -19,14 +19,14 @@ from torch import nn
 from shoal._torch import foreach
 from shoal._torch.autograd import version
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.membership import LOOK_SECONDS
 from shoal.distributed.world import World
-from shoal.strategies.asynchronous.shared_parameters import Commons, shared
+from shoal.strategies.asynchronous.shared_parameters import ParameterStorage, shared
 from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Engine, Totals
-from shoal.strategies.data_parallel.compressed_collectives import Wire
+from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
 from shoal.strategies.data_parallel.local_sgd import average, others
 from shoal.strategies.dtensor import is_divided
 from shoal.strategies.local import local_engine
@@ -185,7 +185,7 @@ class HogwildEngine(Engine):
         if self._apart:
             self._commons.tick()
 
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output with this rank's copy, which `synchronize` has made the same on all."""
         return self._local.infer(task, micro, seed, autocast=autocast)
 
@@ -211,7 +211,7 @@ class HogwildEngine(Engine):
             self._versions = self._now()
             self.world.barrier()
             self._apart = False
-        average(rest, Wire(self.world), self.world.device)
+        average(rest, CountedCollectives(self.world), self.world.device)
         self._log()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -283,7 +283,7 @@ class HogwildEngine(Engine):
 
 def _commons(
     server: bool | None, like: list[torch.Tensor], world: World
-) -> tuple[Commons, Decision[str]]:
+) -> tuple[ParameterStorage, Decision[str]]:
     """Return the storage of the parameters, and the reason for it. Collective.
 
     Raises StepError if shared memory was requested and is not available.

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from shoal._torch import foreach
 from shoal.distributed.world import World
-from shoal.strategies.asynchronous.shared_parameters import Commons, private
+from shoal.strategies.asynchronous.shared_parameters import ParameterStorage, private
 from shoal.strategies.rpc import RPCAgent
 from shoal.util.errors import LaunchError, StepError
 
 SERVER = 0
 
 
-class Farewell:
+class PeerService:
     """Service that lets other ranks call this one until all live ranks close their world."""
 
     def __init__(self, world: World) -> None:
@@ -32,7 +32,7 @@ class Farewell:
                 self._world.membership.meet()
 
 
-class Client(Commons):
+class Client(ParameterStorage):
     """Access to the parameters on rank 0 from another rank."""
 
     def __init__(self, calls: RPCAgent, name: str, worker: int) -> None:
@@ -73,13 +73,13 @@ class Client(Commons):
             ) from None
 
 
-def serve(like: Sequence[Tensor], world: World) -> Commons:
+def serve(like: Sequence[Tensor], world: World) -> ParameterStorage:
     """Return this rank's access to the parameters in the memory of rank 0. Collective."""
     calls = world.service(RPCAgent)
     name = world.broadcast(uuid.uuid4().hex)
     server = world.rank == SERVER
     commons = private(like, world) if server else Client(calls, name, world.rank)
-    farewell = Farewell(world)
+    farewell = PeerService(world)
     calls.serve(name, commons)
     calls.keep(commons, farewell)  # others may call after this rank has deleted the model
     world.before_closing(farewell.close)

@@ -26,7 +26,7 @@ _COUNTERS = _ALIGNED // 8
 _TOKEN = 16
 
 
-class Commons(ABC):
+class ParameterStorage(ABC):
     """Storage of the parameters of all workers. A worker's number is its rank at the start."""
 
     @abstractmethod
@@ -50,7 +50,7 @@ class Commons(ABC):
         """Return the number of steps that each worker has taken."""
 
 
-class SharedMemory(Commons):
+class SharedMemory(ParameterStorage):
     """Parameters in the memory of this machine, as seen by one `worker`.
 
     Each worker has separate counters, so that counting needs no lock either.

@@ -16,7 +16,7 @@ from shoal._torch.autograd import in_backward, made_by
 from shoal._torch.dispatch import tree_leaves, tree_map
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import waiting
-from shoal.strategies.context_parallel.ulysses import Heads, Peers
+from shoal.strategies.context_parallel.ulysses import HeadParallelAttention, SlicePeers
 from shoal.strategies.eval_mode import evaluation, untouched
 from shoal.strategies.tolerance import TOLERANCES, distance
 from shoal.util.errors import StepError
@@ -29,7 +29,7 @@ def slice_units(model: nn.Module, units: Mapping[str, nn.Module], world: World, 
     activation checkpointing), so that a recomputation in backward slices again.
     """
     mesh = world.mesh["context"]
-    peers = Peers(mesh.get_group(), mesh.size(), mesh.get_local_rank(), world.timeline)
+    peers = SlicePeers(mesh.get_group(), mesh.size(), mesh.get_local_rank(), world.timeline)
     view = _View(world)
     stacks: dict[str, _Stack] = {}
     for name, unit in units.items():
@@ -83,13 +83,15 @@ class _Forward:
 class _SlicedForward(_Forward):
     """Forward of a unit on this rank's slice."""
 
-    def __init__(self, unit: nn.Module, name: str, stack: _Stack, peers: Peers, view: _View) -> None:
+    def __init__(
+        self, unit: nn.Module, name: str, stack: _Stack, peers: SlicePeers, view: _View
+    ) -> None:
         super().__init__(unit)
         self._name = name
         self._stack = stack
         self._peers = peers
         self._view = view
-        self._heads = Heads(name, peers)
+        self._heads = HeadParallelAttention(name, peers)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if self._view.whole:
@@ -255,7 +257,7 @@ class _GatherSlices(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, peers: Peers) -> Tensor:
+    def forward(ctx: Any, part: Tensor, peers: SlicePeers) -> Tensor:
         ctx.peers, ctx.cut_again = peers, False
         mine = part.contiguous()
         parts = [torch.empty_like(mine) for _ in range(peers.size)]
@@ -265,7 +267,7 @@ class _GatherSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        peers: Peers = ctx.peers
+        peers: SlicePeers = ctx.peers
         length = gradient.size(1) // peers.size
         if ctx.cut_again:
             gradient = gradient.clone(memory_format=torch.contiguous_format)

@@ -25,7 +25,7 @@ from shoal.util.errors import LayoutError, StepError
 
 
 @dataclass(frozen=True)
-class Peers:
+class SlicePeers:
     """The ranks with slices of the same sequences: their group, its size, and this rank's index."""
 
     group: Any
@@ -34,7 +34,7 @@ class Peers:
     timeline: Timeline
 
 
-class Heads(TorchFunctionMode):
+class HeadParallelAttention(TorchFunctionMode):
     """Function mode in which each rank computes attention for some heads, over the full sequence.
 
     A function mode intercepts calls however they are imported, and keeps torch's layers from using
@@ -42,7 +42,7 @@ class Heads(TorchFunctionMode):
     numbers are the same on all ranks of a sequence, because decisions must be the same.
     """
 
-    def __init__(self, unit: str, peers: Peers) -> None:
+    def __init__(self, unit: str, peers: SlicePeers) -> None:
         super().__init__()
         self._unit = unit or "the model"
         self._peers = peers
@@ -145,7 +145,7 @@ class _Exchange(torch.autograd.Function):
     """All-to-all: part i of the first dimension goes to rank i, and part i of the result is from it."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, peers: Peers) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, peers: SlicePeers) -> Tensor:
         ctx.peers = peers
         result = torch.empty_like(parts)
         with waiting(peers.timeline):

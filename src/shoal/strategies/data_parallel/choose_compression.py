@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.strategies.data_parallel.compressed_collectives import Wire
+from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
 from shoal.strategies.data_parallel.compression import (
     Bucket,
     Compress,
-    Method,
+    CompressionMethod,
     PowerSGD,
     method,
     reduce,
@@ -30,7 +30,9 @@ GAIN = 0.95
 _TRIALS = 3
 
 
-def choose(gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> Decision[Compress | None]:
+def choose(
+    gradients: Sequence[tuple[str, Tensor]], wire: CountedCollectives
+) -> Decision[Compress | None]:
     """Return the fastest method on this network, measured on gradients like these. Collective."""
     taken: dict[str, float] = {}
     best: Compress | None = None
@@ -57,11 +59,13 @@ def choose(gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> Decision[Comp
     )
 
 
-def _eager(compress: Compress) -> Method:
+def _eager(compress: Compress) -> CompressionMethod:
     return method(replace(compress, warmup_steps=0) if isinstance(compress, PowerSGD) else compress)
 
 
-def _seconds(chosen: Method | None, gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> float:
+def _seconds(
+    chosen: CompressionMethod | None, gradients: Sequence[tuple[str, Tensor]], wire: CountedCollectives
+) -> float:
     """Return the time of the slowest rank for the gradients, the fastest of a few trials."""
     bucket = Bucket([name for name, _ in gradients], [torch.randn_like(each) for _, each in gradients])
     taken = []

@@ -12,7 +12,7 @@ from shoal._torch import foreach
 from shoal.distributed.world import World
 
 
-class Wire:
+class CountedCollectives:
     """Means, gathers and exchanges over all ranks. `sent` is the number of bytes this rank has sent.
 
     Counted for the usual bandwidth-optimal algorithms (Patarasuk and Yuan 2009): for n bytes on r

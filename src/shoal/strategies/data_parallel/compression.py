@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal._torch import foreach
-from shoal.strategies.data_parallel.compressed_collectives import Wire, joined, put_back
+from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, joined, put_back
 from shoal.util.errors import StepError
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -98,14 +98,14 @@ class Bucket(NamedTuple):
     scale: float = 1.0
 
 
-class Method(Protocol):
+class CompressionMethod(Protocol):
     """Protocol of compression methods: means over ranks with fewer bytes."""
 
-    def reduce(self, bucket: Bucket, wire: Wire) -> None:
+    def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
         """Replace the gradients by their approximate means over the ranks. Collective."""
         ...
 
-    def synchronize(self, wire: Wire) -> None:
+    def synchronize(self, wire: CountedCollectives) -> None:
         """Make the error feedback the same on all ranks, without changing its mean. Collective."""
         ...
 
@@ -138,16 +138,16 @@ def check_compression(compress: object) -> Compress:
     )
 
 
-def method(compress: Compress) -> Method:
+def method(compress: Compress) -> CompressionMethod:
     """Return the implementation. "auto" must be resolved before."""
     if isinstance(compress, PowerSGD):
-        return LowRank(compress)
+        return PowerSGDMethod(compress)
     if isinstance(compress, TopK):
-        return Largest(compress)
-    return Bits() if compress == "int8" else Half(HALVES[compress])
+        return TopKMethod(compress)
+    return Int8Blocks() if compress == "int8" else HalfPrecision(HALVES[compress])
 
 
-def reduce(chosen: Method | None, bucket: Bucket, wire: Wire) -> None:
+def reduce(chosen: CompressionMethod | None, bucket: Bucket, wire: CountedCollectives) -> None:
     """Average the bucket over ranks with `chosen`, or exactly if that is None.
 
     A value that is not finite on one rank is not finite on any. Raises StepError for gradients that are
@@ -166,18 +166,18 @@ def reduce(chosen: Method | None, bucket: Bucket, wire: Wire) -> None:
         chosen.reduce(bucket, wire)
 
 
-class Half:
+class HalfPrecision:
     """Sums in 16 bits: half the bytes, without error feedback."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def reduce(self, bucket: Bucket, wire: Wire) -> None:
+    def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
         """Average in 16 bits; see the protocol. Divides before summing, so that sums don't overflow."""
         flat = (joined(bucket.gradients) / wire.size).to(self._dtype)
         put_back(wire.mean(flat) * wire.size, bucket.gradients)
 
-    def synchronize(self, wire: Wire) -> None:
+    def synchronize(self, wire: CountedCollectives) -> None:
         """Do nothing: there is no state."""
 
     def state(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Half:
         """Do nothing: there is no state."""
 
 
-class Feedback:
+class ErrorFeedback:
     """Error feedback: the residual of each parameter, to be added to its next gradient.
 
     Stored without the loss scale, since that of the next step may differ.
@@ -205,7 +205,7 @@ class Feedback:
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         """Values that were replaced since the last completed step, since a step may fail."""
 
-    def synchronize(self, wire: Wire) -> None:
+    def synchronize(self, wire: CountedCollectives) -> None:
         """Replace each residual by its mean over ranks, which contributes the same to the next mean."""
         for name in sorted(self.left):
             wire.mean(self.left[name])
@@ -263,14 +263,14 @@ class Feedback:
             self._set(self.left, name, part.view_as(gradient) / bucket.scale)
 
 
-class Bits(Feedback):
+class Int8Blocks(ErrorFeedback):
     """8 bits per element and a scale per block: a quarter of the bytes of float32.
 
     Ranks exchange parts of the bucket, each rank sums one part, and all gather the sums, as in an
     all-reduce, but with numbers that cannot overflow.
     """
 
-    def reduce(self, bucket: Bucket, wire: Wire) -> None:
+    def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
         """Average in 8 bits; see the protocol."""
         wanted = self._with_left(bucket)
         count = wanted.numel()
@@ -305,14 +305,14 @@ def _restored(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return blocks.to(dtype).view(len(levels), -1)
 
 
-class Largest(Feedback):
+class TopKMethod(ErrorFeedback):
     """The elements of the largest absolute value, with their positions; the others are the residual."""
 
     def __init__(self, options: TopK) -> None:
         super().__init__()
         self._ratio = options.ratio
 
-    def reduce(self, bucket: Bucket, wire: Wire) -> None:
+    def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
         """Average the largest elements; see the protocol."""
         wanted = self._with_left(bucket)
         count = min(max(1, round(self._ratio * wanted.numel())), wanted.numel())
@@ -327,7 +327,7 @@ class Largest(Feedback):
         put_back(means / wire.size, bucket.gradients)
 
 
-class LowRank(Feedback):
+class PowerSGDMethod(ErrorFeedback):
     """PowerSGD: each matrix M as P Q^T, with one power iteration per step from the last result.
 
     Vectors, and matrices that would not get smaller, are averaged uncompressed.
@@ -342,7 +342,7 @@ class LowRank(Feedback):
         self._steps: dict[str, int] = {}
         self._bases: dict[str, Tensor] = {}
 
-    def reduce(self, bucket: Bucket, wire: Wire) -> None:
+    def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
         """Average low-rank approximations after the warm-up; see the protocol."""
         first = bucket.names[0]
         taken = self._steps.get(first, self._taken) + 1
@@ -364,14 +364,16 @@ class LowRank(Feedback):
         if matrices:
             self._approximate(matrices, bucket.scale, wire)
 
-    def _send_whole(self, bucket: Bucket, wire: Wire) -> None:
+    def _send_whole(self, bucket: Bucket, wire: CountedCollectives) -> None:
         """Average uncompressed, with the residuals of an earlier method if a run was resumed."""
         put_back(wire.mean(self._with_left(bucket)), bucket.gradients)
         for name in bucket.names:
             if name in self.left:
                 self._set(self.left, name, torch.zeros_like(self.left[name]))
 
-    def _approximate(self, matrices: Sequence[tuple[str, Tensor]], scale: float, wire: Wire) -> None:
+    def _approximate(
+        self, matrices: Sequence[tuple[str, Tensor]], scale: float, wire: CountedCollectives
+    ) -> None:
         wanted = []
         for name, gradient in matrices:
             left = self.left.get(name)

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from shoal._torch.autograd import after_backward
 from shoal._torch.ddp import GradientReducer
 from shoal.data.batch import IN_A_LOOP, Count
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
 from shoal.strategies.batch_norm import is_covered, refuse_coupled
 from shoal.strategies.contracts import Engine, Totals
 from shoal.strategies.data_parallel import choose_compression, compression
-from shoal.strategies.data_parallel.compressed_collectives import Wire
+from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
 from shoal.strategies.data_parallel.compression import Compress
 from shoal.strategies.device_placement.multi_device import bring, check_replicas
 from shoal.strategies.dtensor import is_divided
@@ -142,7 +142,7 @@ class DDPReducer(Reducer):
         self.held = held
         self.world = world = held.world
         self.options = options
-        self.wire = Wire(world)
+        self.wire = CountedCollectives(world)
         """Collectives of compressed gradients, which count the bytes sent."""
         self._primed = False
         self.reports_loss = world.layout.coordinate(world.rank, "context") == 0
@@ -160,7 +160,7 @@ class DDPReducer(Reducer):
         # Layers that take statistics over all ranks have the same buffers on all of them.
         parts = (part for part in held.module.modules() if not is_covered(part))
         self._buffers = any(True for part in parts for _ in part.buffers(recurse=False))
-        self._method: compression.Method | None = None
+        self._method: compression.CompressionMethod | None = None
         self._scale = 1.0
         self._names = {id(p): name for name, p in held.module.named_parameters()}
         if options.compression is not None:
@@ -174,7 +174,7 @@ class DDPReducer(Reducer):
         self._tally.register_hook(_weakly(self._mark_end))
 
     def backward(
-        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
+        self, loss: Tensor, count: Count, micro: MicroBatch, size: int, *, scale: float, last: bool
     ) -> None:
         """Run backward. The reducer all-reduces in the last one of a batch. See the contract."""
         ranks = self.world.size

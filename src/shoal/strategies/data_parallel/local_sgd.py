@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from shoal._torch import foreach
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Engine, Totals
-from shoal.strategies.data_parallel.compressed_collectives import Wire, joined, put_back
+from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, joined, put_back
 from shoal.strategies.local import local_engine
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import COMMUNICATION
@@ -129,7 +129,7 @@ class AveragingEngine(Engine):
     ) -> None:
         self.module = module
         self.world = world
-        self._wire = Wire(world)
+        self._wire = CountedCollectives(world)
         self._every = every
         self._together = together
         self._taken = 0
@@ -142,7 +142,7 @@ class AveragingEngine(Engine):
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has sent since the engine was created; see `Wire`."""
+        """Bytes that this rank has sent since the engine was created; see `CountedCollectives`."""
         return self._wire.sent
 
     def gradients(
@@ -167,7 +167,7 @@ class AveragingEngine(Engine):
         self._local.discard()
         self._count()
 
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output with this rank's parameters, which `synchronize` has averaged."""
         return self._local.infer(task, micro, seed, autocast=autocast)
 
@@ -255,7 +255,7 @@ class OuterStep:
                 self._optimizer.state[anchor] = {"momentum_buffer": kept.to(anchor, copy=True)}
 
 
-def average(tensors: Sequence[Tensor], wire: Wire, device: torch.device) -> None:
+def average(tensors: Sequence[Tensor], wire: CountedCollectives, device: torch.device) -> None:
     """Replace each tensor by its mean over the ranks, bucket by bucket. Collective."""
     if wire.size == 1:
         return

@@ -18,7 +18,7 @@ from shoal.strategies.partition.stages import balanced
 from shoal.util.errors import StepError
 
 
-class Spot(NamedTuple):
+class DeviceSlot(NamedTuple):
     """A device. `number` distinguishes entries of the same device, such as the CPU listed twice."""
 
     device: torch.device
@@ -26,7 +26,7 @@ class Spot(NamedTuple):
 
 
 @dataclass
-class Piece:
+class ModulePart:
     """A module that is not split, or with `own` only the tensors outside its submodules."""
 
     name: str
@@ -36,7 +36,7 @@ class Piece:
     """The bytes of its parameters and buffers, by id."""
 
 
-class Held(NamedTuple):
+class HeldModules(NamedTuple):
     """Names of adjacent modules on a spot, names of modules tied to them, and all of their bytes."""
 
     names: list[str]
@@ -50,7 +50,9 @@ class Held(NamedTuple):
         return f"{neighbours}{tied}, {self.size / 2**20:.3g} MiB"
 
 
-def assigned(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[nn.Module, Spot]:
+def assigned(
+    model: nn.Module, entries: Mapping[str, DeviceSlot], given: str
+) -> dict[nn.Module, DeviceSlot]:
     """Return the spot of each module in `entries` or inside one of them; the innermost entry decides.
 
     The keys of `entries` are names as in named_modules(), or patterns in which `*` stands for one part
@@ -59,10 +61,10 @@ def assigned(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[
     contradictions, and parameters that belong to no spot or to two.
     """
     named = _named(model, entries, given)
-    spots: dict[nn.Module, Spot] = {}
+    spots: dict[nn.Module, DeviceSlot] = {}
     names: dict[nn.Module, str] = {}
 
-    def visit(name: str, module: nn.Module, inherited: Spot | None) -> None:
+    def visit(name: str, module: nn.Module, inherited: DeviceSlot | None) -> None:
         spot = named.get(name, inherited)
         if spot is not None and (name in named or any(True for _ in _tensors(module))):
             if spots.setdefault(module, spot) != spot:
@@ -77,7 +79,9 @@ def assigned(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[
     return spots
 
 
-def balance(model: nn.Module, spots: Sequence[Spot], given: str) -> tuple[dict[str, Spot], list[Held]]:
+def balance(
+    model: nn.Module, spots: Sequence[DeviceSlot], given: str
+) -> tuple[dict[str, DeviceSlot], list[HeldModules]]:
     """Return entries for `assigned` that minimize the memory of the fullest spot, and the contents.
 
     Adjacent modules in the order of registration stay together. The model is split before and after
@@ -104,7 +108,7 @@ def balance(model: nn.Module, spots: Sequence[Spot], given: str) -> tuple[dict[s
             "can be on different devices",
             fix="fewer devices, or a map: shoal.DevicePlacement({'encoder': 0, 'decoder': 1})",
         ) from None
-    entries: dict[str, Spot] = {}
+    entries: dict[str, DeviceSlot] = {}
     held = []
     for spot, begin, end in zip(spots, begins, begins[1:], strict=False):
         mine = {number for atom in atoms[begin:end] for number in atom}
@@ -115,11 +119,11 @@ def balance(model: nn.Module, spots: Sequence[Spot], given: str) -> tuple[dict[s
             if host in mine and p.name not in names
         ]
         entries |= dict.fromkeys((*names, *tied), spot)
-        held.append(Held(names, tied, sum(sizes[number] for number in mine)))
+        held.append(HeldModules(names, tied, sum(sizes[number] for number in mine)))
     return entries, held
 
 
-def place(model: nn.Module, spots: Mapping[nn.Module, Spot]) -> None:
+def place(model: nn.Module, spots: Mapping[nn.Module, DeviceSlot]) -> None:
     """Move the tensors of each module to its spot. Tied parameters stay tied."""
     if model in spots and len({spots.get(part, spots[model]) for part in model.modules()}) == 1:
         model.to(spots[model].device)
@@ -131,9 +135,9 @@ def place(model: nn.Module, spots: Mapping[nn.Module, Spot]) -> None:
         move_own_tensors(model, lambda tensor: tensor.to(device))
 
 
-def _named(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[str, Spot]:
+def _named(model: nn.Module, entries: Mapping[str, DeviceSlot], given: str) -> dict[str, DeviceSlot]:
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    named: dict[str, Spot] = {}
+    named: dict[str, DeviceSlot] = {}
     for pattern, spot in entries.items():
         wanted = pattern.split(".")
         found = [name for name in names if alike(name.split("."), wanted)]
@@ -152,7 +156,7 @@ def _named(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[st
     return named
 
 
-def _contradiction(given: str, found: str, spot: Spot) -> StepError:
+def _contradiction(given: str, found: str, spot: DeviceSlot) -> StepError:
     return StepError(
         given=given,
         found=f"{found}; one places it on {spot.device}, and the other on another device",
@@ -160,9 +164,9 @@ def _contradiction(given: str, found: str, spot: Spot) -> StepError:
     )
 
 
-def _check_tensors(model: nn.Module, spots: Mapping[nn.Module, Spot], given: str) -> None:
+def _check_tensors(model: nn.Module, spots: Mapping[nn.Module, DeviceSlot], given: str) -> None:
     loose: list[str] = []
-    known: dict[int, tuple[str, Spot]] = {}
+    known: dict[int, tuple[str, DeviceSlot]] = {}
     for name, module in model.named_modules():
         for key, tensor in _own(module):
             full = f"{name}.{key}".lstrip(".")
@@ -185,17 +189,17 @@ def _check_tensors(model: nn.Module, spots: Mapping[nn.Module, Spot], given: str
         )
 
 
-def _pieces(model: nn.Module) -> Iterator[Piece]:
+def _pieces(model: nn.Module) -> Iterator[ModulePart]:
     points = set(_points(model))
 
-    def visit(name: str, module: nn.Module) -> Iterator[Piece]:
+    def visit(name: str, module: nn.Module) -> Iterator[ModulePart]:
         inside = any(part in points for part in module.modules() if part is not module)
         point = module in points
         whole = point or not inside
         tensors = _tensors(module) if whole else (tensor for _, tensor in _own(module))
         held = {id(tensor): tensor.nbytes for tensor in tensors}
         if held:
-            yield Piece(name, own=not whole, point=point, tensors=held)
+            yield ModulePart(name, own=not whole, point=point, tensors=held)
         if not whole:
             for key, child in module.named_children():
                 yield from visit(f"{name}.{key}".lstrip("."), child)
@@ -217,7 +221,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
         yield from _layers(part)
 
 
-def _hosts(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+def _hosts(pieces: Sequence[ModulePart]) -> tuple[list[int], list[int]]:
     """Return the piece with which each piece is placed, itself or an earlier one, and its bytes."""
     hosts, sizes = list(range(len(pieces))), [0] * len(pieces)
     holder: dict[int, int] = {}

@@ -17,7 +17,7 @@ ATTRIBUTE = "_shoal_placing"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placing:
+class PlacementRecord:
     """Record that `shoal.DevicePlacement` attaches to a model.
 
     `in_flight` is the number of micro-batches that run forward before a backward, None for all if
@@ -29,7 +29,7 @@ class Placing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class DeviceSpan:
     """The devices of a model's parameters.
 
     `in_flight` is the number of micro-batches that run forward before a backward, None for all of a
@@ -41,7 +41,7 @@ class Span:
     hooked: bool
 
 
-def span_of(model: nn.Module) -> Span | None:
+def span_of(model: nn.Module) -> DeviceSpan | None:
     """Return the devices of a model that was placed or has parameters on several; None for others.
 
     Micro-batches of a manually placed model run one after the other, as its forward expects.
@@ -49,9 +49,9 @@ def span_of(model: nn.Module) -> Span | None:
     placing = getattr(model, ATTRIBUTE, None)
     devices = tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
     if placing is None:
-        return Span(devices=devices, in_flight=1, hooked=False) if len(devices) > 1 else None
+        return DeviceSpan(devices=devices, in_flight=1, hooked=False) if len(devices) > 1 else None
     ahead = placing.in_flight or (None if len(devices) > 1 else 1)
-    return Span(devices=devices, in_flight=ahead, hooked=placing.hooked)
+    return DeviceSpan(devices=devices, in_flight=ahead, hooked=placing.hooked)
 
 
 def bring(model: nn.Module, world: World) -> None:
@@ -108,7 +108,7 @@ def check_replicas(model: nn.Module, world: World) -> None:
         )
 
 
-def _described(model: nn.Module, span: Span) -> str:
+def _described(model: nn.Module, span: DeviceSpan) -> str:
     by = "by shoal.DevicePlacement" if hasattr(model, ATTRIBUTE) else "manually"
     places = ", ".join(map(str, span.devices))
     return f"a {type(model).__name__} that was placed {by} on {places}"

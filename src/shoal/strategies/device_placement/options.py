@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shoal.distributed.world import World
-from shoal.strategies.device_placement.device_map import Spot, assigned, balance, place
-from shoal.strategies.device_placement.multi_device import ATTRIBUTE, Placing
+from shoal.strategies.device_placement.device_map import DeviceSlot, assigned, balance, place
+from shoal.strategies.device_placement.multi_device import ATTRIBUTE, PlacementRecord
 from shoal.strategies.device_placement.transfer_hooks import arrange
 from shoal.util.errors import StepError
 
@@ -89,7 +89,9 @@ class DevicePlacement:
                 fix="one shoal.DevicePlacement(…) with a map of all modules",
             )
         if isinstance(self.device_map, Mapping):
-            entries = {n: Spot(*self._located(w, world, given)) for n, w in self.device_map.items()}
+            entries = {
+                n: DeviceSlot(*self._located(w, world, given)) for n, w in self.device_map.items()
+            }
         else:
             entries = self._balanced(model, world, given)
         spots = assigned(model, entries, given)
@@ -97,9 +99,9 @@ class DevicePlacement:
         hooked = len({*spots.values()}) > 1 or {s.device for s in spots.values()} != {world.device}
         if hooked:
             arrange(model, {module: spot.device for module, spot in spots.items()})
-        object.__setattr__(model, ATTRIBUTE, Placing(in_flight=self.in_flight, hooked=hooked))
+        object.__setattr__(model, ATTRIBUTE, PlacementRecord(in_flight=self.in_flight, hooked=hooked))
 
-    def _balanced(self, model: nn.Module, world: World, given: str) -> dict[str, Spot]:
+    def _balanced(self, model: nn.Module, world: World, given: str) -> dict[str, DeviceSlot]:
         own = range(len(world.devices))
         listed: Sequence[Any] = own if self.device_map is None else list(self.device_map)
         if len(listed) < 2:
@@ -114,7 +116,7 @@ class DevicePlacement:
         spots = []
         for where in listed:
             device, _ = self._located(where, world, given)
-            spots.append(Spot(device, met[device]))
+            spots.append(DeviceSlot(device, met[device]))
             met[device] += 1
         entries, held = balance(model, spots, given)
         parts = [f"on {spot.device} {part}" for spot, part in zip(spots, held, strict=True)]

@@ -12,7 +12,7 @@ from shoal._torch.modules import remove_forward_hooks
 from shoal.distributed.to_device import move, send
 
 
-class Copies:
+class ForwardCopies:
     """Copies made in the current forward.
 
     An argument of several modules of a device, such as a mask, is copied to it once.
@@ -44,13 +44,13 @@ class Copies:
         return copy
 
 
-class Arrival:
+class MoveArguments:
     """Hook before the forward of a module that moves the arguments to `device`.
 
     It still works after it was copied or pickled with its module.
     """
 
-    def __init__(self, device: torch.device, copies: Copies) -> None:
+    def __init__(self, device: torch.device, copies: ForwardCopies) -> None:
         self.device = device
         self._copies = copies
 
@@ -64,10 +64,10 @@ class Arrival:
 
 def arrange(model: nn.Module, places: dict[nn.Module, torch.device]) -> None:
     """Add hooks that move the arguments of each module of `places`, before all other hooks."""
-    copies = Copies()
+    copies = ForwardCopies()
     for module, device in places.items():
         # Before all others: activation checkpointing saves the inputs that it gets.
-        module.register_forward_pre_hook(Arrival(device, copies), prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(MoveArguments(device, copies), prepend=True, with_kwargs=True)
     model.register_forward_pre_hook(copies.begin, prepend=True)
     model.register_forward_hook(copies.end, always_call=True)
 
@@ -80,4 +80,4 @@ def without_arrivals(model: nn.Module) -> nn.Module:
 
 
 def _is_arrival(hook: Any) -> bool:
-    return isinstance(hook, Arrival) or isinstance(getattr(hook, "__self__", None), Copies)
+    return isinstance(hook, MoveArguments) or isinstance(getattr(hook, "__self__", None), ForwardCopies)

@@ -20,7 +20,7 @@ from shoal._torch.autograd import in_backward
 from shoal._torch.fsdp import drop_accumulated
 from shoal._torch.mesh import concatenate
 from shoal.data.batch import Batch, Count
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import mark_groups
 from shoal.strategies.contracts import Totals
@@ -70,7 +70,7 @@ class FSDPReducer(Reducer):
         self._unsummed = False
 
     def backward(
-        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
+        self, loss: Tensor, count: Count, micro: MicroBatch, size: int, *, scale: float, last: bool
     ) -> None:
         """Run backward, in which FSDP2 sums the gradients; see the contract."""
         loss, count = whole_loss(self.held.module, loss, count)
@@ -132,7 +132,7 @@ class FSDPRunner(Runner):
             root.set_reshard_after_forward(self._reshard, recurse=False)
             root.reshard()
 
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output of the module; see the contract."""
         return self._inner.infer(task, micro, seed, autocast=autocast)
 

@@ -9,12 +9,12 @@ from shoal.util.errors import LayoutError, StepError
 
 
 @dataclass(frozen=True)
-class Crew:
+class StageAssignment:
     """The ranks of each stage, by the stage's name, in the order of the stages.
 
     The first rank of the last stage is the driver: it computes the loss and starts backward.
 
-        >>> crew = Crew(("front", "back"), ((0,), (1, 2)))
+        >>> crew = StageAssignment(("front", "back"), ((0,), (1, 2)))
         >>> crew.driver, crew.worker(1, micro=3), list(crew.micros(2, 4))
         (1, 2, [1, 3])
     """
@@ -65,7 +65,7 @@ def crew_of(
     workers: Mapping[str, Sequence[int]] | None,
     peers: Sequence[int],
     given: str,
-) -> Crew:
+) -> StageAssignment:
     """Return the crew of the ranks `peers`. `workers` are indices into `peers`; None: one per stage.
 
     Raises LayoutError unless each of the ranks runs one stage.
@@ -83,7 +83,9 @@ def crew_of(
             fix=f"shoal run -n {len(taken)} …; or workers={{{names[0]!r}: (0,), …}} with all of the "
             f"ranks 0 to {len(peers) - 1}, and several of them for a slow stage",
         )
-    return Crew(tuple(names), tuple(tuple(peers[place] for place in some) for some in places))
+    return StageAssignment(
+        tuple(names), tuple(tuple(peers[place] for place in some) for some in places)
+    )
 
 
 def split_points(

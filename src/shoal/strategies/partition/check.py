@@ -17,19 +17,19 @@ from shoal.strategies.eval_mode import untouched
 from shoal.strategies.local import mixed
 from shoal.strategies.partition.inputs import Inputs
 from shoal.strategies.partition.members import CannotTravelError
-from shoal.strategies.partition.unsplit import DiffersError, FailsUncutError, Uncut, tensors_in
+from shoal.strategies.partition.unsplit import DiffersError, UnsplitModel, UnsplitModelError, tensors_in
 from shoal.strategies.tolerance import TOLERANCES, distance
 from shoal.util.errors import ShoalError, StepError
 
 
-class CutProof:
+class SplitCheck:
     """Comparison of stages and original model on the first batch of each structure, in each mode.
 
     Memory: the outputs, the copies of `untouched`, and, if the two differ, the inputs of each module
     of this rank.
     """
 
-    def __init__(self, uncut: Uncut, model: nn.Module, world: World, given: str) -> None:
+    def __init__(self, uncut: UnsplitModel, model: nn.Module, world: World, given: str) -> None:
         self._uncut = uncut
         self._model = model
         self._world = world
@@ -122,7 +122,9 @@ class CutProof:
             return None
         except Exception as error:
             text = (
-                str(error) if isinstance(error, FailsUncutError) else f"{type(error).__name__}: {error}"
+                str(error)
+                if isinstance(error, UnsplitModelError)
+                else f"{type(error).__name__}: {error}"
             )
             return f"it runs, but fails in one process: {text}"
         if not self._anywhere(self._apart(output, expected, autocast)):
@@ -187,7 +189,7 @@ class CutProof:
 
 
 @contextmanager
-def _noting(uncut: Uncut, found: dict[int, list[Tensor]]) -> Iterator[None]:
+def _noting(uncut: UnsplitModel, found: dict[int, list[Tensor]]) -> Iterator[None]:
     """Record the inputs of the modules of this rank's stages."""
 
     def hook(places: Iterator[int]) -> Callable[..., None]:

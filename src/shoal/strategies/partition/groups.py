@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from shoal.distributed.world import World
-from shoal.strategies.partition.assignment import Crew
+from shoal.strategies.partition.assignment import StageAssignment
 from shoal.strategies.partition.members import StageRanks
 
 
-def peers_of(world: World, crew: Crew) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
+def peers_of(world: World, crew: StageAssignment) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
     """Return the ranks that run this rank's stage, and their group if there are several. Collective."""
     lines = list(world.layout.groups("pipeline"))
     mine = world.layout.group(world.rank, "pipeline")
@@ -24,7 +24,7 @@ def peers_of(world: World, crew: Crew) -> tuple[tuple[int, ...], dist.ProcessGro
     return found
 
 
-def members_of(world: World, crew: Crew) -> StageRanks:
+def members_of(world: World, crew: StageAssignment) -> StageRanks:
     """Return the ranks of this replica, with the first one of each stage as its owner. Collective."""
     mine = world.layout.group(world.rank, "pipeline")
     owners = [mine.index(ranks[0]) for ranks in crew.ranks]

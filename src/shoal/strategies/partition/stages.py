@@ -51,7 +51,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterGraph:
     """The forward of a model as a graph in which each module that is not split is one node."""
 
     model: nn.Module
@@ -124,7 +124,7 @@ class Outer:
         )
 
 
-def trace(model: nn.Module, opened: Iterable[str], asked: str = Outer.asked) -> Outer:
+def trace(model: nn.Module, opened: Iterable[str], asked: str = OuterGraph.asked) -> OuterGraph:
     """Return the forward of `model` and of the modules `opened` as a graph, without running it.
 
     `asked` is the strategy as the user wrote it, for errors. Raises StepError for code that cannot be
@@ -140,7 +140,7 @@ def trace(model: nn.Module, opened: Iterable[str], asked: str = Outer.asked) -> 
             fix="def forward(self, x): …, with a name for each input",
         )
     signature = inspect.Signature([p for p in parameters if p.default is p.empty])
-    return Outer(model, graph_of(model, set(opened), signature, given), signature, asked)
+    return OuterGraph(model, graph_of(model, set(opened), signature, given), signature, asked)
 
 
 def _local(nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -161,7 +161,7 @@ class _Part:
     """Builder of one stage."""
 
     def __init__(
-        self, outer: Outer, stage_of: Mapping[fx.Node, int], local: set[fx.Node], number: int
+        self, outer: OuterGraph, stage_of: Mapping[fx.Node, int], local: set[fx.Node], number: int
     ) -> None:
         self._outer = outer
         self._stage_of = stage_of
@@ -297,7 +297,7 @@ def chains(model: nn.Module) -> set[str]:
     return found
 
 
-def seconds(outer: Outer, arguments: Sequence[Any], device: torch.device) -> list[float]:
+def seconds(outer: OuterGraph, arguments: Sequence[Any], device: torch.device) -> list[float]:
     """Return the forward time of each node on `arguments`, in seconds: the least of three runs."""
     timed = [0.0] * len(outer.graph.nodes)
     module = fx.GraphModule(copy.deepcopy(outer.model).eval().to(device), outer.graph)

@@ -24,7 +24,7 @@ from shoal.strategies.deferred_init import like
 from shoal.strategies.dtensor import whole
 from shoal.strategies.partition.inputs import Inputs
 from shoal.strategies.partition.members import CannotTravelError, StageRanks
-from shoal.strategies.partition.stages import Outer, Stage
+from shoal.strategies.partition.stages import OuterGraph, Stage
 from shoal.strategies.partition.trace import by_kind
 
 _META = torch.device("meta")
@@ -34,11 +34,11 @@ class DiffersError(Exception):
     """Error for a forward that calls other modules than the stages."""
 
 
-class FailsUncutError(Exception):
+class UnsplitModelError(Exception):
     """Error of the forward of the original model, in or outside its modules, on one rank or all."""
 
 
-class Uncut:
+class UnsplitModel:
     """The original model. Runs the outer forward as the user wrote it; created before the split.
 
     `compute` calls a module of this rank's stages, given the number of the stage and the name.
@@ -46,7 +46,7 @@ class Uncut:
 
     def __init__(
         self,
-        outer: Outer,
+        outer: OuterGraph,
         stages: Sequence[Stage],
         members: StageRanks,
         compute: Callable[[int, str, Any, Any], Any],
@@ -86,7 +86,7 @@ class Uncut:
             positional, named = by_kind(self._signature, inputs)
             try:
                 output = self._shell.forward(*positional, **named)
-            except (DiffersError, FailsUncutError, CannotTravelError):
+            except (DiffersError, UnsplitModelError, CannotTravelError):
                 raise  # as on the other ranks
             except Exception as error:  # maybe on this rank only, while the others call a module
                 self._agree("", f"{type(error).__name__}: {error}")
@@ -118,7 +118,7 @@ class Uncut:
         calls = self.members.gather((call, error))
         failed = next((text for _, text in calls if text is not None), None)
         if failed is not None:
-            raise FailsUncutError(failed)
+            raise UnsplitModelError(failed)
         if any(other != call for other, _ in calls):
             raise DiffersError("its forward calls other modules on one rank than on another")
 
@@ -152,7 +152,7 @@ class Uncut:
                 result = None, ({}, {}), [], f"{type(error).__name__}: {error}".partition("\n")[0]
         output, changes, states, text = members.tell(owner, result)
         if text is not None:
-            raise FailsUncutError(f"{name}: {text}") from failure
+            raise UnsplitModelError(f"{name}: {text}") from failure
         _set_random_states(members.device, states)
         return output if owner == members.place else given.follow(output, *changes)
 

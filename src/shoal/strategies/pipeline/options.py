@@ -18,7 +18,7 @@ from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.local import local_engine
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.partition.stages import (
-    Outer,
+    OuterGraph,
     Stage,
     balanced,
     chains,
@@ -176,7 +176,9 @@ class Pipeline:
         )
         return SynchronousEngine(runner)
 
-    def _balanced(self, outer: Outer, example: tuple[Any, ...], ranks: int, world: World) -> list[str]:
+    def _balanced(
+        self, outer: OuterGraph, example: tuple[Any, ...], ranks: int, world: World
+    ) -> list[str]:
         per_rank = self.stages_per_rank or SCHEDULES[self.schedule].stages
         # On all ranks, since layers may be sharded over some of them; rank 0's times count.
         timed = world.broadcast(seconds(outer, example, world.device))

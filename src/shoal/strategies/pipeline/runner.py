@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from shoal._torch.dispatch import tree_flatten, tree_map
 from shoal._torch.pipelining import step_micro_batches
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed import objects
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Totals, no_gradient
@@ -33,11 +33,11 @@ from shoal.strategies.mesh_reducer import (
     summing_group,
 )
 from shoal.strategies.module_patterns import find_units
-from shoal.strategies.partition.check import CutProof
+from shoal.strategies.partition.check import SplitCheck
 from shoal.strategies.partition.inputs import Inputs, bring, by_name, hold
 from shoal.strategies.partition.members import StageRanks
-from shoal.strategies.partition.stages import Outer, Stage, keep_only, tied
-from shoal.strategies.partition.unsplit import Uncut
+from shoal.strategies.partition.stages import OuterGraph, Stage, keep_only, tied
+from shoal.strategies.partition.unsplit import UnsplitModel
 from shoal.strategies.pipeline.schedules import SCHEDULES, micro_batches_refused
 from shoal.strategies.pipeline.stage import StageModule, learns
 from shoal.strategies.pipeline.timed_stage import MarkedStage, schedule_marked
@@ -65,7 +65,7 @@ class PipelineRunner(Runner):
         self,
         module: nn.Module,
         world: World,
-        outer: Outer,
+        outer: OuterGraph,
         stages: Sequence[Stage],
         owners: Sequence[int],
         *,
@@ -91,8 +91,8 @@ class PipelineRunner(Runner):
         kept = [stages[number] for number in mine]
         units = find_units(module, stage_strategy.modules) if self._sharded else []
         members = StageRanks(self._group, self._place, self._owners, world.device)
-        uncut = Uncut(outer, stages, members, self._compute_alone)
-        self._proof = CutProof(uncut, module, world, outer.given)
+        uncut = UnsplitModel(outer, stages, members, self._compute_alone)
+        self._proof = SplitCheck(uncut, module, world, outer.given)
         keep_only(module, kept, [stage for number, stage in enumerate(stages) if number not in mine])
         self._place_parameters(stage_strategy, kept, units)
         self._held = HeldParameters(module, world)
@@ -106,7 +106,7 @@ class PipelineRunner(Runner):
         self._forms: dict[object, dict[int, tuple[Form, Form]]] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
         self._compiled = False
-        self._current: tuple[Sequence[Micro], int] = ((), 0)
+        self._current: tuple[Sequence[MicroBatch], int] = ((), 0)
         """The micro-batches of the batch, and the number of rows to which they are padded."""
         self._sums_up = False
         """Whether the model returned a sum over the samples of a padded micro-batch."""
@@ -165,7 +165,7 @@ class PipelineRunner(Runner):
             fix="schedule='interleaved', which runs backward in one part",
         )
 
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output on the rank of the last stage, None on others. Collective."""
         self._compute_in(autocast)
         inputs = self._inputs(task, micro, seed)
@@ -217,7 +217,7 @@ class PipelineRunner(Runner):
         else:
             hold(module, kept, world.device)
 
-    def _prove(self, inputs: Inputs, micro: Micro, autocast: torch.dtype | None) -> None:
+    def _prove(self, inputs: Inputs, micro: MicroBatch, autocast: torch.dtype | None) -> None:
         """Compare the stages with the original model, for the first inputs of this structure."""
         if self._compiled and self._module.training:
             return  # compiled code draws other random numbers
@@ -237,7 +237,7 @@ class PipelineRunner(Runner):
         for part in self._parts.values():
             part.autocast = autocast
 
-    def _inputs(self, task: Task, micro: Micro, seed: int) -> Inputs:
+    def _inputs(self, task: Task, micro: MicroBatch, seed: int) -> Inputs:
         return by_name(self._signature, *task.arguments(micro, seed), type(self._module).__name__)
 
     def _schedule(

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.pipelining import PipelineStage
 
 from shoal.data.coupled import CoupledStep
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import neighbours_awaited, tensors_awaited
 from shoal.telemetry.step_timer import FORWARD, Timeline
@@ -24,7 +24,7 @@ class MarkedStage(PipelineStage):
     def __init__(
         self,
         world: World,
-        current: Callable[[], tuple[Sequence[Micro], int]],
+        current: Callable[[], tuple[Sequence[MicroBatch], int]],
         *arguments: Any,
         **named: Any,
     ) -> None:

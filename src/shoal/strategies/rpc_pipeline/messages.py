@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.strategies.task import Task
 from shoal.util.errors import ShoalError
 
@@ -25,13 +25,13 @@ class TurnWork:
     """The micro-batches of a turn. `factor` multiplies the losses; None means inference."""
 
     task: Task
-    micros: Sequence[Micro]
+    micros: Sequence[MicroBatch]
     seed: int
     autocast: torch.dtype | None
     factor: float | None
 
 
-class Arrived(NamedTuple):
+class ReadyMessage(NamedTuple):
     """Message: a rank is ready, or has an error."""
 
     rank: int
@@ -46,14 +46,14 @@ class ForwardRequest(NamedTuple):
     reply: Future[Any]
 
 
-class Backward(NamedTuple):
+class BackwardMessage(NamedTuple):
     """Message: the backward of a micro-batch through this rank's stage begins or has ended."""
 
     micro: int
     over: bool
 
 
-class Carried(NamedTuple):
+class MicroBatchDone(NamedTuple):
     """Message: a micro-batch has run through all stages and back, or failed."""
 
     micro: int
@@ -61,13 +61,13 @@ class Carried(NamedTuple):
     error: Exception | None
 
 
-class Over(NamedTuple):
+class TurnDone(NamedTuple):
     """Message: the turn is over for all ranks, with or without an error."""
 
     error: ShoalError | None
 
 
-Message: TypeAlias = Arrived | ForwardRequest | Backward | Carried | Over
+Message: TypeAlias = ReadyMessage | ForwardRequest | BackwardMessage | MicroBatchDone | TurnDone
 
 
 class Inbox:

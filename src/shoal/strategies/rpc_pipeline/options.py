@@ -16,7 +16,7 @@ from shoal.strategies.engine import SynchronousEngine
 from shoal.strategies.held_parameters import check_learns
 from shoal.strategies.local import local_engine
 from shoal.strategies.partition.assignment import crew_of, split_points
-from shoal.strategies.partition.stages import Outer, Stage, opened_by, refuse_tied, trace
+from shoal.strategies.partition.stages import OuterGraph, Stage, opened_by, refuse_tied, trace
 from shoal.strategies.tensor_parallel.sharded_modules import division_of
 from shoal.util.errors import LayoutError, StepError
 
@@ -105,7 +105,7 @@ class RPCPipeline:
 
         return SynchronousEngine(RPCPipelineRunner(model, world, outer, stages, crew))
 
-    def _cut(self, model: nn.Module, given: str) -> tuple[Outer, list[Stage]]:
+    def _cut(self, model: nn.Module, given: str) -> tuple[OuterGraph, list[Stage]]:
         """Return the forward of the model as a graph, and its stages."""
         names = [module for modules in self.stages.values() for module in modules]
         known = dict(model.named_modules())

@@ -24,31 +24,31 @@ from torch import Tensor, nn
 
 from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Totals, no_gradient
 from shoal.strategies.engine import Runner
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import mixed
 from shoal.strategies.mesh_reducer import MeshReducer
-from shoal.strategies.partition.assignment import Crew
-from shoal.strategies.partition.check import CutProof
+from shoal.strategies.partition.assignment import StageAssignment
+from shoal.strategies.partition.check import SplitCheck
 from shoal.strategies.partition.groups import members_of, peers_of
 from shoal.strategies.partition.inputs import Inputs, by_name, evaluating, hold
-from shoal.strategies.partition.stages import Outer, Stage, keep_only
-from shoal.strategies.partition.unsplit import Uncut
+from shoal.strategies.partition.stages import OuterGraph, Stage, keep_only
+from shoal.strategies.partition.unsplit import UnsplitModel
 from shoal.strategies.rpc import RPCAgent
 from shoal.strategies.rpc_pipeline.messages import (
-    Arrived,
-    Backward,
-    Carried,
+    BackwardMessage,
     ForwardQueue,
     ForwardRequest,
     Inbox,
-    Over,
+    MicroBatchDone,
+    ReadyMessage,
+    TurnDone,
     TurnWork,
 )
-from shoal.strategies.rpc_pipeline.threads import Carriers
+from shoal.strategies.rpc_pipeline.threads import MicroBatchThreads
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE
 from shoal.util.errors import ShoalError, StepError
@@ -65,7 +65,12 @@ class RPCPipelineRunner(Runner):
     flops_unknown = "backward runs in threads of distributed autograd"
 
     def __init__(
-        self, module: nn.Module, world: World, outer: Outer, stages: Sequence[Stage], crew: Crew
+        self,
+        module: nn.Module,
+        world: World,
+        outer: OuterGraph,
+        stages: Sequence[Stage],
+        crew: StageAssignment,
     ) -> None:
         rank = world.rank
         self.module = module
@@ -76,8 +81,8 @@ class RPCPipelineRunner(Runner):
         self._stage = stages[self._number]
         self.signature = outer.signature
         self._calls = world.service(RPCAgent)
-        self._proof = CutProof(
-            Uncut(outer, stages, members_of(world, crew), self._compute_alone),
+        self._proof = SplitCheck(
+            UnsplitModel(outer, stages, members_of(world, crew), self._compute_alone),
             module,
             world,
             outer.given,
@@ -131,7 +136,7 @@ class RPCPipelineRunner(Runner):
             timeline.enter(UPDATE)
             return self._reducer.totals()
 
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output on the driver, None on other ranks. Collective."""
         work = TurnWork(task=task, micros=[micro], seed=seed, autocast=autocast, factor=None)
         self._prove(work)
@@ -162,7 +167,7 @@ class RPCPipelineRunner(Runner):
         outputs = self._take_part(work)
         return outputs[0] if self._drives else None
 
-    def _inputs(self, work: TurnWork, micro: Micro) -> Inputs:
+    def _inputs(self, work: TurnWork, micro: MicroBatch) -> Inputs:
         """Return the inputs of the model for one micro-batch."""
         arguments = work.task.arguments(micro, work.seed)
         return by_name(self.signature, *arguments, type(self.module).__name__)
@@ -201,7 +206,7 @@ class RPCPipelineRunner(Runner):
             self._held.check_converted()
         except StepError as error:
             self._error = failed = error
-        arrived = Arrived(self._world.rank, failed)
+        arrived = ReadyMessage(self._world.rank, failed)
         self._calls.ask(self._crew.driver, self._key, "post", turn, arrived)
         over = self._attend(work, line)  # only the driver gets other messages
         failure = self._error or over.error
@@ -211,10 +216,10 @@ class RPCPipelineRunner(Runner):
     def _drive(self, work: TurnWork, turn: int, line: ForwardQueue) -> list[Any]:
         """Run all micro-batches through the stages, then end the turn on the other ranks."""
         failed: BaseException | None = None
-        carriers = Carriers(
+        carriers = MicroBatchThreads(
             len(work.micros),
             lambda micro: self._carry(work, turn, micro, carriers),
-            lambda *carried: self._inbox.post(turn, Carried(*carried)),
+            lambda *carried: self._inbox.post(turn, MicroBatchDone(*carried)),
         )
         values: dict[int, Any] = {}
         try:
@@ -223,7 +228,7 @@ class RPCPipelineRunner(Runner):
             carriers.start(len(self._crew.everyone) + 1)
             while len(values) < len(work.micros):
                 message = self._attend(work, line)
-                if isinstance(message, Carried):
+                if isinstance(message, MicroBatchDone):
                     if message.error is not None:
                         raise self._error or message.error
                     values[message.micro] = message.value
@@ -240,7 +245,7 @@ class RPCPipelineRunner(Runner):
         absent = {*self._others}
         while absent:
             message = self._attend(work, line)
-            if isinstance(message, Arrived):
+            if isinstance(message, ReadyMessage):
                 absent.discard(message.rank)
                 if message.error is not None:
                     raise message.error
@@ -248,9 +253,9 @@ class RPCPipelineRunner(Runner):
     def _end(self, turn: int, failed: BaseException | None) -> None:
         """End the turn on the other ranks, even if some of them are gone."""
         if failed is None:
-            self._calls.tell(self._others, self._key, "post", turn, Over(None))
+            self._calls.tell(self._others, self._key, "post", turn, TurnDone(None))
             return
-        over = Over(self._described(failed))
+        over = TurnDone(self._described(failed))
         for rank in self._others:
             try:
                 self._calls.ask(rank, self._key, "post", turn, over)
@@ -261,7 +266,7 @@ class RPCPipelineRunner(Runner):
         """Raise StepError if a rank for which this one waits is gone; called after a long wait."""
         self._calls.look(self._others if self._drives else [self._crew.driver])
 
-    def _attend(self, work: TurnWork, line: ForwardQueue) -> Arrived | Carried | Over:
+    def _attend(self, work: TurnWork, line: ForwardQueue) -> ReadyMessage | MicroBatchDone | TurnDone:
         """Run the forwards of this rank's stage until another message arrives, and return it."""
         timeline = self._world.timeline
         while True:
@@ -272,7 +277,7 @@ class RPCPipelineRunner(Runner):
                 self._do(work, line)
             elif isinstance(message, ForwardRequest):
                 line.add(message)
-            elif isinstance(message, Backward):
+            elif isinstance(message, BackwardMessage):
                 line.mark(message.micro, over=message.over)
             else:
                 return message
@@ -319,7 +324,7 @@ class RPCPipelineRunner(Runner):
 
         torch.autograd.grad in a forward would also call hooks of tensors.
         """
-        message, turn = Backward(micro, over), self._inbox.turn
+        message, turn = BackwardMessage(micro, over), self._inbox.turn
         for node in {leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}:
             if node is not None:
                 node.register_prehook(lambda _: self.post(turn, message))
@@ -328,7 +333,7 @@ class RPCPipelineRunner(Runner):
         needed = (inputs[name] for name in self._stage.needed)
         return body(*_on(self._world.device, received), *needed)
 
-    def _carry(self, work: TurnWork, turn: int, micro: int, carriers: Carriers) -> Any:
+    def _carry(self, work: TurnWork, turn: int, micro: int, carriers: MicroBatchThreads) -> Any:
         """Run one micro-batch through all stages and back, in a separate thread of the driver."""
         last = self._crew.last
         if work.factor is None:
@@ -385,9 +390,9 @@ class RPCPipelineRunner(Runner):
                     parameter.grad = gradient
                 else:
                     parameter.grad += gradient
-        self.post(turn, Backward(micro, over=True))
+        self.post(turn, BackwardMessage(micro, over=True))
 
-    def post(self, turn: int, message: Arrived | Backward | Over) -> None:
+    def post(self, turn: int, message: ReadyMessage | BackwardMessage | TurnDone) -> None:
         """Post a message of another rank or thread to the main thread."""
         self._inbox.post(turn, message)
 

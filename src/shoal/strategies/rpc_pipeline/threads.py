@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-class Carriers:
+class MicroBatchThreads:
     """Threads that each run one micro-batch after the other, started in order.
 
     `carry` is called with the number of a micro-batch, and `done` with its value or error.

@@ -16,7 +16,7 @@ from shoal.strategies.dtensor import whole
 from shoal.strategies.eval_mode import untouched
 
 
-class Proof:
+class PlanCheck:
     """Comparison of the inputs of each layer of a plan in the sharded and in the original model.
 
     Inputs are compared and not only outputs, because a layer that starts with weights of zero would

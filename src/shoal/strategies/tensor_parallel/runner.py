@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from shoal.data.batch import Batch
-from shoal.data.micro import Micro
+from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import tensors_awaited
 from shoal.strategies.compiled import Compiler
@@ -91,7 +91,7 @@ class PlannedRunner(Runner):
                 stack.enter_context(_divided_losses())
             return self._local.gradients(task, batch, autocast=autocast, scale=scale)
 
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output, and check the plan the first time, even if the sharded model fails."""
         try:
             output = self._local.infer(task, micro, seed, autocast=autocast)

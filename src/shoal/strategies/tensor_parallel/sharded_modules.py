@@ -17,7 +17,7 @@ from shoal._torch.autograd import version
 from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import is_divided
-from shoal.strategies.tensor_parallel.plan_check import Proof
+from shoal.strategies.tensor_parallel.plan_check import PlanCheck
 from shoal.util.errors import StepError
 
 ATTRIBUTE = "_shoal_division"
@@ -43,7 +43,7 @@ class ShardedLayers:
         self.logits = "logits" in self.ways
         self.sequence = "sequence" in self.ways
         self.proved = False
-        self.proof: Proof | None = None
+        self.proof: PlanCheck | None = None
         """The comparison with the original model, while it runs."""
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """Arguments of the last call of the model, until the plan is checked."""
@@ -96,7 +96,7 @@ class ShardedLayers:
             if not all(world.gather(called is not None)) or called is None:
                 return
             call, values = partial(model, *called[0], **called[1]), called
-        proof = self.proof = Proof(self.mesh)
+        proof = self.proof = PlanCheck(self.mesh)
         try:
             proof.run(model, call, values)
         finally:

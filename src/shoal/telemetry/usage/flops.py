@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from shoal._torch.dispatch import UncompiledMode, overloads_of
 
 
-class Counting:
+class FlopCounting:
     """A counter of the operations inside a context, entered once, by the step to be counted.
 
     `flops` is None before that, and if an operation could not be counted.

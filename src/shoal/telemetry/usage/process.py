@@ -20,7 +20,7 @@ class Usage:
     def __init__(self, device: torch.device) -> None:
         self._process = psutil.Process()
         self._device = device
-        self._meter = Meter.of(device)
+        self._meter = GpuMeter.of(device)
         self._looked, self._busy = time.perf_counter(), self._cpu_seconds()
 
     def fields(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Usage:
         return float(times.user + times.system)
 
 
-class Meter:
+class GpuMeter:
     """NVML's values for a GPU; a GPU may lack some of them."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
@@ -52,7 +52,7 @@ class Meter:
         self._began = self._ask("nvmlDeviceGetTotalEnergyConsumption")
 
     @classmethod
-    def of(cls, device: torch.device) -> Meter | None:
+    def of(cls, device: torch.device) -> GpuMeter | None:
         """Return the meter of a GPU; None on the CPU, and if NVML or the GPU in it can't be found."""
         if device.type != "cuda":
             return None
