@@ -1,6 +1,6 @@
 """Time and memory of a step of a ResNet with BatchNorm: statistics of a rank, the batch, and groups.
 
-python benchmarks/batch_norm.py                       # compared with a plain torch loop
+python benchmarks/batch_norm.py                       # compared with a plain loop
 shoal run -n 4 benchmarks/batch_norm.py
 python benchmarks/batch_norm.py --compile --rounds 5
 

@@ -73,6 +73,8 @@ PAGES = (
             "Noise",
             "gather",
             "GatheredRows",
+            "Coupled",
+            "SampleGroups",
         ),
     ),
     Page(

@@ -41,7 +41,7 @@ SIZES = {layout: size for layouts in LAYOUTS.values() for layout, size in layout
 
 def _parameters() -> list[object]:
     """All cases; `make test` has each pair of a strategy and groups on two ranks."""
-    small = [case for case in CASES if SIZES[case.layout] <= 2]
+    small = [case for case in CASES if SIZES[case.layout] <= 2 and case.way != "Compiled"]  # it is slow
     few = cover(small, lambda case: (case.way, (case.statistics, case.micro_batches)))
     more = cover(
         CASES, lambda c: ((c.way, c.layout), (c.statistics, c.micro_batches), c.samples, c.own)

@@ -44,7 +44,7 @@ def piece(place: Place, *, ranks: int, rank: int) -> tuple[int, int]:
     return min(size, cuts[0]), min(size, cuts[1])
 
 
-class HeldModules(NamedTuple):
+class HeldGroup(NamedTuple):
     """The samples of one group that a rank has, [start, stop) of its part of the micro-batch.
 
     A rank without samples has none of the first group of the micro-batch. The rank that `leads` has
@@ -67,7 +67,7 @@ class MicroGroups(NamedTuple):
     first: int
     last: int
     total: int
-    held: tuple[tuple[HeldModules, ...], ...]
+    held: tuple[tuple[HeldGroup, ...], ...]
     shared: bool
     least: int
 
@@ -81,7 +81,7 @@ def groups_of(place: Place, *, ranks: int, size: int | None) -> MicroGroups:
     first, last = start // length, -(-stop // length)
     held = tuple(
         tuple(
-            HeldModules(
+            HeldGroup(
                 group,
                 max(begin, group * length) - begin,
                 min(end, (group + 1) * length) - begin,
@@ -90,7 +90,7 @@ def groups_of(place: Place, *, ranks: int, size: int | None) -> MicroGroups:
             for group in range(begin // length, -(-end // length))
         )
         if end > begin
-        else ((HeldModules(first, 0, 0, leads=False),) if stop > start else ())
+        else ((HeldGroup(first, 0, 0, leads=False),) if stop > start else ())
         for begin, end in parts
     )
     holders = [each.group for groups in held for each in groups]
