@@ -437,11 +437,14 @@ def test_values_are_put_back_whose_shape_has_changed(inference: bool) -> None:
     assert torch.equal(value, torch.arange(6.0).view(2, 3))
 
 
-@pytest.mark.parametrize(("compile", "tried"), [(None, [8]), ("inductor", [2])])
+@pytest.mark.parametrize(("compile", "tried"), [(None, [8, 8]), ("inductor", [2, 2])])
 def test_the_loss_of_a_model_to_be_compiled_is_tried_on_two_samples(
     compile: str | None, tried: list[int]
 ) -> None:
-    """Uncompiled, a whole batch of it may need more memory than there is."""
+    """Uncompiled, a whole batch of it may need more memory than there is.
+
+    Once for the loss, and once in the model's own mode for its random draws, of which it has none.
+    """
     seen: list[int] = []
 
     class Seen(nn.Linear):

@@ -31,23 +31,21 @@ class MicroBatch(NamedTuple):
     batch_first: int = 0
 
 
-LOSS = "loss "
-"""The scope of the draws in the loss function of a Task."""
-
-
 class Draws:
     """The random draws of a micro-batch: `made` counts those of each module so far.
 
-    `scope` separates functions of a Task, which may call the same modules.
+    `models` numbers the models that have drawn. `scope` separates functions of a Task, which may call
+    the same modules.
     """
 
-    __slots__ = ("made", "micro", "scope", "seed")
+    __slots__ = ("made", "micro", "models", "scope", "seed")
 
     def __init__(self, micro: MicroBatch, seed: int, scope: str = "") -> None:
         self.micro = micro
         self.seed = seed
         self.scope = scope
-        self.made: Counter[str] = Counter()
+        self.made: Counter[Any] = Counter()
+        self.models: dict[Any, int] = {}
 
 
 CURRENT_MICRO: ContextVar[MicroBatch | None] = ContextVar("current micro-batch", default=None)

@@ -85,7 +85,8 @@ def choose_device(
             )
         raise LaunchError(
             given=f"device={str(device)!r}",
-            found=f"torch {torch.__version__} sees no GPU on {socket.gethostname()}",
+            found=f"torch {torch.__version__} sees no {'GPU' if kind == 'cuda' else kind + ' device'} "
+            f"on {socket.gethostname()}",
             fix="device='cpu', or ask the scheduler for GPUs and check with nvidia-smi",
         )
     visible = module.device_count()

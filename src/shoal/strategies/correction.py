@@ -15,7 +15,7 @@ Factor: TypeAlias = "float | Tensor"
 """The factor of the gradients of a step: a number, or a float64 tensor without dimensions."""
 
 
-class Place(Protocol):
+class DataPosition(Protocol):
     """The place of a global batch in the data: its Batch, or what is left of it."""
 
     @property
@@ -151,7 +151,7 @@ def no_count(size: int, counted: float) -> StepError:
     )
 
 
-def not_finite(loss: float, norm: float, batch: Place, *, over: str) -> StepError:
+def not_finite(loss: float, norm: float, batch: DataPosition, *, over: str) -> StepError:
     """Return the error of a step whose loss or gradients are not finite, `over` some ranks."""
     what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
     start, stop = batch.share

@@ -54,7 +54,11 @@ def each_in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def random_states_kept(model: nn.Module) -> Iterator[None]:
     """Restore the states of the global random generators afterwards."""
-    devices = {p.device for p in model.parameters() if accelerator.streams(p.device) is not None}
+    devices = {
+        p.device
+        for p in model.parameters()
+        if p.device.type != "cpu" and accelerator.streams(p.device) is not None
+    }
     kind = next((device.type for device in devices), "cuda")
     python, numpy = random.getstate(), np.random.get_state()
     try:

@@ -131,8 +131,7 @@ def parallelize(
     _check_model(module, world, statistics)
     _check_same(module, world)
     if random == "samples" and not any(world.layout.degree(axis) > 1 for axis in _SPLIT_AXES):
-        gc.collect()  # frees deleted models that are still in reference cycles
-        random_draws.register(module, len(engines_of(world)))
+        random_draws.register(module)
     coupled = _couple(module, world, statistics)
     engine = _apply(strategies, module, world)
     engine.whole_batches = coupled and statistics == "batch"

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from shoal.data.batch import Count
-from shoal.data.micro import CURRENT_DRAWS, CURRENT_MICRO, LOSS, Draws, MicroBatch
+from shoal.data.micro import CURRENT_DRAWS, CURRENT_MICRO, Draws, MicroBatch
 from shoal.data.noise import Noise
 from shoal.util.errors import DataError, StepError
 
@@ -86,7 +86,7 @@ class Task:
 
     def reduce(self, output: Any, micro: MicroBatch, seed: int) -> tuple[Tensor, Count]:
         """Return the loss of a micro-batch as (sum, count). Raise StepError for another form."""
-        with _current(micro, Draws(micro, seed, scope=LOSS)):
+        with _current(micro, Draws(micro, seed, scope="loss ")):
             if self._loss_takes_noise:
                 noise = Noise(seed, micro.first, micro.samples, stream=1)
                 result = self.loss(output, micro.value, noise=noise)

@@ -17,7 +17,7 @@ from shoal.distributed.to_device import values_kept
 from shoal.strategies.batch_norm import coupled_layers
 from shoal.strategies.contracts import Engine
 from shoal.strategies.eval_mode import each_in_eval_mode, evaluation, random_states_kept, untouched
-from shoal.strategies.random_draws.draws import is_keyed, layouts
+from shoal.strategies.random_draws.draws import is_keyed, layouts_of
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import Task, place
 from shoal.util.errors import ShoalError, StepError
@@ -63,6 +63,7 @@ def check_loss_adds_up(
                 stack.enter_context(untouched(one.module))
                 stack.enter_context(each_in_eval_mode(coupled_layers(one.module)))
             trial.on_all_ranks(trial.draw)
+            layouts = layouts_of(engine.module)
             if any(world.gather(bool(layouts.possible))):
                 trial.on_all_ranks(trial.draw_in_halves)
                 layouts.merge(world.gather(layouts.possible))

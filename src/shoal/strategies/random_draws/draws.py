@@ -1,7 +1,8 @@
 """Random draws in a forward pass, keyed by sample, position in the model and element.
 
 A draw in the forward pass of a registered module belongs to a site: the innermost registered module
-that is running, and the number of draws that it has made for this micro-batch. Parts of a forward pass
+that is running, and the number of draws that it has made for this micro-batch. Of several models, the
+first that draws for a micro-batch has number 0. Parts of a forward pass
 that are recomputed in backward draw the same numbers: torch restores the state of its generator there,
 and each draw begins with one number of that generator, its ticket.
 """
@@ -27,7 +28,17 @@ from shoal.strategies.random_draws.layouts import Layouts
 _STEPS = 1 << 62
 """Offset of the positions of draws that belong to a step and not to samples."""
 _TICKETS = 1 << 62
-_NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+class _Model:
+    """A registered model: what is known of its draws."""
+
+    def __init__(self) -> None:
+        self.layouts = Layouts()
+
+
+_OUTSIDE = _Model()
+"""Takes the place of the model for draws outside of all modules, such as those of a loss function."""
 
 
 @dataclass
@@ -62,22 +73,28 @@ class _Site:
         return rows.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
 
 
-layouts = Layouts()
+_MODULES: WeakKeyDictionary[nn.Module, tuple[_Model, str]] = WeakKeyDictionary()
+"""The model and the name of each module of the registered models."""
 _tickets: dict[int, _Site] = {}
 
 
-def register(model: nn.Module, number: int) -> None:
-    """Key the draws of a model's modules by samples; `number` distinguishes models of a world."""
-    if not _NAMES:
+def register(model: nn.Module) -> None:
+    """Key the draws of a model's modules by samples."""
+    if not _MODULES:
         replace_draws(_REPLACED)
-    layouts.drop(f"{number}.")
+    registered = _Model()
     for name, module in model.named_modules():
-        _NAMES[module] = f"{number}.{name}"
+        _MODULES[module] = registered, name
+
+
+def layouts_of(model: nn.Module) -> Layouts:
+    """Return what is known of the draws of a registered model."""
+    return _MODULES[model][0].layouts
 
 
 def is_keyed(module: nn.Module) -> bool:
     """Return whether the draws of a module belong to samples."""
-    return module in _NAMES
+    return module in _MODULES
 
 
 def forget() -> None:
@@ -92,14 +109,16 @@ def _site(tensor: Tensor, generator: torch.Generator | None) -> _Site | None:
     draws = CURRENT_DRAWS.get()
     if draws is None:
         return _tickets.get(_ticket()) if _tickets and in_backward() else None
-    module = _innermost()
-    if module is None:
+    found = _innermost()
+    if found is None:
         return None
-    name = f"{draws.scope}{module}#{draws.made[module]}"
-    draws.made[module] += 1
+    model, module = found
+    number = draws.models.setdefault(model, len(draws.models))
+    name = f"{draws.scope}{module}#{draws.made[found]}"
+    draws.made[found] += 1
     micro = draws.micro
-    key = philox.site_key(draws.seed, name)
-    dim = layouts.dimension(name, tensor.shape, micro.samples)
+    key = philox.site_key(draws.seed, f"{number} {name}")
+    dim = model.layouts.dimension(name, tensor.shape, micro.samples)
     if dim is None:
         site = _Site(key, _STEPS + micro.batch_first, 1, 0)
     else:
@@ -112,21 +131,22 @@ def _ticket() -> int:
     return int(torch.randint(_TICKETS, (), generator=torch.default_generator))
 
 
-def _innermost() -> str | None:
-    """Return the name of the innermost registered module that is running.
+def _innermost() -> tuple[_Model, str] | None:
+    """Return the model and the name of the innermost registered module that is running.
 
-    Empty outside of all modules; None inside modules none of which is registered.
+    The name is empty outside of all modules. Return None inside modules none of which is registered.
     """
-    found: str | None = ""
+    inside = False
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = module_called_in(frame)
         if module is not None:
-            found = _NAMES.get(module)
+            found = _MODULES.get(module)
             if found is not None:
                 return found
+            inside = True
         frame = frame.f_back
-    return found
+    return None if inside else (_OUTSIDE, "")
 
 
 def _bernoulli_(

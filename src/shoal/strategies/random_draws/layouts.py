@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shoal.data.micro import LOSS
-
 Fit = tuple[int, int]
 """A dimension, and the number of its elements per sample."""
 
@@ -38,12 +36,6 @@ class Layouts:
             found = [each for each in found if each in known] or found
         self.possible[site] = found
         return found[0][0] if found else None
-
-    def drop(self, model: str) -> None:
-        """Drop what is known of sites in `model`, which may have been another one before."""
-        for site in [site for site in self.possible if site.removeprefix(LOSS).startswith(model)]:
-            del self.possible[site]
-            self._seen.pop(site, None)
 
     def merge(self, others: Iterable[Mapping[str, list[Fit]]]) -> None:
         """Keep at each site the fits of all ranks that have seen it."""
