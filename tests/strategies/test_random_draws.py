@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -354,6 +356,18 @@ def test_layouts_are_learned_from_several_sizes() -> None:
     assert known.dimension("d", (8, 3), 4) == 0
     assert known.dimension("d", (8, 3), 2) is None  # the same shape: it counts no samples
     assert known.dimension("d", (8, 3), 4) is None
+
+
+def test_a_model_after_all_others_were_deleted() -> None:
+    program = """
+import gc, torch, shoal
+with shoal.init(device="cpu") as world:
+    for _ in range(2):
+        model = shoal.parallelize(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout()), world)
+        del model
+        gc.collect()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_wrong_value_is_refused() -> None:

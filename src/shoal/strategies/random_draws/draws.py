@@ -2,9 +2,9 @@
 
 A draw in the forward pass of a registered module belongs to a site: the innermost registered module
 that is running, and the number of draws that it has made for this micro-batch. Of several models, the
-first that draws for a micro-batch has number 0. Parts of a forward pass
-that are recomputed in backward draw the same numbers: torch restores the state of its generator there,
-and each draw begins with one number of that generator, its ticket.
+first that draws for a micro-batch has number 0. Parts of a forward pass that are recomputed in backward
+draw the same numbers: torch restores the state of its generator there, and each draw begins with one
+number of that generator, its ticket.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -80,11 +81,16 @@ _tickets: dict[int, _Site] = {}
 
 def register(model: nn.Module) -> None:
     """Key the draws of a model's modules by samples."""
-    if not _MODULES:
-        replace_draws(_REPLACED)
+    _intercept()
     registered = _Model()
     for name, module in model.named_modules():
         _MODULES[module] = registered, name
+
+
+@cache
+def _intercept() -> None:
+    """Replace torch's random operations, once in a process."""
+    replace_draws(_REPLACED)
 
 
 def layouts_of(model: nn.Module) -> Layouts:
