@@ -233,5 +233,5 @@ def test_the_demo_kills_a_process_in_a_save(tmp_path: Path) -> None:
         text = demo["kill_in_a_save"](tmp_path / name)
         assert "killed by SIGKILL" in text
         assert "while rank 1 wrote its part of step-80" in text
-        assert text.endswith("newest checkpoint: step-60")
+        assert text.endswith("latest checkpoint: step-60")
         assert demo["newest"](tmp_path / name).name == "step-60"

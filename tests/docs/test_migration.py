@@ -304,5 +304,5 @@ def test_with_the_samples_in_one_order_both_end_with_one_loss(pair: Pair, tmp_pa
     [pair for pair in marked(ddp_after=pytest.mark.full) if pair.values[0] is not DEEPSPEED],
 )
 def test_the_script_of_the_other_tool_runs_as_the_page_shows_it(pair: Pair, tmp_path: Path) -> None:
-    """It shuffles in another order, so that its loss is another one."""
+    """It shuffles in a different order, so its loss differs."""
     assert run_script(tmp_path / "before", pair, 2, str) < 0.5

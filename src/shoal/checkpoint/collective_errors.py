@@ -173,7 +173,7 @@ def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
     if isinstance(error, ShoalError):
         return CheckpointError(given=error.given, found=f"rank {rank}: {error.found}", fix=error.fix)
     if isinstance(error, RemoteError):
-        fix = "check that fsspec reaches it with your login and may write there; then try again"
+        fix = "check that fsspec can write there with your credentials, then try again"
         return CheckpointError(given=given, found=f"rank {rank}: {error}", fix=fix)
     if isinstance(error, OSError):
         fix = _FIXES.get(error.errno or 0, "check the file system of this path (df -h, mount)")

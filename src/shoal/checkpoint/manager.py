@@ -98,7 +98,7 @@ class Checkpoints:
         self._keep = keep
         self._keep_every = keep_every
         self._files = files or Files()
-        # The working directory may change, also while a save runs in the background.
+        # The working directory may change, even while a save runs in the background.
         self._store: Store[Any] = store_in(lasting(directory), self._files)
         self._only_last = False
         self.background = BackgroundSaver(world)

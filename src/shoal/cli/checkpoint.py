@@ -112,7 +112,7 @@ def compare_checkpoints(
 ) -> None:
     """Compare two checkpoints.
 
-    It exits with 1 if they differ. For run directories, it compares the newest checkpoints.
+    It exits with 1 if they differ. For run directories, it compares the latest checkpoints.
     Metadata such as the time may differ.
     """
     from shoal.checkpoint.inspect import diff, display, locate
@@ -176,9 +176,9 @@ def _readable(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        here = "see whether you may read and write there (ls -ld), and whether there is room (df -h)"
+        here = "check that you may read and write there (ls -ld), and that there is room (df -h)"
         raise CheckpointError(
             given=masked_url(path),
             found=str(error),
-            fix="see whether fsspec reaches it with your login" if is_url(path) else here,
+            fix="check that fsspec can access it with your credentials" if is_url(path) else here,
         ) from None

@@ -398,7 +398,7 @@ def _checked_world(dataset: Any, world: object) -> World:
 
 
 def _checked_seed(shuffle: object, seed: object) -> int:
-    """Return the seed of the order; raises DataError if it is no integer, or `shuffle` no boolean."""
+    """Return the seed of the order. Raise DataError unless it is an integer and `shuffle` a boolean."""
     if not isinstance(shuffle, bool):
         raise DataError(
             given=f"Loader(shuffle={shuffle!r})", found="shuffle is a boolean", fix="shuffle=False"

@@ -55,7 +55,7 @@ _NAMES = {id(kind): name for name, kind in (_SEQUENCES | _MAPPINGS).items()} | {
 
 
 class CodecError(ValueError):
-    """A value that can't be encoded, or bytes that are no encoded value."""
+    """A value that can't be encoded, or bytes that are not an encoded value."""
 
 
 def dumps(value: object) -> bytes:
@@ -82,7 +82,7 @@ def loads(data: bytes) -> Any:
     except CodecError:
         raise
     except Exception as error:  # forged bytes can raise any error
-        raise CodecError(f"bytes that are no value: {type(error).__name__}: {error}"[:500]) from None
+        raise CodecError(f"bytes that are not a value: {type(error).__name__}: {error}"[:500]) from None
 
 
 class _Writer:

@@ -62,7 +62,7 @@ class Survivors:
                 found="the store of their rendezvous can't be reached any more: "
                 f"{str(error).splitlines()[0]}",
                 fix="see the error of rank 0, which hosts the store unless `shoal run` does; the same "
-                "command resumes from the newest checkpoint",
+                "command resumes from the latest checkpoint",
             ) from None
         if self.rank not in here:
             raise LaunchError(

@@ -20,7 +20,7 @@ from types import TracebackType
 import psutil
 
 LEAST_SECONDS = 2.0
-"""A shorter span is no outage: a lost packet is retransmitted within it."""
+"""A shorter span is not an outage: a lost packet is retransmitted within it."""
 
 _LEAST_CALLS = 2
 """A process that gets no CPU time makes no calls, and detects no outage either."""

@@ -124,7 +124,7 @@ class Placement:
         return replace(self, **values, unsettled=())  # type: ignore[arg-type]
 
     def with_cores(self, cores: Decision[int]) -> Placement:
-        """Return the same placement with another number of cores."""
+        """Return the same placement with a different number of cores."""
         others = tuple(choice for choice in self.choices if choice.what != cores.what)
         return replace(self, cores=cores.value, choices=(*others, cores))
 

@@ -290,7 +290,7 @@ class Launcher:
             self._end_orphans(self._short)
             return saved
         finally:
-            # Last on the terminal, also after a Ctrl-C while the others are stopped.
+            # Last on the terminal, even after a Ctrl-C while the others are stopped.
             if not first:
                 self._tell_of(rank, text)
 

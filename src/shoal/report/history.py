@@ -229,7 +229,7 @@ class History:
     files: int = 0
     """Number of ranks that have left a file."""
     skipped: int = 0
-    """Number of lines that are no events; a kill leaves one."""
+    """Number of lines that are not events; a kill leaves one."""
     unread: dict[int, str] = field(default_factory=dict)
     """Ranks whose file could not be read completely, with the reason."""
 

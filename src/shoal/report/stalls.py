@@ -53,7 +53,7 @@ def find_stalls(aligned: AlignedSteps, first: int, last: int, step: float) -> li
     work = aligned.column("counted", first, last)[0]
     known = np.isfinite(work) & (work > 0)
     share = np.ones(last - first)
-    if known.any():  # a longer batch takes longer, which is no stall
+    if known.any():  # a longer batch takes longer, which is not a stall
         share[known] = np.maximum(1.0, work[known] / np.median(work[known]))
     found = []
     for parts in TOGETHER:

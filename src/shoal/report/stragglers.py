@@ -78,7 +78,7 @@ def find_raised(values: Array, least: float) -> Segment | None:
 
 
 def find_raised_at_any_scale(values: Array, least: float) -> Segment | None:
-    """Return the same, also where values are high so rarely that only means over several show it."""
+    """Return the same, even where values are high so rarely that only means over several show it."""
     for size in (1, 4, 16):
         groups = len(values) // size
         if size > 1 and groups < 3:
@@ -164,7 +164,7 @@ def _exact(aligned: AlignedSteps, place: int, part: str, first: int, last: int) 
     begin, end = np.searchsorted(aligned.steps, [first, last + 1])
     taken = _column(aligned, part, int(begin), int(end))
     values = taken[place] - usual_of_others(taken.T).T[place]
-    values = np.minimum(values, 2 * np.quantile(values, 0.75) + 1e-9)  # one long step is no change
+    values = np.minimum(values, 2 * np.quantile(values, 0.75) + 1e-9)  # one long step is not a change
     count = len(values)
     before = np.arange(1, count)
     sums = np.cumsum(values)[:-1]

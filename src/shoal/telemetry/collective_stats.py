@@ -89,7 +89,7 @@ class CollectiveStats:
         self._waiting: dict[str, set[int]] = {}
         self._under_way: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._looked = self._begun = clock()
-        # Earlier records, also of earlier worlds, do not count.
+        # Earlier records, including those of earlier worlds, do not count.
         for call in flight_recorder.recorded_calls({}):
             self._after[call.recorder] = max(call.record, self._after.get(call.recorder, -1))
 

@@ -154,7 +154,7 @@ def train(
         save: Interval between saves, as in `Run.tick(every=…)`: optimizer steps, a timedelta or a
             YoungDaly. `None` saves after each epoch. Default: None.
         checkpoints: Another directory or a URL for the checkpoints, as in Run. Default: None.
-        keep: Number of newest checkpoints to keep, 1 or more. Default: 3.
+        keep: Number of latest checkpoints to keep, 1 or more. Default: 3.
         ema: Decay of an EMA of the parameters, at least 0 and below 1; evaluations use the averaged
             parameters. `None` has no EMA. Default: None.
         callbacks: Functions of a TrainingStatus, called on all ranks. One that returns True at an

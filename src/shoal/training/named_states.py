@@ -37,7 +37,7 @@ def train_states(
     for what, names in (("optimizer", optimizers.keys()), ("schedule", schedules.keys())):
         if not names <= alone:
             others = ", ".join(map(repr, sorted(names - alone)))
-            raise _not_trainable(given, f"{what}= for {others}, which is no model of this Run")
+            raise _not_trainable(given, f"{what}= for {others}, which is not a model of this Run")
     return {
         name: _train_state(name, each, optimizers.get(name), schedules.get(name))
         for name, each in models.items()

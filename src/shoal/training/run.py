@@ -57,7 +57,7 @@ class Run:
         config: Plain values that checkpoints record for users: learning rates, paths. Default: None.
         checkpoints: Another directory for the checkpoints, or a URL of a file system that fsspec
             supports (`s3://bucket/run`). `None` is `checkpoints/` in the run directory. Default: None.
-        keep: Number of newest checkpoints to keep, 1 or more. Default: 3.
+        keep: Number of latest checkpoints to keep, 1 or more. Default: 3.
         keep_every: Also keep the checkpoints of every `keep_every`-th step. `None` keeps no others.
             Default: None.
         must_save: End the run if a background save fails. Otherwise the next `tick` reports it and

@@ -97,7 +97,7 @@ class RunDirectory:
     def check_unused(self) -> None:
         """Raise CheckpointError if there are checkpoints of a run that this one does not continue.
 
-        The next restore would take the newest checkpoint of either run.
+        The next restore would take the latest checkpoint of either run.
         """
         if self._continues:
             return
@@ -142,7 +142,7 @@ class RunDirectory:
 
 
 def local_path(given: str | Path) -> Path:
-    """Return the directory of a run; CheckpointError for a URL, or for a value that is no path."""
+    """Return the directory of a run; CheckpointError for a URL, or for a value that is not a path."""
     if not isinstance(given, str | os.PathLike):
         raise CheckpointError(
             given=f"shoal.Run({type(given).__name__}, …)",

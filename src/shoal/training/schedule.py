@@ -116,7 +116,7 @@ class LRSchedule:
             A scheduler, stepped once per optimizer step.
 
         Raises:
-            StepError: If `optimizer` is no torch.optim.Optimizer, or `total` is not an integer, 0 or
+            StepError: If `optimizer` is not a torch.optim.Optimizer, or `total` is not an integer, 0 or
                 more.
         """
         fix = "LRSchedule(…)(optimizer, len(loader) * epochs)"

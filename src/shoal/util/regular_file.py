@@ -1,6 +1,6 @@
 """Opening of files to write: only regular ones, and never through a symbolic link.
 
-A run directory may come from another person, with links in place of files that a run writes.
+A run directory may come from someone else, with links in place of files that a run writes.
 Directories in it may be links, since users keep checkpoints on another file system that way.
 """
 

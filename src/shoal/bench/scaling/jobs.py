@@ -34,7 +34,7 @@ GRACE = 20.0
 """Seconds between asking a job to end and killing it."""
 LOG, RUN, ORDER = "log.txt", "run", "order.json"
 WORKER = Path(__file__).with_name("worker") / "__main__.py"
-"""The module that trains models that are no scripts."""
+"""The module that trains models that are not scripts."""
 TAIL = 200_000
 """Bytes at the end of a log that are searched for the reason of a failure."""
 _SHARED = {"none", "shoal run", "torchrun"}

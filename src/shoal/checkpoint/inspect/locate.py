@@ -99,7 +99,7 @@ def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
 
 
 def read_newest(given: Sequence[AnyPath], action: Callable[[list[CheckpointManifest]], R]) -> R:
-    """Return the result of `action` for the newest checkpoint of each of `given`.
+    """Return the result of `action` for the latest checkpoint of each of `given`.
 
     Calls it again if a live run has renamed or removed one of them meanwhile.
     """

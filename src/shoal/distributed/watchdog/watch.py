@@ -3,7 +3,7 @@
 A rank hangs if no process group has begun a new operation for as long as a wait may last, no call has
 been answered, and its main thread is inside a collective, or inside torch.distributed sending or
 receiving. So the training itself needs no counters, and long operations that make no other rank wait
-are no hang.
+are not hangs.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _program(job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> S
 
 
 def _staged(word: str, place: JobContext) -> str:
-    """Return a word of the command; staged paths, also as values of options, become the copy's."""
+    """Return a word of the command; staged paths, even as values of options, become the copy's."""
     option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     path = os.path.normpath(os.path.join(place.directory, value))
     for whole in place.stage:

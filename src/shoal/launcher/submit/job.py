@@ -70,7 +70,7 @@ class Job:
     """A job with all decisions made: the batch script contains each value that is not None.
 
     A job gets its signal to save `lead` seconds before its end. With `requeue` it may then requeue
-    itself, also after `restarts` failures. `per_node` is the number of processes on each node, or on
+    itself, even after `restarts` failures. `per_node` is the number of processes on each node, or on
     most. `choices` has Shoal's decisions by name: cpus, qos and lead.
     """
 

@@ -53,7 +53,7 @@ class Scale:
 
 
 def _usual_end(values: Sequence[float]) -> float:
-    """Return the highest of the values that are no far outliers (Tukey's outer fence)."""
+    """Return the highest of the values that are not far outliers (Tukey's outer fence)."""
     if len(values) < FEWEST:
         return max(values)
     first, middle, third = statistics.quantiles(values, n=4, method="inclusive")

@@ -113,7 +113,7 @@ class _SlicedForward(_Forward):
         return tree_map(lambda value: self._gather(value, slice_length), output)
 
     def _enter(self, hidden: Tensor) -> int:
-        """Return the length of the full sequence. Raise StepError if units run in another order."""
+        """Return the length of the full sequence. Raise StepError if units run in a different order."""
         size, length = self._peers.size, hidden.size(1)
         if self._name != self._stack.names[0]:
             if not in_backward() and self._stack.length != length * size:

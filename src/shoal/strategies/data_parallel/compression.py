@@ -401,7 +401,7 @@ class PowerSGDMethod(ErrorFeedback):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state. The buckets may be other ones on another number of ranks."""
+        """Restore the state. The buckets may be other ones on a different number of ranks."""
         super().load_state(state)
         self._bases = {name: value.clone() for name, value in state.get("bases", {}).items()}
         self._taken = state.get("steps", 0)

@@ -354,7 +354,7 @@ class DDPReducer(Reducer):
         """Reduce gradients of zeros once, so that the reducer rebuilds its buckets now.
 
         The reducer rebuilds its buckets after the first backward anyway, in the order in which
-        gradients arrived. A resumed run would do so again and sum in another order than the
+        gradients arrived. A resumed run would do so again and sum in a different order than the
         uninterrupted run in that one step, which shows in the last bit from 3 ranks on. Priming fixes
         the order to the reverse order of the parameters, torch's own first guess, whether the run is
         fresh or resumed.

@@ -96,7 +96,7 @@ class FSDPReducer(Reducer):
         return world_totals(self.held, norm_of_parts(self.held), reports_loss=self.reports_loss)
 
     def discard(self) -> None:
-        """Clear the gradients, also those of an interrupted batch."""
+        """Clear the gradients, including those of an interrupted batch."""
         self.held.clear()
         if self._unsummed:
             for part in self.divided:

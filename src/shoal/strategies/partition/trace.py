@@ -288,7 +288,7 @@ def _traced(
 
 @contextmanager
 def _in_mode(model: nn.Module, mode: _TraceMode) -> Iterator[None]:
-    """Set all modules to one mode, also those whose `training` the forward reads."""
+    """Set all modules to one mode, including those whose `training` the forward reads."""
     modes = [(module, module.training) for module in model.modules()]
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])] if mode.autocast else []
     with ExitStack() as settings:

@@ -15,8 +15,8 @@ class Layouts:
     `(samples * length, …)` with the elements of a sample next to each other, as attention over
     `samples * heads` has, or `(length, samples, …)`. One size may fit several dimensions by chance, so
     each site keeps those that have fitted at all numbers of samples so far, and none once the shape was
-    the same at another number. Before the first step, the check of the loss function runs the model on
-    halves of a micro-batch.
+    the same at a different number. Before the first step, the check of the loss function runs the model
+    on halves of a micro-batch.
     """
 
     def __init__(self) -> None:
