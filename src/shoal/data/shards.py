@@ -46,8 +46,8 @@ class ShardedDataset(Generic[Shard]):
         read: Function `read(shard, start)` that yields the samples of a shard from number `start` on:
             by a seek if the format allows it, otherwise by `itertools.islice(samples, start, None)`.
         lengths: Number of samples of each shard. A shard with a different number raises DataError
-            while it is read. `None`: the ranks count the samples together when the Loader is made. Default:
-            None.
+            while it is read. `None`: the ranks count the samples together when the Loader is made.
+            Default: None.
         interleave: Number of shards that are read in turn, 1 or more. Default: 32.
 
     Raises:
