@@ -404,6 +404,12 @@ def _bare(name: str, here: Mapping[str, object]) -> str:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise CheckpointError(
+            given=f"shoal.load(model, {str(path)!r})",
+            found="there is no such file",
+            fix="pass the path of a safetensors file; shoal checkpoint export writes one of a run",
+        )
     if path.suffix != ".safetensors":
         raise CheckpointError(
             given=f"shoal.load(model, {str(path)!r})",
