@@ -138,7 +138,7 @@ class Opaque(Net):
 def parts(
     world: shoal.World, strategy: Any, make: Any, precision: Any = "fp32"
 ) -> tuple[shoal.Step, shoal.Loader]:
-    model = shoal.parallelize(make, world, strategy)
+    model = shoal.parallelize(make, world, strategy, statistics="rank")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = shoal.Step(model, optimizer, shoal.Task(squared_distance), precision=precision)
     return step, shoal.Loader(pairs(SAMPLES, WIDTH), world, batch_size=16, micro_batches=4)
@@ -206,7 +206,7 @@ def test_modules_that_work_in_place_are_the_whole_model_too(two: Ranks) -> None:
 
 def halves(world: shoal.World) -> list[float]:
     model = Net().half()
-    engine = shoal.parallelize(model, world, PIPELINE)
+    engine = shoal.parallelize(model, world, PIPELINE, statistics="rank")
     task = shoal.Task(squared_distance, inputs=lambda batch: batch[0].half())
     step = shoal.Step(engine, torch.optim.SGD(engine.parameters(), lr=1e-4), task)
     data = shoal.Loader(pairs(SAMPLES, WIDTH), world, batch_size=16, micro_batches=4)
@@ -242,7 +242,7 @@ def test_the_comparison_leaves_no_trace(two: Ranks, strategy: Any, tmp_path: Pat
 
 def masked(world: shoal.World, strategy: Any) -> tuple[list[float], str]:
     """Two batches with a mask, then one without."""
-    model = shoal.parallelize(Masked, world, strategy)
+    model = shoal.parallelize(Masked, world, strategy, statistics="rank")
     task = shoal.Task(squared_distance, inputs=lambda batch: (batch[0], batch[2][0]))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-2), task)
     samples = [(*pair, index) for index, pair in enumerate(zip(*pairs(SAMPLES, WIDTH), strict=True))]

@@ -213,7 +213,7 @@ def test_no_program_is_made_of_one_stage(
     started: Callable[[str], Ranks], strategy: Any, ending: str, tmp_path: Path
 ) -> None:
     for told in started("pipeline=2").call(exported, strategy, tmp_path / f"model.{ending}"):
-        assert "divided over ranks" in told
+        assert "sharded or split over ranks" in told
         assert "shoal.load(model, 'model.safetensors')" in told
 
 

@@ -16,6 +16,7 @@ from shoal.data.micro import MicroBatch
 from shoal.strategies.batch_norm import coupled_layers
 from shoal.strategies.contracts import Engine
 from shoal.strategies.coupled_layers import drops
+from shoal.strategies.dtensor import is_divided
 from shoal.strategies.eval_mode import each_in_eval_mode, untouched
 from shoal.strategies.task import Task
 from shoal.training.loss_check import part_of
@@ -53,8 +54,10 @@ def say_coupled(engine: Engine, task: Task, batch: Batch, *, autocast: torch.dty
     known = [*coupled_layers(model), *filter(drops, model.modules())]
     with torch.no_grad(), untouched(model, micro.value), each_in_eval_mode(known):
         run = partial(_digests, engine, task, seed=batch.seed, autocast=autocast)
-        first, again, *halves = (run(part) for part in (micro, micro, *parts))
-    found = "" if whole else _first_difference(engine.module, first, again, halves)
+        found = ""
+        with suppress(Exception):  # a real error occurs again in the step
+            first, again, *halves = (run(part) for part in (micro, micro, *parts))
+            found = "" if whole else _first_difference(engine.module, first, again, halves)
     name = next(filter(None, world.gather(found)), "")
     if name:
         world.print(
@@ -87,7 +90,8 @@ def _digests(
 
     def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         number = calls[name] = calls.get(name, -1) + 1
-        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        leaves = tree_flatten(output)[0]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not is_divided(leaf)]
         rows = [leaf for leaf in tensors if leaf.dim() and len(leaf) == micro.samples]
         rows = [leaf.double().reshape(len(leaf), -1) for leaf in rows if leaf.is_floating_point()]
         if rows:
