@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether the optimizer takes a flag on the device that keeps a step from changing anything.
 
-    torch's fused Adam, AdamW, SGD and Adagrad do.
+    torch's fused Adam, AdamW, SGD and, not in torch 2.11, Adagrad do.
     """
     supported = getattr(optimizer, "_step_supports_amp_scaling", False)
     return bool(supported) and all(group.get("fused") for group in optimizer.param_groups)
