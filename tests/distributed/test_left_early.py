@@ -172,7 +172,7 @@ def test_a_rank_that_leaves_its_world_and_lives_on_is_named(start: Start) -> Non
         full(IN_A_RUN, 1, "sys.exit(0)"),
         full(IN_A_RUN, 0, "sys.exit(0)"),
         full(WITHOUT_WITH, 1, "break"),
-        (WITHOUT_WITH, 1, "os._exit(0)"),
+        full(WITHOUT_WITH, 1, "os._exit(0)"),
     ],
 )
 def test_without_a_launcher_of_ours_the_other_ranks_name_it(

@@ -190,12 +190,13 @@ END
 """
 
 
+@pytest.mark.full
 def test_a_clean_end_that_takes_too_long_keeps_its_exit_code(tmp_path: Path) -> None:
     with ByHand(tmp_path, script(BOTH_END, give_up=0.5)) as run:
         assert run.end() == (0, "")
 
 
-@pytest.mark.parametrize("end", ["", 'raise ValueError("boom")'])
+@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.full), 'raise ValueError("boom")'])
 def test_a_world_that_python_closes_at_its_exit_ends_too(tmp_path: Path, end: str) -> None:
     body = WITHOUT_WITH.replace("END", end)
     with ByHand(tmp_path, script(body, give_up=0.5)) as run:
@@ -205,6 +206,7 @@ def test_a_world_that_python_closes_at_its_exit_ends_too(tmp_path: Path, end: st
     assert ("ValueError: boom" in errors) == bool(end)
 
 
+@pytest.mark.full
 def test_groups_are_aborted_after_a_failure_only(
     tmp_path: Path,
 ) -> None:

@@ -36,13 +36,23 @@ CASES = [
     for own in (False, True)
     if not (own and "Pipeline" in way) and not ("Pipeline" in way and micro_batches == 1)
 ]
+FEW = [
+    ("Single", 16, 3),
+    ("DDP", 4, 3),
+    ("FSDP", 16, 3),
+    ("Tensor", "batch", 1),
+    ("Pipeline", 4, 3),
+    ("Recomputed, DDP", 4, 1),
+]
 SIZES = {layout: size for layouts in LAYOUTS.values() for layout, size in layouts}
 
 
 def _parameters() -> list[object]:
-    """All cases; `make test` has each pair of a strategy and groups on two ranks."""
-    small = [case for case in CASES if SIZES[case.layout] <= 2 and case.way != "Compiled"]  # it is slow
-    few = cover(small, lambda case: (case.way, (case.statistics, case.micro_batches)))
+    """All cases; `make test` has each strategy but the compiled one, which is slow, and all groups."""
+    few = [
+        next(c for c in CASES if (c.way, c.statistics, c.micro_batches) == one and SIZES[c.layout] <= 2)
+        for one in FEW
+    ]
     more = cover(
         CASES, lambda c: ((c.way, c.layout), (c.statistics, c.micro_batches), c.samples, c.own)
     )
@@ -96,7 +106,13 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), RESUMED, ids=["2 to 3", "4 to 2"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(*RESUMED[0], id="2 to 3"),
+        pytest.param(*RESUMED[1], id="4 to 2", marks=pytest.mark.full),
+    ],
+)
 def test_a_killed_run_continues_on_another_number_of_ranks(
     tmp_path: Path, before: Case, after: Case
 ) -> None:

@@ -108,7 +108,10 @@ def train(world: shoal.World, statistics: int | str, micro_batches: int) -> Trai
     return Trained(state, [each.norm for each in results], [each.loss for each in results])
 
 
-@pytest.mark.parametrize(("statistics", "micro_batches"), [("batch", 1), (4, 1), (4, 3), (16, 2)])
+@pytest.mark.parametrize(
+    ("statistics", "micro_batches"),
+    [("batch", 1), (4, 3), *(pytest.param(*row, marks=pytest.mark.full) for row in [(4, 1), (16, 2)])],
+)
 def test_layers_of_the_contract_train_as_in_one_process(
     ranks: Ranks, statistics: int | str, micro_batches: int
 ) -> None:

@@ -215,7 +215,11 @@ WHOLE = shoal.FSDP(accumulate="whole", reshard_after_forward=False)
 
 @pytest.mark.parametrize(
     ("strategy", "precision", "compile"),
-    [(shoal.FSDP(), "bf16", None), (WHOLE, "fp16", None), (shoal.FSDP(), "bf16", "inductor")],
+    [
+        (shoal.FSDP(), "bf16", None),
+        (WHOLE, "fp16", None),
+        pytest.param(shoal.FSDP(), "bf16", "inductor", marks=pytest.mark.full),
+    ],
 )
 def test_between_steps_the_model_computes_in_its_own_dtype(
     two: Ranks, strategy: shoal.FSDP, precision: str, compile: str | None
