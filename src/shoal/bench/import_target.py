@@ -23,7 +23,7 @@ def require_alone(command: str) -> None:
         raise LaunchError(
             given=f"{command}, on rank {here.rank} of {here.size}",
             found="it measures a single process",
-            fix=f"srun -n 1 {command}, or run it without a launcher",
+            fix=f"use srun -n 1 {command}, or run it without a launcher",
         )
 
 
@@ -39,7 +39,7 @@ def import_named(text: str, what: str) -> Any:
         raise LaunchError(
             given=text,
             found="no name after a colon" if not name.isidentifier() or not colon else "no module",
-            fix=f"package.module:{what}, or path/train.py:{what}",
+            fix=f"use package.module:{what}, or path/train.py:{what}",
         )
     module = _imported(place, text)
     try:
@@ -110,7 +110,7 @@ def _imported(place: str, text: str) -> ModuleType:
         raise LaunchError(
             given=text,
             found=str(error),
-            fix=f"python -c 'import {place}' in this directory, or path/file.py:name",
+            fix=f"try python -c 'import {place}' in this directory, or use path/file.py:name",
         ) from None
     except Exception as error:
         raise target_error(text, error) from error

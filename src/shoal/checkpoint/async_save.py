@@ -128,7 +128,7 @@ class StoreChannel:
                 raise CheckpointError(
                     given="a checkpoint that is being saved",
                     found=f"rank {member} has ended, and its part is missing",
-                    fix="nothing to do: the other ranks save the next one",
+                    fix="do nothing: the other ranks save the next checkpoint",
                 )
         found = objects.decode(self._store.get(key), member)
         if last:

@@ -84,13 +84,13 @@ class Checkpoints:
             raise CheckpointError(
                 given=f"keep={keep!r}",
                 found="keep must be an integer of at least 1",
-                fix="keep=1 or more",
+                fix="pass keep=1 or more",
             )
         if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
             raise CheckpointError(
                 given=f"keep_every={keep_every!r}",
                 found="keep_every must be None or an integer of at least 1",
-                fix="keep_every=10_000, or leave it out",
+                fix="pass keep_every=10_000, or leave it out",
             )
         self.directory = directory
         self._world = world

@@ -223,7 +223,7 @@ def _require_local(model: str, asked: ClusterRequest, *, dry: bool) -> None:
         raise LaunchError(
             given=f"shoal bench scaling {model}, with options for a cluster",
             found="no --submit: the study would run here",
-            fix="--submit, or leave out --site, --partition and those after them in --help",
+            fix="add --submit, or leave out --site, --partition and the options after them in --help",
         )
 
 

@@ -64,8 +64,8 @@ def gather(tensor: Tensor) -> GatheredRows:
         raise StepError(
             given="shoal.gather(…)",
             found="no function of a Task is running",
-            fix="call it in the loss, inputs or model of a Task; batch.gather(…) in a custom training "
-            "loop",
+            fix="call it in the loss, inputs or model of a Task; use batch.gather(…) in a custom "
+            "training loop",
         )
     return gather_rows(tensor, micro)
 

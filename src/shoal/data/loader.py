@@ -167,7 +167,8 @@ class Loader:
             raise DataError(
                 given="len(loader)",
                 found="the number of batches in an epoch is known only after the epoch",
-                fix="count them in the loop, or loader.epoch_size for samples, which may be None",
+                fix="count them in the loop, or read the number of samples from loader.epoch_size, "
+                "which may be None",
             )
         return math.ceil(self.epoch_size / self._batch_size)
 
@@ -380,7 +381,7 @@ class Loader:
             raise DataError(
                 given="Loader(ShardedDataset(…), order=…)",
                 found="shards are read in sequence, not at random",
-                fix="leave order out; weights: repeat shards, or a map-style dataset",
+                fix="leave order out; to weight samples, repeat shards or use a map-style dataset",
             )
         chunk = max(1, GROUPS * self.batch_size // dataset.interleave)
         return Lanes(dataset.lengths or (), lanes=dataset.interleave, chunk=chunk, shuffle=shuffle)
@@ -417,7 +418,7 @@ def check_sizes(
         raise DataError(
             given=f"batch_size={batch_size!r}, micro_batches={micro_batches!r}",
             found="both must be positive integers",
-            fix="for example batch_size=512, micro_batches=4",
+            fix="pass batch_size=512, micro_batches=4",
         )
     if not isinstance(batch_size, int | np.integer):
         return batch_size, int(micro_batches)
@@ -426,7 +427,7 @@ def check_sizes(
             given=f"batch_size={batch_size}, micro_batches={micro_batches}, on {ranks} data rank(s)",
             found=f"{batch_size} sample(s) for {ranks} x {micro_batches} micro-batches: "
             f"{ranks * micro_batches - batch_size} of them would never get one",
-            fix=f"batch_size={ranks * micro_batches} or more: the number over all ranks",
+            fix=f"batch_size={ranks * micro_batches} or more, counted over all ranks",
         )
     return int(batch_size), int(micro_batches)
 
@@ -438,7 +439,7 @@ def _fixed(batch_size: int | BatchSize, order: Any) -> int:
     raise DataError(
         given="Loader(IterableDataset, …) with order= or a batch_size that varies",
         found="an IterableDataset has no random access",
-        fix="a map-style dataset, or yield the samples in the order that you want",
+        fix="use a map-style dataset, or yield the samples in the order that you want",
     )
 
 
@@ -454,7 +455,7 @@ def _check_epoch(sampler: RankSampler, samples: BlockDataset, drop_last: bool) -
             given=f"batch_size={sampler.largest}, drop_last={drop_last}",
             found=f"a dataset of {samples.size} samples and an order of {len(sampler.order)}: no batch "
             "in an epoch, every batch would be dropped",
-            fix="a smaller batch_size, or drop_last=False, which is exact too",
+            fix="use a smaller batch_size, or drop_last=False, which is exact too",
         )
 
 
@@ -464,11 +465,12 @@ def check_fetch(device: torch.device, num_workers: int, pin_memory: bool) -> Non
         raise DataError(
             given=f"Loader(…, num_workers={num_workers!r})",
             found="the number of worker processes is an integer, 0 or more",
-            fix="num_workers=4, or leave it out to load in this process",
+            fix="pass num_workers=4, or leave it out to load in this process",
         )
     if device.type != "cpu" and (num_workers or pin_memory):
         raise DataError(
             given=f"Loader(tensors on {device}, num_workers={num_workers}, pin_memory={pin_memory})",
             found="worker processes can't read device memory, and only host memory can be pinned",
-            fix="num_workers=0 without pin_memory: the tensors are already loaded; or tensor.cpu()",
+            fix="use num_workers=0 without pin_memory, because the tensors are already loaded; or "
+            "call tensor.cpu()",
         )

@@ -224,8 +224,8 @@ class ShardSource(SampleSource):
             given=f"ShardedDataset: shard {self._stream.shards[shard]!r} (number {shard}) of "
             f"{self._lengths[shard]:,} samples",
             found=found,
-            fix="pass the lengths that `read` yields, or leave lengths out; "
-            "`read(shard, start)` begins with sample number `start`, from 0",
+            fix="pass in lengths the number of samples that `read` yields for each shard, or leave "
+            "lengths out; `read(shard, start)` starts at sample number `start`, counted from 0",
         )
 
 

@@ -53,7 +53,7 @@ def choose_backend(backend: str | None, device: torch.device, lacking: str = "")
         raise LaunchError(
             given=f"backend={choice.value!r}",
             found=f"torch {torch.__version__} here supports {', '.join(here)}",
-            fix="backend='gloo' or 'mpi' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
+            fix="use backend='gloo' or 'mpi' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
         )
     return choice
 

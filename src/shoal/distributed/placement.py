@@ -232,7 +232,7 @@ def _ports(env: Mapping[str, str], job: str, number: int | None) -> Decision[tup
         raise LaunchError(
             given=f"{PORTS}={text}",
             found=f"not a range of ports from 1 to {_LAST_PORT}",
-            fix=f"export {PORTS}={_DEFAULT_PORTS}, which is the default",
+            fix=f"export {PORTS}={_DEFAULT_PORTS} (the default)",
         )
     count = int(last) - int(first) + 1
     digest = hashlib.sha256(job.encode()).digest()

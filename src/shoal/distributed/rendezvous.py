@@ -243,8 +243,8 @@ def _unreachable(meeting: Meeting, rank: int, seconds: float, why: str) -> Launc
         given=f"rank {rank} on {here} looked for rank 0 of {meeting.job} at {_where(meeting)}",
         found=f"{here} can't reach {there}: no reply in {seconds:.0f} s; last error: {why}",
         fix="let the hosts of a job connect to each other at these ports, or export "
-        f"{PORTS}=FIRST-LAST with ports at which they may; if {there} is not where rank 0 is, or on a "
-        "network that is not theirs, MASTER_ADDR=ADDRESS",
+        f"{PORTS}=FIRST-LAST with ports at which they may; if rank 0 is not on {there}, or other hosts "
+        "cannot reach that network, export MASTER_ADDR=ADDRESS",
     )
 
 

@@ -191,7 +191,7 @@ class World:
             raise AgreementError(
                 given=f"world.all_reduce(…, op={op!r})",
                 found=f"the operations are {', '.join(operations)}",
-                fix="op='sum', divided by world.size for a mean",
+                fix="use op='sum', and divide by world.size for a mean",
             )
         if not self._alone:
             self.membership.meet()

@@ -162,7 +162,7 @@ def _check_nodes(nodes: str | None, rendezvous: str | None, port: int | None) ->
         raise LaunchError(
             given=f"--rendezvous {rendezvous}",
             found="the number of nodes is missing",
-            fix=f"for example --nodes 2 --rendezvous {rendezvous}",
+            fix=f"pass --nodes 2 --rendezvous {rendezvous}",
         )
     if nodes is not None and port is not None:
         raise LaunchError(

@@ -73,8 +73,8 @@ class ActivationCheckpointing:
             raise StepError(
                 given=f"shoal.ActivationCheckpointing() for a {type(model).__name__}",
                 found="the model has no repeated blocks",
-                fix='shoal.ActivationCheckpointing(modules=("encoder", "decoder")), with names as in '
-                "named_modules()",
+                fix='pass shoal.ActivationCheckpointing(modules=("encoder", "decoder")), with names '
+                "as in named_modules()",
             )
         options: dict[str, Any] = {}
         if self.save:

@@ -241,8 +241,8 @@ def compiles_parts(module: nn.Module, world: World) -> StepError:
     return StepError(
         given=f"torch.compile({type(module).__name__}) and {world.layout}",
         found="its strategy can only compile the parts of a model separately",
-        fix="shoal.parallelize(model, world) with the uncompiled model; then shoal.Step(model, …, "
-        "compile='inductor'), or torch.compile(model) in a custom training loop",
+        fix="call shoal.parallelize(model, world) with the uncompiled model; then use "
+        "shoal.Step(model, …, compile='inductor'), or torch.compile(model) in a custom training loop",
     )
 
 

@@ -105,8 +105,8 @@ class LocalRunner(Runner):
             raise StepError(
                 given=f"{given} with shoal.ActivationCheckpointing()",
                 found="torch cannot compile a model as one unit if it recomputes parts in backward",
-                fix="shoal.ActivationCheckpointing() with shoal.FSDP(), which compiles its units; or "
-                "leave out one",
+                fix="use shoal.ActivationCheckpointing() with shoal.FSDP(), which compiles its units; "
+                "or leave one of the two out",
             )
 
     def gradients(

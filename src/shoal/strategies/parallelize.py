@@ -116,7 +116,7 @@ def parallelize(
         raise StepError(
             given=f"parallelize(model, world, random={random!r})",
             found="random numbers belong to 'samples' or to 'ranks'",
-            fix="random='samples', or leave it out",
+            fix="pass random='samples', or leave it out",
         )
     strategies = _checked(strategy, world)
     module: Any = model
@@ -177,14 +177,14 @@ def _checked(strategy: Any, world: World) -> list[Any]:
             raise StepError(
                 given=f"parallelize(model, world, {strategy!r})",
                 found="a strategy is an object such as shoal.DDP(), not a name or a class",
-                fix="shoal.DDP() or shoal.FSDP(), with options if needed; or leave it out",
+                fix="pass shoal.DDP() or shoal.FSDP(), with options if needed; or leave it out",
             )
     for each in given[:-1]:
         if not isinstance(each, ModelTransform):
             raise StepError(
                 given=f"parallelize(model, world, {strategy!r})",
                 found=f"{type(each).__name__} sums gradients, so no strategy can follow it",
-                fix="[shoal.TensorParallel(plan=…), shoal.FSDP()], in this order",
+                fix="pass [shoal.TensorParallel(plan=…), shoal.FSDP()], in this order",
             )
     served = {axis for each in given for axis in each.axes}
     idle = [axis for axis in AXES if world.layout.degree(axis) > 1 and axis not in served]
@@ -193,7 +193,7 @@ def _checked(strategy: Any, world: World) -> list[Any]:
         raise LayoutError(
             given=f"layout='{world.layout}' with {strategy!r}",
             found=f"no strategy uses the axis {idle[0]!r}",
-            fix=f"shoal.init(layout='{own}=-1'), or {_SERVING[idle[0]]} for this axis",
+            fix=f"use shoal.init(layout='{own}=-1'), or {_SERVING[idle[0]]} for this axis",
         )
     return given
 
@@ -219,7 +219,7 @@ def _couple(model: nn.Module, world: World, statistics: int | str) -> bool:
         raise StepError(
             given=f"parallelize(…, statistics={statistics!r})",
             found="it is neither 'batch' nor 'rank' nor a positive number of samples",
-            fix="statistics=64 for groups of 64 samples, or leave it out for the whole batch",
+            fix="pass statistics=64 for groups of 64 samples, or leave it out for the whole batch",
         )
     layers = coupled_layers(model)
     if statistics == "rank":
@@ -289,7 +289,8 @@ def _check_bare(model: object) -> None:
         raise StepError(
             given=f"a model in torch's {type(model).__name__}",
             found="its gradients would be reduced twice, and its names begin with 'module.'",
-            fix="shoal.parallelize(model, world) with the bare model; shoal.DDP(…) takes the options",
+            fix="call shoal.parallelize(model, world) with the bare model; shoal.DDP(…) takes the "
+            "options",
         )
 
 

@@ -50,7 +50,7 @@ class EMA:
             raise StepError(
                 given=f"EMA(decay={decay!r})",
                 found="decay is a number, at least 0 and below 1",
-                fix="decay=0.999, which averages over about 1,000 steps",
+                fix="pass decay=0.999, which averages over about 1,000 steps",
             )
         if not isinstance(model, nn.Module):
             raise StepError(

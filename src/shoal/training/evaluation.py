@@ -69,7 +69,7 @@ class Accuracy:
             raise DataError(
                 given=f"Accuracy with scores of shape {tuple(output.shape)}",
                 found=f"targets of shape {tuple(target.shape)}, not {tuple(output.shape[:-1])}",
-                fix="classes in the last dimension of the output, or a custom metric: "
+                fix="put the classes in the last dimension of the output, or pass a custom metric: "
                 "metrics={'accuracy': lambda output, target: (correct, counted)}",
             )
         counted = target != self.ignore_index

@@ -105,7 +105,7 @@ def check_trackers(trackers: Any) -> None:
     raise StepError(
         given=f"shoal.Run(…, trackers={trackers!r})",
         found="trackers is a sequence of trackers",
-        fix="trackers=(shoal.TensorBoard(),), or () for none",
+        fix="pass trackers=(shoal.TensorBoard(),), or () for none",
     )
 
 

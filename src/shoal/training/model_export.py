@@ -214,7 +214,8 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
         raise CheckpointError(
             given=f"shoal.load(model, …) of {len(found)} tensors",
             found=f"several have the same name without its prefix, such as {twice[0]}",
-            fix="pass those of one model: {k: v for k, v in state.items() if k.startswith('module.')}",
+            fix="pass the entries of one model: "
+            "{k: v for k, v in state.items() if k.startswith('module.')}",
         )
     absent = [name for name, shape in here.items() if shape is None and name not in named]
     expected = {name: shape for name, shape in here.items() if name not in absent}
@@ -348,8 +349,9 @@ def _refuse_divided(model: nn.Module, path: Path) -> None:
             given=f"shoal.export(…, {path.suffix!r}) of a {type(model).__name__}",
             found="its parameters are sharded or split over ranks, and this format holds a complete "
             "program",
-            fix="shoal.export(model, 'model.safetensors'); then, in one process, model = Model(), "
-            f"shoal.load(model, 'model.safetensors'), and export that as {path.suffix}",
+            fix="call shoal.export(model, 'model.safetensors'); then, in one process, build model = "
+            "Model(), call shoal.load(model, 'model.safetensors'), and export the model as "
+            f"{path.suffix}",
         )
 
 
@@ -408,7 +410,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             given=f"shoal.load(model, {str(path)!r})",
             found="it is not a safetensors file, and Shoal does not unpickle files",
-            fix=f"shoal.load(model, torch.load({str(path)!r}, weights_only=True)), if you trust it",
+            fix=f"if you trust it, use shoal.load(model, torch.load({str(path)!r}, weights_only=True))",
         )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -417,5 +419,5 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             given=f"shoal.load(model, {str(path)!r})",
             found=str(error),
-            fix="pass a complete safetensors file, as shoal.export writes it",
+            fix="pass a complete safetensors file, such as one written by shoal.export",
         ) from None

@@ -248,8 +248,8 @@ class Run:
                 given="run.tick() after a batch",
                 found="no Step of this Run has processed a batch, and batch.finish(model) was not "
                 "called",
-                fix="step(batch) with the Step of the Run, or batch.finish(model) with its model, then "
-                "run.tick()",
+                fix="call step(batch) with the Step of the Run, or batch.finish(model) with its "
+                "model, and then run.tick()",
             )
         for each in self.train_states.values():
             each.check_schedule(epoch_ended=batch is not None and batch.ends_epoch)

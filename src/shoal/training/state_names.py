@@ -36,7 +36,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
         raise StepError(
             given=f"an optimizer of type {kind}",
             found="it takes a closure that computes the loss several times; a step computes it once",
-            fix="torch.optim.AdamW(model.parameters()), or another that needs no closure",
+            fix="use torch.optim.AdamW(model.parameters()), or another that needs no closure",
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -88,8 +88,8 @@ class TrainState:
                 given=f"shoal.Run(…, model, loader, optimizer=…, schedule={kind})",
                 found=f"your loop has called schedule.step() {stepped} times in {steps} optimizer steps"
                 + ("" if stepped else ", and an epoch has ended since"),
-                fix="schedule.step() once after optimizer.step(), or once after each epoch; to step "
-                "it at other times, shoal.Run(…, state={'schedule': schedule})",
+                fix="call schedule.step() once after each optimizer.step(), or once after each epoch; "
+                "if you call it at other times, pass shoal.Run(…, state={'schedule': schedule})",
             )
         self._epoch_ended = self._epoch_ended or epoch_ended
 
@@ -213,7 +213,7 @@ def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRSch
     raise StepError(
         given=f"schedule={kind}",
         found=found,
-        fix="shoal.LRSchedule(warmup_steps=100)(optimizer, steps), or a torch scheduler; step "
-        "ReduceLROnPlateau yourself: plateau.step(shoal.evaluate(step, data)['loss']), "
+        fix="pass shoal.LRSchedule(warmup_steps=100)(optimizer, steps), or a torch scheduler; step "
+        "ReduceLROnPlateau yourself: plateau.step(shoal.evaluate(step, data)['loss']), and pass "
         "Run(…, state={'plateau': plateau})",
     )

@@ -111,7 +111,7 @@ def benchmark_collectives(asked: CollectivesOptions, processes: int | None) -> i
         raise LaunchError(
             given="shoal bench comm" + (f" -n {processes}" if processes is not None else ""),
             found="a single process has no other to communicate with",
-            fix="shoal bench comm -n 2, or one process per rank: srun shoal bench comm",
+            fix="run shoal bench comm -n 2, or start one process per rank: srun shoal bench comm",
         )
     if "mpi" in asked.backends:
         raise LaunchError(
@@ -259,7 +259,7 @@ def _check_numbers(repeats: int, seconds: float) -> None:
         raise LaunchError(
             given=f"--repeats {repeats} --seconds {seconds:g}",
             found="--repeats must be 1 or more, and --seconds above 0 and at most a day",
-            fix="for example --repeats 20 --seconds 30",
+            fix="pass --repeats 20 --seconds 30",
         )
 
 

@@ -161,7 +161,7 @@ def write_machine_file(machine: MachineFile, path: Path) -> None:
         raise ShoalError(
             given=str(path),
             found=f"it can't be written: {error.strerror}",
-            fix="-o FILE, in a directory with write permission and free space",
+            fix="pass -o FILE in a directory with write permission and free space",
         ) from None
 
 

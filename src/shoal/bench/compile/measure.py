@@ -62,7 +62,7 @@ def benchmark_modes(asked: CompileOptions) -> int:
         raise LaunchError(
             given=f"--batch {asked.batch} --seconds {asked.seconds:g}",
             found="--batch must be 1 or more, and --seconds above 0 and at most a day",
-            fix="for example --batch 32 --seconds 10",
+            fix="pass --batch 32 --seconds 10",
         )
     require_alone("shoal bench modes")
     screen = plain_console(stderr=True)
@@ -132,7 +132,7 @@ def _model(text: str, batch: int, world: World) -> tuple[nn.Module, Callable[[nn
         raise LaunchError(
             given=text,
             found="it is a script, and no model can be imported from it",
-            fix="dense, gpt, resnet-small, or module:function for a function that returns "
+            fix="pass dense, gpt, resnet-small, or module:function for a function that returns "
             "(model, task, dataset)",
         )
     try:

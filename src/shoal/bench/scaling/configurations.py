@@ -117,7 +117,7 @@ def check_study_options(options: StudyOptions) -> None:
                 raise LaunchError(
                     given=f"{option} {','.join(given)}",
                     found=f"{each!r} is not one of {', '.join(known)}",
-                    fix=f"{option} {known[0]}, or several: {option} {','.join(known[:2])}",
+                    fix=f"pass {option} {known[0]}, or several: {option} {','.join(known[:2])}",
                 )
     if min(options.processes, default=0) < 1:
         raise LaunchError(

@@ -105,7 +105,9 @@ def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | 
         write_json(path / FILE, plain)
     except OSError as error:
         raise CheckpointError(
-            given=f"a study in {path}", found=str(error), fix="--study DIR, with write permission"
+            given=f"a study in {path}",
+            found=str(error),
+            fix="use a directory with write permission: --study DIR",
         ) from None
     return study
 
@@ -211,5 +213,5 @@ def _check_same(study: Study, options: StudyOptions, machine: Mapping[str, str])
         raise CheckpointError(
             given=f"--study {study.path}",
             found=f"it contains another study: {'; '.join(differ)}",
-            fix="--study with another directory, or the same options to continue it",
+            fix="use --study with another directory, or pass the same options to continue this study",
         )

@@ -122,5 +122,5 @@ def _unfinished(given: AnyPath) -> CheckpointError:
     return CheckpointError(
         given=str(given),
         found="no save has finished there",
-        fix=f"shoal checkpoint ls {given} lists its contents",
+        fix=f"list its contents: shoal checkpoint ls {given}",
     )

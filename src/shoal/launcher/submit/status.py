@@ -58,7 +58,7 @@ def runs(folder: Path) -> list[Path]:
         raise LaunchError(
             given=f"shoal status in {Path.cwd()}",
             found=f"no run in {folder}/ or in {index.path()} with a job of `shoal submit`",
-            fix="shoal status RUN with the directory of --run",
+            fix="run shoal status RUN with the directory of --run",
         )
     return found
 

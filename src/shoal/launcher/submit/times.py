@@ -27,7 +27,8 @@ def parse_time(text: str, option: str = "--time") -> int:
         raise LaunchError(
             given=f"{option} {text}",
             found="it is not a duration",
-            fix=f"hours, minutes and seconds, as in `{option} 20:00:00`, or days, `{option} 2-12`",
+            fix=f"write hours, minutes and seconds, as in `{option} 20:00:00`, or days, as in "
+            f"`{option} 2-12`",
         )
     return seconds
 

@@ -58,7 +58,8 @@ class ContextParallel:
                 found=f"{nested[0]} is a unit inside another unit"
                 if nested
                 else "the model has no repeated blocks",
-                fix='shoal.ContextParallel(modules=("encoder.*",)), with names as in named_modules()',
+                fix='pass shoal.ContextParallel(modules=("encoder.*",)), with names as in '
+                "named_modules()",
             )
         if world.layout.degree("context") > 1:
             refuse_coupled(model, "shoal.ContextParallel()", "each rank has a slice of each sample")

@@ -134,7 +134,7 @@ def check_compression(compress: object) -> Compress:
         given=f"shoal.DDP(compression={compress!r})",
         found="the compression methods are 'fp16', 'bf16', 'int8', shoal.PowerSGD(…), "
         "shoal.TopK(…) and 'auto'",
-        fix="shoal.DDP(compression='auto'), which measures the network and chooses",
+        fix="use shoal.DDP(compression='auto'), which measures the network and chooses",
     )
 
 

@@ -61,7 +61,7 @@ class SingleProcess:
             raise StepError(
                 given=f"shoal.SingleProcess() in a world of {world.size} processes",
                 found="each process would train a separate model",
-                fix="shoal.DDP(), or leave the strategy out",
+                fix="pass shoal.DDP(), or leave the strategy out",
             )
         bring(model, world)
         return local_engine(model, world)
@@ -112,7 +112,7 @@ class DDP:
             raise StepError(
                 given=f"shoal.DDP(bucket_cap_mb={self.bucket_cap_mb})",
                 found="bucket_cap_mb must be positive",
-                fix="bucket_cap_mb=25, the default of torch",
+                fix="pass bucket_cap_mb=25, the default of torch",
             )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
@@ -121,8 +121,8 @@ class DDP:
             raise StepError(
                 given="shoal.DDP() around a model whose layers are sharded",
                 found="the reducer of DDP loses sharded parameters after the first forward",
-                fix="shoal.TensorParallel(plan=…) alone, which sums over replicas too, or followed by "
-                "shoal.FSDP()",
+                fix="use shoal.TensorParallel(plan=…) alone, which also sums over replicas, or "
+                "followed by shoal.FSDP()",
             )
         bring(model, world)
         check_replicas(model, world)
@@ -326,7 +326,7 @@ class DDPReducer(Reducer):
                 given=f"shoal.DDP() around {type(self.held.module).__name__}",
                 found="parameters that earlier batches used got no gradient in the last micro-batch "
                 f"of this one{some}; the parameters were not changed",
-                fix="shoal.DDP(find_unused_parameters=True) if the loss does not always use all "
+                fix="use shoal.DDP(find_unused_parameters=True) if the loss does not always use all "
                 "parameters; freeze or convert parameters before parallelize",
             ) from None
 
@@ -396,8 +396,8 @@ class DDPReducer(Reducer):
             raise StepError(
                 given=f"shoal.DDP() around {type(self.held.module).__name__}",
                 found=f"parameters that the loss does not use: {', '.join(names)}",
-                fix="shoal.DDP(find_unused_parameters=True), or freeze them with requires_grad_(False) "
-                "beforehand",
+                fix="use shoal.DDP(find_unused_parameters=True), or freeze them with "
+                "requires_grad_(False) beforehand",
             )
 
 
@@ -446,7 +446,7 @@ class DataParallel:
             raise StepError(
                 given=f"shoal.DataParallel() in a world of {world.size} processes",
                 found="DataParallel uses several GPUs from one process; DDP uses several processes",
-                fix="shoal.DDP(), or start one process",
+                fix="use shoal.DDP(), or start one process",
             )
         visible = torch.cuda.device_count() if world.device.type == "cuda" else 0
         if visible < 2:

@@ -102,7 +102,7 @@ class DiLoCo:
             raise StepError(
                 given=f"shoal.DiLoCo(lr={self.lr!r}, momentum={self.momentum!r})",
                 found="the outer learning rate must be positive, and the momentum in [0, 1)",
-                fix="lr=0.7, momentum=0.9, the values of the paper",
+                fix="use lr=0.7 and momentum=0.9, the values in the paper",
             )
 
     def apply(self, model: nn.Module, world: World) -> Engine:

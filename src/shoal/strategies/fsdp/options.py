@@ -82,7 +82,7 @@ class FSDP:
                 raise StepError(
                     given=f"shoal.FSDP({option}={value!r})",
                     found=f"{option} is one of {', '.join(map(repr, allowed))}",
-                    fix="shoal.FSDP(param_dtype='bf16', reduce_dtype='fp32'), or leave it out",
+                    fix="pass shoal.FSDP(param_dtype='bf16', reduce_dtype='fp32'), or leave it out",
                 )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
@@ -101,7 +101,7 @@ class FSDP:
             raise LayoutError(
                 given=f"shoal.FSDP() with layout='{world.layout}'",
                 found="the layout has no axis over which parameters could be sharded",
-                fix="shoal.init(layout='shard=-1'), or 'replicate=2,shard=-1' to keep two copies",
+                fix="call shoal.init(layout='shard=-1'), or 'replicate=2,shard=-1' to keep two copies",
             )
         from shoal.strategies.fsdp.engine import fsdp_engine  # imports DTensor, which takes 0.5 s
 
@@ -139,18 +139,19 @@ def _check_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
             if parameter.is_complex():
                 found = f"{name} is complex, and FSDP2 can only sum real numbers"
                 fix = (
-                    "nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex(self.w) in forward"
+                    "store nn.Parameter(torch.view_as_real(w)), and call "
+                    "torch.view_as_complex(self.w) in forward"
                 )
             elif owner != unit:
                 found = (
                     f"{other} and {name} are one parameter in two units, gathered at different times"
                 )
-                fix = "units that hold both or neither; with shoal.FSDP(modules=()), the model is one"
+                fix = "choose units that hold both or neither; shoal.FSDP(modules=()) makes one unit"
             elif dtype != parameter.dtype:
                 found = (
                     f"{typical} is {dtype}, and {name} is {parameter.dtype}; a unit has a single dtype"
                 )
-                fix = "model.to(torch.float32), or modules=(…) that separate them"
+                fix = "call model.to(torch.float32), or pass modules=(…) that separate them"
             else:
                 continue
             raise StepError(

@@ -181,7 +181,7 @@ class SplitCheck:
                 found="one of its modules changes a tensor of the batch in place, of shape "
                 f"{tuple(changed[0].shape)}; the loss and the other stages get the original on other "
                 "ranks",
-                fix="x = x * 2 in place of x.mul_(2) or x *= 2 in that module",
+                fix="write x = x * 2 instead of x.mul_(2) or x *= 2 in that module",
             )
 
     def _say(self, why: str) -> None:

@@ -336,7 +336,8 @@ def _refuse_bound(parts: Sequence[nn.Module], given: str) -> None:
             raise StepError(
                 given=given,
                 found=f"the forward of a {type(part).__name__} was replaced on the object",
-                fix="def forward(self, …): … in its class, or types.MethodType(forward, module)",
+                fix="write def forward(self, …): … in its class, or use types.MethodType(forward, "
+                "module)",
             )
 
 

@@ -82,7 +82,7 @@ class Pipeline:
             raise StepError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r})",
                 found=f"schedule is one of {', '.join(SCHEDULES)}",
-                fix="schedule='1f1b', or 'interleaved' with two stages per rank",
+                fix="use schedule='1f1b', or 'interleaved' with two stages per rank",
             )
         if isinstance(self.split_points, str) or (self.split_points is None) == (
             self.example_args is None
@@ -92,15 +92,15 @@ class Pipeline:
                 f"{'…' if self.example_args is not None else None})",
                 found="give exactly one of them: split_points lists the modules that begin a stage, "
                 "and example_args lets Shoal measure the parts of the model",
-                fix="split_points=('blocks.4',), or example_args=(inputs,) of one micro-batch",
+                fix="pass split_points=('blocks.4',), or example_args=(inputs,) of one micro-batch",
             )
         if not isinstance(self.stage_strategy, FSDP):
             raise StepError(
                 given=f"shoal.Pipeline(stage_strategy={self.stage_strategy!r})",
                 found="torch's DDP sums gradients of a pipeline wrongly in most schedules; replicas "
                 "need no strategy, because Shoal sums their gradients after the last micro-batch",
-                fix="layout='replicate=2,pipeline=2' with shoal.Pipeline(…) alone, or stage_strategy="
-                "shoal.FSDP(reshard_after_forward=False, accumulate='whole') with "
+                fix="use layout='replicate=2,pipeline=2' with shoal.Pipeline(…) alone, or "
+                "stage_strategy=shoal.FSDP(reshard_after_forward=False, accumulate='whole') with "
                 "layout='shard=2,pipeline=2'",
             )
         if self.stage_strategy.reshard_after_forward or self.stage_strategy.accumulate != "whole":
@@ -141,14 +141,15 @@ class Pipeline:
             raise LayoutError(
                 given=f"shoal.Pipeline() with layout='{world.layout}'",
                 found="the layout has no axis `pipeline`",
-                fix="shoal.init(layout='pipeline=2'), or 'replicate=2,pipeline=2' for two replicas",
+                fix="call shoal.init(layout='pipeline=2'), or 'replicate=2,pipeline=2' for two "
+                "replicas",
             )
         if world.layout.degree("context") > 1:
             raise LayoutError(
                 given=f"shoal.Pipeline() with layout='{world.layout}'",
                 found="sequences are sliced before the first block and gathered after the last, "
                 "which are on different ranks",
-                fix="layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), "
+                fix="use layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), "
                 "shoal.Pipeline(…)], or shoal.ContextParallel() with shoal.FSDP()",
             )
         outer = trace(model, opened_by(self.split_points) if self.split_points else _wide(model))
@@ -160,7 +161,7 @@ class Pipeline:
             raise StepError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r})",
                 found=f"torch {version('torch')} cannot run backward in two parts",
-                fix="schedule='interleaved', or install torch 2.13",
+                fix="use schedule='interleaved', or install torch 2.13",
             )
         _check(model, stages, owners, splits=splits)
         from shoal.strategies.pipeline.runner import PipelineRunner  # imports torch's pipelining
@@ -189,7 +190,7 @@ class Pipeline:
             raise StepError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r}) on {ranks} ranks",
                 found=f"{error}: {', '.join(outer.calls())}",
-                fix="a model with more parts, or a lower degree of the axis pipeline",
+                fix="use a model with more parts, or a smaller degree of the `pipeline` axis",
             ) from None
 
     def _owners(self, stages: int, ranks: int) -> list[int]:
@@ -202,7 +203,7 @@ class Pipeline:
             raise LayoutError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r}): {stages} stage(s) on {ranks} ranks",
                 found=f"this schedule needs {wanted} stage(s) on each rank",
-                fix=f"{ranks * per_rank - 1} split points for {ranks * per_rank} stages",
+                fix=f"pass {ranks * per_rank - 1} split points for {ranks * per_rank} stages",
             )
         if kind.folded:
             return [*range(ranks), *reversed(range(ranks))]
@@ -223,14 +224,14 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
         stages,
         owners,
         given,
-        fix="split points that leave them in one stage, a schedule that has the first and the "
-        "last stage on one rank ('zbv', 'dualpipev'), or separate parameters",
+        fix="choose split points that leave them in one stage, use a schedule that has the first and "
+        "the last stage on one rank ('zbv', 'dualpipev'), or separate the parameters",
     )
     if splits and runs_again(model):
         raise StepError(
             given=f"[shoal.ActivationCheckpointing(…), {given}]",
             found="this schedule runs backward in two parts, each of which would recompute the blocks",
-            fix="schedule='1f1b' or 'interleaved', or leave shoal.ActivationCheckpointing() out",
+            fix="use schedule='1f1b' or 'interleaved', or leave shoal.ActivationCheckpointing() out",
         )
     twice = [name for stage in stages for name in stage.learning_twice()] if splits else []
     if twice:
@@ -238,7 +239,7 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
             given=given,
             found=f"{twice[0]} is called twice in one stage, and this schedule runs backward in two "
             "parts, which torch cannot do for weights that are used twice",
-            fix="schedule='1f1b' or 'interleaved'",
+            fix="use schedule='1f1b' or 'interleaved'",
         )
     held = frozenset[str]().union(*(stage.names for stage in stages))
     loose = [
@@ -259,5 +260,5 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
             raise StepError(
                 given=given,
                 found=f"the stage of {parts} has no trainable parameters",
-                fix="split points that leave trainable parameters on each rank",
+                fix="choose split points that leave trainable parameters on each rank",
             )

@@ -81,7 +81,7 @@ class RPCPipeline:
         raise StepError(
             given=f"shoal.RPCPipeline(workers={self.workers!r})",
             found=found,
-            fix=f"workers={one_each}, or several ranks for a stage",
+            fix=f"pass workers={one_each}, or assign several ranks to a stage",
         )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
@@ -91,7 +91,8 @@ class RPCPipeline:
             raise LayoutError(
                 given=f"{given} with layout='{world.layout}'",
                 found="the layout has no axis `pipeline`",
-                fix="shoal.init(layout='pipeline=-1'), or 'replicate=2,pipeline=2' for two replicas",
+                fix="call shoal.init(layout='pipeline=-1'), or 'replicate=2,pipeline=2' for two "
+                "replicas",
             )
         _check_others(model, world, given)
         check_learns(model)
@@ -134,7 +135,7 @@ def _check_others(model: nn.Module, world: World, given: str) -> None:
             given=f"{given} with layout='{world.layout}'",
             found="sequences are sliced before the first block and gathered after the last, "
             "which are on different ranks",
-            fix="layout='pipeline=2', or shoal.ContextParallel() with shoal.FSDP()",
+            fix="use layout='pipeline=2', or shoal.ContextParallel() with shoal.FSDP()",
         )
     if division_of(model) is not None:
         raise StepError(
@@ -153,7 +154,7 @@ def _check_others(model: nn.Module, world: World, given: str) -> None:
 
 def _check(model: nn.Module, stages: Sequence[Stage], names: Sequence[str], given: str) -> None:
     """Raise StepError for parameters used in two stages or in none, and for stages without any."""
-    fix = "the modules that share it in one stage, or separate parameters"
+    fix = "put the modules that share it in one stage, or separate the parameters"
     refuse_tied(stages, range(len(stages)), given, fix)
     held = frozenset[str]().union(*(stage.names for stage in stages))
     named = model.named_parameters(remove_duplicate=False)

@@ -121,7 +121,8 @@ def check_compilable(division: ShardedLayers | None, how: str) -> None:
         raise StepError(
             given=f"compile={how!r} with shoal.TensorParallel(plan={{…: {min(hard)!r}}})",
             found="torch cannot compile the DTensors between the layers of the plan",
-            fix="leave compile out; or compile='inductor' and a plan without 'sequence' and 'logits'",
+            fix="leave compile out, or use compile='inductor' and a plan without 'sequence' and "
+            "'logits'",
         )
 
 
