@@ -190,7 +190,7 @@ def _read(path: AnyPath) -> str:
 
 
 class FencedFiles(Files):
-    """Operations on a file system, with a check of the fence before each of them.
+    """File operations that each check the fence first.
 
     An attempt that was taken over therefore neither commits nor renames nor removes, even if it was in
     the middle of an operation. It may still write to its open files: they have been removed, or only

@@ -142,7 +142,7 @@ def modes(
 ) -> None:
     """Compare eager, TorchScript and torch.compile.
 
-    It measures a toy function, and the forward and backward of a model.
+    It measures a toy function, and the forward and backward passes of a model.
     """
     from shoal.bench.compile import measure as measuring
 

@@ -185,7 +185,7 @@ def _given_address(env: Mapping[str, str]) -> Decision[tuple[str, ...]]:
 
 
 def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
-    """Return MASTER_PORT if it is a valid port; 0 is for worlds that need none."""
+    """Return MASTER_PORT if it is a valid port. 0 is valid unless `least` is higher."""
     port = integer(env, "MASTER_PORT")
     if not least <= port <= _LAST_PORT:
         raise LaunchError(

@@ -98,7 +98,7 @@ class Engine(ABC):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
-        """Run forward and backward of the complete batch.
+        """Run the forward and backward passes for the complete batch.
 
         Afterwards the gradients of the parameters that this rank holds are those of
         `scale * loss_sum / batch.size` summed over the world, and no other module's have changed.

@@ -1,8 +1,9 @@
 """The engine of synchronous training: a runner and a gradient reducer.
 
-The *runner* runs forward and backward of the micro-batches: locally (local.py), as a pipeline
-(pipeline/runner.py) or over RPC (rpc_pipeline/runner.py). The *reducer* turns the gradients of this
-rank into those of the global batch (reducer.py). Each runner works with the reducers of its layouts.
+The *runner* runs the forward and backward passes of the micro-batches: locally (local.py), as a
+pipeline (pipeline/runner.py) or over RPC (rpc_pipeline/runner.py). The *reducer* turns the gradients of
+this rank into those of the global batch (reducer.py). Each runner works with the reducers of its
+layouts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Runner(ABC):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
-        """Run forward and backward of the batch, and return the reducer's totals. Collective."""
+        """Run forward and backward passes of the batch; return the reducer's totals. Collective."""
 
     @abstractmethod
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:

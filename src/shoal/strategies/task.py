@@ -22,7 +22,7 @@ from shoal.util.errors import DataError, StepError
 class Task:
     """The computation of a step: the inputs of the model, and the loss as (sum, count).
 
-    A function that has a parameter `noise` gets the `Noise` of its samples. The two functions draw
+    If a function has a parameter `noise`, Shoal passes it the `Noise` of the samples. The two draw
     different numbers, except from `noise.named(…)`.
 
     Args:

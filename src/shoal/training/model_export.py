@@ -79,7 +79,7 @@ def export(
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
             given=f"shoal.export({type(source).__name__}, {type(path).__name__})",
-            found="the model is the first argument, and the path of the file the second",
+            found="the first argument is the model, the second the path of the file",
             fix="shoal.export(model, 'model.safetensors')",
         )
     path = Path(path)
@@ -201,7 +201,7 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
     if not isinstance(model, nn.Module) or not isinstance(source, str | os.PathLike | Mapping):
         raise CheckpointError(
             given=f"shoal.load({type(model).__name__}, {type(source).__name__})",
-            found="the model is the first argument, and a file or a state_dict the second",
+            found="the first argument is the model, the second a file or a state_dict",
             fix="shoal.load(model, 'model.safetensors')",
         )
     model = bare(model)

@@ -33,8 +33,8 @@ class LRSchedule:
         decay: Shape of the decay: "cosine" (Loshchilov and Hutter 2017, without restarts), "linear" or
             "constant". Default: "cosine".
         warmup_steps: Length of the warm-up in optimizer steps, an integer, 0 or more. Default: 0.
-        warmup_ratio: Length of the warm-up as a fraction of all optimizer steps, from 0 to 1, rounded
-            up; in place of `warmup_steps`. Default: 0.0.
+        warmup_ratio: Length of the warm-up as a fraction of all optimizer steps, from 0 to 1. The
+            number of steps is rounded up. Use it instead of `warmup_steps`. Default: 0.0.
         min_ratio: Final learning rate as a fraction of the optimizer's, from 0 to 1. Default: 0.0.
 
     Raises:

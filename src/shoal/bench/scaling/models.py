@@ -121,7 +121,7 @@ def load_resnet(name: str, classes: int) -> nn.Module:
     except ImportError as error:
         raise LaunchError(
             given=f"the model {name}",
-            found=f"torchvision can't be imported ({torchvision}), nor can transformers ({error})",
+            found=f"neither torchvision ({torchvision}) nor transformers ({error}) can be imported",
             fix="run pip install '.[models]' in your Shoal checkout, or use the model resnet-small",
         ) from None
     depths = {"resnet18": [2, 2, 2, 2], "resnet50": [3, 4, 6, 3], "resnet101": [3, 4, 23, 3]}[name]

@@ -37,7 +37,7 @@ class SubmittedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """One end of a job: the number of its start, and its exit code."""
+    """How one start of a job ended: the number of the start, and the exit code."""
 
     job: str
     restarts: int

@@ -31,7 +31,7 @@ class StepSpan(NamedTuple):
 class RankSteps(NamedTuple):
     """The steps of a rank, each from its newest attempt, in the rank's events.
 
-    `at` is the step at which it last started. `over` is True once it has recorded its end.
+    `at` is the step at which it last started. `over` is True if the rank has recorded that it ended.
     """
 
     host: str

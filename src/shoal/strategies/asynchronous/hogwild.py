@@ -1,8 +1,8 @@
 """Hogwild: workers update the same parameters without waiting for each other.
 
 Each worker reads the newest parameters, computes an optimizer step on its local batch, and adds the
-change to the shared parameters, which other workers may have changed meanwhile. The results differ from
-those of one process: they depend on the number of workers, their speed, and chance.
+change to the shared parameters, which other workers may have changed in the meantime. The results
+differ from those of one process: they depend on the number of workers, their speed, and chance.
 """
 
 from __future__ import annotations
