@@ -169,7 +169,7 @@ class Checkpoints:
         When this returns, the state may change. If the previous save is still running, this call waits
         for it. `state` is the same on all ranks except for the shards of its DTensors. With `join`,
         its dicts may have different keys on different ranks, and the union is saved. `rank_state`
-        belongs to this rank. `info` holds plain values only, and those of rank 0 are saved. Raises
+        belongs to this rank. `info` holds plain values only, and rank 0's are saved. Raises
         CheckpointError, before anything is written, for values that can't be stored. A checkpoint
         of the same step is replaced once the new one is complete.
         """

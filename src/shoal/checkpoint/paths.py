@@ -1,4 +1,4 @@
-"""Paths of checkpoints: on this machine's file systems, or on those of fsspec."""
+"""Paths of checkpoints: on this machine's file systems, or on fsspec file systems."""
 
 from __future__ import annotations
 

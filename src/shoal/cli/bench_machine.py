@@ -82,7 +82,7 @@ def data(
         ),
     ] = "",
     batch_size: Annotated[
-        str, typer.Option(metavar="LIST", help="Batch sizes (default: 32, or that of the Loader).")
+        str, typer.Option(metavar="LIST", help="Batch sizes (default: 32, or the Loader's).")
     ] = "",
     seconds: Annotated[float, typer.Option(metavar="SECONDS", help="Total time.")] = 30.0,
     step_time: Annotated[

@@ -87,7 +87,7 @@ _Restarts = Annotated[
 ]
 _Launcher = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="torchrun or mpirun (default: that of the scheduler)."),
+    typer.Option(metavar="NAME", help="torchrun or mpirun (default: the scheduler's)."),
 ]
 _Container = Annotated[
     str | None, typer.Option(metavar="IMAGE", help="Run inside this image with Apptainer.")

@@ -208,7 +208,8 @@ def several(given: str, count: int) -> StepError:
     """Return the error of statistics over a batch that no micro-batch holds."""
     return StepError(
         given=f"{given} with micro_batches={count}",
-        found="its statistics are those of the whole batch, and each micro-batch has only a part of it",
+        found="its statistics are taken over the whole batch, and each micro-batch is only a part of "
+        "it",
         fix="use shoal.parallelize(model, world, statistics=64) for the statistics of groups of 64 "
         "samples, which are the same with any number of ranks and micro-batches; or micro_batches=1; "
         "or statistics='rank' for the statistics of each micro-batch on each rank, as in DDP; or "

@@ -38,9 +38,9 @@ def gather(tensor: Tensor) -> GatheredRows:
 
     For losses that couple the samples of a batch, such as contrastive losses. The rows of padding
     samples are left out. Gradients flow back to the rows of every rank: if each rank adds up the losses
-    of its own rows, loss and gradient are those of one process. Only samples of the same micro-batch
-    are coupled, so loss and gradient depend on the number of micro-batches. In a custom training loop,
-    call `batch.gather`.
+    of its own rows, loss and gradient are the same as on one process. Only samples of the same
+    micro-batch are coupled, so loss and gradient depend on the number of micro-batches. In a custom
+    training loop, call `batch.gather`.
 
     Args:
         tensor: Tensor of shape (rows, …); the number of rows may differ between ranks.

@@ -10,7 +10,7 @@ from shoal.util.accelerator import HostCopy
 
 
 class StepResult(NamedTuple):
-    """The result of one optimizer step, the same on all ranks; times are those of this rank.
+    """The result of one optimizer step, the same on all ranks except for the times.
 
     `step(batch)` and `batch.finish(model)` return it. With `Step(…, result="late")`, the first use
     of `loss`, `norm` or `counted` waits for the device. Under an asynchronous strategy (Hogwild,

@@ -49,7 +49,7 @@ def run(
     signal. `port` is the port of the rendezvous (default: a free one). `grace` is the number of seconds
     between the signal that ends ranks and SIGKILL (default: SAVING_GRACE if a Run is open, else GRACE);
     after a failure at most GRACE. With `logs`, a directory, the output of rank R is appended to
-    `rank-R.log` there, and only that of rank 0 is shown.
+    `rank-R.log` in it, and only rank 0's output is shown.
 
     With `nodes`, `"2"` or `"2:4"`, these are the processes of one of several machines, each of which
     makes the same call. They join the rendezvous at `rendezvous` (`HOST:PORT`; default: as the

@@ -158,7 +158,7 @@ class Engine(ABC):
         """
 
     def state(self) -> dict[str, Any]:
-        """Return state in addition to that of the module and the optimizer; usually there is none.
+        """Return state in addition to the module's and the optimizer's; usually there is none.
 
         It is the same on all ranks, so that any number of ranks can load it.
         """

@@ -27,7 +27,7 @@ from shoal.strategies.task import Task
 class Runner(ABC):
     """Runner of the micro-batches of a batch. Passes their losses or gradients to a reducer.
 
-    Its methods are those of an Engine; see there.
+    It has the methods of an Engine; see Engine.
     """
 
     reducer: Reducer

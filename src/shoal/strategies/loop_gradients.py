@@ -61,12 +61,12 @@ class CheckedGradients(LoopGradients):
     def check(self) -> None:
         """Compare the gradients with those that the last backward left; see the contract."""
         if self._stepped:
-            found = "the optimizer stepped before it, with gradients that were not those of the mean"
+            found = "the optimizer stepped before it, when the gradients were not yet averaged"
             fix = "call batch.finish(model), then optimizer.step()"
         elif self._computed != self._states():
             found = (
                 "the gradients were changed between the last batch.backward and batch.finish, before "
-                "they were those of the mean"
+                "they were averaged"
             )
             fix = "use batch.finish(model, clip=1.0) to clip them; make other changes after it"
         else:

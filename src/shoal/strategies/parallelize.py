@@ -79,12 +79,12 @@ def parallelize(
             parameters get the same values. With `torch.compile(model)`, the model runs compiled.
         world: The World that `shoal.init` returned.
         strategy: A strategy, or several, applied in order; the last one sums gradients. None means
-            `FSDP()` if the layout has an axis `shard`, else `DDP()`. Default: None.
+            `FSDP()` if the layout has a `shard` axis, else `DDP()`. Default: None.
         random: "samples" keys the random numbers that modules draw in a step, such as those of dropout,
             by the position of each sample, so they are the same at any number of ranks and
             micro-batches (Philox 4x32-10, Salmon et al. 2011). "ranks" leaves them to torch's
-            generators, as do compiled models and layouts with an axis `context`, `tensor` or
-            `pipeline`. Default: "samples".
+            generators, as do compiled models and layouts with a `context`, `tensor` or
+            `pipeline` axis. Default: "samples".
         statistics: Samples over which BatchNorm, SyncBatchNorm and `Coupled` layers take statistics:
             "batch", the global batch, which must be one micro-batch; a number of consecutive positions
             of it, such as 64 (ghost batches, Hoffer et al. 2017), the same at any number of ranks and
@@ -150,7 +150,7 @@ def _apply(strategies: Sequence[Any], module: nn.Module, world: World) -> Engine
     """Apply `strategies` in order, and return the engine of the last one.
 
     Those before it change the module in place: they checkpoint activations, place layers on devices,
-    shard layers over the axis `tensor`, or split sequences over the axis `context`. The last one may
+    shard layers over the `tensor` axis, or split sequences over the `context` axis. The last one may
     change the module too (shard parameters, keep a stage), moves the modules of this rank to its
     device, and creates the engine: a runner of the module with a reducer of its gradients.
     """
@@ -192,7 +192,7 @@ def _checked(strategy: Any, world: World) -> list[Any]:
         own = next(iter(given[-1].axes), "replicate")
         raise LayoutError(
             given=f"layout='{world.layout}' with {strategy!r}",
-            found=f"no strategy uses the axis {idle[0]!r}",
+            found=f"no strategy uses the {idle[0]!r} axis",
             fix=f"use shoal.init(layout='{own}=-1'), or {_SERVING[idle[0]]} for this axis",
         )
     return given

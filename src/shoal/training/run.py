@@ -37,7 +37,7 @@ class Run:
     """One training run in one directory: its checkpoints, events and progress.
 
     Use it as a context manager, on all ranks. The directory gets `checkpoints/step-N/` and
-    `events/rank-R.jsonl`. The step number of the Run is that of the first Step or model: a Step counts
+    `events/rank-R.jsonl`. The Run's step number is the first Step's or model's: a Step counts
     its own steps, and for a model each `batch.finish` counts.
 
     While the Run is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank makes all ranks save in the
@@ -180,7 +180,7 @@ class Run:
         Raises:
             CheckpointError: If there are checkpoints but none is valid, or if they are of another
                 model.
-            DataError: If the data or their order are not those of the checkpoint.
+            DataError: If the data or their order differ from the checkpoint's.
         """
         self._check_open()
         restored = self._restore()

@@ -209,7 +209,7 @@ class RunState:
         """Raise CheckpointError, on all ranks, if user state differs: a checkpoint has one for all.
 
         Collective. Ranks that take independent steps (LocalSGD, Hogwild) also have different averages;
-        the checkpoint keeps those of rank 0.
+        the checkpoint keeps rank 0's.
         """
         if (
             not state

@@ -142,7 +142,7 @@ def measure_collectives(
 ) -> Measurement:
     """Measure all operations of all backends over sizes in bytes; collective.
 
-    The first of the backends is the world's own. The time of a call is that of the slowest rank. Each
+    The first of the backends is the world's own. A call takes as long as its slowest rank. Each
     sample is a few calls. The samples of all points take turns, so that other load on the machine
     affects all of them. The largest sizes are left out if LEAST samples would not fit into the time.
     `asked_to_stop` may become true on any rank; then all stop, with the results so far. `tell` gets a

@@ -16,7 +16,7 @@ from shoal.util.errors import StepError
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """Context parallelism: each rank of the axis `context` computes a slice of every sequence.
+    """Context parallelism: each rank of the `context` axis computes a slice of every sequence.
 
     The hidden state, of shape (batch, length, features), is split along its length where it enters the
     first unit and gathered where it leaves the last. Other inputs that have the dimension of the

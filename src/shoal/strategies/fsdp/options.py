@@ -29,8 +29,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class FSDP:
     """Fully sharded data parallelism (FSDP2, ZeRO): ranks shard parameters and optimizer state.
 
-    Each rank of the layout's axis `shard` keeps a shard of every parameter, of its gradient and of its
-    optimizer state. With the axis `replicate` too, each shard has that many copies, and gradients are
+    Each rank of the layout's `shard` axis keeps a shard of every parameter, of its gradient and of its
+    optimizer state. With the `replicate` axis too, each shard has that many copies, and gradients are
     summed over both axes (HSDP). Rajbhandari et al. 2020; Zhao et al. 2023.
 
     `parallelize(Model, world, FSDP())`, with a function that creates the model in place of the model,

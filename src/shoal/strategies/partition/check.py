@@ -156,7 +156,7 @@ class SplitCheck:
         everyone = self._uncut.members.gather(min(mine, default=None))
         places = [index for index in everyone if index is not None]
         if not places:
-            return "its output differs from that of one process, after the last module"
+            return "its output differs from the output on one process, after the last module"
         name = self._uncut.name_of(min(places))
         return f"the input of {name} differs from that in one process"
 

@@ -33,10 +33,10 @@ from shoal.util.errors import LayoutError, StepError
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Pipeline parallelism: consecutive stages of the model on the ranks of the axis `pipeline`.
+    """Pipeline parallelism: consecutive stages of the model on the ranks of the `pipeline` axis.
 
-    With the axis `replicate`, gradients are summed over replicas after the last micro-batch. With the
-    axis `shard`, the parameters of each stage are sharded too. The number of micro-batches is that of
+    With the `replicate` axis, gradients are summed over replicas after the last micro-batch. With the
+    `shard` axis, the parameters of each stage are sharded too. The number of micro-batches comes from
     the `Loader`. Exactly one of `split_points` and `example_args` is required.
 
     Args:
@@ -51,12 +51,12 @@ class Pipeline:
         stages_per_rank: Number of stages per rank, for schedules with any number of them. None means
             the number that `split_points` defines or, with `example_args`, 1 for "gpipe" and "1f1b"
             and 2 for the others. Default: None.
-        stage_strategy: How the axis `shard` shards the parameters of each stage.
+        stage_strategy: How the `shard` axis shards the parameters of each stage.
             Default: `FSDP(reshard_after_forward=False, accumulate="whole")`.
 
     Raises:
         StepError: If an option has no such value, or the model cannot be split there.
-        LayoutError: If the layout has no axis `pipeline`, has the axis `context`, or its degree does
+        LayoutError: If the layout has no `pipeline` axis, has the `context` axis, or its degree does
             not fit the number of stages.
 
     Examples:
@@ -121,7 +121,7 @@ class Pipeline:
         """Return the timetable of the schedule: what each rank computes in each unit of time.
 
         Args:
-            ranks: Degree of the axis `pipeline`, at least 2.
+            ranks: Degree of the `pipeline` axis, at least 2.
             micro_batches: Number of micro-batches per local batch, at least 1.
 
         Returns:
@@ -140,7 +140,7 @@ class Pipeline:
         if ranks == 1:
             raise LayoutError(
                 given=f"shoal.Pipeline() with layout='{world.layout}'",
-                found="the layout has no axis `pipeline`",
+                found="the layout has no `pipeline` axis",
                 fix="call shoal.init(layout='pipeline=2'), or 'replicate=2,pipeline=2' for two "
                 "replicas",
             )

@@ -203,7 +203,7 @@ def division_of(model: nn.Module) -> ShardedLayers | None:
 
 
 def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str], world: World) -> None:
-    """Shard the `layers` of `plan`, names with their kinds, over the axis `tensor`.
+    """Shard the `layers` of `plan`, names with their kinds, over the `tensor` axis.
 
     Tied parameters stay tied. Raises StepError if the plan shards them differently.
     """

@@ -50,7 +50,7 @@ def check_window(steps: object, call: str) -> Window:
     raise StepError(
         given=call,
         found="a window has a first and a last step, from step 2 on: step 1 prepares, and its times "
-        "differ from those of later steps",
+        "differ from later steps",
         fix="pass profile=(100, 105) for the steps from 100 to 105",
     )
 
