@@ -103,4 +103,4 @@ def test_ranks_with_directories_of_their_own_are_refused(
         assert isinstance(result, RankError)
         assert isinstance(result.error, CheckpointError)
         assert "rank 1" in result.error.found
-        assert "is not there" in result.error.found
+        assert "is missing" in result.error.found

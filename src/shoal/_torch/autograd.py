@@ -23,7 +23,7 @@ def after_backward(callback: Callable[[], object]) -> None:
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a node of a backward, as recomputed forwards do.
+    """Return whether this thread runs a node of a backward pass, as recomputed forward passes do.
 
     torch's own checkpointing asks the same way; no public call says it.
     """

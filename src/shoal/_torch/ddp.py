@@ -24,7 +24,7 @@ _OF_REDUCERS = (
 
 
 class _AnyNorm(nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel that takes SyncBatchNorm on the CPU, which Shoal runs there."""
+    """DistributedDataParallel that takes SyncBatchNorm on the CPU, where Shoal runs it itself."""
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         """Raise no error; where torch lacks the method, its check is in another place."""

@@ -28,7 +28,7 @@ def require_alone(command: str) -> None:
 
 
 def import_named(text: str, what: str) -> Any:
-    """Import and return the object given by `text`; `what` describes it in errors.
+    """Import and return the object that `text` identifies; `what` describes it in errors.
 
     Modules are searched from the current directory on, as by `python -m`. A file is imported under its
     own name, so that code under `if __name__ == "__main__":` does not run. Raises LaunchError if there

@@ -44,7 +44,7 @@ class Lock:
                 self.release()
                 raise CheckpointError(
                     given=f"a Run in {path.parent}",
-                    found=f"another Run is open there: {holder}",
+                    found=f"another Run is open in this directory: {holder}",
                     fix="wait for it or end it, or choose another directory: shoal.Run('runs/b', …)",
                 )
             time.sleep(0.05)

@@ -350,7 +350,7 @@ class Loader:
         """Return the position, and the facts about the data and its order that it depends on.
 
         Returns:
-            Plain values by name: the position, the seed, the number of samples, checksums.
+            A dict of plain values: the position, the seed, the number of samples, checksums.
         """
         return self._feed.state()
 

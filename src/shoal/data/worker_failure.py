@@ -86,7 +86,7 @@ class _Handler:
 
 
 def _how(text: str, code: int | None) -> tuple[str, signal.Signals | None]:
-    """Return how a worker ended, by torch's text or else by the exit `code` of its process."""
+    """Return how a worker ended, from torch's message or else from its exit `code`."""
     killed = _SIGNAL.search(text)
     if killed is not None:
         found = [each for each in signal.Signals if signal.strsignal(each) == killed[1]]

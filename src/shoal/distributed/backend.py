@@ -18,7 +18,7 @@ MPI = "mpi"
 def choose_backend(backend: str | None, device: torch.device, lacking: str = "") -> Decision[str]:
     """Return the backend: the given one, else by the device. Raises LaunchError if torch lacks it.
 
-    `lacking` is the reason why the backend of the device can't be used here; empty if it can.
+    `lacking` is the reason why the backend of the device can't be used; empty if it can.
     """
     if backend == MPI:
         mpi.require(device)

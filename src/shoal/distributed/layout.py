@@ -72,7 +72,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Return the layout that a text describes.
+        """Return the layout that a string describes.
 
         Args:
             text: `"axis=degree,axis=degree"`, with the axes `replicate`, `shard`, `context`, `tensor`

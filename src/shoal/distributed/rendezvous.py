@@ -228,7 +228,7 @@ def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
             raise LaunchError(
                 given=f"rank {rank} on {socket.gethostname()} looked for rank 0 of {meeting.job} "
                 f"at {_where(meeting)}",
-                found=f"not there; last error: {why}",
+                found=f"rank 0 was not found; last error: {why}",
                 fix="check that every rank was started and that hosts reach each other, or export "
                 "MASTER_ADDR and MASTER_PORT (host and free port of rank 0)"
                 + (f", or {DIRECTORY} (a directory that all hosts share)" * bool(meeting.directory)),
@@ -262,7 +262,7 @@ def _ask(job: str, host: str, port: int) -> int:
         line = answer.readline(1000).decode(errors="replace")
     name, _, number = line.strip().rpartition(" ")
     if name != job:
-        raise ValueError("another program answers there")
+        raise ValueError("another program answers at this address")
     return int(number)
 
 

@@ -296,7 +296,7 @@ def examine_together(world: World, request: DoctorRequest) -> tuple[Examination 
 
 
 def _examine_all(world: World, doctor: Doctor) -> None:
-    """Run the checks in their order; those that need all ranks only while all are there. Collective."""
+    """Run the checks in their order; skip those that need all ranks once one is missing. Collective."""
     from shoal.doctor.checks import compute, links
     from shoal.doctor.checks import placement as place
 

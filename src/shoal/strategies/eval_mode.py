@@ -1,4 +1,4 @@
-"""Evaluation mode, and forwards that leave no trace in the state of a model."""
+"""Evaluation mode, and forward passes that leave no trace in the state of a model."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def operation_counts() -> list[int]:
 
 
 def describe_tensors(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
-    """Return a text for tensors: "float32[4]", "float32[4] and 2 more"."""
+    """Return a string for tensors: "float32[4]", "float32[4] and 2 more"."""
     if not sizes:
         return ""
     text = f"{_DTYPES.get(dtypes[0], dtypes[0])}{list(sizes[0])}"

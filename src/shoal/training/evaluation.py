@@ -224,7 +224,7 @@ def _subject(model: Step | nn.Module, task: Task | None) -> _Subject:
 
 
 class MetricSums:
-    """Sums and counts by name, in float64, reduced over ranks once at the end."""
+    """Sums and counts, keyed by name, in float64, reduced over ranks once at the end."""
 
     def __init__(self, names: list[str]) -> None:
         self._totals: dict[str, list[Tensor | float]] = {name: [0.0, 0.0] for name in names}

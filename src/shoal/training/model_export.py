@@ -61,7 +61,7 @@ def export(
             each tensor, unless the model's code fixes it. Default: None.
 
     Returns:
-        The path, on all ranks once the file is there.
+        The path, on all ranks once the file has been written.
 
     Raises:
         CheckpointError: On all ranks, for another extension, a file that can't be written, or a program
@@ -124,7 +124,7 @@ def _replicated(model: nn.Module) -> bool:
 
 
 def _first_alone(world: World, given: str, path: Path, save: Callable[[], None]) -> None:
-    """Save on rank 0, which waits for no other rank; the others wait until the file is there.
+    """Save on rank 0, which waits for no other rank; the others wait until the file has been written.
 
     Many scripts call export on rank 0 only. The step is part of the key: rank 0 may have written the
     same path before without the other ranks.

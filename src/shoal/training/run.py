@@ -46,7 +46,7 @@ class Run:
     Args:
         directory: Run directory, local or on a network file system; created if necessary.
         model: A Step, or a parallelized model for a custom training loop. For several models (two for a
-            GAN), a dict by name.
+            GAN), a dict with a name for each.
         loader: Loader whose position the checkpoints hold.
         optimizer: Optimizer of a model that is not in a Step; for several, a dict with the same names.
             Default: None.
@@ -337,7 +337,7 @@ class Run:
             values: Numbers or texts by name; other values are recorded as text.
 
         Raises:
-            StepError: If `values` is not a mapping with texts as names.
+            StepError: If `values` is not a mapping whose keys are strings.
         """
         check_names(
             values,
@@ -359,7 +359,7 @@ class Run:
             values: Floats, or tensors of one element, by name.
 
         Raises:
-            StepError: If the Run is closed, or for values that are not numbers by name.
+            StepError: If the Run is closed, or a value is not a number.
         """
         self._check_open()
         self._logged.add(values, self.step, self.loader.position)

@@ -1,4 +1,4 @@
-"""The files of a run: its checkpoints, its events, the lock, and the number of the attempt."""
+"""The files of a run: its checkpoints, its events, the lock, and the attempt number."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ class Step(TrainState):
 
     @property
     def compiled(self) -> bool:
-        """True if compiled code runs forward and backward."""
+        """True if compiled code runs the forward and backward passes."""
         return self._compile is not None or super().compiled
 
     @property

@@ -53,7 +53,7 @@ class TrainState:
         self.number = 0
         self.last: StepResult | None = None
         self.counting: AbstractContextManager[object] = nullcontext()
-        """The context of forward and backward, in which their FLOPs can be counted."""
+        """The context of the forward and backward passes, in which their FLOPs can be counted."""
         self._epoch_ended = False
         self._follow_schedule_from_here()
         if engine.loop is not None:
@@ -148,7 +148,7 @@ class TrainState:
 
     @property
     def compiled(self) -> bool:
-        """True if compiled code runs forward and backward."""
+        """True if compiled code runs the forward and backward passes."""
         return has_compiled_call(self.model)
 
     @property

@@ -41,7 +41,7 @@ from shoal.util.units import binary_size
 BACKENDS = ("mpi", "nccl", "gloo")
 """In order of preference: the first of those that are measured is the world's own, others are added."""
 JOIN_SECONDS = 60.0
-"""How long ranks wait for each other; it can be short, since no rank prepares data here."""
+"""How long ranks wait for each other; it can be short, since no rank prepares data."""
 GRACE = 30.0
 """How long ranks have, after Ctrl-C, to end their sample and write the results."""
 
@@ -95,7 +95,7 @@ def parse_options(
 def benchmark_collectives(asked: CollectivesOptions, processes: int | None) -> int:
     """Measure in this job, or in `processes` on this machine, and return the exit code.
 
-    Raises LaunchError for a single process, or if a backend can't work here.
+    Raises LaunchError for a single process, or if a backend can't work.
     """
     here = env_vars.placement()
     if here.size > 1 and processes is not None:

@@ -1,7 +1,7 @@
 """`shoal bench modes`: the same function as a Python loop, torch operations, TorchScript, compiled.
 
 The toy function squares five numbers ten times, as examples of TorchScript do, and then many numbers. A
-model is run forward and backward, as training does.
+model runs its forward and backward passes, as in training.
 """
 
 from __future__ import annotations

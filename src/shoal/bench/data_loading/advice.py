@@ -98,7 +98,7 @@ def _best(size: int, found: Mapping[int, LoaderTrials], cores: int, *, one_of: i
 
 
 def _why(best: LoaderTrials, following: LoaderTrials, cores: int) -> str:
-    """Return why more workers did not help, from what was busy meanwhile."""
+    """Return why more workers did not help, from what was busy at that time."""
     mine, theirs = following.busy
     if mine + theirs >= BUSY * cores:
         return "the core is busy" if cores == 1 else f"the {cores} cores are busy"

@@ -40,7 +40,7 @@ JOBS, RESULT = "jobs", "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study on disk. `machine` has its hardware and software, as texts by name."""
+    """A study on disk. `machine` has its hardware and software, as strings, keyed by name."""
 
     path: Path
     options: StudyOptions
@@ -59,7 +59,7 @@ class Study:
     def missing(self, *, failed: bool = False) -> list[tuple[int, Configuration]]:
         """Return the jobs without a result, in the order in which they run; with `failed` also those.
 
-        The cause of a failure may be fixed meanwhile. Raises CheckpointError for a file that is not a
+        The cause of a failure may have been fixed. Raises CheckpointError for a file that is not a
         result.
         """
         jobs = list_configurations(self.options)

@@ -45,7 +45,7 @@ class Done(NamedTuple):
     """The end of a job: its exit code, None if it exceeded its time limit; and its seconds.
 
     `cores` is the number of cores of its machine, 0 if unknown, and `others` the number of cores that
-    other programs used meanwhile.
+    other programs used at the same time.
     """
 
     code: int | None

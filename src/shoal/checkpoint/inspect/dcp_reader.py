@@ -30,7 +30,7 @@ class DCPReader(ChunkReader):
     where that prints slashes. DTensors may have other shards than those that were saved.
     A file is verified before any tensor is read from it. Only tensors are read: DCP
     unpickles all other values, and a Shoal checkpoint holds no pickles. DCP raises an error of one rank
-    as a CheckpointException on all ranks, whose text contains that of the CheckpointError.
+    as a CheckpointException on all ranks, whose message contains the CheckpointError's.
 
     Args:
         path: Directory or URL of the checkpoint.

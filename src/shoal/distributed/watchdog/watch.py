@@ -55,7 +55,7 @@ _GONE_SECONDS = 1.0
 close one after the other.
 """
 _NEIGHBOUR_SECONDS = 5.0
-"""Seconds after which a rank asks whether the next one is still there, and then again."""
+"""Seconds after which a rank asks whether the next one is still alive, and then again."""
 _TOGETHER_SECONDS = 0.25
 """Seconds for which all ranks wait before they end, or the first to end would look like the cause."""
 _WRITE_SECONDS = 1.0

@@ -94,7 +94,7 @@ def check_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
     total, count = ranks[0].facts["total"], len(ranks)
     cores, together = counted(len(usable), "core"), counted(count, "rank")
     crowded = [one for one in ranks if _own(one, ranks) < 1]
-    fewer = "start fewer ranks there, or request more cores (srun --cpus-per-task=N)"
+    fewer = "start fewer ranks on that host, or request more cores (srun --cpus-per-task=N)"
     if count > len(usable) and len(usable) < total:
         yield failure(
             "cores",

@@ -13,7 +13,7 @@ _CLOCK = re.compile(r"(\d+)(?::(\d+))?(?::(\d+))?")
 def parse_time(text: str, option: str = "--time") -> int:
     """Return the seconds of `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`.
 
-    Raises LaunchError for any other text and for a time of zero.
+    Raises LaunchError for any other string and for a time of zero.
     """
     seconds = None
     if found := _DAYS.fullmatch(text):

@@ -36,7 +36,7 @@ class ForwardCopies:
         if self._made is None or tensor.is_inference():  # inference tensors have no version
             return send(tensor, device)
         key = (id(tensor), device, torch.is_grad_enabled())
-        # The tensor is kept with its copy, so that no other tensor gets its id meanwhile.
+        # The tensor is kept with its copy, so that no other tensor can get its id.
         _, copied, copy = self._made.get(key, (tensor, -1, tensor))
         if copied != version(tensor):
             copy = send(tensor, device)

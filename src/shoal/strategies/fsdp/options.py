@@ -39,8 +39,8 @@ class FSDP:
     Args:
         modules: Patterns of module names, such as "blocks.*". The parameters of each match are
             gathered together. None means the repeated blocks of the model. Default: None.
-        reshard_after_forward: Free the gathered parameters of a unit between forward and backward
-            (ZeRO-3). If False, they stay gathered until backward has used them (ZeRO-2).
+        reshard_after_forward: Free the gathered parameters of a unit between the forward and backward
+            pass (ZeRO-3). If False, they stay gathered until backward has used them (ZeRO-2).
             Default: True.
         param_dtype: The dtype in which parameters are gathered and used: "fp32", "bf16" or "fp16".
             None means the dtype of `Step(precision=…)`: 16 bits for "bf16" and "fp16", the dtype of the

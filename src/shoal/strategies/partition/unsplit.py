@@ -205,7 +205,7 @@ class UnsplitModel:
             *model.named_buffers(remove_duplicate=False),
         ):
             known[id(tensor)].append(name)
-        # A tensor that is neither parameter nor buffer is on every rank, and has no name here.
+        # A tensor that is neither parameter nor buffer is on every rank, and has no name.
         return [names for names in known.values() if not wanted.isdisjoint(names)]
 
     def _fill(self) -> None:

@@ -45,9 +45,9 @@ class Pipeline:
         example_args: Positional arguments of one micro-batch. Shoal runs them once to measure the cost
             of each part, and splits the model so that the slowest stage is as fast as possible.
             Default: None.
-        schedule: Order of forwards and backwards: "gpipe", "1f1b" or, with several stages per rank,
-            "interleaved", "looped", "zero-bubble", "zbv", "dualpipev" (Huang 2019; Narayanan 2019,
-            2021; Lamy-Poirier 2022; Qi 2023, 2024; DeepSeek 2025). Default: "1f1b".
+        schedule: Order of forward and backward passes: "gpipe", "1f1b" or, with several stages per
+            rank, "interleaved", "looped", "zero-bubble", "zbv", "dualpipev" (Huang 2019; Narayanan
+            2019, 2021; Lamy-Poirier 2022; Qi 2023, 2024; DeepSeek 2025). Default: "1f1b".
         stages_per_rank: Number of stages per rank, for schedules with any number of them. None means
             the number that `split_points` defines or, with `example_args`, 1 for "gpipe" and "1f1b"
             and 2 for the others. Default: None.
@@ -55,7 +55,7 @@ class Pipeline:
             Default: `FSDP(reshard_after_forward=False, accumulate="whole")`.
 
     Raises:
-        StepError: If an option has no such value, or the model cannot be split there.
+        StepError: If an option has no such value, or the model cannot be split at these points.
         LayoutError: If the layout has no `pipeline` axis, has the `context` axis, or its degree does
             not fit the number of stages.
 

@@ -108,7 +108,7 @@ def timetable(
 
 
 def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> list[PipelineAction]:
-    """Return up to `ahead` more forwards than backwards. (torch lists 1F1B's last rank too late.)"""
+    """Return up to `ahead` more forward than backward passes. torch lists 1F1B's last rank too late."""
     begun = min(ahead, micro_batches)
     works = [PipelineAction("F", stage, micro) for micro in range(begun)]
     for micro in range(micro_batches):

@@ -16,7 +16,7 @@ from shoal.telemetry.step_timer import FORWARD, Timeline
 
 
 class MarkedStage(PipelineStage):
-    """Stage whose forwards are marked. The rest of a schedule counts as backward or waiting.
+    """Stage whose forward passes are marked. The rest of a schedule counts as backward or waiting.
 
     `current` returns the micro-batches of the batch, and the number of rows to which they are padded.
     """

@@ -125,7 +125,7 @@ class Inbox:
 
 
 class ForwardQueue:
-    """Queue of forwards in the order of the micro-batches, whose forwards wait during a backward.
+    """Queue of forward passes in the order of the micro-batches; they wait during a backward pass.
 
     A rank has a fixed number of cores, so a forward during a backward would only delay the gradients
     for which earlier stages wait (as in the schedule 1F1B of Narayanan et al. 2019).

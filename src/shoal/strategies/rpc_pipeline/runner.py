@@ -119,7 +119,7 @@ class RPCPipelineRunner(Runner):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
-        """Run forward and backward through all stages, and sum over replicas; see the contract."""
+        """Run forward and backward passes through all stages, and sum over replicas; see the contract."""
         timeline = self._world.timeline
         timeline.enter(FORWARD)
         factor = scale / batch.size
@@ -268,7 +268,7 @@ class RPCPipelineRunner(Runner):
         self._calls.look(self._others if self._drives else [self._crew.driver])
 
     def _attend(self, work: TurnWork, line: ForwardQueue) -> ReadyMessage | MicroBatchDone | TurnDone:
-        """Run the forwards of this rank's stage until another message arrives, and return it."""
+        """Run the forward passes of this rank's stage until another message arrives, and return it."""
         timeline = self._world.timeline
         while True:
             timeline.enter(BACKWARD if line.backward else COMMUNICATION)

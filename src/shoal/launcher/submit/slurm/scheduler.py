@@ -68,7 +68,7 @@ class Slurm:
         run_command(["sbatch", "--version"])
 
     def submit(self, script: Path, *, after: str | None) -> str:
-        """Submit a batch script by sbatch and return the number of the job."""
+        """Submit a batch script with sbatch and return the job number."""
         order = [] if after is None else [f"--dependency=afterany:{after}"]
         printed = run_command(["sbatch", "--parsable", *order, str(script)])
         found = _NUMBER.findall(printed)
