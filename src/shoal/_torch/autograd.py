@@ -27,7 +27,7 @@ def in_backward() -> bool:
 
     torch's own checkpointing asks the same way; no public call says it.
     """
-    return required(torch._C, "_current_autograd_node", "a forward that is recomputed")() is not None
+    return required(torch._C, "_current_autograd_node", "a recomputed forward pass")() is not None
 
 
 def version(tensor: Tensor) -> int:

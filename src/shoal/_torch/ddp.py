@@ -60,7 +60,7 @@ class GradientReducer:
         return cast(AbstractContextManager[None], inside())
 
     def begin(self, roots: Sequence[Tensor] = ()) -> None:
-        """Reduce the gradients of the next backward.
+        """Reduce the gradients of the next backward pass.
 
         With `roots`, the reducer walks the graph from them and marks unused parameters as ready.
         """

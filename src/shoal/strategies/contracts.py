@@ -141,10 +141,10 @@ class Engine(ABC):
 
     @abstractmethod
     def compile(self, how: str) -> None:
-        """Run the forward compiled: "inductor" or "script"."""
+        """Run the forward pass compiled: "inductor" or "script"."""
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler` in every call of the module.
+        """Run the forward pass compiled by `compiler` in every call of the module.
 
         For a model that is passed as `torch.compile(model)`, with the backend and options of that call.
         """

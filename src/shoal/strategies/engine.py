@@ -48,10 +48,10 @@ class Runner(ABC):
 
     @abstractmethod
     def compile(self, how: str) -> None:
-        """Run the forward compiled: "inductor" or "script"."""
+        """Run the forward pass compiled: "inductor" or "script"."""
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler`. Raise StepError if only parts can be compiled."""
+        """Run the forward pass compiled by `compiler`; StepError if only parts can be compiled."""
         raise compiles_parts(self.reducer.held.module, self.reducer.held.world)
 
     def move_targets(self, output: Any, micro: MicroBatch) -> MicroBatch:
@@ -105,11 +105,11 @@ class SynchronousEngine(Engine):
         return self.runner.move_targets(output, micro)
 
     def compile(self, how: str) -> None:
-        """Run the forward compiled; see the contract."""
+        """Run the forward pass compiled; see the contract."""
         self.runner.compile(how)
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler`; see the contract."""
+        """Run the forward pass compiled by `compiler`; see the contract."""
         self.runner.compile_with(compiler)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -32,7 +32,7 @@ class CheckedGradients(LoopGradients):
         self._held = reducer.held
         self._check_model = check_model
         self._stepped = False
-        """Whether an optimizer has stepped since the first backward of an unfinished batch."""
+        """Whether an optimizer has stepped since the first backward pass of an unfinished batch."""
         self._computed: dict[int, tuple[int, int]] = {}
         """The states of the gradients after the last backward of the batch."""
         self._finished: dict[int, tuple[int, int]] = {}

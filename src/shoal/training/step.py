@@ -295,7 +295,7 @@ class Step(TrainState):
     def _written_in_a_loop(self, option: str) -> str:
         device = self.engine.world.device.type
         return {
-            "precision": f"with torch.autocast({device!r}, torch.bfloat16): around the forward (fp16 "
+            "precision": f"with torch.autocast({device!r}, torch.bfloat16): around forward (fp16 "
             "needs the loss scaling of a Step)",
             "clip": f"batch.finish(model, clip={self.clip})",
             "schedule": "shoal.Run(directory, model, loader, optimizer=optimizer, schedule=schedule), "

@@ -32,7 +32,7 @@ class ContextParallel:
     Args:
         modules: Patterns of module names, such as "blocks.*". Each match is a unit. None means the
             repeated blocks of the model. Default: None.
-        check: Run the first forward twice more, split and unsplit, and compare the outputs.
+        check: Run the first forward pass two more times, split and unsplit, and compare the outputs.
             Default: True.
 
     Raises:

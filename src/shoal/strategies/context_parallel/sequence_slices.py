@@ -50,7 +50,7 @@ class _Stack:
 
     names: list[str] = field(default_factory=list)
     length: int | None = None
-    """Length of the full sequence, while a forward is between the first and the last unit."""
+    """Length of the full sequence, while a forward pass is between the first and the last unit."""
 
 
 @dataclass
@@ -184,7 +184,7 @@ class _ModelForward(_Forward):
 
     def _run(self, args: Any, named: Any) -> Any:
         for stack in self._stacks:
-            stack.length = None  # of a forward that failed
+            stack.length = None  # of a forward pass that failed
         output = self._forward(*args, **named)
         for stack in self._stacks:
             if stack.length is not None:

@@ -173,11 +173,11 @@ class AveragingEngine(Engine):
         return self._local.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
-        """Run the forward compiled; see the contract."""
+        """Run the forward pass compiled; see the contract."""
         self._local.compile(how)
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler`; see the contract."""
+        """Run the forward pass compiled by `compiler`; see the contract."""
         self._local.compile_with(compiler)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -20,7 +20,7 @@ ATTRIBUTE = "_shoal_placing"
 class PlacementRecord:
     """Record that `shoal.DevicePlacement` attaches to a model.
 
-    `in_flight` is the number of micro-batches that run forward before a backward, None for all if
+    `in_flight` is the number of micro-batches that run forward before a backward pass, None for all if
     there are several devices. `hooked` says whether hooks move the arguments of its modules.
     """
 
@@ -32,8 +32,8 @@ class PlacementRecord:
 class DeviceSpan:
     """The devices of a model's parameters.
 
-    `in_flight` is the number of micro-batches that run forward before a backward, None for all of a
-    batch. `hooked` says whether hooks move the arguments of its modules.
+    `in_flight` is the number of micro-batches that run forward before a backward pass, None for all of
+    a batch. `hooked` says whether hooks move the arguments of its modules.
     """
 
     devices: tuple[torch.device, ...]

@@ -22,11 +22,11 @@ class ForwardCopies:
         self._made: dict[tuple[int, torch.device, bool], tuple[Tensor, int, Tensor]] | None = None
 
     def begin(self, model: nn.Module, args: Any) -> None:
-        """Begin the copies of a forward of the model; a hook."""
+        """Begin the copies of a forward pass of the model; a hook."""
         self._made = {}
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Drop the copies after a forward, complete or failed; a hook. A recomputation copies again."""
+        """Drop the copies after a forward pass, complete or failed; a hook. Recomputing copies again."""
         self._made = None
 
     def bring(self, tensor: Tensor, device: torch.device) -> Tensor:

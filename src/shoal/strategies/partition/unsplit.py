@@ -32,7 +32,7 @@ _META = torch.device("meta")
 
 
 class DiffersError(Exception):
-    """Error for a forward that calls other modules than the stages."""
+    """Error for a forward pass that calls other modules than the stages."""
 
 
 class UnsplitModelError(Exception):

@@ -60,7 +60,8 @@ class PipelineRunner(Runner):
 
     All micro-batches of a batch get one shape: shorter ones are padded with copies of their last
     sample, and the loss gets only the outputs of the real samples. torch must know the shapes of the
-    tensors between stages. A forward of one micro-batch finds them for each new shape of the inputs.
+    tensors between stages. A forward pass of one micro-batch finds them for each new shape of the
+    inputs.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class PipelineRunner(Runner):
 
     @torch.no_grad()
     def _learned(self, inputs: Inputs) -> dict[int, tuple[Form, Form]]:
-        """Return the forms of the tensors between stages, from a forward without side effects.
+        """Return the forms of the tensors between stages, from a forward pass without side effects.
 
         Uses the current mode, because layers may compute in another dtype in the other mode.
         """
@@ -340,7 +341,7 @@ class PipelineRunner(Runner):
         )
 
     def _flow(self, inputs: Inputs) -> tuple[Any, dict[int, tuple[Form, Form]]]:
-        """Run one forward through all stages. Return the output and the forms of this rank's stages."""
+        """Run all stages forward once. Return the output and the forms of this rank's stages."""
         forms: dict[int, tuple[Form, Form]] = {}
         handed: tuple[Tensor, ...] = ()
         result = None

@@ -51,8 +51,8 @@ class PipelineAction(NamedTuple):
 class Timetable:
     """Timetable of a pipeline: a row per rank, a column per unit of time.
 
-    A forward and each half of a backward take one unit, "B" takes two. In the text that `str` returns,
-    `2F5` is the forward of micro-batch 5 through stage 2.
+    A forward and each half of a backward pass take one unit, "B" takes two. In the text that `str`
+    returns, `2F5` is the forward pass of micro-batch 5 through stage 2.
     """
 
     rows: tuple[tuple[PipelineAction | None, ...], ...]

@@ -40,7 +40,7 @@ class MarkedStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
-        """Run one backward, which may recompute a forward."""
+        """Run one backward pass, which may recompute a forward pass."""
         micros, rows = self._current()
         with self._coupled.processing(micros[bwd_chunk_id], rows):
             return super().backward_one_chunk(bwd_chunk_id, *arguments, **named)

@@ -4,7 +4,7 @@ All ranks run the same micro-batches in a turn, which is a step or an inference.
 stage drives it: for each micro-batch a thread asks the last stage for its output, which asks the stage
 before it, and so on, under torch's distributed autograd. Activations and gradients therefore travel
 directly between neighbors. The forward runs in the main thread of each rank, in the order of the
-micro-batches; that thread waits while a backward runs in one of torch's own threads.
+micro-batches; that thread waits while a backward pass runs in one of torch's own threads.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class RPCPipelineRunner(Runner):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
-        """Run forward and backward passes through all stages, and sum over replicas; see the contract."""
+        """Run the passes through all stages, and sum over replicas; see the contract."""
         timeline = self._world.timeline
         timeline.enter(FORWARD)
         factor = scale / batch.size
@@ -284,7 +284,7 @@ class RPCPipelineRunner(Runner):
                 return message
 
     def _do(self, work: TurnWork, line: ForwardQueue) -> None:
-        """Run one forward, and send the answer."""
+        """Run one forward pass, and send the answer."""
         job = line.take()
         try:
             answer: Answer = (None, self._compute(work, job))
@@ -323,7 +323,7 @@ class RPCPipelineRunner(Runner):
     def _mark(self, tree: Any, micro: int, *, over: bool) -> None:
         """Post a message when backward reaches these tensors, from the thread that it runs in.
 
-        torch.autograd.grad in a forward would also call hooks of tensors.
+        torch.autograd.grad in a forward pass would also call hooks of tensors.
         """
         message, turn = BackwardMessage(micro, over), self._inbox.turn
         for node in {leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}:
