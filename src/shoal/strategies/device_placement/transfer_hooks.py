@@ -26,7 +26,7 @@ class ForwardCopies:
         self._made = {}
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Drop the copies after a forward pass, complete or failed; a hook. Recomputing copies again."""
+        """Drop the copies after a forward pass, complete or failed; a hook. It copies again later."""
         self._made = None
 
     def bring(self, tensor: Tensor, device: torch.device) -> Tensor:
