@@ -99,5 +99,5 @@ def framed_apply() -> Iterator[None]:
 
 
 def made_by(node: Any, function: type[torch.autograd.Function]) -> bool:
-    """Return whether `node` is the backward of `function`; the class of a node is made by torch."""
+    """Return whether `node` is the backward node of `function`; torch makes the class of a node."""
     return getattr(node, "_forward_cls", None) is function

@@ -83,7 +83,7 @@ def gather_rows(tensor: Tensor, micro: MicroBatch) -> GatheredRows:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All-gather of rows; the backward sums the gradients of a rank's rows over all ranks' losses."""
+    """All-gather of rows; its backward sums the gradients of a rank's rows over all ranks' losses."""
 
     @staticmethod
     def forward(context: Any, own: Tensor, world: World, lengths: list[int]) -> Tensor:

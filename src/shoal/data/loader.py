@@ -195,7 +195,7 @@ class Loader:
 
     @property
     def batch_size(self) -> int:
-        """Samples in a global batch; if sizes vary, in the largest possible one."""
+        """Number of samples in a global batch, or in the largest possible one if sizes vary."""
         return self._batch_size if isinstance(self._batch_size, int) else self._batch_size.max_samples
 
     def compare_ranks(self) -> None:
@@ -224,7 +224,7 @@ class Loader:
 
     @property
     def workers(self) -> int:
-        """Worker processes of this rank; 0 if the rank loads its batches itself."""
+        """Number of worker processes of this rank; 0 if the rank loads its batches itself."""
         workers = self._fetch.num_workers
         return min(1, workers) if isinstance(self._feed, StreamSource) else workers
 
@@ -239,7 +239,7 @@ class Loader:
 
     @property
     def epoch_size(self) -> int | None:
-        """Samples in an epoch; None for an IterableDataset before its first epoch has ended."""
+        """Number of samples in an epoch; None before an IterableDataset's first epoch has ended."""
         return self._feed.epoch_size
 
     def __iter__(self) -> NoReturn:
@@ -369,7 +369,7 @@ class Loader:
         self.batch = None
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise DataError if `state` is of different data or a different order; changes nothing."""
+        """Raise DataError if `state` belongs to different data or a different order; change nothing."""
         check_state(state, self._feed.state())
 
     def _order(self, dataset: Any, samples: BlockDataset, order: Any, shuffle: bool) -> SampleOrder:

@@ -74,7 +74,7 @@ class Reducer(ABC):
 
 
 class LocalReducer(Reducer):
-    """Reducer for one process with the complete global batch; the specification of the others."""
+    """Reducer for one process with the complete global batch: the specification of the others."""
 
     def __init__(self, held: HeldParameters) -> None:
         self.held = held

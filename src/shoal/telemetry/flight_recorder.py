@@ -118,7 +118,7 @@ class RecordingGroup(Protocol):
 
 
 def newest_records() -> dict[str, int]:
-    """Return the number of each recorder's newest record; those of earlier worlds are not newer."""
+    """Return the number of each recorder's newest record, so that later records can be recognized."""
     return {
         name: max((entry["record_id"] for entry in entries), default=-1)
         for name, entries in _dumped().items()
@@ -126,7 +126,7 @@ def newest_records() -> dict[str, int]:
 
 
 def recorded_collectives(after: Mapping[str, int]) -> list[Collective]:
-    """Return all recorded collectives, oldest first; of each recorder those above its number."""
+    """Return the collectives that were recorded after these numbers, oldest first."""
     return [entry.collective for entry in _entries(after)]
 
 

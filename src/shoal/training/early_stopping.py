@@ -150,7 +150,7 @@ class EarlyStoppingState:
         return {"best": self.best, "since": self.since, "metrics": self._kept, "by": self._by}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned; drops the best value if it is of another metric."""
+        """Load a state that `state_dict` returned; drop the best value of another metric."""
         self.metrics = self._kept = state["metrics"]
         if state["by"] == self._by:
             self.best, self.since = state["best"], state["since"]

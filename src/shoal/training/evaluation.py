@@ -1,4 +1,4 @@
-"""Exact evaluation: each sample once at any number of ranks; sums and counts, never means."""
+"""Exact evaluation: each sample counts once, on any number of ranks. Ranks reduce sums, not means."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from shoal.util.text import shown
 
 
 class LogQueue:
-    """Numbers that were logged, in their order; those of device tensors once they are on the host.
+    """Numbers that were logged, in their order. Those from device tensors follow once they arrive.
 
     The host does not wait for a device: each tensor is copied in the background, and its number is
     written when the copy has ended, usually at the next tick.

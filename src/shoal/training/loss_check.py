@@ -95,7 +95,7 @@ def is_mean(whole: float, halves: tuple[LossSum, LossSum], samples: tuple[int, i
 
 
 class _Trial:
-    """A rank's first micro-batch, complete and in halves; a rank without an output only takes part."""
+    """A rank's first micro-batch, complete and in halves. A rank without outputs joins collectives."""
 
     def __init__(
         self, engine: Engine, task: Task, batch: Batch, micro: MicroBatch, autocast: torch.dtype | None

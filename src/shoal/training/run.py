@@ -1,4 +1,4 @@
-"""The run directory: restore, tick, save; progress and events of one training run."""
+"""One training run in a directory: restore, tick and save, with progress and events."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Run:
 
     @property
     def steps(self) -> dict[str, Step]:
-        """The Steps of this Run, by name; a single one is "step"."""
+        """The Steps of this Run, keyed by name. A single Step has the name "step"."""
         return {name: each for name, each in self.train_states.items() if isinstance(each, Step)}
 
     @property

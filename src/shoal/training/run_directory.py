@@ -142,7 +142,7 @@ class RunDirectory:
 
 
 def local_path(given: str | Path) -> Path:
-    """Return the directory of a run; CheckpointError for a URL, or for a value that is not a path."""
+    """Return the directory of a run; raise CheckpointError for other values."""
     if not isinstance(given, str | os.PathLike):
         raise CheckpointError(
             given=f"shoal.Run({type(given).__name__}, …)",

@@ -86,7 +86,7 @@ class RestorePoint(NamedTuple):
 
 
 class RunState:
-    """Steps, user state and the position in the data, by name; `config` is information for users."""
+    """Steps, user state and the position in the data, keyed by name; `config` is for people to read."""
 
     def __init__(
         self,

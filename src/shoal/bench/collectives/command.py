@@ -138,7 +138,7 @@ class Measuring:
 
 
 def measure_on_ranks(asked: CollectivesOptions) -> int:
-    """Join the ranks that a launcher started, measure, print on rank 0; return the exit code."""
+    """Join the ranks that a launcher started, measure, print on rank 0 and return the exit code."""
     first = asked.backends[0] if asked.backends else None
     device = "cpu" if first in ("mpi", "gloo") else None
     with (

@@ -205,7 +205,7 @@ def _warm(
     sizes: Sequence[int],
     clock: _Clock,
 ) -> tuple[list[Probe], list[tuple[str, str, int]]]:
-    """Return the probes that fit into the time, warmed up, from small to large; and the others."""
+    """Return two lists: the probes that fit into the time, warmed up and sorted by size; the others."""
     probes: list[Probe] = []
     left_out: list[tuple[str, str, int]] = []
     largest: dict[tuple[BackendGroup, str], Probe] = {}

@@ -71,7 +71,7 @@ class Need:
 
 
 def worker_advice(measured: Sequence[LoaderTrials], cores: int, need: Need | None) -> list[str]:
-    """Return sentences: for each batch size the best number of workers and the reason; the need."""
+    """Return sentences: the best number of workers for each batch size, the reason, and the need."""
     by_size: dict[int, dict[int, LoaderTrials]] = {}
     for each in measured:
         by_size.setdefault(each.batch_size, {})[each.workers] = each

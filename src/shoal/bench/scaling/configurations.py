@@ -59,7 +59,8 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """The options of a study. `batch` is the global batch; for weak scaling, that of each process.
+    """The options of a study. `batch` is the global batch size; for weak scaling, the batch size of
+    each process.
 
     A job takes `warmup` steps and then `steps` that count; each configuration has `rounds` jobs. A job
     that takes longer than `limit` seconds is ended. `threads` is the number per process; 0 is PyTorch's

@@ -138,7 +138,7 @@ def find_mpirun() -> str:
 
 
 def _execute(command: Sequence[str], folder: Path, limit: float) -> Done:
-    """Run a command to its end or its time limit; it has ended afterwards in any case."""
+    """Run a command to its end or its time limit. The command never runs on afterwards."""
     began, clock, busy, own = time.time(), time.perf_counter(), _busy(), _own()
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(

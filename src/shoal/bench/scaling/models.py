@@ -1,4 +1,4 @@
-"""The built-in models of studies: residual networks, a GPT, a dense network; and factories."""
+"""The models of studies: built-in residual networks, GPT and dense network, and users' factories."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def crew_of(
     peers: Sequence[int],
     given: str,
 ) -> StageAssignment:
-    """Return the crew of the ranks `peers`. `workers` are indices into `peers`; None: one per stage.
+    """Return the assignment of stages to the ranks `peers`. `workers` are indices into `peers`; None:
+    one per stage.
 
     Raises LayoutError unless each of the ranks runs one stage.
     """

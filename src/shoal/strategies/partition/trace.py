@@ -72,7 +72,7 @@ class _RefusedError(Exception):
 
 
 def expect_tensor(value: object, where: str) -> None:
-    """Raise StepError unless `value` is a tensor, as tracing assumed; a node of the graph."""
+    """Raise StepError unless `value` is a tensor, as tracing assumed. This function is a graph node."""
     if not isinstance(value, Tensor):
         raise StepError(
             given=f"a model in stages, whose forward checks the class of a value at {where}",

@@ -40,7 +40,7 @@ class UnsplitModelError(Exception):
 
 
 class UnsplitModel:
-    """The original model. Runs the outer forward as the user wrote it; created before the split.
+    """The original model, created before the split. It runs the outer `forward` as the user wrote it.
 
     `compute` calls a module of this rank's stages, given the number of the stage and the name.
     """

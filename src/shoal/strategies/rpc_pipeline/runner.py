@@ -440,7 +440,7 @@ class RPCPipelineRunner(Runner):
 
 
 def _call_from_here(runner: ref[RPCPipelineRunner], *args: Any, **kwargs: Any) -> Any:
-    """Run the model from this rank; the forward of the user's module."""
+    """Run the model from this rank: the `forward` of the user's module."""
     here = runner()
     if here is None:
         raise RuntimeError("the world of this model is closed")

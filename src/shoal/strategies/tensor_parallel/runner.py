@@ -88,7 +88,7 @@ class PlannedRunner(Runner):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
-        """Run as in one process, with logits sharded if they are in the plan; see the contract."""
+        """Run as on one process, with sharded logits if the plan has them; see the contract."""
         with ExitStack() as stack:
             if self._local.call is self._module:  # compiled code cannot be marked
                 stack.enter_context(tensors_awaited(self._world.timeline))
