@@ -39,7 +39,7 @@ def use_policy(part: FSDPModule, policy: MixedPrecisionPolicy) -> None:
     module.
 
     Gathered parameters are freed, and the tensors that FSDP2 keeps for them are made again in the
-    dtype of the policy. No backward of an earlier forward may follow.
+    dtype of the policy. No backward pass of an earlier forward pass may follow.
     """
     required(part, "_get_fsdp_state", "FSDP")()._mp_policy = policy
     for group in parameter_groups(part):

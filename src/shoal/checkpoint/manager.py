@@ -240,8 +240,8 @@ class Checkpoints:
                 if old and (self._keep_every is None or step % self._keep_every):
                     self._store.remove(path)
         except (OSError, CheckpointError) as error:
-            # The new checkpoint is safe, so training need not stop. A newer attempt is no reason
-            # to stop here either: only rank 0 runs this, and the next save reports it on all ranks.
+            # The new checkpoint is safe, so training need not stop. Nor does a newer attempt
+            # end training here: only rank 0 runs this, and the next save reports it on all ranks.
             warnings.warn(f"an old checkpoint can't be removed: {error}", stacklevel=3)
 
     def _oldest_kept(self, found: list[Any]) -> int:

@@ -19,8 +19,7 @@ from shoal.launcher.signals import Interrupted, Interrupts
 from shoal.util.errors import LaunchError
 
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
-"""Longest path of the directory for temporary files, in bytes: Linux cuts the path of a socket at 107.
-"""
+"""Longest path of the temporary directory, in bytes: Linux cuts the path of a socket at 107."""
 
 
 def run(
@@ -173,11 +172,11 @@ def _check_nodes(nodes: str | None, rendezvous: str | None, port: int | None) ->
 
 
 def check_folder() -> None:
-    """Raise LaunchError if the path of the directory for temporary files is too long."""
+    """Raise LaunchError if the path of the temporary directory is too long."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
         raise LaunchError(
-            given=f"a directory for temporary files with a long path, {folder}",
+            given=f"a temporary directory with a long path, {folder}",
             found=f"{len(os.fsencode(folder))} bytes; the sockets through which processes are started "
             f"allow {LONGEST_FOLDER}",
             fix="TMPDIR=/tmp shoal run …",

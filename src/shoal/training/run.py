@@ -334,7 +334,7 @@ class Run:
 
         Args:
             kind: Kind of the event, such as "evaluation".
-            values: Numbers or texts by name; other values are recorded as text.
+            values: A dict of numbers or strings; other values are recorded as strings.
 
         Raises:
             StepError: If `values` is not a mapping whose keys are strings.

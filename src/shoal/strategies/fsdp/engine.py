@@ -188,9 +188,9 @@ def divide(
 
 
 def _free_without_backward(part: nn.Module, *_: object) -> None:
-    """Free the parameters gathered for a forward without a backward.
+    """Free the parameters that were gathered for a forward pass without a backward pass.
 
-    Without `reshard_after_forward`, torch would keep them, and the next forward would compute with
+    Without `reshard_after_forward`, torch would keep them, and the next forward pass would compute with
     them, although the shards may have changed since.
     """
     if not torch.is_grad_enabled() and isinstance(part, FSDPModule):
