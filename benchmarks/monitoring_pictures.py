@@ -1,8 +1,8 @@
 """The pictures of the pages about monitoring, from one short run on four processes.
 
-Rank 2 takes longer over each forward. While the run is active, the page of `shoal watch` is saved as
-SVG. Afterwards the page of `shoal report` is saved as PNG, by headless chromium, and recorded steps as
-a timeline in SVG. Needs the extras `examples` and `report`.
+Rank 2 takes longer for each forward pass. While the run is active, the page of `shoal watch` is saved
+as SVG. Afterwards the page of `shoal report` is saved as PNG, by headless chromium, and recorded steps
+as a timeline in SVG. Needs the extras `examples` and `report`.
 
     PYTHONPATH=tests python benchmarks/monitoring_pictures.py [--pictures docs/pictures]
 """

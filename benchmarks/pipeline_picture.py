@@ -1,6 +1,6 @@
 """The picture of a pipeline schedule in the documentation: 1F1B on four ranks, eight micro-batches.
 
-It shows a plan, not a measurement: in `Timetable` a backward takes as long as two forwards.
+It shows a plan, not a measurement: in `Timetable` a backward pass takes as long as two forward passes.
 
     python benchmarks/pipeline_picture.py [--picture docs/pictures/pipeline_1f1b.svg]
 """

@@ -101,7 +101,7 @@ def recorded(directory: Path) -> list[Point]:
 
 
 def measure(steps: int, folder: Path) -> dict[str, list[Point]]:
-    """Return the trainings by name; the first is that of one process."""
+    """Return the trainings, keyed by name; the first one is on one process."""
     found = {}
     for processes in (1, 2, 4):
         directory = folder / str(processes)

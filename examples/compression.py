@@ -3,7 +3,7 @@
 shoal run -n 2 examples/compression.py
 srun -N 4 python examples/compression.py --epochs 10
 
-Bytes are those that the first rank's machine sent meanwhile, counted by its kernel. They include those
+Bytes are what the first rank's machine sent in this time, counted by its kernel. They include the bytes
 of all ranks on it and of other programs.
 """
 

@@ -58,7 +58,7 @@ def read_terms(path: Path = TERMS) -> list[Term]:
 
 
 def passages(path: Path) -> Iterator[Passage]:
-    """Yield the texts of a Markdown page or a Python file."""
+    """Yield the passages of a Markdown page or a Python file."""
     text = path.read_text()
     if path.suffix == ".md":
         fence = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.DOTALL | re.MULTILINE)

@@ -69,7 +69,7 @@ fix:   --nproc-per-node
 [Exit codes](exit-codes.md) · [Environment variables](environment-variables.md) \
 · [Cheat sheet](cheat-sheet.md)
 """
-KINDS = {"int": "integer", "float": "number", "str": "text", "Path": "path"}
+KINDS = {"int": "integer", "float": "number", "str": "string", "Path": "path"}
 
 
 def pages() -> dict[str, str]:

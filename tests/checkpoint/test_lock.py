@@ -51,7 +51,9 @@ def hold(world: shoal.World, directory: Path) -> int:
 def test_a_second_run_is_refused_until_the_first_is_gone(ranks: Ranks, tmp_path: Path) -> None:
     ranks.call(hold, tmp_path)
     with shoal.init() as world:
-        with pytest.raises(CheckpointError, match="another Run is open there: process ") as caught:
+        with pytest.raises(
+            CheckpointError, match="another Run is open in this directory: process "
+        ) as caught:
             opened(world, tmp_path)
         assert f"process {ranks.processes[0].pid} on" in caught.value.found
         ranks.kill()
@@ -103,4 +105,4 @@ def test_ranks_with_directories_of_their_own_are_refused(
         assert isinstance(result, RankError)
         assert isinstance(result.error, CheckpointError)
         assert "rank 1" in result.error.found
-        assert "is not there" in result.error.found
+        assert "is missing" in result.error.found

@@ -239,7 +239,7 @@ def test_what_one_rank_lacks_all_are_told(two: Ranks, tmp_path: Path) -> None:
         assert isinstance(outcome, RankError)
         assert isinstance(outcome.error, CheckpointError)
         assert "rank 1: fsspec is not installed" in outcome.error.found
-        assert outcome.error.fix == "pip install '.[remote]' in the checkout of Shoal"
+        assert outcome.error.fix == "run pip install '.[remote]' in your Shoal checkout"
 
 
 def test_another_directory_of_this_machine(tmp_path: Path) -> None:

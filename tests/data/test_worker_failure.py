@@ -42,9 +42,9 @@ def kill(number: int) -> Callable[[], object]:
     ("end", "how", "fix"),
     [
         (kill(signal.SIGKILL), "signal 9, Killed", "num_workers=1"),
-        (kill(signal.SIGSEGV), "signal 11, Segmentation fault", "num_workers=0 reads"),
-        (lambda: os._exit(3), "exit code 3", "num_workers=0 reads"),
-        (lambda: os._exit(0), "it ended by itself", "num_workers=0 reads"),
+        (kill(signal.SIGSEGV), "signal 11, Segmentation fault", "use num_workers=0"),
+        (lambda: os._exit(3), "exit code 3", "use num_workers=0"),
+        (lambda: os._exit(0), "it ended by itself", "use num_workers=0"),
     ],
 )
 def test_a_worker_that_dies_is_named(end: Callable[[], object], how: str, fix: str) -> None:

@@ -82,7 +82,7 @@ def test_a_machine_of_which_nothing_comes_back() -> None:
         "ranks 0 and 2 have waited 5 s in all_reduce of float32[4] at train.py:9"
     )
     alone = judged(WAITS, cut, replace(cut, rank=2, host="c"))
-    assert alone.line.startswith("a reaches no other machine: its own link is cut, or those of all")
+    assert alone.line.startswith("a reaches no other machine: its own link is cut, or the links of all")
     assert "can't be reached" in table([WAITS, cut])
 
 

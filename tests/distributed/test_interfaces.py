@@ -131,7 +131,7 @@ def test_what_answers_but_is_not_rank_0_is_not_taken_for_it(
         monkeypatch.setattr(socket, "create_connection", elsewhere)
         first, second = together(2)
     assert str(first) == str(second)
-    assert "another program answers there" in first.found
+    assert "another program answers at this address" in first.found
 
 
 def test_variables_of_engines_are_set_where_the_user_has_not() -> None:

@@ -346,7 +346,7 @@ def test_unknown_health_is_said_where_there_are_gpus(
     (found,) = gpus.check_gpus(seen([gpus.describe_gpus()]))
     assert (found.state, found.fix) == (
         Severity.WARNING,
-        "pip install '.[gpu]' in the checkout of Shoal",
+        "run pip install '.[gpu]' in your Shoal checkout",
     )
 
 

@@ -217,7 +217,7 @@ def test_a_run_has_one_job_at_a_time(fakes: Fakes) -> None:
     fakes.set("squeue", out="42|PENDING|0:00|1:00:00|(Priority)\n")
     error = refused("submit", "--time", "1:00:00", "train.py")
     assert "job 42 (pending) of this run has not ended" in error.found
-    assert error.fix.startswith(f"shoal cancel {Path('runs/train').resolve()} first")
+    assert error.fix.startswith(f"run shoal cancel {Path('runs/train').resolve()} first")
     assert os.listdir("runs/train/jobs") == ["1"]
     submitted("--run", "runs/other", "train.py")
     submitted("--force", "train.py")

@@ -241,9 +241,7 @@ def test_where_nothing_may_be_written_it_says_what_to_type(run: Path) -> None:
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(
-        LaunchError, match=re.escape("pip install '.[report]' in the checkout of Shoal")
-    ):
+    with pytest.raises(LaunchError, match=re.escape("pip install '.[report]' in your Shoal checkout")):
         plots.plot_lines([plots.Series(label="a", x=[1], y=[1])], x="x", y="y")
 
 

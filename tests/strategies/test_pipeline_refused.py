@@ -97,7 +97,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
         one_way(split_points=("blocks.7",)),
         "does not call a module 'blocks.7'; it calls first, blocks.0, blocks.1",
     ),
-    (Net, one_way(split_points=("first",)), "not the first module"),
+    (Net, one_way(split_points=("first",)), "without the first module"),
     (Net, one_way(split_points=("blocks.2", "blocks.1"), schedule="looped"), "each split point once"),
     (Net, one_way(split_points=("blocks.1", "blocks.2")), "needs 1 stage(s) on each rank"),
     (Net, one_way(schedule="zbv"), "3 split points for 4 stages"),

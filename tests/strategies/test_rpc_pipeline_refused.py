@@ -30,8 +30,8 @@ WORKERS = [
     ({"front": (0,)}, "each has at least one worker"),
     ({"front": (0,), "back": ()}, "each has at least one worker"),
     ({"front": (0,), "back": (0, 1)}, "a rank can run only one stage"),
-    ({"front": (0,), "back": (-1,)}, "ranks of the axis pipeline, numbered from 0"),
-    ({"front": (0,), "back": (True,)}, "ranks of the axis pipeline, numbered from 0"),
+    ({"front": (0,), "back": (-1,)}, "ranks of the .pipeline. axis, numbered from 0"),
+    ({"front": (0,), "back": (True,)}, "ranks of the .pipeline. axis, numbered from 0"),
     ({"front": 0, "back": 1}, "each has at least one worker"),
     ((0, 1), "each has at least one worker"),
 ]
@@ -120,7 +120,7 @@ MAPS: list[tuple[Any, Any, str]] = [
     (
         Tagger,
         [shoal.ActivationCheckpointing(), shoal.DDP()],
-        "no strategy uses the axis 'pipeline'",
+        "no strategy uses the 'pipeline' axis",
     ),
 ]
 

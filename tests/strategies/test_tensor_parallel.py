@@ -175,7 +175,7 @@ def test_a_loss_that_needs_whole_logits_is_refused(two: Ranks, loss: Any, words:
         assert isinstance(found, RankError)
         assert isinstance(found.error, shoal.StepError), found.text
         assert words in str(found.error)
-        assert '"head" in place of "logits"' in str(found.error)
+        assert '"head" instead of "logits"' in str(found.error)
     with shoal.init() as world:
         expected = trained(world, PLAN, LONGEST, loss)
     assert two.call(trained, PLAN, LONGEST, loss)[0] == pytest.approx(expected, rel=1e-9)

@@ -185,7 +185,7 @@ TABLE = [
     Bad(
         "iterable",
         lambda rig: next(shoal.Loader(Exhausted(), rig.world, batch_size=2).epochs(1)),
-        DataError, "Exhausted", "has 0 samples", "__iter__ must start from the beginning",
+        DataError, "Exhausted", "has 0 samples", "let its __iter__ start from the beginning",
     ),
     Bad("generator", data(iter([1])), DataError, "list_iterator", "lacks __len__", "dataset"),
     Bad("DataLoader", data(LOADER), DataError, "DataLoader", "lacks __len__", r"\.dataset"),

@@ -122,7 +122,7 @@ SPLIT = shoal.Pipeline(split_points=("2",))
 def test_state_of_a_stage_that_is_no_entry_of_a_dict_is_refused(stages: Ranks, tmp_path: Path) -> None:
     for refused in stages.attempt(saved, tmp_path, "stages as a list", SPLIT):
         assert "at mine/value/0" in str(refused)
-        assert "a dict by parameter name" in str(refused)
+        assert "a dict keyed by parameter name" in str(refused)
 
 
 def test_state_of_stages_by_name_is_kept(stages: Ranks, tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ def after_backward(callback: Callable[[], object]) -> None:
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a node of a backward, as recomputed forwards do.
+    """Return whether this thread runs a node of a backward pass, as recomputed forward passes do.
 
     torch's own checkpointing asks the same way; no public call says it.
     """
-    return required(torch._C, "_current_autograd_node", "a forward that is recomputed")() is not None
+    return required(torch._C, "_current_autograd_node", "a recomputed forward pass")() is not None
 
 
 def version(tensor: Tensor) -> int:
@@ -99,5 +99,5 @@ def framed_apply() -> Iterator[None]:
 
 
 def made_by(node: Any, function: type[torch.autograd.Function]) -> bool:
-    """Return whether `node` is the backward of `function`; the class of a node is made by torch."""
+    """Return whether `node` is the backward node of `function`; torch makes the class of a node."""
     return getattr(node, "_forward_cls", None) is function

@@ -24,7 +24,7 @@ _OF_REDUCERS = (
 
 
 class _AnyNorm(nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel that takes SyncBatchNorm on the CPU, which Shoal runs there."""
+    """DistributedDataParallel that takes SyncBatchNorm on the CPU, where Shoal runs it itself."""
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         """Raise no error; where torch lacks the method, its check is in another place."""
@@ -60,7 +60,7 @@ class GradientReducer:
         return cast(AbstractContextManager[None], inside())
 
     def begin(self, roots: Sequence[Tensor] = ()) -> None:
-        """Reduce the gradients of the next backward.
+        """Reduce the gradients of the next backward pass.
 
         With `roots`, the reducer walks the graph from them and marks unused parameters as ready.
         """

@@ -35,10 +35,11 @@ def parameter_dtypes(part: FSDPModule) -> set[torch.dtype]:
 
 
 def use_policy(part: FSDPModule, policy: MixedPrecisionPolicy) -> None:
-    """Let the next forward of `part` use `policy`. FSDP2 takes a policy only when it shards a module.
+    """Let the next forward pass of `part` use `policy`. FSDP2 takes a policy only when it shards a
+    module.
 
     Gathered parameters are freed, and the tensors that FSDP2 keeps for them are made again in the
-    dtype of the policy. No backward of an earlier forward may follow.
+    dtype of the policy. No backward pass of an earlier forward pass may follow.
     """
     required(part, "_get_fsdp_state", "FSDP")()._mp_policy = policy
     for group in parameter_groups(part):

@@ -29,7 +29,7 @@ def buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the direct children by attribute; a module that has two names occurs twice."""
+    """Return the direct children, keyed by attribute; a module that has two names occurs twice."""
     return module._modules
 
 

@@ -17,7 +17,7 @@ _KEY = "BackendSelect"
 def replace_draws(instead: Mapping[str, Instead]) -> bool:
     """Call `instead[name]` in place of the kernels of aten operations, for the rest of the process.
 
-    Autograd runs before it. Tracing with fake tensors, as torch.compile does, does not come here.
+    Autograd runs before it. Tracing with fake tensors, as torch.compile does, bypasses it.
     Return False if this torch lacks a name for it, and nothing is intercepted.
     """
     keyset = getattr(torch._C, "_dispatch_keyset_full_after", None)

@@ -1,4 +1,4 @@
-"""Functions of torch in which a rank waits for others, wrapped for a while; torch has no hooks there.
+"""Wraps, for a while, the functions of torch in which a rank waits for others: they have no hooks.
 
 Where a torch lacks one, nothing is wrapped: its time counts to the part of the step in which it waits.
 """

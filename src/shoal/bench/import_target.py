@@ -23,12 +23,12 @@ def require_alone(command: str) -> None:
         raise LaunchError(
             given=f"{command}, on rank {here.rank} of {here.size}",
             found="it measures a single process",
-            fix=f"srun -n 1 {command}, or run it without a launcher",
+            fix=f"use srun -n 1 {command}, or run it without a launcher",
         )
 
 
 def import_named(text: str, what: str) -> Any:
-    """Import and return the object given by `text`; `what` describes it in errors.
+    """Import and return the object that `text` identifies; `what` describes it in errors.
 
     Modules are searched from the current directory on, as by `python -m`. A file is imported under its
     own name, so that code under `if __name__ == "__main__":` does not run. Raises LaunchError if there
@@ -39,7 +39,7 @@ def import_named(text: str, what: str) -> Any:
         raise LaunchError(
             given=text,
             found="no name after a colon" if not name.isidentifier() or not colon else "no module",
-            fix=f"package.module:{what}, or path/train.py:{what}",
+            fix=f"use package.module:{what}, or path/train.py:{what}",
         )
     module = _imported(place, text)
     try:
@@ -110,7 +110,7 @@ def _imported(place: str, text: str) -> ModuleType:
         raise LaunchError(
             given=text,
             found=str(error),
-            fix=f"python -c 'import {place}' in this directory, or path/file.py:name",
+            fix=f"try python -c 'import {place}' in this directory, or use path/file.py:name",
         ) from None
     except Exception as error:
         raise target_error(text, error) from error

@@ -78,7 +78,7 @@ class BackgroundSave(Generic[T]):
 
 
 class StoreChannel:
-    """A channel through the store of the ranks, for ranks of which any may end at any moment.
+    """A channel through the ranks' store, for ranks of which any may end at any moment.
 
     In a Gloo collective, ranks that exchange no data with the rank that has ended would wait until the
     timeout. `name` must be unique in the store, which keeps the messages of earlier channels.
@@ -128,7 +128,7 @@ class StoreChannel:
                 raise CheckpointError(
                     given="a checkpoint that is being saved",
                     found=f"rank {member} has ended, and its part is missing",
-                    fix="nothing to do: the other ranks save the next one",
+                    fix="do nothing: the other ranks save the next checkpoint",
                 )
         found = objects.decode(self._store.get(key), member)
         if last:
@@ -161,7 +161,7 @@ class Staging:
         return len(self._header) + self._bytes
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors`; when this returns, they may change. No thread may read `blocks` meanwhile.
+        """Copy `tensors`; when this returns, they may change. No thread may read `blocks` until then.
 
         The host does not wait for devices: a change comes after the copy on the same stream.
         """

@@ -184,5 +184,5 @@ def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
     return CheckpointError(
         given=given,
         found=f"rank {rank}: {type(error).__name__}: {error}",
-        fix="if the error is not in your own code, report it with this text",
+        fix="if the error is not in your own code, report it with this message",
     )

@@ -15,7 +15,7 @@ from shoal.checkpoint.store import MANIFEST, Store, damage, manifest_of
 
 
 def store_in(directory: AnyPath, files: Files) -> DiskStore | RemoteStore:
-    """Return the store of the checkpoints below a directory, which depends on its file system."""
+    """Return the checkpoint store of a directory, which depends on its file system."""
     if isinstance(directory, RemotePath):
         return RemoteStore(directory, files)
     return DiskStore(directory, files)

@@ -56,7 +56,7 @@ class Fence:
     """The numbered attempts at one run: a file `N.json` for each in `directory`.
 
     All ranks of an attempt have the same number. On file systems of fsspec the file is `N-T.json` with
-    a random text T. `number` is that of this attempt; 0 until it is known, and until then the fence
+    a random string T. `number` is this attempt's number; 0 until it is known, and until then the fence
     keeps no attempt out.
     """
 
@@ -80,21 +80,21 @@ class Fence:
         return number
 
     def mark(self) -> str:
-        """Return the text that this rank wrote when it took the number; empty on other ranks."""
+        """Return the string that this rank wrote when it took the number; empty on other ranks."""
         return self._mine
 
     def look_for(self, number: int, mark: str, within: float) -> None:
-        """Use the number that another rank has taken, once this rank sees the text that it wrote.
+        """Use the number that another rank has taken, once this rank sees the string that it wrote.
 
-        Raises CheckpointError if it does not see the text within `within` seconds: each rank would save
-        its part in a different place.
+        Raises CheckpointError if it does not see the string within `within` seconds: each rank would
+        save its part in a different place.
         """
         until = time.monotonic() + within
         while not self._shows(number, mark):
             if time.monotonic() > until:
                 raise CheckpointError(
                     given=f"a Run in {self._directory.parent} on {socket.gethostname()}",
-                    found=f"attempt {number}, which rank 0 has just written there, is not there: the "
+                    found=f"attempt {number}, which rank 0 has just written to it, is missing: the "
                     "ranks have different paths, or each machine has its own directory of this name",
                     fix="use the same path on all ranks (without the time or a process id in it), "
                     "on a file system that all machines share",
@@ -183,14 +183,14 @@ class Fence:
 
 
 def _read(path: AnyPath) -> str:
-    """Return the text that an attempt wrote; empty if it can't be read."""
+    """Return the string that an attempt wrote; empty if it can't be read."""
     with suppress(OSError), open_file(path) as file:
         return file.read(_LONGEST).decode(errors="replace")
     return ""
 
 
 class FencedFiles(Files):
-    """Operations on a file system, with a check of the fence before each of them.
+    """File operations that each check the fence first.
 
     An attempt that was taken over therefore neither commits nor renames nor removes, even if it was in
     the middle of an operation. It may still write to its open files: they have been removed, or only

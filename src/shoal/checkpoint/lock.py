@@ -44,7 +44,7 @@ class Lock:
                 self.release()
                 raise CheckpointError(
                     given=f"a Run in {path.parent}",
-                    found=f"another Run is open there: {holder}",
+                    found=f"another Run is open in this directory: {holder}",
                     fix="wait for it or end it, or choose another directory: shoal.Run('runs/b', …)",
                 )
             time.sleep(0.05)
@@ -70,6 +70,6 @@ class Lock:
 
 
 def _attempt_of(holder: str, job: str) -> float:
-    """Return the attempt of `job` that holds a lock; infinity if the holder is of another job."""
+    """Return the attempt of `job` that holds a lock; infinity if the holder belongs to another job."""
     match = re.search(r", attempt (\d+) of (\S+)$", holder)
     return int(match[1]) if match is not None and match[2] == job else math.inf

@@ -84,13 +84,13 @@ class Checkpoints:
             raise CheckpointError(
                 given=f"keep={keep!r}",
                 found="keep must be an integer of at least 1",
-                fix="keep=1 or more",
+                fix="pass keep=1 or more",
             )
         if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
             raise CheckpointError(
                 given=f"keep_every={keep_every!r}",
                 found="keep_every must be None or an integer of at least 1",
-                fix="keep_every=10_000, or leave it out",
+                fix="pass keep_every=10_000, or leave it out",
             )
         self.directory = directory
         self._world = world
@@ -169,7 +169,7 @@ class Checkpoints:
         When this returns, the state may change. If the previous save is still running, this call waits
         for it. `state` is the same on all ranks except for the shards of its DTensors. With `join`,
         its dicts may have different keys on different ranks, and the union is saved. `rank_state`
-        belongs to this rank. `info` holds plain values only, and those of rank 0 are saved. Raises
+        belongs to this rank. `info` holds plain values only, and rank 0's are saved. Raises
         CheckpointError, before anything is written, for values that can't be stored. A checkpoint
         of the same step is replaced once the new one is complete.
         """
@@ -240,8 +240,8 @@ class Checkpoints:
                 if old and (self._keep_every is None or step % self._keep_every):
                     self._store.remove(path)
         except (OSError, CheckpointError) as error:
-            # The new checkpoint is safe, so training need not stop. A newer attempt is no reason
-            # to stop here either: only rank 0 runs this, and the next save reports it on all ranks.
+            # The new checkpoint is safe, so training need not stop. Nor does a newer attempt
+            # end training here: only rank 0 runs this, and the next save reports it on all ranks.
             warnings.warn(f"an old checkpoint can't be removed: {error}", stacklevel=3)
 
     def _oldest_kept(self, found: list[Any]) -> int:

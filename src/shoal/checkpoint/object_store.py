@@ -306,7 +306,7 @@ def connect(url: str) -> Path | RemotePath:
         raise CheckpointError(
             given=given,
             found="not a URL of a single place, without *, ? or [ and without a chain of protocols",
-            fix="a URL such as s3://bucket/run",
+            fix="pass a URL such as s3://bucket/run",
         )
     try:
         from fsspec.core import url_to_fs
@@ -316,7 +316,7 @@ def connect(url: str) -> Path | RemotePath:
         raise CheckpointError(
             given=given,
             found="fsspec is not installed",
-            fix="pip install '.[remote]' in the checkout of Shoal",
+            fix="run pip install '.[remote]' in your Shoal checkout",
         ) from None
     protocol = url.partition("://")[0]
     words = {login, unquote(login), *login.split(":", 1)[1:], *unquote(login).split(":", 1)[1:]}

@@ -1,4 +1,4 @@
-"""Paths of checkpoints: on this machine's file systems, or on those of fsspec."""
+"""Paths of checkpoints: on this machine's file systems, or on fsspec file systems."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def size_of(path: AnyPath) -> int:
     if isinstance(path, RemotePath):
         return path.size()
     size = 0
-    with suppress(FileNotFoundError):  # a live run removes and renames them meanwhile
+    with suppress(FileNotFoundError):  # a live run removes and renames them
         for file in [path] if path.is_file() else path.rglob("*"):
             if file.is_file() and not file.is_symlink():
                 size += file.lstat().st_size

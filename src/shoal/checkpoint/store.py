@@ -65,7 +65,7 @@ class FileRecord:
 
 
 class DamageError(Exception):
-    """An error for a directory that is not a complete checkpoint; its text is the reason."""
+    """An error for a directory that is not a complete checkpoint; its message is the reason."""
 
 
 class NewerError(DamageError):
@@ -178,7 +178,7 @@ class Store(ABC, Generic[P]):
     def publish(self, step: int) -> P:
         """Give a sealed checkpoint its final name, replacing one of the same step.
 
-        If that fails, the checkpoint keeps its name and is valid there. Nothing needs to be synced: if
+        If that fails, the checkpoint keeps its name and stays valid. Nothing needs to be synced: if
         a power failure undoes the rename, the checkpoint is also valid under its first name.
         """
 
@@ -216,7 +216,7 @@ class Store(ABC, Generic[P]):
         target = self.unfinished(step)
         if target.exists():
             raise FileExistsError(
-                errno.EEXIST, "a complete checkpoint that can't be replaced is there", str(target)
+                errno.EEXIST, "it is a complete checkpoint and can't be replaced", str(target)
             )
 
     def write(self, step: int, name: str, blocks: Sequence[bytes | memoryview]) -> FileRecord:

@@ -159,7 +159,7 @@ class ChunkReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: each rank has read the table."""
+        """Do nothing: each rank has already read the table."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan: each rank reads what it needs."""

@@ -82,7 +82,7 @@ def data(
         ),
     ] = "",
     batch_size: Annotated[
-        str, typer.Option(metavar="LIST", help="Batch sizes (default: 32, or that of the Loader).")
+        str, typer.Option(metavar="LIST", help="Batch sizes (default: 32, or the Loader's).")
     ] = "",
     seconds: Annotated[float, typer.Option(metavar="SECONDS", help="Total time.")] = 30.0,
     step_time: Annotated[
@@ -142,7 +142,7 @@ def modes(
 ) -> None:
     """Compare eager, TorchScript and torch.compile.
 
-    It measures a toy function, and the forward and backward of a model.
+    It measures a toy function, and the forward and backward passes of a model.
     """
     from shoal.bench.compile import measure as measuring
 

@@ -58,7 +58,7 @@ def diagnose_here(order: DoctorOptions, processes: int, describe: Callable[[], s
         raise LaunchError(
             given=f"-n {processes}",
             found="a number of processes is 1 or more",
-            fix="shoal doctor -n 2, or one for each GPU",
+            fix="run shoal doctor -n 2, or start one process for each GPU",
         )
     codes = launch(diagnose, order, describe, processes=processes)
     return max(code or 0 for code in codes)  # a rank that exited at once has returned nothing

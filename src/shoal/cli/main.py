@@ -134,7 +134,7 @@ _Grace = Annotated[
 _Logs = Annotated[
     str | None,
     typer.Option(
-        metavar="DIR", help="Append the output of rank R to DIR/rank-R.log; print that of rank 0."
+        metavar="DIR", help="Append the output of rank R to DIR/rank-R.log; print rank 0's output."
     ),
 ]
 _Nodes = Annotated[
@@ -193,8 +193,8 @@ def run(
 ) -> None:
     """Launch a script on N processes.
 
-    The script gets the environment variables of torchrun, and need not use Shoal. The exit code is that
-    of the first process that failed.
+    The script gets the environment variables of torchrun, and need not use Shoal. The exit code is the
+    first failed process's.
     """
     from shoal.launcher import local
 

@@ -79,5 +79,6 @@ def _write(history: History, verdict: BottleneckReport, out: str | None) -> Path
         raise CheckpointError(
             given=f"a report in {folder}",
             found=str(error),
-            fix=f"where you may write: shoal report {history.directory} -o DIR; or --text",
+            fix=f"write to a directory where you have permission: shoal report {history.directory} -o "
+            "DIR; or use --text",
         ) from None

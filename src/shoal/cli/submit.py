@@ -87,7 +87,7 @@ _Restarts = Annotated[
 ]
 _Launcher = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="torchrun or mpirun (default: that of the scheduler)."),
+    typer.Option(metavar="NAME", help="torchrun or mpirun (default: the scheduler's)."),
 ]
 _Container = Annotated[
     str | None, typer.Option(metavar="IMAGE", help="Run inside this image with Apptainer.")
@@ -247,7 +247,7 @@ def logs(
         raise LaunchError(
             given=f"shoal logs {quoted}",
             found=f"no {files[0].name} yet: the job has not started",
-            fix=f"shoal status {quoted}, or shoal logs -f {quoted} to wait for it",
+            fix=f"run shoal status {quoted}, or shoal logs -f {quoted} to wait for it",
         )
     try:
         done = subprocess.run(["tail", "-n", "+1", *how, "--", *map(str, there)], check=False)
@@ -336,13 +336,13 @@ def _sweep(path: Path | None) -> tuple[tuple[str, ...], ...]:
         raise LaunchError(
             given=f"--sweep {path}",
             found=str(error),
-            fix="a file with the arguments of one job in each line, as in `--lr 0.1 --run runs/a`",
+            fix="pass a file with the arguments of one job in each line, as in `--lr 0.1 --run runs/a`",
         ) from None
     found = tuple(tuple(words) for words in lines if words)
     if not found:
         raise LaunchError(
             given=f"--sweep {path}",
             found="no line with arguments",
-            fix="the arguments of one job in each line, as in `--lr 0.1 --run runs/a`",
+            fix="write the arguments of one job in each line, as in `--lr 0.1 --run runs/a`",
         )
     return found

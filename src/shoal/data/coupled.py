@@ -158,7 +158,7 @@ class Coupling:
                 given=f"{given} with statistics={size}",
                 found="the loop over the batches began before parallelize, so they are not cut at "
                 "the boundaries of groups",
-                fix="shoal.parallelize(…) first, then for batch in loader.epochs(10)",
+                fix="call shoal.parallelize(…) first, then for batch in loader.epochs(10)",
             )
         groups = groups_of(place, ranks=self.world.data_size, size=size)
         held = groups.held[self.world.data_rank]
@@ -174,7 +174,8 @@ class Coupling:
                 given=f"{given}: an input of {rows} rows for {self.step.rows} samples",
                 found=f"this rank has samples of {len(held)} groups, and it is unknown which rows "
                 "belong to which sample",
-                fix="an input with one row for each sample; or statistics='batch' with one micro-batch",
+                fix="pass an input with one row for each sample; or use statistics='batch' with one "
+                "micro-batch",
             )
         return Part(self, groups, held, segments)
 
@@ -207,10 +208,12 @@ def several(given: str, count: int) -> StepError:
     """Return the error of statistics over a batch that no micro-batch holds."""
     return StepError(
         given=f"{given} with micro_batches={count}",
-        found="its statistics are those of the whole batch, and each micro-batch has only a part of it",
-        fix="shoal.parallelize(model, world, statistics=64) for groups of 64 samples, the same at any "
-        "number of ranks and micro-batches; or micro_batches=1; or statistics='rank' for those "
-        "of each micro-batch of each rank, as in DDP; or GroupNorm in place of BatchNorm",
+        found="its statistics are taken over the whole batch, and each micro-batch is only a part of "
+        "it",
+        fix="use shoal.parallelize(model, world, statistics=64) for the statistics of groups of 64 "
+        "samples, which are the same with any number of ranks and micro-batches; or micro_batches=1; "
+        "or statistics='rank' for the statistics of each micro-batch on each rank, as in DDP; or "
+        "GroupNorm instead of BatchNorm",
     )
 
 

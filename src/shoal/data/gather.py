@@ -38,9 +38,9 @@ def gather(tensor: Tensor) -> GatheredRows:
 
     For losses that couple the samples of a batch, such as contrastive losses. The rows of padding
     samples are left out. Gradients flow back to the rows of every rank: if each rank adds up the losses
-    of its own rows, loss and gradient are those of one process. Only samples of the same micro-batch
-    are coupled, so loss and gradient depend on the number of micro-batches. In a custom training loop,
-    call `batch.gather`.
+    of its own rows, loss and gradient are the same as on one process. Only samples of the same
+    micro-batch are coupled, so loss and gradient depend on the number of micro-batches. In a custom
+    training loop, call `batch.gather`.
 
     Args:
         tensor: Tensor of shape (rows, …); the number of rows may differ between ranks.
@@ -64,8 +64,8 @@ def gather(tensor: Tensor) -> GatheredRows:
         raise StepError(
             given="shoal.gather(…)",
             found="no function of a Task is running",
-            fix="call it in the loss, inputs or model of a Task; batch.gather(…) in a custom training "
-            "loop",
+            fix="call it in the loss, inputs or model of a Task; use batch.gather(…) in a custom "
+            "training loop",
         )
     return gather_rows(tensor, micro)
 
@@ -83,7 +83,7 @@ def gather_rows(tensor: Tensor, micro: MicroBatch) -> GatheredRows:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All-gather of rows; the backward sums the gradients of a rank's rows over all ranks' losses."""
+    """All-gather of rows; its backward sums the gradients of a rank's rows over all ranks' losses."""
 
     @staticmethod
     def forward(context: Any, own: Tensor, world: World, lengths: list[int]) -> Tensor:

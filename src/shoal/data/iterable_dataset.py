@@ -53,7 +53,7 @@ class StreamSource(Feed):
             raise DataError(
                 given="Loader(split_dataset_by_node(dataset, …), …)",
                 found="it gives each rank a part, and the Loader would split that part again",
-                fix="the complete dataset on every rank: leave split_dataset_by_node out",
+                fix="pass the complete dataset on every rank: leave split_dataset_by_node out",
             )
         self.seed = cutting.seed
         self._dataset = dataset
@@ -190,7 +190,6 @@ class StreamReader(IterableDataset[tuple[LocalBatch, list[Any]]]):
         return DataError(
             given=f"Loader({type(self._dataset).__name__}, …)",
             found=f"epoch {epoch} has {found} samples, which is not enough for a batch",
-            fix="its __iter__ must start from the beginning each time: "
-            "`def __iter__(self): yield from …`, not "
-            "`return self`; with drop_last, a smaller batch_size",
+            fix="let its __iter__ start from the beginning each time: `def __iter__(self): yield from "
+            "…`, not `return self`; with drop_last, use a smaller batch_size",
         )

@@ -167,7 +167,8 @@ class Loader:
             raise DataError(
                 given="len(loader)",
                 found="the number of batches in an epoch is known only after the epoch",
-                fix="count them in the loop, or loader.epoch_size for samples, which may be None",
+                fix="count them in the loop, or read the number of samples from loader.epoch_size, "
+                "which may be None",
             )
         return math.ceil(self.epoch_size / self._batch_size)
 
@@ -194,7 +195,7 @@ class Loader:
 
     @property
     def batch_size(self) -> int:
-        """Samples in a global batch; if sizes vary, in the largest possible one."""
+        """Number of samples in a global batch, or in the largest possible one if sizes vary."""
         return self._batch_size if isinstance(self._batch_size, int) else self._batch_size.max_samples
 
     def compare_ranks(self) -> None:
@@ -223,7 +224,7 @@ class Loader:
 
     @property
     def workers(self) -> int:
-        """Worker processes of this rank; 0 if the rank loads its batches itself."""
+        """Number of worker processes of this rank; 0 if the rank loads its batches itself."""
         workers = self._fetch.num_workers
         return min(1, workers) if isinstance(self._feed, StreamSource) else workers
 
@@ -238,7 +239,7 @@ class Loader:
 
     @property
     def epoch_size(self) -> int | None:
-        """Samples in an epoch; None for an IterableDataset before its first epoch has ended."""
+        """Number of samples in an epoch; None before an IterableDataset's first epoch has ended."""
         return self._feed.epoch_size
 
     def __iter__(self) -> NoReturn:
@@ -349,7 +350,7 @@ class Loader:
         """Return the position, and the facts about the data and its order that it depends on.
 
         Returns:
-            Plain values by name: the position, the seed, the number of samples, checksums.
+            A dict of plain values: the position, the seed, the number of samples, checksums.
         """
         return self._feed.state()
 
@@ -368,7 +369,7 @@ class Loader:
         self.batch = None
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise DataError if `state` is of different data or a different order; changes nothing."""
+        """Raise DataError if `state` belongs to different data or a different order; change nothing."""
         check_state(state, self._feed.state())
 
     def _order(self, dataset: Any, samples: BlockDataset, order: Any, shuffle: bool) -> SampleOrder:
@@ -380,7 +381,7 @@ class Loader:
             raise DataError(
                 given="Loader(ShardedDataset(…), order=…)",
                 found="shards are read in sequence, not at random",
-                fix="leave order out; weights: repeat shards, or a map-style dataset",
+                fix="leave order out; to weight samples, repeat shards or use a map-style dataset",
             )
         chunk = max(1, GROUPS * self.batch_size // dataset.interleave)
         return Lanes(dataset.lengths or (), lanes=dataset.interleave, chunk=chunk, shuffle=shuffle)
@@ -417,7 +418,7 @@ def check_sizes(
         raise DataError(
             given=f"batch_size={batch_size!r}, micro_batches={micro_batches!r}",
             found="both must be positive integers",
-            fix="for example batch_size=512, micro_batches=4",
+            fix="pass batch_size=512, micro_batches=4",
         )
     if not isinstance(batch_size, int | np.integer):
         return batch_size, int(micro_batches)
@@ -426,7 +427,7 @@ def check_sizes(
             given=f"batch_size={batch_size}, micro_batches={micro_batches}, on {ranks} data rank(s)",
             found=f"{batch_size} sample(s) for {ranks} x {micro_batches} micro-batches: "
             f"{ranks * micro_batches - batch_size} of them would never get one",
-            fix=f"batch_size={ranks * micro_batches} or more: the number over all ranks",
+            fix=f"batch_size={ranks * micro_batches} or more, counted over all ranks",
         )
     return int(batch_size), int(micro_batches)
 
@@ -438,7 +439,7 @@ def _fixed(batch_size: int | BatchSize, order: Any) -> int:
     raise DataError(
         given="Loader(IterableDataset, …) with order= or a batch_size that varies",
         found="an IterableDataset has no random access",
-        fix="a map-style dataset, or yield the samples in the order that you want",
+        fix="use a map-style dataset, or yield the samples in the order that you want",
     )
 
 
@@ -454,7 +455,7 @@ def _check_epoch(sampler: RankSampler, samples: BlockDataset, drop_last: bool) -
             given=f"batch_size={sampler.largest}, drop_last={drop_last}",
             found=f"a dataset of {samples.size} samples and an order of {len(sampler.order)}: no batch "
             "in an epoch, every batch would be dropped",
-            fix="a smaller batch_size, or drop_last=False, which is exact too",
+            fix="use a smaller batch_size, or drop_last=False, which is exact too",
         )
 
 
@@ -464,11 +465,12 @@ def check_fetch(device: torch.device, num_workers: int, pin_memory: bool) -> Non
         raise DataError(
             given=f"Loader(…, num_workers={num_workers!r})",
             found="the number of worker processes is an integer, 0 or more",
-            fix="num_workers=4, or leave it out to load in this process",
+            fix="pass num_workers=4, or leave it out to load in this process",
         )
     if device.type != "cpu" and (num_workers or pin_memory):
         raise DataError(
             given=f"Loader(tensors on {device}, num_workers={num_workers}, pin_memory={pin_memory})",
             found="worker processes can't read device memory, and only host memory can be pinned",
-            fix="num_workers=0 without pin_memory: the tensors are already loaded; or tensor.cpu()",
+            fix="use num_workers=0 without pin_memory, because the tensors are already loaded; or "
+            "call tensor.cpu()",
         )

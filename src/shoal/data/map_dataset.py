@@ -143,8 +143,8 @@ def _collate(samples: list[Any], collate: Collate) -> Any:
         raise DataError(
             given=f"a Loader without collate_fn, samples of type {type(samples[0]).__name__}",
             found=f"torch's default_collate can't make a batch of them: {error}",
-            fix="shoal.Loader(dataset, world, …, collate_fn=collate), where collate(samples) makes one "
-            "micro-batch from a list of samples, padded where their lengths differ",
+            fix="call shoal.Loader(dataset, world, …, collate_fn=collate), where collate(samples) "
+            "makes one micro-batch from a list of samples, and pads them where their lengths differ",
         ) from error
 
 

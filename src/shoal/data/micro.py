@@ -1,4 +1,4 @@
-"""Micro-batches: the input of one forward and backward on one rank."""
+"""Micro-batches: the input of one forward and backward pass on one rank."""
 
 from __future__ import annotations
 

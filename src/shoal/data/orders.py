@@ -79,7 +79,7 @@ class WeightedSampling:
             raise DataError(
                 given=f"WeightedSampling(weights) of shape {table.shape}",
                 found="not one finite number >= 0 per sample, or only zeros",
-                fix="one weight per sample, for example 1 / count[label] for each label",
+                fix="pass one weight per sample, for example 1 / count[label] for each label",
             )
         if size is not None and size < 1:
             raise DataError(
@@ -135,8 +135,8 @@ class SamplerOrder:
             raise DataError(
                 given=f"Loader(order={type(sampler).__name__})",
                 found="it lists different indices each time, so ranks and resumed runs would differ",
-                fix="shuffle=True without order, which shuffles by (seed, epoch); or in the sampler: "
-                "set_epoch(epoch), and a generator seeded from it in __iter__",
+                fix="use shuffle=True without order, which shuffles by (seed, epoch); or let the "
+                "sampler define set_epoch(epoch), and seed its generator from the epoch in __iter__",
             )
 
     def __len__(self) -> int:
@@ -151,7 +151,8 @@ class SamplerOrder:
                     given=f"Loader(order={type(self._sampler).__name__})",
                     found=f"it lists {len(self):,} indices in one epoch and {len(listed):,} in epoch "
                     f"{epoch}, so that positions have no fixed meaning",
-                    fix="a sampler of constant length, or shoal.WeightedSampling(weights, size=…)",
+                    fix="use a sampler whose length is the same in every epoch, or "
+                    "shoal.WeightedSampling(weights, size=…)",
                 )
             self._listed = epoch, listed
         taken: Indices = self._listed[1][positions]
@@ -176,7 +177,8 @@ def _refuse_known(sampler: Sampler[Any]) -> None:
     elif isinstance(sampler, BatchSampler):
         found = "it yields batches; batch_size is a separate option"
         fix = (
-            "order=sampler.sampler with batch_size=512, or batch_size=shoal.TokenBudget(lengths, 8192)"
+            "use order=sampler.sampler with batch_size=512, or batch_size=shoal.TokenBudget(lengths, "
+            "8192)"
         )
     else:
         return
@@ -191,14 +193,14 @@ def ordering(order: Any, size: int) -> SampleOrder:
         raise DataError(
             given=f"Loader(order={type(order).__name__})",
             found="it has no method that returns the sample at (seed, epoch, position)",
-            fix="shoal.WeightedSampling(weights), a torch Sampler, or an object with __len__() and "
-            "take(positions, *, seed, epoch) -> indices",
+            fix="pass shoal.WeightedSampling(weights), a torch Sampler, or an object with __len__() "
+            "and take(positions, *, seed, epoch) -> indices",
         )
     if getattr(order, "samples", size) != size:
         raise DataError(
             given=f"WeightedSampling({order.samples:,} weights)",
             found=f"a dataset of {size:,} samples",
-            fix="one weight per sample: print(len(weights), len(dataset))",
+            fix="pass one weight per sample: print(len(weights), len(dataset))",
         )
     found: SampleOrder = order
     return CheckedOrder(found, size)
@@ -225,7 +227,7 @@ class CheckedOrder:
                 f"epoch={epoch})",
                 found=f"an array of shape {indices.shape}, dtype {indices.dtype}, "
                 + (f"from {indices.min()} to {indices.max()}" if shaped else "not of indices"),
-                fix=f"one integer from 0 to {self._samples - 1} per position",
+                fix=f"return one integer from 0 to {self._samples - 1} per position",
             )
         return indices.astype(np.int64)
 

@@ -33,9 +33,9 @@ class ShardedDataset(Generic[Shard]):
 
     An epoch reads the shards, in an order shuffled by (seed, epoch), in `interleave` lanes at once, and
     takes a few samples of each in turn. The lanes do not depend on the number of ranks or workers, so
-    neither changes which sample is at a position. If the number of ranks divides a quarter of the
-    lanes, and the number of workers is 1, 2 or 4, each process reads only its own lanes; otherwise
-    several processes read the same shards. The samples of a shard stay in order; `interleave=1` with
+    neither changes which sample is at a position. If `interleave / 4` is a multiple of the number of
+    ranks, and there are 1, 2 or 4 workers, each process reads only its own lanes; otherwise several
+    processes read the same shards. The samples of a shard stay in order; `interleave=1` with
     `shuffle=False` keeps the order of all samples.
 
     For a Hugging Face IterableDataset: `ShardedDataset(range(d.num_shards), lambda i, start:
@@ -48,7 +48,7 @@ class ShardedDataset(Generic[Shard]):
         lengths: Number of samples of each shard. A shard with a different number raises DataError
             while it is read. `None`: the ranks count the samples together when the Loader is made.
             Default: None.
-        interleave: Number of shards that are read in turn, 1 or more. Default: 32.
+        interleave: Number of shards that are read alternately, 1 or more. Default: 32.
 
     Raises:
         DataError: If there is no shard, `interleave` is below 1, or `lengths` does not have one number
@@ -224,8 +224,8 @@ class ShardSource(SampleSource):
             given=f"ShardedDataset: shard {self._stream.shards[shard]!r} (number {shard}) of "
             f"{self._lengths[shard]:,} samples",
             found=found,
-            fix="pass the lengths that `read` yields, or leave lengths out; "
-            "`read(shard, start)` begins with sample number `start`, from 0",
+            fix="pass in lengths the number of samples that `read` yields for each shard, or leave "
+            "lengths out; `read(shard, start)` starts at sample number `start`, counted from 0",
         )
 
 

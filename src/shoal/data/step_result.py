@@ -10,7 +10,7 @@ from shoal.util.accelerator import HostCopy
 
 
 class StepResult(NamedTuple):
-    """The result of one optimizer step, the same on all ranks; times are those of this rank.
+    """The result of one optimizer step, the same on all ranks except for the times.
 
     `step(batch)` and `batch.finish(model)` return it. With `Step(…, result="late")`, the first use
     of `loss`, `norm` or `counted` waits for the device. Under an asynchronous strategy (Hogwild,
@@ -24,8 +24,8 @@ class StepResult(NamedTuple):
         norm: Gradient norm before clipping.
         counted: Divisor of the loss sum: samples or tokens of the global batch.
         skipped: True if fp16 gradients overflowed: the parameters did not change. Default: False.
-        forward: Seconds in the forward. Default: 0.0.
-        backward: Seconds in the backward. Default: 0.0.
+        forward: Seconds in the forward pass. Default: 0.0.
+        backward: Seconds in the backward pass. Default: 0.0.
         update: Seconds in the optimizer step. Default: 0.0.
         communication: Seconds that this rank waited for other ranks; not part of `forward`, `backward`
             and `update`. Default: 0.0.

@@ -83,7 +83,8 @@ def source(
         raise DataError(
             given="Loader(tensors, seed_transforms=True)",
             found="tensors draw no random numbers when a sample is taken",
-            fix="a map-style dataset whose __getitem__ augments, or noise in the task: batch.noise",
+            fix="use a map-style dataset whose __getitem__ augments the samples, or draw noise in the "
+            "task: batch.noise",
         )
     elif arrays is not None and collate is None:
         found = Arrays(structure, tensors, share)
@@ -97,8 +98,8 @@ def source(
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",
             found="it lacks __len__ or __getitem__, which random access needs",
-            fix="a map-style dataset, tensors or NumPy arrays, for example list(samples); for a "
-            "DataLoader, its .dataset",
+            fix="pass a map-style dataset, tensors or NumPy arrays, for example list(samples); of a "
+            "DataLoader, pass its .dataset",
         )
     if found.size == 0:
         raise DataError(
@@ -122,8 +123,8 @@ def _arrays(dataset: Any) -> tuple[Any, dict[Any, Tensor]] | None:
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",
             found=f"it holds a {type(others[0]).__name__}, which is neither a tensor nor an array",
-            fix="tensors or arrays only, as in (torch.tensor(images), torch.tensor(labels)); one "
-            "split of a DatasetDict: dataset['train']",
+            fix="pass only tensors or arrays, as in (torch.tensor(images), torch.tensor(labels)); of "
+            "a DatasetDict, pass one split: dataset['train']",
         )
     if others:
         return None
@@ -140,13 +141,13 @@ def _tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
         raise DataError(
             given=f"Loader with an array of dtype {value.dtype}",
             found="torch has no tensor for it",
-            fix="array.astype('float32') for numbers, "
-            "np.unique(array, return_inverse=True)[1] for names",
+            fix="use array.astype('float32') for numbers, np.unique(array, return_inverse=True)[1] "
+            "for names",
         ) from None
     if value.ndim == 0:
         raise DataError(
             given="Loader with a tensor without dimensions",
             found="the first dimension counts samples",
-            fix="a tensor of shape (samples, …): tensor[None] is one sample",
+            fix="pass a tensor of shape (samples, …): tensor[None] is one sample",
         )
     return tensor

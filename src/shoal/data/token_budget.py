@@ -74,7 +74,7 @@ class TokenBudget:
             raise DataError(
                 given=f"TokenBudget of {len(self._lengths):,} lengths",
                 found=f"the order has sample {int(indices.max()):,}",
-                fix="one length per sample: print(len(lengths), len(dataset))",
+                fix="pass one length per sample: print(len(lengths), len(dataset))",
             )
         lengths = self._lengths[indices]
         if self._padded:

@@ -18,12 +18,11 @@ _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)", re.DOTA
 _SIGNAL = re.compile(r"is killed by signal: ([^.]+)\.")
 _CODE = re.compile(r"exit code (\d+)")
 _FIX: dict[signal.Signals | None, str] = {
-    signal.SIGKILL: "the system may have run out of memory (dmesg names the process): take fewer "
-    "workers, num_workers={fewer}",
-    signal.SIGBUS: "shared memory may be full (df -h /dev/shm): take fewer workers, "
-    "num_workers={fewer}",
+    signal.SIGKILL: "use fewer workers, num_workers={fewer}: the system may have run out of memory "
+    "(dmesg names the process)",
+    signal.SIGBUS: "use fewer workers, num_workers={fewer}: shared memory may be full (df -h /dev/shm)",
 }
-_ELSE = "num_workers=0 reads the dataset in the rank itself, whose error then shows the line"
+_ELSE = "use num_workers=0: the rank itself then reads the dataset, and its error shows the line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ class _Handler:
 
 
 def _how(text: str, code: int | None) -> tuple[str, signal.Signals | None]:
-    """Return how a worker ended, by torch's text or else by the exit `code` of its process."""
+    """Return how a worker ended, from torch's message or else from its exit `code`."""
     killed = _SIGNAL.search(text)
     if killed is not None:
         found = [each for each in signal.Signals if signal.strsignal(each) == killed[1]]

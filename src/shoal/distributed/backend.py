@@ -18,7 +18,7 @@ MPI = "mpi"
 def choose_backend(backend: str | None, device: torch.device, lacking: str = "") -> Decision[str]:
     """Return the backend: the given one, else by the device. Raises LaunchError if torch lacks it.
 
-    `lacking` is the reason why the backend of the device can't be used here; empty if it can.
+    `lacking` is the reason why the backend of the device can't be used; empty if it can.
     """
     if backend == MPI:
         mpi.require(device)
@@ -53,7 +53,7 @@ def choose_backend(backend: str | None, device: torch.device, lacking: str = "")
         raise LaunchError(
             given=f"backend={choice.value!r}",
             found=f"torch {torch.__version__} here supports {', '.join(here)}",
-            fix="backend='gloo' or 'mpi' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
+            fix="use backend='gloo' or 'mpi' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
         )
     return choice
 

@@ -53,7 +53,7 @@ def choose_device(
         raise LaunchError(
             given=f"devices_per_rank={count}",
             found="a rank needs at least one device",
-            fix="devices_per_rank=2, or leave it out",
+            fix="pass devices_per_rank=2, or leave it out",
         )
     kind = accelerator.current()[0] or "cuda"
     if device is not None:
@@ -72,7 +72,7 @@ def choose_device(
             raise LaunchError(
                 given=f"device={device!r}",
                 found=str(error).splitlines()[0].partition(". ")[0],
-                fix="device='cpu', device='cuda', or leave it out",
+                fix="pass device='cpu', device='cuda', or leave it out",
             ) from None
     module = torch.get_device_module(kind)
     if not module.is_available():
@@ -87,7 +87,7 @@ def choose_device(
             given=f"device={str(device)!r}",
             found=f"torch {torch.__version__} sees no {'GPU' if kind == 'cuda' else kind + ' device'} "
             f"on {socket.gethostname()}",
-            fix="device='cpu', or ask the scheduler for GPUs and check with nvidia-smi",
+            fix="use device='cpu', or ask the scheduler for GPUs and check with nvidia-smi",
         )
     visible = module.device_count()
     if visible < count or (visible > count and (placement.local_rank + 1) * count > visible):
@@ -95,9 +95,9 @@ def choose_device(
         raise LaunchError(
             given=f"{placement.local_size} processes{each} on {socket.gethostname()}",
             found=f"{visible} visible GPUs, none for local rank {placement.local_rank}",
-            fix=f"start {visible // count} processes per machine, or shoal.init(device='cpu')"
+            fix=f"start {visible // count} processes per machine, or use shoal.init(device='cpu')"
             if visible >= count
-            else f"devices_per_rank={visible}, or shoal.init(device='cpu')",
+            else f"use devices_per_rank={visible}, or shoal.init(device='cpu')",
         )
     reason = f"local rank {placement.local_rank}, {visible} visible GPUs"
     if visible == count:

@@ -114,7 +114,7 @@ def worker_variables(
 ) -> dict[str, str]:
     """Return the placement of one worker as variables with torchrun's names.
 
-    The launcher hosts the store at `address` and `port`, so no worker opens one.
+    The launcher hosts the store at `address` and `port`, so workers do not create a store.
     """
     values = {
         "RANK": rank,

@@ -134,7 +134,7 @@ def choose_layout(layout: str | Layout, size: int) -> Decision[Layout]:
         raise LayoutError(
             given=f"layout={layout!r}",
             found=f"a {type(layout).__name__}, not a string or a Layout",
-            fix=f"for example layout={LAYOUT!r}",
+            fix=f"pass layout={LAYOUT!r}",
         )
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     resolved = parsed.resolve(size)
@@ -150,7 +150,7 @@ def check_limits(timeout: float, prepare_timeout: float) -> Decision[tuple[float
         raise LaunchError(
             given=f"timeout={timeout!r}, prepare_timeout={prepare_timeout!r}",
             found="a time limit is a positive number of seconds, at most one year",
-            fix="for example timeout=600, prepare_timeout=3600",
+            fix="pass timeout=600, prepare_timeout=3600",
         )
     limits = (timeout, prepare_timeout)
     reason = "the default" if limits == (TIMEOUT, PREPARE_TIMEOUT) else GIVEN

@@ -305,7 +305,7 @@ def _reach_one(address: str, port: int, token: str, source: str) -> str:
     )
     with call, call.makefile("rb") as answer:
         if answer.readline(1000).decode(errors="replace").strip() != token:
-            raise OSError("another program answers there")
+            raise OSError("another program answers at this address")
         try:
             whole = len(answer.read(len(_FULL))) == len(_FULL)
         except OSError:

@@ -60,19 +60,19 @@ class Layout:
             raise LayoutError(
                 given=f"layout with {', '.join(wrong)}",
                 found="a degree is a positive integer, or -1 to compute it from the world size",
-                fix="for example layout='replicate=-1,tensor=2'",
+                fix="pass layout='replicate=-1,tensor=2'",
             )
         open_axes = [axis for axis, degree in degrees.items() if degree == -1]
         if len(open_axes) > 1:
             raise LayoutError(
                 given=f"layout with {' and '.join(f'{axis}=-1' for axis in open_axes)}",
                 found="only one degree can be -1",
-                fix=f"a number for one of them: layout='{open_axes[0]}=2,{open_axes[1]}=-1'",
+                fix=f"give one of them a number: layout='{open_axes[0]}=2,{open_axes[1]}=-1'",
             )
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Return the layout that a text describes.
+        """Return the layout that a string describes.
 
         Args:
             text: `"axis=degree,axis=degree"`, with the axes `replicate`, `shard`, `context`, `tensor`
@@ -96,14 +96,14 @@ class Layout:
                 raise LayoutError(
                     given=f"layout={text!r}",
                     found=found,
-                    fix="for example layout='replicate=-1' or layout='shard=4,tensor=2'",
+                    fix="pass layout='replicate=-1' or layout='shard=4,tensor=2'",
                 )
             degrees[axis] = int(degree)
         if not degrees:
             raise LayoutError(
                 given=f"layout={text!r}",
                 found="no axis",
-                fix="for example layout='replicate=-1'",
+                fix="pass layout='replicate=-1'",
             )
         return cls(**degrees)
 
@@ -151,7 +151,7 @@ class Layout:
             raise LayoutError(
                 given=f"layout='{self}' on {world_size} process(es)",
                 found=f"its degrees need {needs} processes",
-                fix=f"shoal.init(layout='replicate=-1'), or start {needs}: shoal run -n {known} …",
+                fix=f"call shoal.init(layout='replicate=-1'), or start {needs}: shoal run -n {known} …",
             )
         if open_axis is None:
             return self

@@ -219,7 +219,7 @@ def _check(world: World, *, bytes: int, repeats: int, chosen: Sequence[int]) -> 
         raise LaunchError(
             given=f"pairs(world, bytes={bytes}, repeats={repeats}, among={chosen})",
             found=f"bytes and repeats are at least 1, and ranks are 0 to {world.size - 1}",
-            fix=f"for example bytes={BYTES}, repeats={REPEATS}",
+            fix=f"pass bytes={BYTES}, repeats={REPEATS}",
         )
 
 

@@ -68,8 +68,8 @@ class Survivors:
             raise LaunchError(
                 given=f"rank {self.rank}, which rejoins the other ranks",
                 found="they could not reach its machine, and have continued without it",
-                fix="check the network; the same command, when they are done, resumes from the newest "
-                "checkpoint",
+                fix="check the network; when the other ranks have ended, run the same command again: "
+                "it resumes from the latest checkpoint",
             )
         lost = [member for member in self.members if member not in here]
         self.members = here
@@ -98,7 +98,8 @@ class Survivors:
                     raise LaunchError(
                         given=f"a rendezvous that took more than {limit:g} s",
                         found=f"rank {spans(missing)} is alive and did not join",
-                        fix="find out what delays it; if it may take that long, shoal.init(timeout=…)",
+                        fix="find out what delays it; if it may take that long, use "
+                        "shoal.init(timeout=…)",
                     )
                 last, looked = False, time.monotonic()
             time.sleep(pause)

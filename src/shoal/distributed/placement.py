@@ -185,7 +185,7 @@ def _given_address(env: Mapping[str, str]) -> Decision[tuple[str, ...]]:
 
 
 def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
-    """Return MASTER_PORT if it is a valid port; 0 is for worlds that need none."""
+    """Return MASTER_PORT if it is a valid port. 0 is valid unless `least` is higher."""
     port = integer(env, "MASTER_PORT")
     if not least <= port <= _LAST_PORT:
         raise LaunchError(
@@ -232,7 +232,7 @@ def _ports(env: Mapping[str, str], job: str, number: int | None) -> Decision[tup
         raise LaunchError(
             given=f"{PORTS}={text}",
             found=f"not a range of ports from 1 to {_LAST_PORT}",
-            fix=f"export {PORTS}={_DEFAULT_PORTS}, which is the default",
+            fix=f"export {PORTS}={_DEFAULT_PORTS} (the default)",
         )
     count = int(last) - int(first) + 1
     digest = hashlib.sha256(job.encode()).digest()

@@ -228,7 +228,7 @@ def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
             raise LaunchError(
                 given=f"rank {rank} on {socket.gethostname()} looked for rank 0 of {meeting.job} "
                 f"at {_where(meeting)}",
-                found=f"not there; last error: {why}",
+                found=f"rank 0 was not found; last error: {why}",
                 fix="check that every rank was started and that hosts reach each other, or export "
                 "MASTER_ADDR and MASTER_PORT (host and free port of rank 0)"
                 + (f", or {DIRECTORY} (a directory that all hosts share)" * bool(meeting.directory)),
@@ -243,8 +243,8 @@ def _unreachable(meeting: Meeting, rank: int, seconds: float, why: str) -> Launc
         given=f"rank {rank} on {here} looked for rank 0 of {meeting.job} at {_where(meeting)}",
         found=f"{here} can't reach {there}: no reply in {seconds:.0f} s; last error: {why}",
         fix="let the hosts of a job connect to each other at these ports, or export "
-        f"{PORTS}=FIRST-LAST with ports at which they may; if {there} is not where rank 0 is, or on a "
-        "network that is not theirs, MASTER_ADDR=ADDRESS",
+        f"{PORTS}=FIRST-LAST with ports at which they may; if rank 0 is not on {there}, or other hosts "
+        "cannot reach that network, export MASTER_ADDR=ADDRESS",
     )
 
 
@@ -262,7 +262,7 @@ def _ask(job: str, host: str, port: int) -> int:
         line = answer.readline(1000).decode(errors="replace")
     name, _, number = line.strip().rpartition(" ")
     if name != job:
-        raise ValueError("another program answers there")
+        raise ValueError("another program answers at this address")
     return int(number)
 
 

@@ -61,6 +61,6 @@ class RunLog:
             raise LaunchError(
                 given="world.log(…)",
                 found="no Run is open that could record it",
-                fix="with shoal.Run('runs/a', step, loader) as run: …, and world.log inside",
+                fix="call it inside a Run: with shoal.Run('runs/a', step, loader) as run: …",
             )
         self._record(values)

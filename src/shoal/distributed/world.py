@@ -191,7 +191,7 @@ class World:
             raise AgreementError(
                 given=f"world.all_reduce(…, op={op!r})",
                 found=f"the operations are {', '.join(operations)}",
-                fix="op='sum', divided by world.size for a mean",
+                fix="use op='sum', and divide by world.size for a mean",
             )
         if not self._alone:
             self.membership.meet()
@@ -347,7 +347,7 @@ class World:
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the current step in the open Run, such as losses and learning rates.
 
-        They become events, and curves in the Run's trackers. The progress line shows those of rank 0.
+        They become events, and curves in the Run's trackers. The progress line shows rank 0's numbers.
 
             world.log({"rate": optimizer.param_groups[0]["lr"]})
 

@@ -112,7 +112,7 @@ class Examination:
 
 
 def describe_ranks(ranks: Sequence[RankFacts[Any]]) -> str:
-    """Return a short text for ranks and hosts: `rank 3 (node2)`, `ranks 0-7 (node1, node2)`."""
+    """Return a short string for ranks and hosts: `rank 3 (node2)`, `ranks 0-7 (node1, node2)`."""
     hosts = list(dict.fromkeys(one.host for one in ranks))
     named = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if hosts[_NAMED:] else "")
     return f"rank{'s' * (len(ranks) > 1)} {spans([one.rank for one in ranks])} ({named})"

@@ -64,7 +64,7 @@ class Redactor:
         return text
 
     def tree(self, tree: Any) -> Any:
-        """Return JSON values with redacted texts, each by the rules for its key."""
+        """Return JSON values with redacted strings, each according to the rules for its key."""
         return self._each(masked(tree))
 
     def _each(self, tree: Any) -> Any:

@@ -156,7 +156,7 @@ class Doctor:
                     "ranks",
                     f"{describe_ranks(ranks)} did not complete a check; checks that need all ranks "
                     "were skipped",
-                    "read their output; ps and dmesg on their hosts; then shoal doctor again",
+                    "read their output; ps and dmesg on their hosts; then run shoal doctor again",
                 )
             )
         known = packages()
@@ -172,9 +172,9 @@ class Doctor:
 
 def unchecked_result(what: str, why: str, *, hung: bool) -> CheckResult:
     """Return a line on something that could not be checked."""
-    fix = "try the same by hand there; a failure here may also occur in training"
+    fix = "try the same by hand on that host; this failure may also occur in training"
     if hung:
-        fix = "shoal doctor --limit SECONDS sets a longer limit; a hang here may also occur in training"
+        fix = "set a longer limit with shoal doctor --limit SECONDS; this hang may occur in training"
     return failure(what, f"could not be checked{why}", fix)
 
 
@@ -249,7 +249,7 @@ def _as_known(error: Exception) -> ShoalError:
     return LaunchError(
         given="a world of all ranks",
         found=f"it could not be formed: {type(error).__name__}: {lines[0]}",
-        fix="shoal info prints the choices; nvidia-smi shows whether the GPUs respond",
+        fix="list the choices with shoal info, and check with nvidia-smi whether the GPUs respond",
     )
 
 
@@ -296,7 +296,7 @@ def examine_together(world: World, request: DoctorRequest) -> tuple[Examination 
 
 
 def _examine_all(world: World, doctor: Doctor) -> None:
-    """Run the checks in their order; those that need all ranks only while all are there. Collective."""
+    """Run the checks in their order; skip those that need all ranks once one is missing. Collective."""
     from shoal.doctor.checks import compute, links
     from shoal.doctor.checks import placement as place
 

@@ -42,7 +42,7 @@ _FOLDERS = (".", "logs", "jobs/*", "jobs/*/logs")
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """The contents of an archive: redacted texts by their names in it."""
+    """The contents of an archive: redacted texts, keyed by their file names in it."""
 
     texts: Mapping[str, str]
 

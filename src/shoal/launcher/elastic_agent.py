@@ -105,7 +105,7 @@ class LocalRendezvous(RendezvousHandler):
 
 
 class Agent(ElasticAgent):
-    """Agent of torch elastic that decides, and sends its orders to the launcher, which executes them.
+    """TorchElastic agent that only makes decisions, and sends them to the launcher to carry out.
 
     The launcher stops the remaining ranks of an attempt before it reports the failure, so that the
     agent has none to stop.

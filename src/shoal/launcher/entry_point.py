@@ -107,7 +107,7 @@ class Module:
 
 
 def find_script(path: str) -> str:
-    """Return the path if a file is there. Raises LaunchError."""
+    """Return the path if it is a file. Raises LaunchError."""
     if not os.path.isfile(path):
         full = os.path.abspath(path)
         raise LaunchError(

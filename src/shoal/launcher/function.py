@@ -139,7 +139,7 @@ def _failed(failure: Failure, given: str) -> LaunchError:
     return LaunchError(
         given=given,
         found=f"rank {failure.rank}: {reason(failure)} ({failure.where})",
-        fix="see that rank's report above; processes=1 runs the function in one process",
+        fix="see that rank's report above; to run the function in one process, use processes=1",
     )
 
 

@@ -175,7 +175,7 @@ class Launcher:
             raise LaunchError(
                 given=f"a node of {self._job.name}",
                 found=f"it has received no message from the others for {limit:g} s: it is cut off",
-                fix="check the network between the nodes, then start the command here again",
+                fix="check the network between the nodes, then run the command again on this node",
             )
         order, value = json.loads(self._orders.recv_bytes())
         return order, value

@@ -19,8 +19,7 @@ from shoal.launcher.signals import Interrupted, Interrupts
 from shoal.util.errors import LaunchError
 
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
-"""Longest path of the directory for temporary files, in bytes: Linux cuts the path of a socket at 107.
-"""
+"""Longest path of the temporary directory, in bytes: Linux cuts the path of a socket at 107."""
 
 
 def run(
@@ -49,7 +48,7 @@ def run(
     signal. `port` is the port of the rendezvous (default: a free one). `grace` is the number of seconds
     between the signal that ends ranks and SIGKILL (default: SAVING_GRACE if a Run is open, else GRACE);
     after a failure at most GRACE. With `logs`, a directory, the output of rank R is appended to
-    `rank-R.log` there, and only that of rank 0 is shown.
+    `rank-R.log` in it, and only rank 0's output is shown.
 
     With `nodes`, `"2"` or `"2:4"`, these are the processes of one of several machines, each of which
     makes the same call. They join the rendezvous at `rendezvous` (`HOST:PORT`; default: as the
@@ -162,7 +161,7 @@ def _check_nodes(nodes: str | None, rendezvous: str | None, port: int | None) ->
         raise LaunchError(
             given=f"--rendezvous {rendezvous}",
             found="the number of nodes is missing",
-            fix=f"for example --nodes 2 --rendezvous {rendezvous}",
+            fix=f"pass --nodes 2 --rendezvous {rendezvous}",
         )
     if nodes is not None and port is not None:
         raise LaunchError(
@@ -173,11 +172,11 @@ def _check_nodes(nodes: str | None, rendezvous: str | None, port: int | None) ->
 
 
 def check_folder() -> None:
-    """Raise LaunchError if the path of the directory for temporary files is too long."""
+    """Raise LaunchError if the path of the temporary directory is too long."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
         raise LaunchError(
-            given=f"a directory for temporary files with a long path, {folder}",
+            given=f"a temporary directory with a long path, {folder}",
             found=f"{len(os.fsencode(folder))} bytes; the sockets through which processes are started "
             f"allow {LONGEST_FOLDER}",
             fix="TMPDIR=/tmp shoal run …",

@@ -105,7 +105,7 @@ class NodesAgent(Agent):
 
     @property
     def attempt_number(self) -> int:
-        """Return the number of the attempt: the same on all nodes, and never twice."""
+        """Return the attempt number: the same on all nodes, and never used twice."""
         return self._attempt.number
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -199,7 +199,7 @@ class NodesRendezvous(RendezvousHandler):
                 return RendezvousInfo(info.store, info.rank, info.world_size, meeting)
 
     def _gather(self, info: RendezvousInfo) -> RendezvousStoreInfo | None:
-        """Return all nodes' processes and the new store's address; None if a node is lost meanwhile."""
+        """Return all nodes' processes and the new store's address; None if a node is lost first."""
         store, rank, size = info.store, info.rank, info.world_size
         everyone, _ = self._members.look()
         # First close the last attempt's store.
@@ -321,6 +321,6 @@ class NodesRendezvous(RendezvousHandler):
         return int(self.again)
 
     def shutdown(self) -> bool:
-        """Close the store of the attempt."""
+        """Close the attempt's store."""
         self._ranks_store = None
         return True

@@ -72,7 +72,8 @@ def choose_nodes(
             raise LaunchError(
                 given=f"{option} {value:g}",
                 found=f"it is a number of seconds, {low:g} to 86400",
-                fix=f"{option} {WAIT if option == '--wait' else SILENCE:g}, which is the default",
+                fix=f"pass {option} {(WAIT if option == '--wait' else SILENCE):g}, which is the "
+                "default",
             )
     meeting = placement.meeting
     common = dict(job)
@@ -103,7 +104,7 @@ def parse_numbers(text: str) -> tuple[int, int]:
         found = (
             "at least one node" if least < 1 else f"the minimum, {least}, is above the maximum, {most}"
         )
-    raise LaunchError(given=f"--nodes {text}", found=found, fix="for example --nodes 2, or --nodes 2:4")
+    raise LaunchError(given=f"--nodes {text}", found=found, fix="pass --nodes 2, or --nodes 2:4")
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -113,7 +114,7 @@ def parse_address(text: str) -> tuple[str, int]:
         raise LaunchError(
             given=f"--rendezvous {text}",
             found="it is not a host and a port from 1 to 65535",
-            fix="for example --rendezvous node01:29400",
+            fix="pass --rendezvous node01:29400",
         )
     return match[1] or match[2], int(match[3])
 

@@ -281,7 +281,7 @@ class _Rank:
         return self.ended and self.finished and self.failure is None
 
     def saves(self) -> bool:
-        """Return whether a Run is open there: it handles all of FORWARDED, which little else does."""
+        """Return whether the worker has an open Run, which handles all of FORWARDED."""
         wanted = sum(1 << (signum - 1) for signum in FORWARDED)
         with suppress(OSError):
             for line in Path(f"/proc/{self._id()}/status").read_text().splitlines():

@@ -41,7 +41,7 @@ _SHARED = {
         "evaluate less often, or on fewer batches: shoal.evaluate(…, batches=N)",
     ),
     "other": (
-        "The script's own code (logging, metrics, the forward of a custom training loop) takes",
+        "The script's own code (logging, metrics, the forward pass of a custom training loop) takes",
         "profile it: shoal.Run(…, profile=(100, 105)), then shoal report RUN --trace 100:105",
     ),
 }

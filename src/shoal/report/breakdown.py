@@ -2,7 +2,7 @@
 
 A rank records how long it waited inside collectives. The wait of the rank that waited least is
 communication. Other ranks spent the time above it waiting for that rank, the slowest of the step.
-So the time of a step is that of its slowest rank, and the slowest rank's excess over a usual rank
+So a step takes as long as its slowest rank, and the slowest rank's excess over a usual rank
 is its cost to all others.
 """
 

@@ -54,7 +54,7 @@ def straggler_cost(part: str, named: Sequence[Straggler], costs: Costs) -> float
 
 
 def rank_names(numbers: Sequence[int]) -> str:
-    """Return the text for some ranks in a sentence."""
+    """Return the words for some ranks in a sentence."""
     return f"rank{'s' if len(numbers) > 1 else ''} {join_names(list(map(str, numbers)))}"
 
 

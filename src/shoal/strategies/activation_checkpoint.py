@@ -33,10 +33,10 @@ OPERATIONS = {
 class ActivationCheckpointing:
     """Activation checkpointing (gradient checkpointing): recompute activations in backward.
 
-    Each unit keeps only its inputs and runs its forward again in backward, with the same random
-    numbers (Chen et al. 2016). Put this strategy before the one that sums gradients. If it is given
-    alone, the strategy of the layout follows. BatchNorm updates its running statistics once; other
-    state that a unit changes in forward is changed twice.
+    Each unit keeps only its inputs and runs its forward pass again in the backward pass, with the same
+    random numbers (Chen et al. 2016). Put this strategy before the one that sums gradients. If it is
+    given alone, the strategy of the layout follows. BatchNorm updates its running statistics once;
+    other state that a unit changes in forward is changed twice.
 
     Args:
         modules: Patterns of module names, such as "blocks.*". Each match is recomputed as a unit. None
@@ -73,8 +73,8 @@ class ActivationCheckpointing:
             raise StepError(
                 given=f"shoal.ActivationCheckpointing() for a {type(model).__name__}",
                 found="the model has no repeated blocks",
-                fix='shoal.ActivationCheckpointing(modules=("encoder", "decoder")), with names as in '
-                "named_modules()",
+                fix='pass shoal.ActivationCheckpointing(modules=("encoder", "decoder")), with names '
+                "as in named_modules()",
             )
         options: dict[str, Any] = {}
         if self.save:

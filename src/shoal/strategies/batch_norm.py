@@ -85,8 +85,8 @@ def refuse_coupled(model: nn.Module, given: str, found: str) -> None:
         raise StepError(
             given=f"{given} around {type(model).__name__} with {names[0] or 'BatchNorm'}",
             found=f"{found}, so ranks cannot exchange the sums of this layer",
-            fix="shoal.parallelize(…, statistics='rank') for the statistics of each micro-batch of "
-            "each rank, or GroupNorm or LayerNorm, which treat each sample separately",
+            fix="use shoal.parallelize(…, statistics='rank') for the statistics of each micro-batch "
+            "of each rank, or GroupNorm or LayerNorm, which treat each sample separately",
         )
 
 

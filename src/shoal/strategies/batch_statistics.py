@@ -46,7 +46,7 @@ def _check_size(module: nn.Module, part: Part, x: Tensor) -> None:
             given=f"{type(module).__name__} {part.coupling.names.get(module, '')}".strip()
             + ": a group of one sample",
             found="the variance of one value per channel is 0",
-            fix="shoal.Loader(…, drop_last=True), or another batch_size or statistics=…",
+            fix="use shoal.Loader(…, drop_last=True), or another batch_size or statistics=…",
         )
 
 

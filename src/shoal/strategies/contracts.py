@@ -98,7 +98,7 @@ class Engine(ABC):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
-        """Run forward and backward of the complete batch.
+        """Run the forward and backward passes for the complete batch.
 
         Afterwards the gradients of the parameters that this rank holds are those of
         `scale * loss_sum / batch.size` summed over the world, and no other module's have changed.
@@ -141,10 +141,10 @@ class Engine(ABC):
 
     @abstractmethod
     def compile(self, how: str) -> None:
-        """Run the forward compiled: "inductor" or "script"."""
+        """Run the forward pass compiled: "inductor" or "script"."""
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler` in every call of the module.
+        """Run the forward pass compiled by `compiler` in every call of the module.
 
         For a model that is passed as `torch.compile(model)`, with the backend and options of that call.
         """
@@ -158,7 +158,7 @@ class Engine(ABC):
         """
 
     def state(self) -> dict[str, Any]:
-        """Return state in addition to that of the module and the optimizer; usually there is none.
+        """Return state in addition to the module's and the optimizer's; usually there is none.
 
         It is the same on all ranks, so that any number of ranks can load it.
         """
@@ -241,8 +241,8 @@ def compiles_parts(module: nn.Module, world: World) -> StepError:
     return StepError(
         given=f"torch.compile({type(module).__name__}) and {world.layout}",
         found="its strategy can only compile the parts of a model separately",
-        fix="shoal.parallelize(model, world) with the uncompiled model; then shoal.Step(model, …, "
-        "compile='inductor'), or torch.compile(model) in a custom training loop",
+        fix="call shoal.parallelize(model, world) with the uncompiled model; then use "
+        "shoal.Step(model, …, compile='inductor'), or torch.compile(model) in a custom training loop",
     )
 
 

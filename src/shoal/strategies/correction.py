@@ -171,6 +171,6 @@ def check_clip(clip: float | None) -> float | None:
         raise StepError(
             given=f"clip={clip!r}",
             found="the maximum gradient norm must be a positive number",
-            fix="clip=1.0, or leave it out",
+            fix="pass clip=1.0, or leave it out",
         )
     return clip

@@ -228,7 +228,7 @@ class Deferred:
 def construct(factory: Callable[[], nn.Module], *, resident: int = RESIDENT) -> Deferred:
     """Call `factory` on the CPU, with at most `resident` bytes of large tensors in memory.
 
-    The random numbers are those of a normal call.
+    The random numbers are the same as in a normal call.
     """
     with _Recorder(resident) as recorder:
         module = factory()

@@ -1,8 +1,9 @@
 """The engine of synchronous training: a runner and a gradient reducer.
 
-The *runner* runs forward and backward of the micro-batches: locally (local.py), as a pipeline
-(pipeline/runner.py) or over RPC (rpc_pipeline/runner.py). The *reducer* turns the gradients of this
-rank into those of the global batch (reducer.py). Each runner works with the reducers of its layouts.
+The *runner* runs the forward and backward passes of the micro-batches: locally (local.py), as a
+pipeline (pipeline/runner.py) or over RPC (rpc_pipeline/runner.py). The *reducer* turns the gradients of
+this rank into those of the global batch (reducer.py). Each runner works with the reducers of its
+layouts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shoal.strategies.task import Task
 class Runner(ABC):
     """Runner of the micro-batches of a batch. Passes their losses or gradients to a reducer.
 
-    Its methods are those of an Engine; see there.
+    It has the methods of an Engine; see Engine.
     """
 
     reducer: Reducer
@@ -39,7 +40,7 @@ class Runner(ABC):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
-        """Run forward and backward of the batch, and return the reducer's totals. Collective."""
+        """Run forward and backward passes of the batch; return the reducer's totals. Collective."""
 
     @abstractmethod
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
@@ -47,10 +48,10 @@ class Runner(ABC):
 
     @abstractmethod
     def compile(self, how: str) -> None:
-        """Run the forward compiled: "inductor" or "script"."""
+        """Run the forward pass compiled: "inductor" or "script"."""
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler`. Raise StepError if only parts can be compiled."""
+        """Run the forward pass compiled by `compiler`; StepError if only parts can be compiled."""
         raise compiles_parts(self.reducer.held.module, self.reducer.held.world)
 
     def move_targets(self, output: Any, micro: MicroBatch) -> MicroBatch:
@@ -104,11 +105,11 @@ class SynchronousEngine(Engine):
         return self.runner.move_targets(output, micro)
 
     def compile(self, how: str) -> None:
-        """Run the forward compiled; see the contract."""
+        """Run the forward pass compiled; see the contract."""
         self.runner.compile(how)
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler`; see the contract."""
+        """Run the forward pass compiled by `compiler`; see the contract."""
         self.runner.compile_with(compiler)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:

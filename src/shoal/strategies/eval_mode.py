@@ -1,4 +1,4 @@
-"""Evaluation mode, and forwards that leave no trace in the state of a model."""
+"""Evaluation mode, and forward passes that leave no trace in the state of a model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module, values: Any = ()) -> Iterator[None]:
-    """Restore afterwards everything that a forward of `model` inside may have changed.
+    """Restore afterwards everything that a forward pass of `model` inside may have changed.
 
     These are the global random states, the tensors in `values`, and in the modules the buffers, the
     trainable parameters and the attributes, such as counters. Random generators and other objects
@@ -90,7 +90,7 @@ def untouched(model: nn.Module, values: Any = ()) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in kept:
                 # A copy of equal values would count as a change, and fail the backward of a forward
-                # that a custom training loop has run before.
+                # pass that a custom training loop has run before.
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
 

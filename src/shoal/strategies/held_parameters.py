@@ -175,8 +175,8 @@ class HeldParameters:
         raise StepError(
             given=f"trainable parameters of {type(self.module).__name__}: {first(names)}",
             found="they were not trainable in parallelize: they were frozen then, or were added since",
-            fix="add layers and requires_grad_(True) before parallelize; to train a layer later, "
-            "leave it out of the optimizer until then (add_param_group)",
+            fix="add layers and call requires_grad_(True) before parallelize; to train a layer later, "
+            "leave it out of the optimizer and add it with add_param_group when you start to train it",
         )
 
     def _raise_changed(self, changed: Sequence[KeptParameter]) -> NoReturn:
@@ -186,7 +186,7 @@ class HeldParameters:
             found="they were moved, converted or replaced after parallelize; the optimizer, the other "
             "ranks and the reducer of gradients still use the old ones",
             fix="call model.double(), model.to(…) and similar methods before parallelize; to load "
-            "values, shoal.load(model, state) in place of load_state_dict(state, assign=True)",
+            "values, use shoal.load(model, state) instead of load_state_dict(state, assign=True)",
         )
 
 
@@ -202,7 +202,7 @@ def check_learns(module: nn.Module) -> None:
         raise StepError(
             given=f"parallelize({type(module).__name__}, world)",
             found="a model without trainable parameters",
-            fix="parameter.requires_grad_(True) for the parameters to train, before parallelize",
+            fix="call parameter.requires_grad_(True) for the parameters to train, before parallelize",
         )
 
 

@@ -51,7 +51,7 @@ class LocalRunner(Runner):
         self.call: Callable[..., Any] = call or self._module
 
     def compile(self, how: str) -> None:
-        """Run the forward compiled by torch.compile ("inductor") or by TorchScript ("script")."""
+        """Run the forward pass compiled by torch.compile ("inductor") or by TorchScript ("script")."""
         self._check_whole(f"compile={how!r}")
         if how == "inductor":
             self.call = self.reducer.compiled(torch.compile(self._module))
@@ -82,7 +82,7 @@ class LocalRunner(Runner):
         self.call = call
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler`; see the contract."""
+        """Run the forward pass compiled by `compiler`; see the contract."""
         self._check_whole("torch.compile(model)")
         module = self._module
 
@@ -105,8 +105,8 @@ class LocalRunner(Runner):
             raise StepError(
                 given=f"{given} with shoal.ActivationCheckpointing()",
                 found="torch cannot compile a model as one unit if it recomputes parts in backward",
-                fix="shoal.ActivationCheckpointing() with shoal.FSDP(), which compiles its units; or "
-                "leave out one",
+                fix="use shoal.ActivationCheckpointing() with shoal.FSDP(), which compiles its units; "
+                "or leave one of the two out",
             )
 
     def gradients(

@@ -32,7 +32,7 @@ class CheckedGradients(LoopGradients):
         self._held = reducer.held
         self._check_model = check_model
         self._stepped = False
-        """Whether an optimizer has stepped since the first backward of an unfinished batch."""
+        """Whether an optimizer has stepped since the first backward pass of an unfinished batch."""
         self._computed: dict[int, tuple[int, int]] = {}
         """The states of the gradients after the last backward of the batch."""
         self._finished: dict[int, tuple[int, int]] = {}
@@ -61,14 +61,14 @@ class CheckedGradients(LoopGradients):
     def check(self) -> None:
         """Compare the gradients with those that the last backward left; see the contract."""
         if self._stepped:
-            found = "the optimizer stepped before it, with gradients that were not those of the mean"
-            fix = "batch.finish(model), then optimizer.step()"
+            found = "the optimizer stepped before it, when the gradients were not yet averaged"
+            fix = "call batch.finish(model), then optimizer.step()"
         elif self._computed != self._states():
             found = (
                 "the gradients were changed between the last batch.backward and batch.finish, before "
-                "they were those of the mean"
+                "they were averaged"
             )
-            fix = "batch.finish(model, clip=1.0) to clip them; make other changes after batch.finish"
+            fix = "use batch.finish(model, clip=1.0) to clip them; make other changes after it"
         else:
             return
         self._stepped = False
@@ -111,8 +111,8 @@ class CheckedGradients(LoopGradients):
         emptied, self._emptied = self._emptied, False
         self._awaited = False
         kept = [p for p in self._held.parameters if p.requires_grad and _unchanged(p, finished)]
-        fix = "batch.finish(model), optimizer.step(), optimizer.zero_grad(), in this order; to "
-        fix += "accumulate, shoal.Loader(…, micro_batches=4)"
+        fix = "call batch.finish(model), optimizer.step(), optimizer.zero_grad(), in this order; to "
+        fix += "accumulate gradients, use shoal.Loader(…, micro_batches=4)"
         if kept:
             ids = set(map(id, kept))
             names = first([name for name, p in self._held.module.named_parameters() if id(p) in ids])
@@ -134,8 +134,8 @@ class CheckedGradients(LoopGradients):
             raise StepError(
                 given="batch.backward on a new batch",
                 found="batch.finish was not called for the previous batch, whose gradients still exist",
-                fix="batch.finish(model) after each batch, or optimizer.zero_grad() to skip one; to "
-                "accumulate, shoal.Loader(…, micro_batches=4)",
+                fix="call batch.finish(model) after each batch, or optimizer.zero_grad() to skip one; "
+                "to accumulate gradients, use shoal.Loader(…, micro_batches=4)",
             )
         self._reducer.discard()
         if stepped:
@@ -143,7 +143,7 @@ class CheckedGradients(LoopGradients):
                 given="batch.backward on a new batch",
                 found="the optimizer stepped on the previous batch without batch.finish: its gradients "
                 "were not those of the mean over the global batch",
-                fix="batch.finish(model) before optimizer.step()",
+                fix="call batch.finish(model) before optimizer.step()",
             )
 
     def _warn_unreduced(self) -> None:

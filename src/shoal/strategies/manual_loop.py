@@ -155,7 +155,7 @@ def _loss_sum(
     raise StepError(
         given=call,
         found=found,
-        fix="batch.backward(total=loss, count=len(y)) with reduction='sum', or "
+        fix="call batch.backward(total=loss, count=len(y)) with reduction='sum', or "
         "batch.backward(mean=loss, count=len(y)) with a mean loss",
     )
 
@@ -173,6 +173,6 @@ def _check_reduction(loss: Tensor, count: Count, *, named_mean: bool) -> None:
     raise StepError(
         given=f"batch.backward({'mean' if named_mean else 'total'}=loss, count={float(count):g})",
         found=f"by the operation that computed the loss, it is {found}",
-        fix=f"batch.backward({other}=loss, count=n), or "
-        f"reduction='{'sum' if averaged else 'mean'}' in the loss function",
+        fix=f"call batch.backward({other}=loss, count=n), or "
+        f"reduction='{('sum' if averaged else 'mean')}' in the loss function",
     )

@@ -37,7 +37,7 @@ def named_like(model: nn.Module, pattern: str, given: str) -> list[str]:
             given=given,
             found=f"no module of {type(model).__name__} matches {pattern!r}; its children are "
             + ", ".join(name for name, _ in model.named_children()),
-            fix='"blocks.*" for the blocks, with names as in model.named_modules()',
+            fix='use "blocks.*" for the blocks, with names as in model.named_modules()',
         )
     return names
 

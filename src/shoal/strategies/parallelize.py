@@ -79,12 +79,12 @@ def parallelize(
             parameters get the same values. With `torch.compile(model)`, the model runs compiled.
         world: The World that `shoal.init` returned.
         strategy: A strategy, or several, applied in order; the last one sums gradients. None means
-            `FSDP()` if the layout has an axis `shard`, else `DDP()`. Default: None.
+            `FSDP()` if the layout has a `shard` axis, else `DDP()`. Default: None.
         random: "samples" keys the random numbers that modules draw in a step, such as those of dropout,
             by the position of each sample, so they are the same at any number of ranks and
             micro-batches (Philox 4x32-10, Salmon et al. 2011). "ranks" leaves them to torch's
-            generators, as do compiled models and layouts with an axis `context`, `tensor` or
-            `pipeline`. Default: "samples".
+            generators, as do compiled models and layouts with a `context`, `tensor` or
+            `pipeline` axis. Default: "samples".
         statistics: Samples over which BatchNorm, SyncBatchNorm and `Coupled` layers take statistics:
             "batch", the global batch, which must be one micro-batch; a number of consecutive positions
             of it, such as 64 (ghost batches, Hoffer et al. 2017), the same at any number of ranks and
@@ -116,7 +116,7 @@ def parallelize(
         raise StepError(
             given=f"parallelize(model, world, random={random!r})",
             found="random numbers belong to 'samples' or to 'ranks'",
-            fix="random='samples', or leave it out",
+            fix="pass random='samples', or leave it out",
         )
     strategies = _checked(strategy, world)
     module: Any = model
@@ -150,7 +150,7 @@ def _apply(strategies: Sequence[Any], module: nn.Module, world: World) -> Engine
     """Apply `strategies` in order, and return the engine of the last one.
 
     Those before it change the module in place: they checkpoint activations, place layers on devices,
-    shard layers over the axis `tensor`, or split sequences over the axis `context`. The last one may
+    shard layers over the `tensor` axis, or split sequences over the `context` axis. The last one may
     change the module too (shard parameters, keep a stage), moves the modules of this rank to its
     device, and creates the engine: a runner of the module with a reducer of its gradients.
     """
@@ -177,14 +177,14 @@ def _checked(strategy: Any, world: World) -> list[Any]:
             raise StepError(
                 given=f"parallelize(model, world, {strategy!r})",
                 found="a strategy is an object such as shoal.DDP(), not a name or a class",
-                fix="shoal.DDP() or shoal.FSDP(), with options if needed; or leave it out",
+                fix="pass shoal.DDP() or shoal.FSDP(), with options if needed; or leave it out",
             )
     for each in given[:-1]:
         if not isinstance(each, ModelTransform):
             raise StepError(
                 given=f"parallelize(model, world, {strategy!r})",
                 found=f"{type(each).__name__} sums gradients, so no strategy can follow it",
-                fix="[shoal.TensorParallel(plan=…), shoal.FSDP()], in this order",
+                fix="pass [shoal.TensorParallel(plan=…), shoal.FSDP()], in this order",
             )
     served = {axis for each in given for axis in each.axes}
     idle = [axis for axis in AXES if world.layout.degree(axis) > 1 and axis not in served]
@@ -192,8 +192,8 @@ def _checked(strategy: Any, world: World) -> list[Any]:
         own = next(iter(given[-1].axes), "replicate")
         raise LayoutError(
             given=f"layout='{world.layout}' with {strategy!r}",
-            found=f"no strategy uses the axis {idle[0]!r}",
-            fix=f"shoal.init(layout='{own}=-1'), or {_SERVING[idle[0]]} for this axis",
+            found=f"no strategy uses the {idle[0]!r} axis",
+            fix=f"use shoal.init(layout='{own}=-1'), or {_SERVING[idle[0]]} for this axis",
         )
     return given
 
@@ -219,7 +219,7 @@ def _couple(model: nn.Module, world: World, statistics: int | str) -> bool:
         raise StepError(
             given=f"parallelize(…, statistics={statistics!r})",
             found="it is neither 'batch' nor 'rank' nor a positive number of samples",
-            fix="statistics=64 for groups of 64 samples, or leave it out for the whole batch",
+            fix="pass statistics=64 for groups of 64 samples, or leave it out for the whole batch",
         )
     layers = coupled_layers(model)
     if statistics == "rank":
@@ -289,7 +289,8 @@ def _check_bare(model: object) -> None:
         raise StepError(
             given=f"a model in torch's {type(model).__name__}",
             found="its gradients would be reduced twice, and its names begin with 'module.'",
-            fix="shoal.parallelize(model, world) with the bare model; shoal.DDP(…) takes the options",
+            fix="call shoal.parallelize(model, world) with the bare model; shoal.DDP(…) takes the "
+            "options",
         )
 
 

@@ -1,4 +1,4 @@
-"""Reducers turn the gradients of a rank into those of the global batch: contract and local reducer.
+"""Reducers turn a rank's gradients into the global batch's: contract and local reducer.
 
 The other reducers are those of DDP (data_parallel/ddp.py), of FSDP (fsdp/engine.py) and of parameters
 that are sharded over mesh axes (mesh_reducer.py).
@@ -74,7 +74,7 @@ class Reducer(ABC):
 
 
 class LocalReducer(Reducer):
-    """Reducer for one process with the complete global batch; the specification of the others."""
+    """Reducer for one process with the complete global batch: the specification of the others."""
 
     def __init__(self, held: HeldParameters) -> None:
         self.held = held
@@ -110,7 +110,7 @@ def backward_seed(loss: Tensor, factor: float) -> Tensor:
 
 
 def sums(losses: list[tuple[Tensor, Count, float]], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of `losses` and that of their counts, with dtype and device of `like`."""
+    """Return the sums of `losses` and of their counts, with dtype and device of `like`."""
     zero = like.new_zeros(())
     total = sum((loss.to(zero) for loss, _, _ in losses), zero)
     return total, sum((as_scalar(count, zero) for _, count, _ in losses), zero)

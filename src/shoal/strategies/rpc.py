@@ -205,6 +205,6 @@ def _interface(world: World) -> dict[str, str]:
 
 
 def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield store, rank and world size: RPC finds the other ranks through the store of the world."""
+    """Yield store, rank and world size: RPC finds the other ranks through the world's store."""
     store = default_store()
     yield PrefixStore(_PREFIX, store), dist.get_rank(), dist.get_world_size()

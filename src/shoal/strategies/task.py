@@ -22,7 +22,7 @@ from shoal.util.errors import DataError, StepError
 class Task:
     """The computation of a step: the inputs of the model, and the loss as (sum, count).
 
-    A function that has a parameter `noise` gets the `Noise` of its samples. The two functions draw
+    If a function has a parameter `noise`, Shoal passes it the `Noise` of the samples. The two draw
     different numbers, except from `noise.named(…)`.
 
     Args:
@@ -52,7 +52,7 @@ class Task:
                 raise StepError(
                     given=f"shoal.Task({name}={type(value).__name__})",
                     found=f"{name} must be a function",
-                    fix="shoal.Task(loss), where loss(output, batch) returns (sum, count)",
+                    fix="use shoal.Task(loss), where loss(output, batch) returns (sum, count)",
                 )
 
     def forward(self, model: Callable[..., Any], micro: MicroBatch, seed: int) -> Any:
@@ -156,7 +156,7 @@ def default_inputs(value: Any) -> Any:
     raise DataError(
         given=f"batches of type {type(value).__name__} and a Task without `inputs`",
         found="a batch that is neither a tuple nor a mapping does not define the inputs of the model",
-        fix="shoal.Task(loss, inputs=lambda batch: batch), or a function that returns the inputs",
+        fix="pass shoal.Task(loss, inputs=lambda batch: batch), or a function that returns the inputs",
     )
 
 

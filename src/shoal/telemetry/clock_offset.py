@@ -15,7 +15,7 @@ _PATIENCE = timedelta(seconds=20)
 
 
 class RoundTrip(NamedTuple):
-    """Times of sending a request, of the other clock's reply, and of its arrival; in ns."""
+    """Times in ns at which a request was sent, the other clock replied, and the reply arrived."""
 
     sent: int
     answered: int
@@ -23,7 +23,7 @@ class RoundTrip(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """The time to add to this rank's clock to get rank 0's, measured at `at` by its own; in ns."""
+    """The nanoseconds to add to this rank's clock to get rank 0's, measured at its own time `at`."""
 
     at: int
     offset: int

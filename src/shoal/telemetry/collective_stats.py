@@ -5,8 +5,8 @@ of a window; otherwise the newest calls represent all. The duration of a collect
 recorded. But the number of running collectives can be queried in microseconds, and that number, summed
 over time, is the total time of all of them (Little 1961).
 
-Bandwidths are those of NVIDIA's nccl-tests (PERFORMANCE.md): *algorithm* is bytes by seconds. *bus* is
-that times the fraction that the busiest link carries, so it is comparable with the hardware's.
+Bandwidths are defined as in NVIDIA's nccl-tests (PERFORMANCE.md): *algorithm* is bytes by seconds.
+*bus* is that times the fraction that the busiest link carries, so it is comparable with the hardware's.
 """
 
 from __future__ import annotations

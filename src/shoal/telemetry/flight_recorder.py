@@ -118,7 +118,7 @@ class RecordingGroup(Protocol):
 
 
 def newest_records() -> dict[str, int]:
-    """Return the number of each recorder's newest record; those of earlier worlds are not newer."""
+    """Return the number of each recorder's newest record, so that later records can be recognized."""
     return {
         name: max((entry["record_id"] for entry in entries), default=-1)
         for name, entries in _dumped().items()
@@ -126,7 +126,7 @@ def newest_records() -> dict[str, int]:
 
 
 def recorded_collectives(after: Mapping[str, int]) -> list[Collective]:
-    """Return all recorded collectives, oldest first; of each recorder those above its number."""
+    """Return the collectives that were recorded after these numbers, oldest first."""
     return [entry.collective for entry in _entries(after)]
 
 
@@ -178,7 +178,7 @@ def operation_counts() -> list[int]:
 
 
 def describe_tensors(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
-    """Return a text for tensors: "float32[4]", "float32[4] and 2 more"."""
+    """Return a string for tensors: "float32[4]", "float32[4] and 2 more"."""
     if not sizes:
         return ""
     text = f"{_DTYPES.get(dtypes[0], dtypes[0])}{list(sizes[0])}"

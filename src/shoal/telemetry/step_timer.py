@@ -1,7 +1,7 @@
 """The time of a rank by part. At each moment it belongs to one part, from one mark to the next.
 
 Loader, step, engines, saves and evaluation mark the start of a part. A mark ends the part before, so
-parts are disjoint and add up to the total time, whatever is marked.
+parts are disjoint and add up to the total time, for any marks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Timeline:
 
     @contextmanager
     def during(self, part: int) -> Iterator[None]:
-        """Assign all time inside to `part`, whatever is marked there."""
+        """Assign all time inside to `part`, and ignore its marks."""
         with self.within(part):
             held, self._held = self._held, True
             try:

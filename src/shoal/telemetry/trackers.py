@@ -76,7 +76,7 @@ class _TensorBoard:
 class WandB:
     """Tracker that records a run directory as one run of Weights & Biases, over all restarts.
 
-    Log in with `wandb login` first. Needs the package `wandb`. If the process of W&B is killed, the
+    Log in with `wandb login` first. Needs the package `wandb`. If the W&B process is killed, the
     values that it has not written yet (offline up to 32 KiB) are only in the run's events.
 
     Args:
@@ -131,7 +131,7 @@ class _WandB:
             replace(self._note, json.dumps({"id": self.id, "sent": step}))
 
     def flush(self) -> None:
-        """Do nothing: the process of W&B has all values."""
+        """Do nothing: all values have already been passed to the W&B process."""
 
     def close(self) -> None:
         self._run.finish()

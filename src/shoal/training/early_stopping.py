@@ -66,13 +66,14 @@ class Validation:
             raise StepError(
                 given=f"Validation(monitor={self.monitor!r})",
                 found=f"the metrics are {', '.join(('loss', *self.metrics))}",
-                fix="monitor='loss', or the name of a metric, with mode='max' where more is better",
+                fix="pass monitor='loss', or the name of a metric, with mode='max' where more is "
+                "better",
             )
         if self.mode not in ("min", "max"):
             raise StepError(
                 given=f"Validation(mode={self.mode!r})",
                 found="the mode is 'min' or 'max'",
-                fix="mode='max' where more is better",
+                fix="pass mode='max' where more is better",
             )
         for name, value in (("every", self.every), ("patience", self.patience)):
             if value is not None and value < 1:
@@ -94,7 +95,7 @@ class Validation:
             raise StepError(
                 given=f"Validation(monitor={self.monitor!r})",
                 found=f"its value is not one number: {metrics[self.monitor]!r:.60}",
-                fix="a metric of one number, such as the mean over the classes",
+                fix="use a metric of one number, such as the mean over the classes",
             ) from None
 
 
@@ -149,7 +150,7 @@ class EarlyStoppingState:
         return {"best": self.best, "since": self.since, "metrics": self._kept, "by": self._by}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned; drops the best value if it is of another metric."""
+        """Load a state that `state_dict` returned; drop the best value of another metric."""
         self.metrics = self._kept = state["metrics"]
         if state["by"] == self._by:
             self.best, self.since = state["best"], state["since"]

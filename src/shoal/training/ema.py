@@ -50,7 +50,7 @@ class EMA:
             raise StepError(
                 given=f"EMA(decay={decay!r})",
                 found="decay is a number, at least 0 and below 1",
-                fix="decay=0.999, which averages over about 1,000 steps",
+                fix="pass decay=0.999, which averages over about 1,000 steps",
             )
         if not isinstance(model, nn.Module):
             raise StepError(
@@ -116,7 +116,8 @@ class EMA:
             raise CheckpointError(
                 given=f"an EMA over {len(here)} parameters",
                 found=f"a checkpoint of one over {len(there)} that differs in {odd[0]}",
-                fix="build the same model as in that run, or start a new run: shoal.Run('runs/b', …)",
+                fix="build the model that the checkpoint was saved from, or start a new run: "
+                "shoal.Run('runs/b', …)",
             )
         for name, average in self._averages.items():
             average.copy_(averages[name])

@@ -1,4 +1,4 @@
-"""Exact evaluation: each sample once at any number of ranks; sums and counts, never means."""
+"""Exact evaluation: each sample counts once, on any number of ranks. Ranks reduce sums, not means."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Accuracy:
             raise DataError(
                 given=f"Accuracy with scores of shape {tuple(output.shape)}",
                 found=f"targets of shape {tuple(target.shape)}, not {tuple(output.shape[:-1])}",
-                fix="classes in the last dimension of the output, or a custom metric: "
+                fix="put the classes in the last dimension of the output, or pass a custom metric: "
                 "metrics={'accuracy': lambda output, target: (correct, counted)}",
             )
         counted = target != self.ignore_index
@@ -224,7 +224,7 @@ def _subject(model: Step | nn.Module, task: Task | None) -> _Subject:
 
 
 class MetricSums:
-    """Sums and counts by name, in float64, reduced over ranks once at the end."""
+    """Sums and counts, keyed by name, in float64, reduced over ranks once at the end."""
 
     def __init__(self, names: list[str]) -> None:
         self._totals: dict[str, list[Tensor | float]] = {name: [0.0, 0.0] for name in names}

@@ -16,7 +16,7 @@ from shoal.util.text import shown
 
 
 class LogQueue:
-    """Numbers that were logged, in their order; those of device tensors once they are on the host.
+    """Numbers that were logged, in their order. Those from device tensors follow once they arrive.
 
     The host does not wait for a device: each tensor is copied in the background, and its number is
     written when the copy has ended, usually at the next tick.
@@ -30,7 +30,7 @@ class LogQueue:
     def add(self, values: Mapping[str, Any], step: int, position: int) -> None:
         """Add the numbers of one call, with the step and the position of the run.
 
-        Raises StepError for values that are not numbers by name.
+        Raises StepError unless the values are numbers, keyed by name.
         """
         copies, events = _copied(numbers_of(values))
         self._waiting.append(_Logged(copies, step, position, events))
@@ -61,7 +61,7 @@ class _Logged(NamedTuple):
 
 
 def _copied(numbers: Mapping[str, float | Tensor]) -> tuple[dict[str, float | Tensor], list[Any]]:
-    """Return the numbers with tensors on the host, and the events after which they are there."""
+    """Return the numbers with tensors on the host, and the events after which they have arrived."""
     found = {
         n: v.to("cpu", non_blocking=True) if isinstance(v, Tensor) else v for n, v in numbers.items()
     }
@@ -105,16 +105,16 @@ def check_trackers(trackers: Any) -> None:
     raise StepError(
         given=f"shoal.Run(…, trackers={trackers!r})",
         found="trackers is a sequence of trackers",
-        fix="trackers=(shoal.TensorBoard(),), or () for none",
+        fix="pass trackers=(shoal.TensorBoard(),), or () for none",
     )
 
 
 def check_names(values: object, *, call: Callable[[], str], fix: str) -> None:
-    """Raise StepError if values are not a dict with texts as names."""
+    """Raise StepError if values are not a dict whose keys are strings."""
     if not isinstance(values, Mapping):
         kind = type(values).__name__
         article = "an" if kind[0] in "aeiou" else "a"
-        found = f"{article} {kind}, not a dict of values by name"
+        found = f"{article} {kind}, not a dict of names and values"
         raise StepError(given=call(), found=found, fix=fix)
     for name in values:
         if not isinstance(name, str):

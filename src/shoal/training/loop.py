@@ -222,7 +222,8 @@ def _check_world(world: World | None, layout: str | Layout, seed: int) -> None:
         raise StepError(
             given=f"shoal.train(…, layout={str(layout)!r}, seed={seed!r}, world=world)",
             found=f"the world has a layout and a seed already: {world.layout}, {world.seed}",
-            fix=f"shoal.init(layout={str(layout)!r}, seed={seed!r}), and neither in shoal.train",
+            fix=f"call shoal.init(layout={str(layout)!r}, seed={seed!r}), and leave both out of "
+            "shoal.train",
         )
 
 
@@ -238,14 +239,14 @@ def _check(
         raise StepError(
             given="shoal.train(…) without an end",
             found="neither epochs nor steps",
-            fix="epochs=10, or steps=10_000",
+            fix="pass epochs=10 or steps=10_000",
         )
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None and not is_integer(value, least=1):
             raise StepError(
                 given=f"shoal.train(…, {name}={value!r})",
                 found=f"the number of {name} is an integer, 1 or more",
-                fix=f"{name}=10, or leave it out",
+                fix=f"pass {name}=10, or leave it out",
             )
     if save is not None:
         check_every(save, "shoal.train(…, save={})")
@@ -253,7 +254,7 @@ def _check(
         raise StepError(
             given=f"max_time={max_time!r}",
             found="the time is a positive number of seconds",
-            fix="max_time=3600.0, or leave it out",
+            fix="pass max_time=3600.0, or leave it out",
         )
 
 

@@ -95,7 +95,7 @@ def is_mean(whole: float, halves: tuple[LossSum, LossSum], samples: tuple[int, i
 
 
 class _Trial:
-    """A rank's first micro-batch, complete and in halves; a rank without an output only takes part."""
+    """A rank's first micro-batch, complete and in halves. A rank without outputs joins collectives."""
 
     def __init__(
         self, engine: Engine, task: Task, batch: Batch, micro: MicroBatch, autocast: torch.dtype | None
@@ -221,8 +221,8 @@ class _Trial:
                 given=f"the loss function {place(self._task.loss)}: {whole:.6g} for "
                 f"{self._parts[0].samples} samples",
                 found=f"its halves give {first[0]:.6g} and {second[0]:.6g}: it is a mean, not a sum",
-                fix="reduction='sum' in the loss function, with the number of samples as the count; "
-                "where the model itself returns a mean: return output.loss * n, n",
+                fix="use reduction='sum' in the loss function, with the number of samples as the "
+                "count; where the model itself returns a mean, return output.loss * n, n",
             )
 
     def _cut_for(self, part: MicroBatch, output: Any) -> Any:

@@ -61,7 +61,7 @@ def export(
             each tensor, unless the model's code fixes it. Default: None.
 
     Returns:
-        The path, on all ranks once the file is there.
+        The path, on all ranks once the file has been written.
 
     Raises:
         CheckpointError: On all ranks, for another extension, a file that can't be written, or a program
@@ -79,7 +79,7 @@ def export(
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
             given=f"shoal.export({type(source).__name__}, {type(path).__name__})",
-            found="the model is the first argument, and the path of the file the second",
+            found="the first argument is the model, the second the path of the file",
             fix="shoal.export(model, 'model.safetensors')",
         )
     path = Path(path)
@@ -124,7 +124,7 @@ def _replicated(model: nn.Module) -> bool:
 
 
 def _first_alone(world: World, given: str, path: Path, save: Callable[[], None]) -> None:
-    """Save on rank 0, which waits for no other rank; the others wait until the file is there.
+    """Save on rank 0, which waits for no other rank; the others wait until the file has been written.
 
     Many scripts call export on rank 0 only. The step is part of the key: rank 0 may have written the
     same path before without the other ranks.
@@ -201,7 +201,7 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
     if not isinstance(model, nn.Module) or not isinstance(source, str | os.PathLike | Mapping):
         raise CheckpointError(
             given=f"shoal.load({type(model).__name__}, {type(source).__name__})",
-            found="the model is the first argument, and a file or a state_dict the second",
+            found="the first argument is the model, the second a file or a state_dict",
             fix="shoal.load(model, 'model.safetensors')",
         )
     model = bare(model)
@@ -214,7 +214,8 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
         raise CheckpointError(
             given=f"shoal.load(model, …) of {len(found)} tensors",
             found=f"several have the same name without its prefix, such as {twice[0]}",
-            fix="pass those of one model: {k: v for k, v in state.items() if k.startswith('module.')}",
+            fix="pass the entries of one model: "
+            "{k: v for k, v in state.items() if k.startswith('module.')}",
         )
     absent = [name for name, shape in here.items() if shape is None and name not in named]
     expected = {name: shape for name, shape in here.items() if name not in absent}
@@ -348,8 +349,9 @@ def _refuse_divided(model: nn.Module, path: Path) -> None:
             given=f"shoal.export(…, {path.suffix!r}) of a {type(model).__name__}",
             found="its parameters are sharded or split over ranks, and this format holds a complete "
             "program",
-            fix="shoal.export(model, 'model.safetensors'); then, in one process, model = Model(), "
-            f"shoal.load(model, 'model.safetensors'), and export that as {path.suffix}",
+            fix="call shoal.export(model, 'model.safetensors'); then, in one process, build model = "
+            "Model(), call shoal.load(model, 'model.safetensors'), and export the model as "
+            f"{path.suffix}",
         )
 
 
@@ -414,7 +416,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             given=f"shoal.load(model, {str(path)!r})",
             found="it is not a safetensors file, and Shoal does not unpickle files",
-            fix=f"shoal.load(model, torch.load({str(path)!r}, weights_only=True)), if you trust it",
+            fix=f"if you trust it, use shoal.load(model, torch.load({str(path)!r}, weights_only=True))",
         )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -423,5 +425,5 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             given=f"shoal.load(model, {str(path)!r})",
             found=str(error),
-            fix="pass a complete safetensors file, as shoal.export writes it",
+            fix="pass a complete safetensors file, such as one written by shoal.export",
         ) from None

@@ -57,7 +57,7 @@ def _train_state(
         raise StepError(
             given=f"shoal.Run(directory, {{{name!r}: …}}, loader)",
             found=f"{name!r} is not a printable str",
-            fix="a short text for each Step or model, such as 'generator'",
+            fix="use a short string for each Step or model, such as 'generator'",
         )
     if isinstance(model, Step):
         return model
@@ -81,7 +81,7 @@ def _not_trainable(given: str, found: str) -> StepError:
     return StepError(
         given=given,
         found=found,
-        fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader); for a custom training "
-        "loop shoal.Run(directory, model, loader, optimizer=optimizer), or for several models "
-        "shoal.Run(directory, {'a': a, 'b': b}, loader, optimizer={'a': …, 'b': …})",
+        fix="use shoal.Run(directory, shoal.Step(model, optimizer, task), loader); in a custom "
+        "training loop, use shoal.Run(directory, model, loader, optimizer=optimizer), or for several "
+        "models shoal.Run(directory, {'a': a, 'b': b}, loader, optimizer={'a': …, 'b': …})",
     )

@@ -95,7 +95,7 @@ class PendingStep:
         return self.result
 
     def settle(self, state: TrainState, since: Batch | None) -> None:
-        """Wait for the values; take the step back and raise StepError if they are not finite.
+        """Wait for the values. If they are not finite, undo the step and raise StepError.
 
         A resumed run then begins with its batch, though the loader has come to `since`.
         """

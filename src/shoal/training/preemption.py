@@ -3,7 +3,8 @@
 Steps cost no extra time. On each rank a thread waits on its own connection to the store for a
 request. It then posts the number of ticks that this rank has begun, after which the main thread begins
 at most one more and waits in it. When all ranks have posted, all stop after the largest number plus
-one. The threads answer during a forward, an evaluation, a save or data loading of the main threads.
+one. The threads answer during a forward pass, an evaluation, a save or data loading of the main
+threads.
 """
 
 from __future__ import annotations

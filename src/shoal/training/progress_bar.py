@@ -53,7 +53,7 @@ class ProgressState(NamedTuple):
     took: float | None = None
 
     def parts(self) -> dict[Part, str]:
-        """Return the texts of the line, in their order."""
+        """Return the strings of the line, in their order."""
         losses = [f"{name} {value:.4g}" for name, value in self.losses.items()]
         parts: dict[Part, str | None] = {
             "percent": self._percent(),

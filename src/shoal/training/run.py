@@ -1,4 +1,4 @@
-"""The run directory: restore, tick, save; progress and events of one training run."""
+"""One training run in a directory: restore, tick and save, with progress and events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Run:
     """One training run in one directory: its checkpoints, events and progress.
 
     Use it as a context manager, on all ranks. The directory gets `checkpoints/step-N/` and
-    `events/rank-R.jsonl`. The step number of the Run is that of the first Step or model: a Step counts
+    `events/rank-R.jsonl`. The Run's step number is the first Step's or model's: a Step counts
     its own steps, and for a model each `batch.finish` counts.
 
     While the Run is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank makes all ranks save in the
@@ -46,7 +46,7 @@ class Run:
     Args:
         directory: Run directory, local or on a network file system; created if necessary.
         model: A Step, or a parallelized model for a custom training loop. For several models (two for a
-            GAN), a dict by name.
+            GAN), a dict with a name for each.
         loader: Loader whose position the checkpoints hold.
         optimizer: Optimizer of a model that is not in a Step; for several, a dict with the same names.
             Default: None.
@@ -158,7 +158,7 @@ class Run:
 
     @property
     def steps(self) -> dict[str, Step]:
-        """The Steps of this Run, by name; a single one is "step"."""
+        """The Steps of this Run, keyed by name. A single Step has the name "step"."""
         return {name: each for name, each in self.train_states.items() if isinstance(each, Step)}
 
     @property
@@ -180,7 +180,7 @@ class Run:
         Raises:
             CheckpointError: If there are checkpoints but none is valid, or if they are of another
                 model.
-            DataError: If the data or their order are not those of the checkpoint.
+            DataError: If the data or their order differ from the checkpoint's.
         """
         self._check_open()
         restored = self._restore()
@@ -248,8 +248,8 @@ class Run:
                 given="run.tick() after a batch",
                 found="no Step of this Run has processed a batch, and batch.finish(model) was not "
                 "called",
-                fix="step(batch) with the Step of the Run, or batch.finish(model) with its model, then "
-                "run.tick()",
+                fix="call step(batch) with the Step of the Run, or batch.finish(model) with its "
+                "model, and then run.tick()",
             )
         for each in self.train_states.values():
             each.check_schedule(epoch_ended=batch is not None and batch.ends_epoch)
@@ -334,10 +334,10 @@ class Run:
 
         Args:
             kind: Kind of the event, such as "evaluation".
-            values: Numbers or texts by name; other values are recorded as text.
+            values: A dict of numbers or strings; other values are recorded as strings.
 
         Raises:
-            StepError: If `values` is not a mapping with texts as names.
+            StepError: If `values` is not a mapping whose keys are strings.
         """
         check_names(
             values,
@@ -359,7 +359,7 @@ class Run:
             values: Floats, or tensors of one element, by name.
 
         Raises:
-            StepError: If the Run is closed, or for values that are not numbers by name.
+            StepError: If the Run is closed, or a value is not a number.
         """
         self._check_open()
         self._logged.add(values, self.step, self.loader.position)

@@ -1,4 +1,4 @@
-"""The files of a run: its checkpoints, its events, the lock, and the number of the attempt."""
+"""The files of a run: its checkpoints, its events, the lock, and the attempt number."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class RunDirectory:
                 given=f"training from the start in {self._place}",
                 found=f"checkpoints of an earlier run, the newest {there.name}, which the next restore "
                 "would load as this run's",
-                fix="run.restore() before the first batch, or another directory, or to start a new "
-                f"run: {how_to_remove(self._place)}",
+                fix="call run.restore() before the first batch, or use another directory; or, to "
+                f"start a new run, {how_to_remove(self._place)}",
             )
         self._continues = True
 
@@ -132,7 +132,7 @@ class RunDirectory:
                 found=f"{self.absolute} was removed while the run was open: its checkpoints and "
                 "events are lost",
                 fix="start the run again, in a directory that no clean-up removes; to keep the model "
-                "that is in memory, shoal.export(model, 'model.safetensors')",
+                "that is in memory, call shoal.export(model, 'model.safetensors')",
             )
 
     def release(self) -> None:
@@ -142,7 +142,7 @@ class RunDirectory:
 
 
 def local_path(given: str | Path) -> Path:
-    """Return the directory of a run; CheckpointError for a URL, or for a value that is not a path."""
+    """Return the directory of a run; raise CheckpointError for other values."""
     if not isinstance(given, str | os.PathLike):
         raise CheckpointError(
             given=f"shoal.Run({type(given).__name__}, …)",

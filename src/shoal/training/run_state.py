@@ -62,7 +62,8 @@ def check_options(state: object, config: object) -> None:
                 raise CheckpointError(
                     given=f"shoal.Run(…, state={{{key!r}: {type(item).__name__}}})",
                     found="not an object with state_dict and load_state_dict",
-                    fix="an object that has both, such as a shoal.EMA; for plain values, config=",
+                    fix="pass an object that has both, such as a shoal.EMA; for plain values, use "
+                    "config=",
                 )
 
 
@@ -85,7 +86,7 @@ class RestorePoint(NamedTuple):
 
 
 class RunState:
-    """Steps, user state and the position in the data, by name; `config` is information for users."""
+    """Steps, user state and the position in the data, keyed by name; `config` is for people to read."""
 
     def __init__(
         self,
@@ -200,15 +201,15 @@ class RunState:
                         given=f"shoal.Run(…) of a model whose state_dict has the entry {name!r}, of "
                         f"{owner_of(step.model, name)}",
                         found=error.found,
-                        fix="keep tensors, numbers, text, classes, functions, and dicts, lists and "
-                        "tuples of them in state_dict or get_extra_state; make the rest in __init__",
+                        fix="keep tensors, numbers, strings, classes, functions, and dicts, lists and "
+                        "tuples of them in state_dict or get_extra_state; create the rest in __init__",
                     ) from None
 
     def _check_same(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError, on all ranks, if user state differs: a checkpoint has one for all.
 
         Collective. Ranks that take independent steps (LocalSGD, Hogwild) also have different averages;
-        the checkpoint keeps those of rank 0.
+        the checkpoint keeps rank 0's.
         """
         if (
             not state
@@ -230,10 +231,11 @@ class RunState:
             given=f"shoal.Run(…, state={{{name!r}: {type(self._state[name]).__name__}}}), at {path}",
             found=f"{ranks} of {self._world.size} would save a different value than the first "
             "rank that has it, and a checkpoint keeps one value for all ranks",
-            fix="a dict by parameter name, as shoal.EMA saves: the entries of all stages are kept"
+            fix="save a dict keyed by parameter name, as shoal.EMA does: the checkpoint then keeps the "
+            "entries of all stages"
             if self.in_parts
-            else "save the same on all ranks; or every rank's value: state_dict returns "
-            "{'ranks': world.gather(value)}, load_state_dict takes state['ranks'][world.rank]",
+            else "save the same value on all ranks; or save every rank's value: let state_dict return "
+            "{'ranks': world.gather(value)}, and load_state_dict read state['ranks'][world.rank]",
         )
 
     def _check_names(self, saved: Mapping[str, Any], given: str) -> None:

@@ -86,7 +86,7 @@ def check_every(every: object, call: str) -> Every:
     raise CheckpointError(
         given=call.format(repr(every)),
         found="the interval between saves is a number of steps, 1 or more, or a time",
-        fix=f"{call.format(500)}, or in place of the number timedelta(minutes=10), or "
+        fix=f"use {call.format(500)}, or instead of the number timedelta(minutes=10) or "
         "shoal.YoungDaly(mtbf=timedelta(hours=8))",
     )
 

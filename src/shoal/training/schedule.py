@@ -33,8 +33,8 @@ class LRSchedule:
         decay: Shape of the decay: "cosine" (Loshchilov and Hutter 2017, without restarts), "linear" or
             "constant". Default: "cosine".
         warmup_steps: Length of the warm-up in optimizer steps, an integer, 0 or more. Default: 0.
-        warmup_ratio: Length of the warm-up as a fraction of all optimizer steps, from 0 to 1, rounded
-            up; in place of `warmup_steps`. Default: 0.0.
+        warmup_ratio: Length of the warm-up as a fraction of all optimizer steps, from 0 to 1. The
+            number of steps is rounded up. Use it instead of `warmup_steps`. Default: 0.0.
         min_ratio: Final learning rate as a fraction of the optimizer's, from 0 to 1. Default: 0.0.
 
     Raises:
@@ -58,14 +58,14 @@ class LRSchedule:
             raise StepError(
                 given=f"LRSchedule(decay={self.decay!r})",
                 found=f"the decays are {', '.join(DECAYS)}",
-                fix="LRSchedule(decay='cosine', warmup_steps=100), or any scheduler of torch's",
+                fix="use LRSchedule(decay='cosine', warmup_steps=100), or any torch scheduler",
             )
         if not is_integer(self.warmup_steps):
             ratio = self.warmup_steps if _is_fraction(self.warmup_steps) else 0.1
             raise StepError(
                 given=f"LRSchedule(warmup_steps={self.warmup_steps!r})",
                 found="warmup_steps is a number of optimizer steps: an integer, 0 or more",
-                fix=f"LRSchedule(warmup_steps=100), or a fraction of all steps: "
+                fix="use LRSchedule(warmup_steps=100), or a fraction of all steps: "
                 f"LRSchedule(warmup_ratio={ratio})",
             )
         for name, value in (("warmup_ratio", self.warmup_ratio), ("min_ratio", self.min_ratio)):
@@ -85,7 +85,7 @@ class LRSchedule:
             raise StepError(
                 given=f"LRSchedule(warmup_steps={self.warmup_steps}, warmup_ratio={self.warmup_ratio})",
                 found="both give the length of the warm-up",
-                fix=f"one of them: LRSchedule(warmup_steps={self.warmup_steps})",
+                fix=f"use one of them: LRSchedule(warmup_steps={self.warmup_steps})",
             )
 
     def factor(self, step: int, total: int) -> float:

@@ -36,7 +36,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
         raise StepError(
             given=f"an optimizer of type {kind}",
             found="it takes a closure that computes the loss several times; a step computes it once",
-            fix="torch.optim.AdamW(model.parameters()), or another that needs no closure",
+            fix="use torch.optim.AdamW(model.parameters()), or another that needs no closure",
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -158,7 +158,8 @@ def check_model(
         raise CheckpointError(
             given=f"a {type(model).__name__} with {len(here)} tensors",
             found=f"a checkpoint of another model; {found}",
-            fix="build the same model as in that run, or start a new run: shoal.Run('runs/b', …)",
+            fix="build the model that the checkpoint was saved from, or start a new run: "
+            "shoal.Run('runs/b', …)",
         )
     restored(model.state_dict(), saved)
 
@@ -216,7 +217,8 @@ def restored(own: Any, saved: Any, *path: str) -> Any:
             raise CheckpointError(
                 given=f"a model whose state_dict has {text} at {'.'.join(path)}",
                 found=f"a checkpoint with {saved!r:.80}",
-                fix="build the same model as in that run, or start a new run: shoal.Run('runs/b', …)",
+                fix="build the model that the checkpoint was saved from, or start a new run: "
+                "shoal.Run('runs/b', …)",
             )
         return own
     if isinstance(own, Mapping) and isinstance(saved, dict):

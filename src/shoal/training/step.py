@@ -102,19 +102,19 @@ class Step(TrainState):
             raise StepError(
                 given=f"precision={precision!r}",
                 found=f"the precisions are {', '.join(PRECISIONS)}",
-                fix="precision='bf16' on recent hardware; 'fp32' keeps the parameters' own dtype",
+                fix="use precision='bf16' on recent hardware; 'fp32' keeps the parameters' dtype",
             )
         if compile is not None and compile not in COMPILERS:
             raise StepError(
                 given=f"compile={compile!r}",
                 found=f"the compilers are {', '.join(COMPILERS)}",
-                fix="compile='inductor', or leave it out",
+                fix="pass compile='inductor', or leave it out",
             )
         if result is not None and result not in RESULTS:
             raise StepError(
                 given=f"result={result!r}",
                 found=f"the result of a step is known {' or '.join(RESULTS)}",
-                fix="result='now', or leave it out",
+                fix="pass result='now', or leave it out",
             )
         _check_order(model, optimizer)
         if not isinstance(task, Task):
@@ -295,7 +295,7 @@ class Step(TrainState):
     def _written_in_a_loop(self, option: str) -> str:
         device = self.engine.world.device.type
         return {
-            "precision": f"with torch.autocast({device!r}, torch.bfloat16): around the forward (fp16 "
+            "precision": f"with torch.autocast({device!r}, torch.bfloat16): around forward (fp16 "
             "needs the loss scaling of a Step)",
             "clip": f"batch.finish(model, clip={self.clip})",
             "schedule": "shoal.Run(directory, model, loader, optimizer=optimizer, schedule=schedule), "
@@ -359,7 +359,7 @@ class Step(TrainState):
 
     @property
     def compiled(self) -> bool:
-        """True if compiled code runs forward and backward."""
+        """True if compiled code runs the forward and backward passes."""
         return self._compile is not None or super().compiled
 
     @property

@@ -53,7 +53,7 @@ class TrainState:
         self.number = 0
         self.last: StepResult | None = None
         self.counting: AbstractContextManager[object] = nullcontext()
-        """The context of forward and backward, in which their FLOPs can be counted."""
+        """The context of the forward and backward passes, in which their FLOPs can be counted."""
         self._epoch_ended = False
         self._follow_schedule_from_here()
         if engine.loop is not None:
@@ -88,8 +88,8 @@ class TrainState:
                 given=f"shoal.Run(…, model, loader, optimizer=…, schedule={kind})",
                 found=f"your loop has called schedule.step() {stepped} times in {steps} optimizer steps"
                 + ("" if stepped else ", and an epoch has ended since"),
-                fix="schedule.step() once after optimizer.step(), or once after each epoch; to step "
-                "it at other times, shoal.Run(…, state={'schedule': schedule})",
+                fix="call schedule.step() once after each optimizer.step(), or once after each epoch; "
+                "if you call it at other times, pass shoal.Run(…, state={'schedule': schedule})",
             )
         self._epoch_ended = self._epoch_ended or epoch_ended
 
@@ -148,7 +148,7 @@ class TrainState:
 
     @property
     def compiled(self) -> bool:
-        """True if compiled code runs forward and backward."""
+        """True if compiled code runs the forward and backward passes."""
         return has_compiled_call(self.model)
 
     @property
@@ -213,7 +213,7 @@ def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRSch
     raise StepError(
         given=f"schedule={kind}",
         found=found,
-        fix="shoal.LRSchedule(warmup_steps=100)(optimizer, steps), or a torch scheduler; step "
-        "ReduceLROnPlateau yourself: plateau.step(shoal.evaluate(step, data)['loss']), "
+        fix="pass shoal.LRSchedule(warmup_steps=100)(optimizer, steps), or a torch scheduler; step "
+        "ReduceLROnPlateau yourself: plateau.step(shoal.evaluate(step, data)['loss']), and pass "
         "Run(…, state={'plateau': plateau})",
     )

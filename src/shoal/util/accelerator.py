@@ -84,7 +84,7 @@ def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; on the CPU that is always so."""
+    """Wait until the device has finished all queued work; return at once on the CPU."""
     if is_accelerator(device):
         torch.get_device_module(device).synchronize(device)
 

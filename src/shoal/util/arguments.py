@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 
 def is_integer(value: object, *, least: int = 0) -> TypeGuard[int]:
-    """Return whether a value is an integer of at least `least`; NumPy integers too, no booleans."""
+    """Return whether a value is an integer of at least `least`; not for booleans."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return False
     return operator.index(value) >= least

@@ -35,7 +35,7 @@ def make_table(*headers: str, right: Collection[str] = ()) -> Table:
 
 
 def add_row(table: Table, *cells: str) -> None:
-    """Add a row of texts."""
+    """Add a row of strings."""
     table.add_row(*(as_text(cell) for cell in cells))
 
 
@@ -54,7 +54,7 @@ def print_rows(
     *,
     right: Collection[str] = (),
 ) -> None:
-    """Print a title, a table with these rows of texts, and an empty line."""
+    """Print a title, a table with these rows of strings, and an empty line."""
     table = make_table(*headers, right=right)
     for row in rows:
         add_row(table, *row)
@@ -80,7 +80,7 @@ def rendered(print_to: Callable[[Console], None], width: int) -> str:
 
 
 def print_line(console: Console, *texts: str) -> None:
-    """Print texts, each on a separate line."""
+    """Print strings, each on a separate line."""
     for text in texts:
         console.print(as_text(text), overflow="fold")
 

@@ -74,7 +74,7 @@ def shown(value: object) -> str:
 
 
 def _opened(value: Any) -> Any:
-    """Return names and texts of a value: dicts and lists replace all objects with names or items."""
+    """Return names and strings of a value: dicts and lists replace all objects with names or items."""
     if isinstance(value, Mapping):
         return {name: _opened(item) for name, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):

@@ -41,7 +41,7 @@ from shoal.util.units import binary_size
 BACKENDS = ("mpi", "nccl", "gloo")
 """In order of preference: the first of those that are measured is the world's own, others are added."""
 JOIN_SECONDS = 60.0
-"""How long ranks wait for each other; it can be short, since no rank prepares data here."""
+"""How long ranks wait for each other; it can be short, since no rank prepares data."""
 GRACE = 30.0
 """How long ranks have, after Ctrl-C, to end their sample and write the results."""
 
@@ -95,7 +95,7 @@ def parse_options(
 def benchmark_collectives(asked: CollectivesOptions, processes: int | None) -> int:
     """Measure in this job, or in `processes` on this machine, and return the exit code.
 
-    Raises LaunchError for a single process, or if a backend can't work here.
+    Raises LaunchError for a single process, or if a backend can't work.
     """
     here = env_vars.placement()
     if here.size > 1 and processes is not None:
@@ -111,7 +111,7 @@ def benchmark_collectives(asked: CollectivesOptions, processes: int | None) -> i
         raise LaunchError(
             given="shoal bench comm" + (f" -n {processes}" if processes is not None else ""),
             found="a single process has no other to communicate with",
-            fix="shoal bench comm -n 2, or one process per rank: srun shoal bench comm",
+            fix="run shoal bench comm -n 2, or start one process per rank: srun shoal bench comm",
         )
     if "mpi" in asked.backends:
         raise LaunchError(
@@ -138,7 +138,7 @@ class Measuring:
 
 
 def measure_on_ranks(asked: CollectivesOptions) -> int:
-    """Join the ranks that a launcher started, measure, print on rank 0; return the exit code."""
+    """Join the ranks that a launcher started, measure, print on rank 0 and return the exit code."""
     first = asked.backends[0] if asked.backends else None
     device = "cpu" if first in ("mpi", "gloo") else None
     with (
@@ -259,7 +259,7 @@ def _check_numbers(repeats: int, seconds: float) -> None:
         raise LaunchError(
             given=f"--repeats {repeats} --seconds {seconds:g}",
             found="--repeats must be 1 or more, and --seconds above 0 and at most a day",
-            fix="for example --repeats 20 --seconds 30",
+            fix="pass --repeats 20 --seconds 30",
         )
 
 

@@ -78,7 +78,7 @@ class CollectiveSeries:
     def bus_bandwidth(self, point: Point) -> float:
         """Return bytes per second over the busiest link of a ring, which the hardware limits.
 
-        The factors are those of NCCL's tests (doc/PERFORMANCE.md there).
+        The factors come from NCCL's tests (their doc/PERFORMANCE.md).
         """
         return bus_factor(self.operation, self.ranks) * self.algorithm_bandwidth(point)
 
@@ -161,7 +161,7 @@ def write_machine_file(machine: MachineFile, path: Path) -> None:
         raise ShoalError(
             given=str(path),
             found=f"it can't be written: {error.strerror}",
-            fix="-o FILE, in a directory with write permission and free space",
+            fix="pass -o FILE in a directory with write permission and free space",
         ) from None
 
 

@@ -142,7 +142,7 @@ def measure_collectives(
 ) -> Measurement:
     """Measure all operations of all backends over sizes in bytes; collective.
 
-    The first of the backends is the world's own. The time of a call is that of the slowest rank. Each
+    The first of the backends is the world's own. A call takes as long as its slowest rank. Each
     sample is a few calls. The samples of all points take turns, so that other load on the machine
     affects all of them. The largest sizes are left out if LEAST samples would not fit into the time.
     `asked_to_stop` may become true on any rank; then all stop, with the results so far. `tell` gets a
@@ -205,7 +205,7 @@ def _warm(
     sizes: Sequence[int],
     clock: _Clock,
 ) -> tuple[list[Probe], list[tuple[str, str, int]]]:
-    """Return the probes that fit into the time, warmed up, from small to large; and the others."""
+    """Return two lists: the probes that fit into the time, warmed up and sorted by size; the others."""
     probes: list[Probe] = []
     left_out: list[tuple[str, str, int]] = []
     largest: dict[tuple[BackendGroup, str], Probe] = {}

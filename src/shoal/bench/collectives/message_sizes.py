@@ -45,5 +45,5 @@ def _wrong(given: str, found: str) -> LaunchError:
     return LaunchError(
         given=f"--sizes {given}",
         found=found,
-        fix="--sizes 1KiB:64MiB, or a list of sizes: --sizes 4KiB,1MiB",
+        fix="pass --sizes 1KiB:64MiB, or a list of sizes: --sizes 4KiB,1MiB",
     )

@@ -1,7 +1,7 @@
 """`shoal bench modes`: the same function as a Python loop, torch operations, TorchScript, compiled.
 
 The toy function squares five numbers ten times, as examples of TorchScript do, and then many numbers. A
-model is run forward and backward, as training does.
+model runs its forward and backward passes, as in training.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def benchmark_modes(asked: CompileOptions) -> int:
         raise LaunchError(
             given=f"--batch {asked.batch} --seconds {asked.seconds:g}",
             found="--batch must be 1 or more, and --seconds above 0 and at most a day",
-            fix="for example --batch 32 --seconds 10",
+            fix="pass --batch 32 --seconds 10",
         )
     require_alone("shoal bench modes")
     screen = plain_console(stderr=True)
@@ -132,7 +132,7 @@ def _model(text: str, batch: int, world: World) -> tuple[nn.Module, Callable[[nn
         raise LaunchError(
             given=text,
             found="it is a script, and no model can be imported from it",
-            fix="dense, gpt, resnet-small, or module:function for a function that returns "
+            fix="pass dense, gpt, resnet-small, or module:function for a function that returns "
             "(model, task, dataset)",
         )
     try:

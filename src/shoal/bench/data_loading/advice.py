@@ -71,7 +71,7 @@ class Need:
 
 
 def worker_advice(measured: Sequence[LoaderTrials], cores: int, need: Need | None) -> list[str]:
-    """Return sentences: for each batch size the best number of workers and the reason; the need."""
+    """Return sentences: the best number of workers for each batch size, the reason, and the need."""
     by_size: dict[int, dict[int, LoaderTrials]] = {}
     for each in measured:
         by_size.setdefault(each.batch_size, {})[each.workers] = each
@@ -98,7 +98,7 @@ def _best(size: int, found: Mapping[int, LoaderTrials], cores: int, *, one_of: i
 
 
 def _why(best: LoaderTrials, following: LoaderTrials, cores: int) -> str:
-    """Return why more workers did not help, from what was busy meanwhile."""
+    """Return why more workers did not help, from what was busy at that time."""
     mine, theirs = following.busy
     if mine + theirs >= BUSY * cores:
         return "the core is busy" if cores == 1 else f"the {cores} cores are busy"

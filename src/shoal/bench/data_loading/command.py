@@ -181,7 +181,7 @@ def _check(asked: DataLoadingOptions) -> None:
             f"--seconds {asked.seconds:g}"
             + (f" --step-time {asked.step_time:g}" if asked.step_time is not None else ""),
             found="workers must be 0 or more, batch sizes 1 or more, times above 0 seconds",
-            fix="for example --workers 0,1,2 --batch-size 32 --seconds 30",
+            fix="pass --workers 0,1,2 --batch-size 32 --seconds 30",
         )
 
 

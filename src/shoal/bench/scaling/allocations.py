@@ -58,14 +58,14 @@ class Capacity:
                     given=given,
                     found=f"the maximum on {self.where} is {self.most} nodes per job with {self.tasks} "
                     f"processes each: {self.most * self.tasks}",
-                    fix=f"-n with at most {self.most * self.tasks}",
+                    fix=f"pass -n with at most {self.most * self.tasks}",
                 )
             if size % nodes:
                 raise LaunchError(
                     given=given,
                     found=f"{size} processes can't be split evenly over {nodes} nodes with at most "
                     f"{self.tasks} each",
-                    fix=f"-n with {nodes * (size // nodes)} or {nodes * self.tasks} instead",
+                    fix=f"pass -n with {nodes * (size // nodes)} or {nodes * self.tasks} instead",
                 )
 
     def description(self) -> dict[str, str]:
@@ -94,8 +94,8 @@ def node_capacity(site: Site, asked: ClusterRequest) -> Capacity:
         raise LaunchError(
             given=f"--submit on the site {site.name}",
             found="the number of processes per node is unknown, since neither GPUs nor cores are known",
-            fix="--gpus-per-node 4, or --tasks-per-node 8; "
-            "`shoal sites new NAME` asks the scheduler once and keeps the answer",
+            fix="pass --gpus-per-node 4, or --tasks-per-node 8; `shoal sites new NAME` asks the "
+            "scheduler once and keeps the answer",
         )
     if cpus is None and not gpus and partition.cores:
         cpus = max(1, partition.cores // tasks)

@@ -55,7 +55,8 @@ def require_same_work(first: Study, second: Study) -> None:
             given=f"shoal bench compare {first.path} {second.path}",
             found="the studies did different work, so their rates can't be compared: "
             + "; ".join(differ),
-            fix=f"shoal bench scaling {first.options.model} --batch {first.options.batch} … for both",
+            fix=f"run shoal bench scaling {first.options.model} --batch {first.options.batch} … for "
+            "both",
         )
 
 
@@ -86,7 +87,8 @@ def match_studies(first: Study, second: Study) -> list[Pair]:
         raise LaunchError(
             given=f"shoal bench compare {first.path} {second.path}",
             found=f"no configuration was measured by both: {_told(before)}; {_told(after)}",
-            fix="the same -n, --scaling, --backends, --strategies, --precisions and --ways for both",
+            fix="use the same -n, --scaling, --backends, --strategies, --precisions and --ways for "
+            "both",
         )
     return found
 

@@ -59,7 +59,8 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """The options of a study. `batch` is the global batch; for weak scaling, that of each process.
+    """The options of a study. `batch` is the global batch size; for weak scaling, the batch size of
+    each process.
 
     A job takes `warmup` steps and then `steps` that count; each configuration has `rounds` jobs. A job
     that takes longer than `limit` seconds is ended. `threads` is the number per process; 0 is PyTorch's
@@ -117,7 +118,7 @@ def check_study_options(options: StudyOptions) -> None:
                 raise LaunchError(
                     given=f"{option} {','.join(given)}",
                     found=f"{each!r} is not one of {', '.join(known)}",
-                    fix=f"{option} {known[0]}, or several: {option} {','.join(known[:2])}",
+                    fix=f"pass {option} {known[0]}, or several: {option} {','.join(known[:2])}",
                 )
     if min(options.processes, default=0) < 1:
         raise LaunchError(

@@ -40,7 +40,7 @@ JOBS, RESULT = "jobs", "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study on disk. `machine` has its hardware and software, as texts by name."""
+    """A study on disk. `machine` has its hardware and software, as strings, keyed by name."""
 
     path: Path
     options: StudyOptions
@@ -59,7 +59,7 @@ class Study:
     def missing(self, *, failed: bool = False) -> list[tuple[int, Configuration]]:
         """Return the jobs without a result, in the order in which they run; with `failed` also those.
 
-        The cause of a failure may be fixed meanwhile. Raises CheckpointError for a file that is not a
+        The cause of a failure may have been fixed. Raises CheckpointError for a file that is not a
         result.
         """
         jobs = list_configurations(self.options)
@@ -105,7 +105,9 @@ def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | 
         write_json(path / FILE, plain)
     except OSError as error:
         raise CheckpointError(
-            given=f"a study in {path}", found=str(error), fix="--study DIR, with write permission"
+            given=f"a study in {path}",
+            found=str(error),
+            fix="use a directory with write permission: --study DIR",
         ) from None
     return study
 
@@ -211,5 +213,5 @@ def _check_same(study: Study, options: StudyOptions, machine: Mapping[str, str])
         raise CheckpointError(
             given=f"--study {study.path}",
             found=f"it contains another study: {'; '.join(differ)}",
-            fix="--study with another directory, or the same options to continue it",
+            fix="use --study with another directory, or pass the same options to continue this study",
         )

@@ -45,7 +45,7 @@ class Done(NamedTuple):
     """The end of a job: its exit code, None if it exceeded its time limit; and its seconds.
 
     `cores` is the number of cores of its machine, 0 if unknown, and `others` the number of cores that
-    other programs used meanwhile.
+    other programs used at the same time.
     """
 
     code: int | None
@@ -131,14 +131,14 @@ def find_mpirun() -> str:
         raise LaunchError(
             given="the backend mpi",
             found="there is no mpirun on the PATH",
-            fix="load an MPI module, or --mpirun '/path/to/mpirun --oversubscribe'",
+            fix="load an MPI module, or use --mpirun '/path/to/mpirun --oversubscribe'",
         )
     told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
     return f"{path} --oversubscribe --bind-to none" if "Open MPI" in told.stdout else path
 
 
 def _execute(command: Sequence[str], folder: Path, limit: float) -> Done:
-    """Run a command to its end or its time limit; it has ended afterwards in any case."""
+    """Run a command to its end or its time limit. The command never runs on afterwards."""
     began, clock, busy, own = time.time(), time.perf_counter(), _busy(), _own()
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(
@@ -215,7 +215,7 @@ def _attempt(directory: Path) -> Attempt:
     reader.poll()
     if reader.history.latest is None:
         raise LaunchError(
-            given=str(directory), found="it has no recorded step", fix="run.tick() after each step"
+            given=str(directory), found="it has no recorded step", fix="call run.tick() after each step"
         )
     return reader.history.latest
 
@@ -238,7 +238,7 @@ def measure_attempt(attempt: Attempt, warmup: int, steps: int) -> StepTimes:
         raise LaunchError(
             given=f"steps {warmup + 1} to {warmup + len(chosen[0])}",
             found="its steps took no time, so they can't be compared",
-            fix="run.tick() after each step, once",
+            fix="call run.tick() once after each step",
         )
     loss = float(chosen[0]["loss"][-1])
     recorded = [part for part in PARTS if part in (chosen[0].dtype.names or ())]

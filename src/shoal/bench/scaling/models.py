@@ -1,4 +1,4 @@
-"""The built-in models of studies: residual networks, a GPT, a dense network; and factories."""
+"""The models of studies: built-in residual networks, GPT and dense network, and users' factories."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def load_resnet(name: str, classes: int) -> nn.Module:
     except ImportError as error:
         raise LaunchError(
             given=f"the model {name}",
-            found=f"torchvision can't be imported ({torchvision}), nor can transformers ({error})",
-            fix="pip install '.[models]' in the checkout of Shoal, or use the model resnet-small",
+            found=f"neither torchvision ({torchvision}) nor transformers ({error}) can be imported",
+            fix="run pip install '.[models]' in your Shoal checkout, or use the model resnet-small",
         ) from None
     depths = {"resnet18": [2, 2, 2, 2], "resnet50": [3, 4, 6, 3], "resnet101": [3, 4, 23, 3]}[name]
     basic = name == "resnet18"

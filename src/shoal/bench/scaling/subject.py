@@ -74,7 +74,7 @@ def parse_subject(text: str) -> Subject:
     raise LaunchError(
         given=text,
         found="neither a built-in model, nor module:function, nor a script",
-        fix=f"one of {', '.join(SIZES)}; package.module:function; or train.py",
+        fix=f"use one of {', '.join(SIZES)}; package.module:function; or train.py",
     )
 
 
@@ -97,7 +97,7 @@ def _sizes(name: str, text: str) -> dict[str, int]:
             raise LaunchError(
                 given=f"{name}:{text}",
                 found=f"{part!r} is not one of its sizes, or not a number above 0",
-                fix=f"{name}:{usual}, or some of these",
+                fix=f"use {name}:{usual}, or some of these",
             )
         found[key] = int(value)
     if name == "gpt" and (shape := {**SIZES[name], **found})["width"] % shape["heads"]:

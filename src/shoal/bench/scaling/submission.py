@@ -78,7 +78,7 @@ def plan_jobs(
 def submit_jobs(
     path: Path, options: StudyOptions, asked: ClusterRequest, site: Site
 ) -> Iterator[tuple[Allocation, Submission]]:
-    """Submit the trainings without a result that are in no waiting or running job; yield each job.
+    """Submit the trainings without a result, unless a job with them waits or runs; yield each job.
 
     Raises LaunchError as `plan_jobs` does, before anything is submitted, and if the scheduler rejects
     a job. The jobs before it stay, and the same call continues from there; if there are none, no

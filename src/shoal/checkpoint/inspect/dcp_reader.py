@@ -30,7 +30,7 @@ class DCPReader(ChunkReader):
     where that prints slashes. DTensors may have other shards than those that were saved.
     A file is verified before any tensor is read from it. Only tensors are read: DCP
     unpickles all other values, and a Shoal checkpoint holds no pickles. DCP raises an error of one rank
-    as a CheckpointException on all ranks, whose text contains that of the CheckpointError.
+    as a CheckpointException on all ranks, whose message contains the CheckpointError's.
 
     Args:
         path: Directory or URL of the checkpoint.
@@ -72,7 +72,8 @@ class DCPReader(ChunkReader):
             raise CheckpointError(
                 given=given,
                 found="it is not the directory of a checkpoint",
-                fix="a path such as runs/a/checkpoints/step-100; shoal checkpoint ls runs/a lists them",
+                fix="pass a path such as runs/a/checkpoints/step-100; list the checkpoints with shoal "
+                "checkpoint ls runs/a",
             )
         contents = inspect_checkpoint(path)
         names: dict[str, str] = {}
@@ -82,7 +83,8 @@ class DCPReader(ChunkReader):
                 raise CheckpointError(
                     given=given,
                     found=f"{other} and {name}, which DCP both calls {_dcp_name(name)}",
-                    fix="shoal checkpoint export writes the model to a file without DCP's names",
+                    fix="use shoal checkpoint export, which writes the model to a file without DCP's "
+                    "names",
                 )
         self._files = contents.manifest.files
         self._table = {key: asdict(contents.tensors[name]) for key, name in names.items()}
@@ -94,7 +96,8 @@ class DCPReader(ChunkReader):
                 raise CheckpointError(
                     given=f"the checkpoint {self._directory}",
                     found=f"{file} {reason}",
-                    fix=f"read another one: shoal checkpoint ls {self._directory.parent} lists them",
+                    fix=f"read another checkpoint: shoal checkpoint ls {self._directory.parent} lists "
+                    "them",
                 )
         return super().read_data(plan, planner)
 

@@ -93,7 +93,7 @@ def _plain(contents: CheckpointManifest) -> dict[str, Any]:
 
 
 def _texts(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield all values that are not tensors, by path, as text that differs for any two values."""
+    """Yield all values that are not tensors, with their paths, as strings that differ if they do."""
     for at, value in leaves(tree):
         if not isinstance(value, Reference):
             yield "/".join(at), repr(value)

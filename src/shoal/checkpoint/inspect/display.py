@@ -38,7 +38,7 @@ def listing(
     *,
     verified: bool,
 ) -> None:
-    """Print the checkpoints in one directory, their problems, and the leftovers of saves there."""
+    """Print the checkpoints in one directory, their problems, and the leftovers of saves."""
     columns = _columns(found, width=console.width, verified=verified)
     table = make_table(*columns, right=("position", "epoch", "ranks", "files", "size"))
     for entry in found:

@@ -54,7 +54,8 @@ def extract(
         raise CheckpointError(
             given=f"shoal checkpoint export … {path}",
             found=f"the extensions are {' and '.join(ENDINGS)}; a program needs the model's code",
-            fix="use OUT.safetensors; for .ts and .pt2 load that into the model, then shoal.export",
+            fix="use OUT.safetensors; for .ts and .pt2 load that file into the model, then call "
+            "shoal.export",
         )
     steps = _section(contents.state, "steps")
     chosen = _choose(contents, "Step", step, steps) if step or not steps else next(iter(steps))
@@ -102,7 +103,7 @@ def _without(contents: CheckpointManifest, found: str) -> CheckpointError:
     return CheckpointError(
         given=f"the checkpoint {contents.path}",
         found=found,
-        fix=f"shoal checkpoint show {contents.path} prints its contents",
+        fix=f"list its contents: shoal checkpoint show {contents.path}",
     )
 
 

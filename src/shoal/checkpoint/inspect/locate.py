@@ -17,7 +17,7 @@ from shoal.util.errors import CheckpointError
 R = TypeVar("R")
 
 _TRIES = 5
-"""The number of searches for a checkpoint that a live run renames or removes meanwhile."""
+"""The number of searches for a checkpoint that a live run renames or removes."""
 
 USUAL = "checkpoints"
 """The directory of the checkpoints in a run directory."""
@@ -101,7 +101,7 @@ def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
 def read_newest(given: Sequence[AnyPath], action: Callable[[list[CheckpointManifest]], R]) -> R:
     """Return the result of `action` for the latest checkpoint of each of `given`.
 
-    Calls it again if a live run has renamed or removed one of them meanwhile.
+    Calls it again if a live run has renamed or removed one of them.
     """
     tries = _TRIES
     while True:
@@ -121,6 +121,6 @@ def _name(path: AnyPath) -> str:
 def _unfinished(given: AnyPath) -> CheckpointError:
     return CheckpointError(
         given=str(given),
-        found="no save has finished there",
-        fix=f"shoal checkpoint ls {given} lists its contents",
+        found="no save has finished in it",
+        fix=f"list its contents: shoal checkpoint ls {given}",
     )

@@ -96,6 +96,6 @@ def check_agreement(env: Mapping[str, str], placement: Placement) -> None:
         raise LaunchError(
             given=f"{spell(env, _PLACE)}; {placement.reason}",
             found=f"{placement.launcher} says {said}, which contradicts {', '.join(wrong)}",
-            fix=f"unset {names}: {placement.launcher} sets all variables; if each of its processes "
-            "starts several, set LOCAL_RANK and LOCAL_WORLD_SIZE for each of these too",
+            fix=f"unset {names}: {placement.launcher} sets all of them. If each process that it starts "
+            "creates several more, set LOCAL_RANK and LOCAL_WORLD_SIZE for each of those as well",
         )

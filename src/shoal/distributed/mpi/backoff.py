@@ -20,7 +20,7 @@ class PollBackoff:
         self._least = least
 
     def pause(self) -> None:
-        """Sleep until the next poll. Signal handlers run meanwhile."""
+        """Sleep until the next poll. Signal handlers run during the sleep."""
         waited = time.monotonic() - self._begun
         if not self._least and waited < _AT_ONCE:
             os.sched_yield()

@@ -68,7 +68,7 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
         shared.groups += 1
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the name. torch's base class keeps it in backends, and there are none here."""
+        """Set the name. torch's base class keeps it in backends, which this group lacks."""
         self._name = name
 
     _set_group_name = setGroupName

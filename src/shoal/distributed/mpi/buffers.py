@@ -59,7 +59,7 @@ def checked(tensor: Tensor) -> Tensor:
         raise ShoalError(
             given=f"a {layout} tensor on {tensor.device} in a collective of the backend mpi",
             found="it sends dense tensors in host memory only",
-            fix="tensor.to_dense() or tensor.cpu() before it, or another backend",
+            fix="call tensor.to_dense() or tensor.cpu() before it, or use another backend",
         )
     return tensor.detach()
 
@@ -98,7 +98,7 @@ def _counted(count: int) -> int:
         raise ShoalError(
             given=f"{count:,} elements in one call of the backend mpi",
             found=f"MPI before version 4 passes at most {_MOST:,} elements per call",
-            fix="one call for each part of tensor.split(2**30), or MPI 4, or Gloo",
+            fix="make one call for each part of tensor.split(2**30), or use MPI 4 or Gloo",
         )
     return count
 
@@ -121,7 +121,7 @@ def operation(op: Any, dtype: torch.dtype) -> tuple[MPI.Op, bool]:
         raise ShoalError(
             given=f"ReduceOp.{name} of {dtype}",
             found=f"MPI reduces this dtype by {', '.join(usable) or 'no operation'}",
-            fix="another operation or dtype, or backend='gloo'",
+            fix="use another operation or dtype, or backend='gloo'",
         )
     return usable[name], name == "AVG"
 

@@ -33,7 +33,7 @@ def require(device: torch.device) -> None:
         raise LaunchError(
             given=f"backend='mpi', and {device} as the device",
             found="through MPI, Shoal sends tensors in host memory only",
-            fix="backend='nccl' on GPUs, or leave it out; or device='cpu'",
+            fix="use backend='nccl' on GPUs, or leave it out; or use device='cpu'",
         )
     if find_spec("mpi4py") is None:
         raise LaunchError(
@@ -54,14 +54,14 @@ def begin(placement: Placement) -> Any:
         raise LaunchError(
             given=given,
             found=f"{placement.launcher} starts processes that are not MPI ranks",
-            fix=f"{_MPIRUN}, or leave backend out",
+            fix=f"use {_MPIRUN}, or leave backend out",
         )
     if placement.launcher == "srun" and placement.size > 1 and not env_vars.speaks_mpi():
         raise LaunchError(
             given=given,
             found="srun has started its tasks without MPI: each would be a world of size 1",
-            fix="srun --mpi=pmix for Open MPI, pmi2 for MPICH (srun --mpi=list lists all; "
-            "in a batch script, export SLURM_MPI_TYPE=pmix); or mpirun, or leave backend out",
+            fix="use srun --mpi=pmix for Open MPI, pmi2 for MPICH (srun --mpi=list lists all; in a "
+            "batch script, export SLURM_MPI_TYPE=pmix); or mpirun, or leave backend out",
         )
     mpi = _load(placement.launcher, given)
     if mpi.Is_finalized():
@@ -121,10 +121,10 @@ def _check(mpi: Any, placement: Placement, given: str) -> None:
         raise LaunchError(
             given=given,
             found=f"{library}, whose world has {world.size} rank(s): it is not the launcher's MPI",
-            fix=f"srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'}, as it supports, or mpirun"
+            fix=f"use srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'}, or mpirun"
             if placement.launcher == "srun"
             else "use the mpirun of the library that mpi4py has, or "
-            "export MPI4PY_LIBMPI=/path/to/libmpi.so with that of your mpirun",
+            "export MPI4PY_LIBMPI=/path/to/libmpi.so with the library of your mpirun",
         )
     if world.rank != placement.rank:
         raise LaunchError(
@@ -136,8 +136,8 @@ def _check(mpi: Any, placement: Placement, given: str) -> None:
         raise LaunchError(
             given=given,
             found=f"{library}, without MPI_THREAD_MULTIPLE: only one thread at a time may call it",
-            fix="use an MPI built for threads; in a script that imports mpi4py itself, leave "
-            "mpi4py.rc.thread_level as it is; or leave backend out",
+            fix="use an MPI library built with thread support; if the script imports mpi4py itself, "
+            "leave mpi4py.rc.thread_level as it is; or leave backend out",
         )
 
 

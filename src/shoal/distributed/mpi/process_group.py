@@ -1,7 +1,7 @@
 """The collectives, sends and receives of a process group over MPI.
 
 Each is a non-blocking operation of MPI that starts on the caller's thread, so that all ranks start them
-in the order of their scripts. MPI does not check sizes of buffers, so they are checked here.
+in the order of their scripts. MPI does not check sizes of buffers, so this module does.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _FLUSH_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """The report of a hang: `text`, about `rank` at `where` (host and place), of `size` ranks.
+    """A hang report: `text`, about `rank` at `where` (host and place), of `size` ranks.
 
     `when` is in seconds of `time.monotonic` on the machine of the rank that wrote it.
     """

@@ -221,7 +221,7 @@ def _cut_off(
     line += f"({_names([one.rank for one in cut])} of {len(found)}): "
     line += "a link is cut, or the machine is down"
     if len(here) == 1 and len(away) > 1:
-        line = f"{here[0]} reaches no other machine: its own link is cut, or those of all others"
+        line = f"{here[0]} reaches no other machine: its own link is cut, or the links of all others"
     return HangDiagnosis(rank=cut[0].rank, where=cut[0].host, line=f"{line}; {tail}")
 
 

@@ -152,7 +152,7 @@ def _flat(value: Any) -> list[Tensor]:
 
 
 def _exchange(text: str, group: dist.ProcessGroup) -> list[str]:
-    """Return the texts of all ranks of a group."""
+    """Return the strings of all ranks of a group."""
     data = text.encode()[:_BYTES].ljust(_BYTES)
     # Modes that count or record tensor operations must not see these.
     with without_modes(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Detection of errors that look like the death of another rank, by the texts of the libraries."""
+"""Detection of errors that look like another rank's death, from the messages of the libraries."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ def communication(lines: Sequence[StackLine]) -> str:
 def background_threads() -> set[str]:
     """Return the ids of the threads that Python has started.
 
-    Autograd's threads for GPUs, which begin the collectives of a backward, are none of them. Python
-    learns of such a thread when it calls `threading.current_thread`, and names it "Dummy-1".
+    Autograd's threads for GPUs, which begin the collectives of a backward pass, are none of them.
+    Python learns of such a thread when it calls `threading.current_thread`, and names it "Dummy-1".
     """
     main = threading.main_thread()
     others = [thread for thread in threading.enumerate() if thread is not main]

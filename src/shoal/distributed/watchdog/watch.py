@@ -55,7 +55,7 @@ _GONE_SECONDS = 1.0
 close one after the other.
 """
 _NEIGHBOUR_SECONDS = 5.0
-"""Seconds after which a rank asks whether the next one is still there, and then again."""
+"""Seconds after which a rank asks whether the next one is still alive, and then again."""
 _TOGETHER_SECONDS = 0.25
 """Seconds for which all ranks wait before they end, or the first to end would look like the cause."""
 _WRITE_SECONDS = 1.0
@@ -67,7 +67,7 @@ class Watch:
     """A thread that watches the waits of this rank, and answers questions of other ranks.
 
     `limit` is the number of seconds that a wait may last now; it begins with that of preparation.
-    `directory` returns where a report is written, None being the directory for temporary files.
+    `directory` returns where a report is written, or None for the temporary directory.
     `checked` returns the collective that waits for a check, if any. Others reach this rank at
     `address`. The constructor is collective.
     """
@@ -345,7 +345,7 @@ class Watch:
 
     def _keep(self, text: str) -> Path:
         """Write the details to a file and return its path, without waiting for a hanging disk."""
-        # In the directory for temporary files, another user could create a file at a guessable name.
+        # In the temporary directory, another user could create a file at a guessable name.
         unique = f"{os.getpid()}-{secrets.token_hex(8)}"
         name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{unique}.txt"
         path = (self._directory() or Path(tempfile.gettempdir())) / name

@@ -43,7 +43,7 @@ def check_clocks(ranks: Sequence[RankFacts[Clock]]) -> Iterator[CheckResult]:
             f"{describe_ranks([one])} is {abs(offset):.3g} s {'ahead of' if offset > 0 else 'behind'} "
         )
         text += f"rank 0 ({ranks[0].host})"
-        fix = f"chronyc tracking (or ntpq -p, timedatectl) on {one.host}; ask the administrators"
+        fix = f"run chronyc tracking (or ntpq -p, timedatectl) on {one.host}; ask the administrators"
         far = _certain(one.facts) > _FAR_APART
         yield (failure if far else warning)("clock", text, fix)
     if not apart:

@@ -73,7 +73,7 @@ def _files(folder: Path) -> Iterator[tuple[str, int]]:
 def check_dataset(ranks: Sequence[RankFacts[Dataset]]) -> Iterator[CheckResult]:
     """Yield one line for the dataset."""
     found = ranks[0].facts
-    fix = f"compare {found['path']} there (du -sb, find | wc -l); copy it again where it differs"
+    fix = f"compare {found['path']} on these hosts (du -sb, find | wc -l); copy it again if it differs"
     told = {"files": "files", "bytes": "bytes", "listing": "names and sizes", "content": "content"}
     facts = [{name: str(one.facts[name]) for name in told} for one in ranks]  # type: ignore[literal-required]
     others = {one.name: one for one in differences(facts)}

@@ -165,7 +165,7 @@ def _check_rights(one: RankFacts[Directory]) -> Iterator[CheckResult]:
         yield failure(
             "run directory",
             f"{folder} can't be written: {troubles['write']}",
-            f"ls -ld {found['folder']}; df -h {found['folder']}; or another --run DIR",
+            f"check ls -ld {found['folder']} and df -h {found['folder']}, or use another --run DIR",
         )
         return
     if "rename" in troubles:
@@ -188,7 +188,7 @@ def _check_rights(one: RankFacts[Directory]) -> Iterator[CheckResult]:
 def _check_room(one: RankFacts[Directory]) -> Iterator[CheckResult]:
     found = one.facts
     text = f"{size(found['free'])} free of {size(found['total'])} for {found['folder']}"
-    fix = f"df -h {found['folder']}; quota -s; remove old runs, or another --run"
+    fix = f"run df -h {found['folder']} and quota -s; remove old runs, or use another --run"
     if found["free"] < GIB // 16:
         yield failure("room", text, fix)
     elif found["free"] < 5 * GIB or found["inodes"] < _FEW_INODES:
@@ -198,5 +198,7 @@ def _check_room(one: RankFacts[Directory]) -> Iterator[CheckResult]:
         yield ok("room", text)
     if found["quota"]:
         yield warning(
-            "quota", f"quota(1) says: {found['quota']}", "quota -s; remove what is not needed"
+            "quota",
+            f"quota(1) says: {found['quota']}",
+            "check quota -s, and remove files",
         )

@@ -15,7 +15,7 @@ from shoal.util.grouping import group_by
 from shoal.util.units import size
 
 DEVICE, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
-_INSTALL = "pip install '.[gpu]' in the checkout of Shoal"
+_INSTALL = "run pip install '.[gpu]' in your Shoal checkout"
 _BUSY = 0.1
 _MARGIN = 5
 
@@ -119,7 +119,7 @@ def check_gpus(ranks: Sequence[RankFacts[Gpus]]) -> Iterator[CheckResult]:
     lacking = [one for one in ranks if one.facts["lacking"]]
     if lacking:
         why = lacking[0].facts["lacking"]
-        fix = _INSTALL if "not installed" in why else "nvidia-smi; ask the administrators"
+        fix = _INSTALL if "not installed" in why else "run nvidia-smi; ask the administrators"
         yield warning("GPU health", f"unknown on {describe_ranks(lacking)}: {why}", fix)
     drivers = group_by((one for one in ranks if one.facts["driver"]), lambda one: one.facts["driver"])
     if len(drivers) > 1:
@@ -150,16 +150,20 @@ def _problems(gpu: Gpu) -> Iterator[CheckResult]:
         found = f"{gpu['uncorrected']} uncorrected ECC errors since the driver was loaded"
         yield failure(name, found + ", rows beyond repair" * gpu["unrepaired"], report)
     if gpu["pending"]:
-        yield warning(name, "a row of its memory is pending remapping", f"nvidia-smi -r; else {report}")
+        yield warning(
+            name,
+            "a row of its memory is pending remapping",
+            f"reset it with nvidia-smi -r, or {report}",
+        )
     slowed = [text for bit, text in _REASONS.items() if gpu["reasons"] & bit]
     if slowed:
         hot = f" at {gpu['temperature']} °C" if gpu["temperature"] else ""
-        yield warning(name, f"{', '.join(slowed)}{hot}", f"nvidia-smi -q -d PERFORMANCE; {report}")
+        yield warning(name, f"{', '.join(slowed)}{hot}", f"run nvidia-smi -q -d PERFORMANCE; {report}")
     elif 0 < gpu["slowdown"] <= gpu["temperature"] + _MARGIN:
         found = f"{gpu['temperature']} °C; it slows down at {gpu['slowdown']} °C"
         yield warning(name, found, report)
     if gpu["used"] > _BUSY * gpu["total"]:
         found = f"{size(gpu['used'])} of its {size(gpu['total'])} are in use before training"
         yield warning(
-            name, found, "nvidia-smi lists the processes; request exclusive GPUs (--exclusive)"
+            name, found, "list the processes with nvidia-smi; request exclusive GPUs (--exclusive)"
         )

@@ -94,12 +94,12 @@ def check_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
     total, count = ranks[0].facts["total"], len(ranks)
     cores, together = counted(len(usable), "core"), counted(count, "rank")
     crowded = [one for one in ranks if _own(one, ranks) < 1]
-    fewer = "start fewer ranks there, or request more cores (srun --cpus-per-task=N)"
+    fewer = "start fewer ranks on that host, or request more cores (srun --cpus-per-task=N)"
     if count > len(usable) and len(usable) < total:
         yield failure(
             "cores",
             f"{together} on {cores} ({spans(usable)}) while {total - len(usable)} others may be idle",
-            "srun --cpu-bind=cores --cpus-per-task=N, or mpirun --bind-to none",
+            "use srun --cpu-bind=cores --cpus-per-task=N, or mpirun --bind-to none",
         )
     elif count > len(usable):
         yield warning("cores", f"{together} on {cores}: they take turns", fewer)
@@ -107,7 +107,7 @@ def check_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
         yield failure(
             "cores",
             f"ranks {spans([one.rank for one in crowded])} share cores while others may be idle",
-            "srun --cpu-bind=cores, or mpirun --bind-to none",
+            "use srun --cpu-bind=cores, or mpirun --bind-to none",
         )
     else:
         each = min(len(one.facts["affinity"]) for one in ranks)
@@ -129,7 +129,7 @@ def _judge_time(ranks: Sequence[RankFacts[Cores]], usable: Sequence[int]) -> Ite
             "CPU time",
             f"the cgroup allows the time of {quota:g} cores, and there are {len(usable)}: "
             "ranks are throttled within a step",
-            "request as many CPUs (docker run --cpus, srun --cpus-per-task), or use fewer threads",
+            "request more CPUs (docker run --cpus, srun --cpus-per-task), or use fewer threads",
         )
     given = [int(one.facts["threads"]) for one in ranks if one.facts["threads"].isdecimal()]
     if len(given) == len(ranks) and max(given) > 1 and sum(given) > len(usable):
@@ -155,7 +155,7 @@ def check_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult
         yield warning(
             "memory",
             f"{text}, for {len(ranks)} rank(s)",
-            "request more (sbatch --mem=…), or end other processes there (ps aux --sort=-rss | head)",
+            "request more (sbatch --mem=…), or end other processes (ps aux --sort=-rss | head)",
         )
     else:
         yield ok("memory", text)

@@ -68,7 +68,7 @@ def machines_to_call(
 def _address(world: World) -> str:
     """Return this machine's address on the interface that `shoal.init` has chosen.
 
-    It chooses none if all ranks are on one machine, whatever their host names are.
+    It chooses none if all ranks are on one machine, regardless of their host names.
     """
     chosen = {choice.what: str(choice.value) for choice in world.decisions}
     own = {one.name: one.addresses for one in interfaces()}

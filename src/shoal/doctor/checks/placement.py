@@ -87,7 +87,7 @@ def _judge_devices(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckR
         yield failure(
             "GPU",
             f"{describe_ranks(members)} use the same GPU, {members[0].facts['model']}",
-            "one rank for each GPU (srun --gpus-per-task=1, shoal run -n GPUS)",
+            "start one rank for each GPU (srun --gpus-per-task=1, shoal run -n GPUS)",
         )
     if on_gpus and without:
         yield failure(
@@ -123,7 +123,7 @@ def _judge_interfaces(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[Che
         yield failure(
             "link",
             f"{name} of {describe_ranks(members)} has {rate:,} Mbit/s, others {fastest:,}",
-            f"ethtool {name} there; check its cable and the port of the switch",
+            f"run ethtool {name} on that host; check its cable and the port of the switch",
         )
     for text in dict.fromkeys(text for one in ranks for text in one.facts["passed_over"]):
         yield warning(

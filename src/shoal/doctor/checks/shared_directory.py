@@ -70,7 +70,7 @@ def _show(directory: Path, store: Store, size: int, limit: float) -> None:
 
 
 def _await(path: Path, limit: float) -> float:
-    """Return the seconds until the file is there with its text; -1 if that takes over half the time."""
+    """Return the seconds until the file and its text appear; -1 if that takes over half the time."""
     begun = time.perf_counter()
     while (taken := time.perf_counter() - begun) < limit / 2:
         try:

@@ -85,7 +85,7 @@ def check_software(ranks: Sequence[RankFacts[Software]]) -> Iterator[CheckResult
         elif name in by_name[0]:
             yield ok(name, by_name[0][name] + same_on_all(ranks))
         else:
-            yield failure(name, "not installed", "pip install torch, or load the module that has it")
+            yield failure(name, "not installed", "run pip install torch, or load its module")
     packages_by_rank = [one.facts["packages"] for one in ranks]
     others = [one for one in differences(packages_by_rank) if one.name not in CORE]
     if others:

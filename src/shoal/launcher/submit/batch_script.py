@@ -139,7 +139,7 @@ def _program(job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> S
         words += [place.image]
     words += [_staged(place.python, place)]
     if job.launcher == "torchrun":
-        # Ports of jobs that share a node differ by the number of the job.
+        # Jobs that share a node get different ports: they depend on the job number.
         port = Shell(f'"$host:$(({_FIRST_PORT} + {scheduler.shell.job_number} % {_PORTS}))"')
         words += ["-m", "torch.distributed.run", f"--nnodes={job.nodes}"]
         words += [f"--nproc-per-node={job.per_node}", "--rdzv-backend=c10d"]

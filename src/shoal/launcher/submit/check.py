@@ -59,7 +59,7 @@ def check_interpreter(request: JobRequest, source: str) -> None:
         raise LaunchError(
             given=f"--python {python}",
             found="it is not executable" if there else "there is no such program",
-            fix="--python with the path of an interpreter, or leave it out to use this one",
+            fix="pass --python with the path of an interpreter, or leave it out to use this one",
         )
     if "shoal" not in source:
         return
@@ -76,7 +76,7 @@ def check_interpreter(request: JobRequest, source: str) -> None:
         raise LaunchError(
             given=f"--python {python}",
             found=f"it has {said}, and this is {here}",
-            fix=f"{python} -m pip install the same version, or leave --python out",
+            fix=f"install the same version with {python} -m pip, or leave --python out",
         )
 
 
@@ -97,13 +97,13 @@ def objections(request: JobRequest, site: Site, job: Job) -> Iterator[JobProblem
         yield JobProblem(
             f"{request.workers} loader workers for each process",
             f"a process has {job.cpus} core(s): workers share them, and {cost} wait for data",
-            f"at most {job.cpus} workers, or --cpus-per-task {request.workers}",
+            f"use at most {job.cpus} workers, or --cpus-per-task {request.workers}",
         )
     if request.memory is not None and not site.memory:
         yield JobProblem(
             f"--mem {request.memory}",
             f"{site.name} assigns memory by the number of cores and does not accept --mem",
-            "--cpus-per-task with more cores",
+            "use --cpus-per-task with more cores",
         )
 
 
@@ -157,7 +157,7 @@ def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterat
         yield JobProblem(
             f"{gpus} GPUs, {given}",
             f"{_kind(request, partition)} gives a job of this length at most {most} GPUs",
-            f"{most} GPUs in total, or less time",
+            f"request {most} GPUs in total, or less time",
         )
     if 2 * job.lead > request.time:
         yield JobProblem(
@@ -193,7 +193,7 @@ def _against_processes(
             if idle > 0
             else f"{processes} processes share {gpus} GPUs, {_cost(request)}: NCCL can't do that"
         )
-        yield JobProblem(f"-n {processes}, {gpus} GPUs", found, f"-n {gpus}, or fewer GPUs")
+        yield JobProblem(f"-n {processes}, {gpus} GPUs", found, f"use -n {gpus}, or fewer GPUs")
     cores = (job.cpus or 1) * job.per_node
     if partition.cores is not None and cores > partition.cores:
         yield JobProblem(

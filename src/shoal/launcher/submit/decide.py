@@ -78,7 +78,7 @@ def _launcher(name: str | None, scheduler: SchedulerProfile) -> str:
         raise LaunchError(
             given=f"--launcher {name}",
             found=f"the launchers are {', '.join(known)}",
-            fix=f"--launcher {known[0]}, which is part of every {scheduler.title}",
+            fix=f"use --launcher {known[0]}, which is part of every {scheduler.title}",
         )
     return name or known[0]
 

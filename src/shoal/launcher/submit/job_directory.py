@@ -37,7 +37,7 @@ class SubmittedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """One end of a job: the number of its start, and its exit code."""
+    """How one start of a job ended: the number of the start, and the exit code."""
 
     job: str
     restarts: int
@@ -141,7 +141,7 @@ def mark_cancelled(folder: Path) -> None:
 
 
 def logs(folder: Path, elements: Sequence[int]) -> list[Path]:
-    """Return the log file of a job, or those of the elements of an array."""
+    """Return the log file of a job, or the log files of an array's elements."""
     return [folder / f"log-{element}.txt" for element in elements] or [folder / "log.txt"]
 
 

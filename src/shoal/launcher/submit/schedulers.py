@@ -18,7 +18,9 @@ def find_scheduler(name: str, given: str) -> Scheduler:
     if name not in SCHEDULERS:
         known = ", ".join(SCHEDULERS)
         raise LaunchError(
-            given=given, found=f"scheduler = {name!r}; Shoal supports {known}", fix=f"one of {known}"
+            given=given,
+            found=f"scheduler = {name!r}; Shoal supports {known}",
+            fix=f"use one of {known}",
         )
     return SCHEDULERS[name]
 

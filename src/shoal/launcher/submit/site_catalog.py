@@ -51,7 +51,8 @@ def _read(path: Path) -> str:
         raise LaunchError(
             given=f"the site in {path}",
             found=error.strerror or str(error),
-            fix="repair it, or move it away: any file NAME.toml there is a site",
+            fix="repair it, or move it elsewhere: each file NAME.toml in this directory describes a "
+            "site",
         ) from None
 
 
@@ -62,7 +63,8 @@ def find_entry(name: str) -> SiteEntry:
         raise LaunchError(
             given=f"--site {name}",
             found=f"the sites are {', '.join(found)}; your own are in {folder()}",
-            fix=f"`shoal sites new {name}` on a login node drafts one from the scheduler's data",
+            fix=f"run `shoal sites new {name}` on a login node: it drafts one from the scheduler's "
+            "data",
         )
     return found[name]
 

@@ -63,8 +63,8 @@ def find_source(script: Path, *, without: Path) -> SourceFiles:
         raise LaunchError(
             given=f"the source of {script.name}: {source.root}",
             found=f"{len(source.copied):,} files; Shoal copies at most {MOST:,} for a job",
-            fix="move the script to a separate directory, or `git init` there and ignore the rest; "
-            "or --no-copy, without changes to the source until the job has ended",
+            fix="move the script to a separate directory, or `git init` there and ignore the rest; or "
+            "use --no-copy, and do not change the source until the job has ended",
         )
     return source
 

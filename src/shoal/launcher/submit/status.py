@@ -58,7 +58,7 @@ def runs(folder: Path) -> list[Path]:
         raise LaunchError(
             given=f"shoal status in {Path.cwd()}",
             found=f"no run in {folder}/ or in {index.path()} with a job of `shoal submit`",
-            fix="shoal status RUN with the directory of --run",
+            fix="run shoal status RUN with the directory of --run",
         )
     return found
 
@@ -101,7 +101,7 @@ def active_jobs(run: Path) -> list[QueuedJob]:
 
 
 def log_files(run: Path, element: int | None) -> list[Path]:
-    """Return the log of the newest submission; of an array that of one element, or of all."""
+    """Return the log of the newest submission: for an array, one element's log or all logs."""
     folder = newest_folder(run)
     count = read_record(folder).elements
     if element is not None and element not in range(count):

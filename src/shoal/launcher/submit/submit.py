@@ -93,7 +93,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
         raise LaunchError(
             given=f"--run {options.run}",
             found=f"{script} is in it, and would be copied with all files of the run",
-            fix=f"--run {run / 'run'}, a separate directory",
+            fix=f"use a separate directory: --run {run / 'run'}",
         )
     text = _text_of(script)
     if not options.force:
@@ -158,8 +158,8 @@ def _check_alone(run: Path) -> None:
             given=f"--run {run}",
             found=f"job {names}{more} of this run has not ended: of two jobs with one directory, the "
             "older one fails and loses its progress since its last save",
-            fix=f"shoal cancel {shlex.quote(str(run))} first, or --run DIR with another directory "
-            "(--force submits it anyway)",
+            fix=f"run shoal cancel {shlex.quote(str(run))} first, or use --run DIR with another "
+            "directory (--force submits it anyway)",
         )
 
 
@@ -192,7 +192,7 @@ def _keep(text: str, path: Path) -> Path:
         return _write(text, path)
     except OSError as error:
         raise LaunchError(
-            given=f"-o {path}", found=str(error), fix="-o FILE with a writable file"
+            given=f"-o {path}", found=str(error), fix="pass -o FILE with a writable file"
         ) from None
 
 
@@ -207,7 +207,7 @@ def _unwritable(run: Path, error: OSError) -> LaunchError:
     return LaunchError(
         given=f"the run directory {run}",
         found=str(error),
-        fix="--run DIR with a directory that you can write to, and that all nodes share",
+        fix="pass --run DIR with a directory that you can write to, and that all nodes share",
     )
 
 
@@ -261,7 +261,7 @@ def staged(paths: Sequence[str]) -> tuple[str, ...]:
             raise LaunchError(
                 given=f"--stage {path}",
                 found=why,
-                fix="--stage with a file or a directory that exists",
+                fix="pass --stage with a file or a directory that exists",
             )
         if name in found:
             raise LaunchError(

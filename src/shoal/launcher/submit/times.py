@@ -13,7 +13,7 @@ _CLOCK = re.compile(r"(\d+)(?::(\d+))?(?::(\d+))?")
 def parse_time(text: str, option: str = "--time") -> int:
     """Return the seconds of `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`.
 
-    Raises LaunchError for any other text and for a time of zero.
+    Raises LaunchError for any other string and for a time of zero.
     """
     seconds = None
     if found := _DAYS.fullmatch(text):
@@ -27,7 +27,8 @@ def parse_time(text: str, option: str = "--time") -> int:
         raise LaunchError(
             given=f"{option} {text}",
             found="it is not a duration",
-            fix=f"hours, minutes and seconds, as in `{option} 20:00:00`, or days, `{option} 2-12`",
+            fix=f"write hours, minutes and seconds, as in `{option} 20:00:00`, or days, as in "
+            f"`{option} 2-12`",
         )
     return seconds
 

@@ -69,7 +69,7 @@ def count_turns(snapshot: Snapshot, width: int, height: int, look: TerminalStyle
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """The allocation of the page: texts as they are, and the number of lines for the rest."""
+    """The allocation of the page: complete texts, and the number of lines for the rest."""
 
     verdict: list[Text]
     facts: list[Text]

@@ -21,7 +21,7 @@ Kind = Literal[
 has not recorded an event for long."""
 
 OVER: tuple[Kind, ...] = ("ended", "preempted", "interrupted", "failed")
-"""The statuses in which the run has recorded its end."""
+"""The statuses of a run that has recorded its end."""
 
 
 @dataclass(frozen=True, kw_only=True)

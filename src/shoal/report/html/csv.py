@@ -13,7 +13,7 @@ from shoal.util.errors import LaunchError
 def to_csv(rows: Iterable[Sequence[object]]) -> str:
     """Return rows as CSV; the first row has the names of the columns.
 
-    A text that a spreadsheet would interpret as a formula gets an apostrophe in front.
+    A string that a spreadsheet would interpret as a formula gets an apostrophe in front.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

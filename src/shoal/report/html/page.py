@@ -33,7 +33,7 @@ class KeyNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of texts. The columns listed in `right` hold numbers."""
+    """Rows of strings. The columns listed in `right` hold numbers."""
 
     caption: str
     head: Sequence[str]
@@ -91,7 +91,7 @@ class Page:
 
 
 def render_page(page: Page) -> str:
-    """Return the page as one HTML file. Every text is escaped; only drawings are inserted unchanged."""
+    """Return the page as one HTML file. All strings are escaped; only drawings are not."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,

@@ -207,8 +207,8 @@ def _draw(draw: Callable[[Axes, bool], None], *, height: float = 0.0) -> Plot:
         raise LaunchError(
             given="a page with figures",
             found="matplotlib, which draws them, is not installed",
-            fix="pip install '.[report]' in the checkout of Shoal; "
-            "or without figures: shoal report RUN --text",
+            fix="run pip install '.[report]' in your Shoal checkout, or use shoal report RUN --text "
+            "for a report without figures",
         ) from None
     kept: Any = {
         "svg.fonttype": "none",

@@ -1,4 +1,4 @@
-"""The tables of a report, as texts."""
+"""The tables of a report, as strings."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class StepSpan(NamedTuple):
 class RankSteps(NamedTuple):
     """The steps of a rank, each from its newest attempt, in the rank's events.
 
-    `at` is the step at which it last started. `over` is True once it has recorded its end.
+    `at` is the step at which it last started. `over` is True if the rank has recorded that it ended.
     """
 
     host: str
@@ -58,7 +58,7 @@ def write_coarse_trace(run: str | Path, first: int, last: int) -> Path:
         raise CheckpointError(
             given=f"a timeline of steps {window} in {run}",
             found=f"no such steps in its events; the run is at step {current_step(ranks)[0]:,}",
-            fix=f"shoal report {run} --trace A:B with steps that have been taken",
+            fix=f"run shoal report {run} --trace A:B with steps that have been taken",
         )
     return write_trace(Path(run) / FOLDER, window, _events(ranks, ends))
 

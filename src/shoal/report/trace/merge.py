@@ -64,7 +64,8 @@ def merge_traces(run: str | Path, first: int, last: int) -> Path:
         raise CheckpointError(
             given=f"a timeline of steps {window} in {run}",
             found="no rank has recorded them",
-            fix=f"shoal.Run(…, profile=({first}, {last})), or see which records exist: ls {folder}",
+            fix=f"record them with shoal.Run(…, profile=({first}, {last})), or see which records "
+            f"exist: ls {folder}",
         )
     return write_trace(folder, window, _merged(paths))
 

@@ -1,8 +1,8 @@
 """Hogwild: workers update the same parameters without waiting for each other.
 
 Each worker reads the newest parameters, computes an optimizer step on its local batch, and adds the
-change to the shared parameters, which other workers may have changed meanwhile. The results differ from
-those of one process: they depend on the number of workers, their speed, and chance.
+change to the shared parameters, which other workers may have changed in the meantime. The results
+differ from those of one process: they depend on the number of workers, their speed, and chance.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class Hogwild:
                 given=f"shoal.Hogwild(max_staleness={bound!r})",
                 found="max_staleness is the number of steps that a worker may be ahead of the slowest, "
                 "0 or more",
-                fix="max_staleness=8, or leave it out for no bound",
+                fix="pass max_staleness=8, or leave it out for no bound",
             )
         if self.server is not None and type(self.server) is not bool:
             raise StepError(
                 given=f"shoal.Hogwild(server={self.server!r})",
                 found="server is True, False or None; a server always runs on rank 0",
-                fix="server=True, or leave it out, and Shoal chooses",
+                fix="pass server=True, or leave it out to let Shoal choose",
             )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
@@ -92,7 +92,7 @@ class Hogwild:
             raise StepError(
                 given="shoal.Hogwild() around a model whose layers are sharded",
                 found="ranks that hold shards of one model must step together",
-                fix="shoal.Hogwild() alone, or shoal.TensorParallel(plan=…) alone",
+                fix="use shoal.Hogwild() alone, or shoal.TensorParallel(plan=…) alone",
             )
         if world.size > 1:
             refuse_coupled(model, "shoal.Hogwild()", SEPARATE_STEPS)
@@ -153,7 +153,7 @@ class HogwildEngine(Engine):
             raise StepError(
                 given="precision='fp16' with shoal.Hogwild()",
                 found="each worker would scale its loss by a factor that the others do not know",
-                fix="precision='bf16', which needs no scaling",
+                fix="use precision='bf16', which needs no scaling",
             )
         with self.world.timeline.within(COMMUNICATION):
             if not self._apart:
@@ -191,11 +191,11 @@ class HogwildEngine(Engine):
         return self._local.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
-        """Run the forward compiled; see the contract."""
+        """Run the forward pass compiled; see the contract."""
         self._local.compile(how)
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler`; see the contract."""
+        """Run the forward pass compiled by `compiler`; see the contract."""
         self._local.compile_with(compiler)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -264,7 +264,7 @@ class HogwildEngine(Engine):
                 given=f"a wait of more than {self.world.watchdog.limits.step:g} s in "
                 f"shoal.Hogwild(max_staleness={self._bound})",
                 found=f"rank {left[0]} is alive and takes no step",
-                fix="find out what blocks it; if a step may take this long, shoal.init(timeout=…)",
+                fix="find out what blocks it; if a step may take this long, use shoal.init(timeout=…)",
             )
 
     def _late(self, bound: int) -> list[int]:
@@ -297,7 +297,7 @@ def _commons(
         raise StepError(
             given="shoal.Hogwild(server=False)",
             found=f"the ranks cannot share memory: {found}",
-            fix="server=True, or leave it out; or all ranks on one machine",
+            fix="pass server=True, or leave it out; or start all ranks on one machine",
         )
     from shoal.strategies.asynchronous.parameter_server import serve  # imports torch RPC
 

@@ -119,8 +119,8 @@ def private(like: Sequence[Tensor], world: World) -> SharedMemory:
 def shared(like: Sequence[Tensor], world: World) -> SharedMemory | str:
     """Return parameters in memory that all ranks have mapped, or the reason why they can't. Collective.
 
-    The memory has no name, so that no file remains if processes are killed: rank 0 creates a file in
-    memory, and the others open it through the descriptor of rank 0.
+    The memory is anonymous, so no file remains if processes are killed: rank 0 creates an in-memory
+    file, and the others open it through rank 0's file descriptor.
     """
     size = _size(like, world.size)
     descriptor, path = -1, ""

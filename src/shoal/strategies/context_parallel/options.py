@@ -16,7 +16,7 @@ from shoal.util.errors import StepError
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """Context parallelism: each rank of the axis `context` computes a slice of every sequence.
+    """Context parallelism: each rank of the `context` axis computes a slice of every sequence.
 
     The hidden state, of shape (batch, length, features), is split along its length where it enters the
     first unit and gathered where it leaves the last. Other inputs that have the dimension of the
@@ -32,7 +32,7 @@ class ContextParallel:
     Args:
         modules: Patterns of module names, such as "blocks.*". Each match is a unit. None means the
             repeated blocks of the model. Default: None.
-        check: Run the first forward twice more, split and unsplit, and compare the outputs.
+        check: Run the first forward pass two more times, split and unsplit, and compare the outputs.
             Default: True.
 
     Raises:
@@ -58,7 +58,8 @@ class ContextParallel:
                 found=f"{nested[0]} is a unit inside another unit"
                 if nested
                 else "the model has no repeated blocks",
-                fix='shoal.ContextParallel(modules=("encoder.*",)), with names as in named_modules()',
+                fix='pass shoal.ContextParallel(modules=("encoder.*",)), with names as in '
+                "named_modules()",
             )
         if world.layout.degree("context") > 1:
             refuse_coupled(model, "shoal.ContextParallel()", "each rank has a slice of each sample")

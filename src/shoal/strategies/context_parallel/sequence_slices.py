@@ -50,7 +50,7 @@ class _Stack:
 
     names: list[str] = field(default_factory=list)
     length: int | None = None
-    """Length of the full sequence, while a forward is between the first and the last unit."""
+    """Length of the full sequence, while a forward pass is between the first and the last unit."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ class _SlicedForward(_Forward):
             found=f"{first}, where sequences are sliced, did not run before it"
             if whole is None
             else f"slices have length {whole // self._peers.size} since {first}",
-            fix="modules=(…) that run one after the other, in the order of their names, each time",
+            fix="pass modules=(…) that run one after the other, in the order of their names, each time",
         )
 
     def _cut(self, value: Any, batch: int, length: int) -> Any:
@@ -184,14 +184,14 @@ class _ModelForward(_Forward):
 
     def _run(self, args: Any, named: Any) -> Any:
         for stack in self._stacks:
-            stack.length = None  # of a forward that failed
+            stack.length = None  # of a forward pass that failed
         output = self._forward(*args, **named)
         for stack in self._stacks:
             if stack.length is not None:
                 raise StepError(
                     given=f"shoal.ContextParallel() around {type(self._module).__name__}",
                     found=f"its forward ended without {stack.names[-1]}, where sequences are gathered",
-                    fix="modules=(…) that all run in every forward",
+                    fix="pass modules=(…) that all run in every forward pass",
                 )
         return output
 
@@ -304,7 +304,7 @@ def _hidden(name: str, values: Any) -> Tensor:
     raise StepError(
         given=f"shoal.ContextParallel() and {name or 'the model'}",
         found=f"it has no input, or no output, of shape (batch, length, features): {shapes}",
-        fix="modules=(…) that map such a tensor to another; no modules for embeddings or images",
+        fix="pass modules=(…) that map such a tensor to another, not modules for embeddings or images",
     )
 
 
@@ -330,6 +330,6 @@ def _sequence_dim(value: Tensor, batch: int, length: int, name: str) -> int | No
             given=f"an argument of shape {tuple(shape)} for {name or 'the model'}",
             found=f"batch and sequence both have length {length}, so its rows may belong to samples "
             "or to positions",
-            fix="another batch_size or micro_batches; or tables with a first dimension of 1",
+            fix="use another batch_size or micro_batches, or tables with a first dimension of 1",
         )
     return places[0] if places else None

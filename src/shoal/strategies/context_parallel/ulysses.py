@@ -110,7 +110,7 @@ class HeadParallelAttention(TorchFunctionMode):
                 given=f"shoal.ContextParallel() and attention in {self._unit}",
                 found=f"queries of shape {tuple(query.shape)} and keys of {tuple(key.shape)}, not one "
                 "sequence of (batch, heads, length, features)",
-                fix="modules=(…) with self-attention only",
+                fix="pass modules=(…) with self-attention only",
             )
         heads = {query.size(1), key.size(1)}
         odd = [count for count in sorted(heads) if count % self._peers.size]
@@ -119,7 +119,7 @@ class HeadParallelAttention(TorchFunctionMode):
             raise LayoutError(
                 given=f"layout with context={self._peers.size} and attention in {self._unit}",
                 found=f"it has {odd[0]} {what} on this rank, not divisible by {self._peers.size}",
-                fix=f"context=N with an N that divides {odd[0]}; use shard=N for the other ranks",
+                fix=f"pass context=N with an N that divides {odd[0]}; use shard=N for the other ranks",
             )
 
     def _check_multi_head(self, named: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class HeadParallelAttention(TorchFunctionMode):
             raise StepError(
                 given=f"shoal.ContextParallel() and nn.MultiheadAttention in {self._unit}",
                 found="need_weights is set, and each rank has the weights of its slice only",
-                fix="need_weights=False in the call",
+                fix="pass need_weights=False in the call",
             )
 
     @contextlib.contextmanager
@@ -177,6 +177,6 @@ def _masked(unit: str) -> StepError:
     return StepError(
         given=f"shoal.ContextParallel() and an attention mask in {unit}",
         found="a mask relates all positions to each other, and each rank has only a slice of them",
-        fix="is_causal=True in place of a causal mask; for padding at the end of causal sequences, no "
-        "mask: earlier tokens do not attend to it, so exclude it from the loss",
+        fix="use is_causal=True instead of a causal mask; for padding at the end of causal sequences, "
+        "pass no mask: earlier tokens do not attend to it, so exclude it from the loss",
     )

@@ -36,7 +36,7 @@ class PowerSGD:
         rank: Rank of the approximation, at least 1. A larger rank is more exact and sends more bytes.
             Default: 4.
         warmup_steps: Number of steps at the start without compression, because gradients are large and
-            change fast there. Default: 10.
+            change fast at first. Default: 10.
 
     Raises:
         StepError: If an argument is not an integer or too small.
@@ -134,7 +134,7 @@ def check_compression(compress: object) -> Compress:
         given=f"shoal.DDP(compression={compress!r})",
         found="the compression methods are 'fp16', 'bf16', 'int8', shoal.PowerSGD(…), "
         "shoal.TopK(…) and 'auto'",
-        fix="shoal.DDP(compression='auto'), which measures the network and chooses",
+        fix="use shoal.DDP(compression='auto'), which measures the network and chooses",
     )
 
 

@@ -3,7 +3,7 @@
 torch's DistributedDataParallel serves as a *reducer* here: it buckets gradients and all-reduces each
 bucket while backward runs. It wraps a private holder of the user's module, and Shoal never calls the
 forward through it. So the user's module is not wrapped, needs no hooks and no `no_sync`, and the engine
-tells the reducer when a backward is the last of a batch.
+tells the reducer when a backward pass is the last of a batch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SingleProcess:
             raise StepError(
                 given=f"shoal.SingleProcess() in a world of {world.size} processes",
                 found="each process would train a separate model",
-                fix="shoal.DDP(), or leave the strategy out",
+                fix="pass shoal.DDP(), or leave the strategy out",
             )
         bring(model, world)
         return local_engine(model, world)
@@ -112,7 +112,7 @@ class DDP:
             raise StepError(
                 given=f"shoal.DDP(bucket_cap_mb={self.bucket_cap_mb})",
                 found="bucket_cap_mb must be positive",
-                fix="bucket_cap_mb=25, the default of torch",
+                fix="pass bucket_cap_mb=25, the default of torch",
             )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
@@ -120,9 +120,9 @@ class DDP:
         if any(map(is_divided, model.parameters())):
             raise StepError(
                 given="shoal.DDP() around a model whose layers are sharded",
-                found="the reducer of DDP loses sharded parameters after the first forward",
-                fix="shoal.TensorParallel(plan=…) alone, which sums over replicas too, or followed by "
-                "shoal.FSDP()",
+                found="the reducer of DDP loses sharded parameters after the first forward pass",
+                fix="use shoal.TensorParallel(plan=…) alone, which also sums over replicas, or "
+                "followed by shoal.FSDP()",
             )
         bring(model, world)
         check_replicas(model, world)
@@ -326,7 +326,7 @@ class DDPReducer(Reducer):
                 given=f"shoal.DDP() around {type(self.held.module).__name__}",
                 found="parameters that earlier batches used got no gradient in the last micro-batch "
                 f"of this one{some}; the parameters were not changed",
-                fix="shoal.DDP(find_unused_parameters=True) if the loss does not always use all "
+                fix="use shoal.DDP(find_unused_parameters=True) if the loss does not always use all "
                 "parameters; freeze or convert parameters before parallelize",
             ) from None
 
@@ -339,7 +339,7 @@ class DDPReducer(Reducer):
         if tally is None:
             raise StepError(
                 given="the gradients of a batch",
-                found="no backward of its last micro-batch",
+                found="no backward pass of its last micro-batch",
                 fix=IN_A_LOOP,
             )
         self._tally.grad = None
@@ -353,13 +353,13 @@ class DDPReducer(Reducer):
     def _prime(self) -> None:
         """Reduce gradients of zeros once, so that the reducer rebuilds its buckets now.
 
-        The reducer rebuilds its buckets after the first backward anyway, in the order in which
+        The reducer rebuilds its buckets after the first backward pass anyway, in the order in which
         gradients arrived. A resumed run would do so again and sum in a different order than the
         uninterrupted run in that one step, which shows in the last bit from 3 ranks on. Priming fixes
         the order to the reverse order of the parameters, torch's own first guess, whether the run is
         fresh or resumed.
 
-        Each leaf gets a separate backward: autograd runs the roots of one backward in an arbitrary
+        Each leaf gets a separate backward: autograd runs the roots of one backward pass in an arbitrary
         order, and buckets in that order would hold the last gradients first, so that no all-reduce
         could start before the end of backward.
         """
@@ -380,7 +380,8 @@ class DDPReducer(Reducer):
         roots, seeds = [loss, self._tally], [torch.zeros_like(loss), value]
         torch.autograd.backward(roots, seeds, retain_graph=True)
         handle.remove()
-        # The reducer notes the order of the gradients only in the second backward of a static graph.
+        # The reducer notes the order of the gradients only in the second backward pass of a static
+        # graph.
         self._reducer.begin()
         torch.autograd.backward(roots, seeds, retain_graph=True)
         for leaf, gradient in kept:
@@ -396,8 +397,8 @@ class DDPReducer(Reducer):
             raise StepError(
                 given=f"shoal.DDP() around {type(self.held.module).__name__}",
                 found=f"parameters that the loss does not use: {', '.join(names)}",
-                fix="shoal.DDP(find_unused_parameters=True), or freeze them with requires_grad_(False) "
-                "beforehand",
+                fix="use shoal.DDP(find_unused_parameters=True), or freeze them with "
+                "requires_grad_(False) beforehand",
             )
 
 
@@ -441,12 +442,12 @@ class DataParallel:
     defers: ClassVar[bool] = False
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Return an engine that runs each forward on all visible GPUs."""
+        """Return an engine that runs each forward pass on all visible GPUs."""
         if world.size > 1:
             raise StepError(
                 given=f"shoal.DataParallel() in a world of {world.size} processes",
                 found="DataParallel uses several GPUs from one process; DDP uses several processes",
-                fix="shoal.DDP(), or start one process",
+                fix="use shoal.DDP(), or start one process",
             )
         visible = torch.cuda.device_count() if world.device.type == "cuda" else 0
         if visible < 2:

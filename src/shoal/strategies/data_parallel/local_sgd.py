@@ -102,7 +102,7 @@ class DiLoCo:
             raise StepError(
                 given=f"shoal.DiLoCo(lr={self.lr!r}, momentum={self.momentum!r})",
                 found="the outer learning rate must be positive, and the momentum in [0, 1)",
-                fix="lr=0.7, momentum=0.9, the values of the paper",
+                fix="use lr=0.7 and momentum=0.9, the values in the paper",
             )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
@@ -173,11 +173,11 @@ class AveragingEngine(Engine):
         return self._local.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
-        """Run the forward compiled; see the contract."""
+        """Run the forward pass compiled; see the contract."""
         self._local.compile(how)
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler`; see the contract."""
+        """Run the forward pass compiled by `compiler`; see the contract."""
         self._local.compile_with(compiler)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:

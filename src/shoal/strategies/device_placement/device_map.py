@@ -106,7 +106,7 @@ def balance(
             given=given,
             found=f"{len(spots)} devices, but only {len(atoms)} part(s) of {type(model).__name__} that "
             "can be on different devices",
-            fix="fewer devices, or a map: shoal.DevicePlacement({'encoder': 0, 'decoder': 1})",
+            fix="use fewer devices, or pass a map: shoal.DevicePlacement({'encoder': 0, 'decoder': 1})",
         ) from None
     entries: dict[str, DeviceSlot] = {}
     held = []
@@ -146,9 +146,9 @@ def _named(model: nn.Module, entries: Mapping[str, DeviceSlot], given: str) -> d
             raise StepError(
                 given=given,
                 found=f"no module of {type(model).__name__} matches {pattern!r}",
-                fix=f"one of these: {', '.join(map(repr, near))}"
+                fix=f"use one of these: {', '.join(map(repr, near))}"
                 if near
-                else "'' for the model itself, which has no submodules",
+                else "use '' for the model itself, which has no submodules",
             )
         for name in found:
             if named.setdefault(name, spot) != spot:
@@ -160,7 +160,7 @@ def _contradiction(given: str, found: str, spot: DeviceSlot) -> StepError:
     return StepError(
         given=given,
         found=f"{found}; one places it on {spot.device}, and the other on another device",
-        fix="one device per module; an entry of a submodule overrides that of its parent",
+        fix="map each module to one device; the entry of a submodule overrides its parent's entry",
     )
 
 
@@ -179,13 +179,13 @@ def _check_tensors(model: nn.Module, spots: Mapping[nn.Module, DeviceSlot], give
                     given=given,
                     found=f"{other} and {full} are one tensor, placed on {spot.device} and on "
                     f"{spots[module].device}",
-                    fix="one device for both modules; hooks move the inputs of the second one there",
+                    fix="put both modules on one device; hooks move the second module's inputs to it",
                 )
     if loose:
         raise StepError(
             given=given,
             found=f"no entry of the map covers {first(loose)}",
-            fix="add their modules; or add '': 0 for all other modules",
+            fix="add their modules, or add '': 0 for all other modules",
         )
 
 

@@ -20,7 +20,7 @@ ATTRIBUTE = "_shoal_placing"
 class PlacementRecord:
     """Record that `shoal.DevicePlacement` attaches to a model.
 
-    `in_flight` is the number of micro-batches that run forward before a backward, None for all if
+    `in_flight` is the number of micro-batches that run forward before a backward pass, None for all if
     there are several devices. `hooked` says whether hooks move the arguments of its modules.
     """
 
@@ -32,8 +32,8 @@ class PlacementRecord:
 class DeviceSpan:
     """The devices of a model's parameters.
 
-    `in_flight` is the number of micro-batches that run forward before a backward, None for all of a
-    batch. `hooked` says whether hooks move the arguments of its modules.
+    `in_flight` is the number of micro-batches that run forward before a backward pass, None for all of
+    a batch. `hooked` says whether hooks move the arguments of its modules.
     """
 
     devices: tuple[torch.device, ...]
@@ -71,8 +71,8 @@ def check_strategies(model: nn.Module, strategies: Sequence[Any]) -> None:
             raise StepError(
                 given=f"shoal.{name}(…) around {_described(model, span)}",
                 found="this strategy needs the model, or its shard, on a single device in each process",
-                fix="[shoal.DevicePlacement(…), shoal.DDP()]; or no shoal.DevicePlacement(…), a model "
-                "on one device, and one process per device",
+                fix="pass [shoal.DevicePlacement(…), shoal.DDP()]; or leave shoal.DevicePlacement(…) "
+                "out, build the model on one device, and start one process per device",
             )
     for unit in units_that_run_again(model):
         if len({parameter.device for parameter in unit.parameters()}) > 1:
@@ -80,7 +80,8 @@ def check_strategies(model: nn.Module, strategies: Sequence[Any]) -> None:
                 given=f"shoal.ActivationCheckpointing(…) around {_described(model, span)}",
                 found=f"a {type(unit).__name__} that is recomputed is on several devices, and torch "
                 "saves the random state of only one",
-                fix="shoal.ActivationCheckpointing(modules=…) with units that are on one device each",
+                fix="use shoal.ActivationCheckpointing(modules=…) with units that are on one device "
+                "each",
             )
 
 
@@ -102,9 +103,9 @@ def check_replicas(model: nn.Module, world: World) -> None:
             found="the ranks have different parts of it on the first, second, … of their devices"
             if differ
             else "torch's DDP needs all parameters on devices of one type",
-            fix="shoal.init(devices_per_rank=2) and Net(*world.devices), the same on every rank"
+            fix="use shoal.init(devices_per_rank=2) and Net(*world.devices) on every rank"
             if differ
-            else "use only GPUs or only the CPU; or one process",
+            else "use only GPUs or only the CPU, or start one process",
         )
 
 

@@ -77,7 +77,7 @@ class DevicePlacement:
         raise StepError(
             given=repr(self),
             found=found,
-            fix=f"{MAP}, or shoal.DevicePlacement(('cuda:0', 'cuda:1'), in_flight=4)",
+            fix=f"use {MAP}, or shoal.DevicePlacement(('cuda:0', 'cuda:1'), in_flight=4)",
         )
 
     def spread(self, model: nn.Module, world: World) -> None:
@@ -87,7 +87,7 @@ class DevicePlacement:
             raise StepError(
                 given=f"two shoal.DevicePlacement(…) for one {type(model).__name__}",
                 found="each of them would place the complete model",
-                fix="one shoal.DevicePlacement(…) with a map of all modules",
+                fix="use one shoal.DevicePlacement(…) with a map of all modules",
             )
         if isinstance(self.device_map, Mapping):
             entries = {
@@ -165,7 +165,7 @@ def _named(where: Any, world: World, given: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         found = f"{where!r}: {str(error).splitlines()[0].partition('. ')[0]}"
     if found:
-        raise StepError(given=given, found=found, fix='"cpu", "cuda:0", or ' + fix)
+        raise StepError(given=given, found=found, fix='use "cpu", "cuda:0", or ' + fix)
     alone = world.placement.local_size == 1 or accelerator.streams(device) is None
     if not alone and device not in world.devices:
         own = ", ".join(map(str, world.devices))
@@ -173,6 +173,6 @@ def _named(where: Any, world: World, given: str) -> torch.device:
             given=given,
             found=f"{device} does not belong to this rank, which has {own}; "
             f"{world.placement.local_size} ranks run on this machine",
-            fix=f"shoal.init(devices_per_rank=2), and {fix}",
+            fix=f"call shoal.init(devices_per_rank=2), and use {fix}",
         )
     return device

@@ -22,11 +22,11 @@ class ForwardCopies:
         self._made: dict[tuple[int, torch.device, bool], tuple[Tensor, int, Tensor]] | None = None
 
     def begin(self, model: nn.Module, args: Any) -> None:
-        """Begin the copies of a forward of the model; a hook."""
+        """Begin the copies of a forward pass of the model; a hook."""
         self._made = {}
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Drop the copies after a forward, complete or failed; a hook. A recomputation copies again."""
+        """Drop the copies after a forward pass, complete or failed; a hook. It copies again later."""
         self._made = None
 
     def bring(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -36,7 +36,7 @@ class ForwardCopies:
         if self._made is None or tensor.is_inference():  # inference tensors have no version
             return send(tensor, device)
         key = (id(tensor), device, torch.is_grad_enabled())
-        # The tensor is kept with its copy, so that no other tensor gets its id meanwhile.
+        # The tensor is kept with its copy, so that no other tensor can get its id.
         _, copied, copy = self._made.get(key, (tensor, -1, tensor))
         if copied != version(tensor):
             copy = send(tensor, device)

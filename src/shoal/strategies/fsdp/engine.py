@@ -50,7 +50,7 @@ def fsdp_engine(
     """Return the engine of a model that `divide` has sharded, which returned its `precision`.
 
     `whole` sums gradients over ranks after the last micro-batch only. `reshard` frees parameters
-    between forward and backward.
+    between the forward and the backward pass.
     """
     divided = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in divided[:1] if reshard else divided:
@@ -188,10 +188,10 @@ def divide(
 
 
 def _free_without_backward(part: nn.Module, *_: object) -> None:
-    """Free the parameters gathered for a forward without a backward.
+    """Free the parameters that were gathered for a forward pass without a backward pass.
 
-    Without `reshard_after_forward`, torch would keep them, and the next forward would compute with
-    them, although the shards may have changed meanwhile.
+    Without `reshard_after_forward`, torch would keep them, and the next forward pass would compute with
+    them, although the shards may have changed since.
     """
     if not torch.is_grad_enabled() and isinstance(part, FSDPModule):
         part.reshard()
@@ -200,7 +200,7 @@ def _free_without_backward(part: nn.Module, *_: object) -> None:
 def _gather_again(part: nn.Module, *_: object) -> None:
     """Free gathered parameters of a forward whose backward has not run, except in a recomputation.
 
-    torch would compute with them, although the shards may have changed meanwhile.
+    torch would compute with them, although the shards may have changed since.
     """
     if isinstance(part, FSDPModule) and not in_backward():
         part.reshard()

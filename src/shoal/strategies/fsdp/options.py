@@ -29,8 +29,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class FSDP:
     """Fully sharded data parallelism (FSDP2, ZeRO): ranks shard parameters and optimizer state.
 
-    Each rank of the layout's axis `shard` keeps a shard of every parameter, of its gradient and of its
-    optimizer state. With the axis `replicate` too, each shard has that many copies, and gradients are
+    Each rank of the layout's `shard` axis keeps a shard of every parameter, of its gradient and of its
+    optimizer state. With the `replicate` axis too, each shard has that many copies, and gradients are
     summed over both axes (HSDP). Rajbhandari et al. 2020; Zhao et al. 2023.
 
     `parallelize(Model, world, FSDP())`, with a function that creates the model in place of the model,
@@ -39,8 +39,8 @@ class FSDP:
     Args:
         modules: Patterns of module names, such as "blocks.*". The parameters of each match are
             gathered together. None means the repeated blocks of the model. Default: None.
-        reshard_after_forward: Free the gathered parameters of a unit between forward and backward
-            (ZeRO-3). If False, they stay gathered until backward has used them (ZeRO-2).
+        reshard_after_forward: Free the gathered parameters of a unit between the forward and backward
+            pass (ZeRO-3). If False, they stay gathered until backward has used them (ZeRO-2).
             Default: True.
         param_dtype: The dtype in which parameters are gathered and used: "fp32", "bf16" or "fp16".
             None means the dtype of `Step(precision=…)`: 16 bits for "bf16" and "fp16", the dtype of the
@@ -82,7 +82,7 @@ class FSDP:
                 raise StepError(
                     given=f"shoal.FSDP({option}={value!r})",
                     found=f"{option} is one of {', '.join(map(repr, allowed))}",
-                    fix="shoal.FSDP(param_dtype='bf16', reduce_dtype='fp32'), or leave it out",
+                    fix="pass shoal.FSDP(param_dtype='bf16', reduce_dtype='fp32'), or leave it out",
                 )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
@@ -101,7 +101,7 @@ class FSDP:
             raise LayoutError(
                 given=f"shoal.FSDP() with layout='{world.layout}'",
                 found="the layout has no axis over which parameters could be sharded",
-                fix="shoal.init(layout='shard=-1'), or 'replicate=2,shard=-1' to keep two copies",
+                fix="call shoal.init(layout='shard=-1'), or 'replicate=2,shard=-1' to keep two copies",
             )
         from shoal.strategies.fsdp.engine import fsdp_engine  # imports DTensor, which takes 0.5 s
 
@@ -139,18 +139,19 @@ def _check_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
             if parameter.is_complex():
                 found = f"{name} is complex, and FSDP2 can only sum real numbers"
                 fix = (
-                    "nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex(self.w) in forward"
+                    "store nn.Parameter(torch.view_as_real(w)), and call "
+                    "torch.view_as_complex(self.w) in forward"
                 )
             elif owner != unit:
                 found = (
                     f"{other} and {name} are one parameter in two units, gathered at different times"
                 )
-                fix = "units that hold both or neither; with shoal.FSDP(modules=()), the model is one"
+                fix = "choose units that hold both or neither; shoal.FSDP(modules=()) makes one unit"
             elif dtype != parameter.dtype:
                 found = (
                     f"{typical} is {dtype}, and {name} is {parameter.dtype}; a unit has a single dtype"
                 )
-                fix = "model.to(torch.float32), or modules=(…) that separate them"
+                fix = "call model.to(torch.float32), or pass modules=(…) that separate them"
             else:
                 continue
             raise StepError(

@@ -75,7 +75,7 @@ class GatheredPrecision:
         try:
             yield
         finally:
-            self._wanted = before  # used by the next forward, if there is one
+            self._wanted = before  # used by the next forward pass, if there is one
 
     def _follow(self, *_: object) -> None:
         if not torch.compiler.is_compiling():

@@ -66,7 +66,8 @@ def crew_of(
     peers: Sequence[int],
     given: str,
 ) -> StageAssignment:
-    """Return the crew of the ranks `peers`. `workers` are indices into `peers`; None: one per stage.
+    """Return the assignment of stages to the ranks `peers`. `workers` are indices into `peers`; None:
+    one per stage.
 
     Raises LayoutError unless each of the ranks runs one stage.
     """
@@ -80,8 +81,9 @@ def crew_of(
         raise LayoutError(
             given=given,
             found=f"{found}; each rank runs one of the stages {', '.join(names)}",
-            fix=f"shoal run -n {len(taken)} …; or workers={{{names[0]!r}: (0,), …}} with all of the "
-            f"ranks 0 to {len(peers) - 1}, and several of them for a slow stage",
+            fix=f"start {len(taken)} ranks (shoal run -n {len(taken)} …), or pass workers="
+            f"{{{names[0]!r}: (0,), …}} with all ranks from 0 to {len(peers) - 1}, several of them for "
+            "a slow stage",
         )
     return StageAssignment(
         tuple(names), tuple(tuple(peers[place] for place in some) for some in places)
@@ -105,7 +107,7 @@ def split_points(
                     given=given,
                     found=f"stage {name!r} has {module!r}, which the model does not call; it calls "
                     + ", ".join(calls),
-                    fix="names of modules as in named_modules() that the forward calls",
+                    fix="use names of modules, as in named_modules(), that the forward calls",
                 )
     owners = {call: _owner(call, stages, bare, given) for call in calls}
     order, points = list(stages), []
@@ -120,7 +122,8 @@ def split_points(
             raise StepError(
                 given=given,
                 found=f"stages out of order: after {behind} the model calls {call} of {owner!r}",
-                fix="stages in the order in which the forward calls their modules: " + ", ".join(calls),
+                fix="list the stages in the order in which the forward pass calls their modules: "
+                + ", ".join(calls),
             )
         if number > max(0, before[1]):
             points.append(call)
@@ -137,13 +140,13 @@ def _owner(
         raise StepError(
             given=given,
             found=f"{call} is in the stages {named[0]!r} and {named[1]!r}",
-            fix="each module in one stage",
+            fix="put each module in one stage",
         )
     if not named and call not in bare:
         raise StepError(
             given=given,
             found=f"{call} has parameters or buffers and is in no stage",
-            fix=f"{call!r} in one of the stages {', '.join(map(repr, stages))}",
+            fix=f"put {call!r} in one of the stages {', '.join(map(repr, stages))}",
         )
     return named[0] if named else None
 

@@ -156,7 +156,7 @@ class SplitCheck:
         everyone = self._uncut.members.gather(min(mine, default=None))
         places = [index for index in everyone if index is not None]
         if not places:
-            return "its output differs from that of one process, after the last module"
+            return "its output differs from the output on one process, after the last module"
         name = self._uncut.name_of(min(places))
         return f"the input of {name} differs from that in one process"
 
@@ -181,7 +181,7 @@ class SplitCheck:
                 found="one of its modules changes a tensor of the batch in place, of shape "
                 f"{tuple(changed[0].shape)}; the loss and the other stages get the original on other "
                 "ranks",
-                fix="x = x * 2 in place of x.mul_(2) or x *= 2 in that module",
+                fix="write x = x * 2 instead of x.mul_(2) or x *= 2 in that module",
             )
 
     def _say(self, why: str) -> None:

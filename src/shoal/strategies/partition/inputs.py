@@ -53,7 +53,7 @@ def by_name(
             given=f"the inputs of a {kind} in stages: {len(positional)} positional, "
             f"{sorted(named)} by keyword",
             found=f"{error}; arguments with defaults keep them",
-            fix=f"shoal.Task(loss, inputs=…) with {', '.join(signature.parameters)}",
+            fix=f"use shoal.Task(loss, inputs=…) with {', '.join(signature.parameters)}",
         ) from None
 
 

@@ -80,7 +80,7 @@ class OuterGraph:
                 given=given,
                 found="split points must be in the order in which the model calls its modules: "
                 + ", ".join(self.calls()),
-                fix="each split point once, in this order, and not the first module",
+                fix="list each split point once, in this order, without the first module",
             )
         stage_of = {
             node: sum(number <= index for number in numbers) for index, node in enumerate(nodes)
@@ -108,8 +108,8 @@ class OuterGraph:
                 raise StepError(
                     given=self.given,
                     found=f"its forward changes {changed} in place ({node.target})",
-                    fix="x = x * 2 in place of x *= 2 or x.mul_(2); move counters of calls into a "
-                    "separate module",
+                    fix="write x = x * 2 instead of x *= 2 or x.mul_(2); move counters of calls into "
+                    "a separate module",
                 )
 
     def _number(self, nodes: Sequence[fx.Node], name: str, given: str) -> int:
@@ -121,7 +121,8 @@ class OuterGraph:
             given=given,
             found=f"{type(self.model).__name__} does not call a module {name!r}; it calls "
             + ", ".join(self.calls()),
-            fix="split points are names of modules as in named_modules(), each the first of a stage",
+            fix="pass names of modules as in named_modules(): each split point is the first module of "
+            "a stage",
         )
 
 
@@ -138,7 +139,7 @@ def trace(model: nn.Module, opened: Iterable[str], asked: str = OuterGraph.asked
         raise StepError(
             given=given,
             found=f"its forward takes any number of inputs, {several[0]}",
-            fix="def forward(self, x): …, with a name for each input",
+            fix="write def forward(self, x): …, with a name for each input",
         )
     signature = inspect.Signature([p for p in parameters if p.default is p.empty])
     return OuterGraph(model, graph_of(model, set(opened), signature, given), signature, asked)

@@ -1,9 +1,9 @@
 """The outer forward of a model as a graph: torch.fx with proxies that behave like tensors.
 
 torch's proxies are not tensors, have every attribute, and forget under which `no_grad` they were
-computed, so that a forward silently takes other branches with them than with tensors. Here a proxy is a
-tensor when the forward asks for its class, and a node of the graph verifies this on every batch. Code
-that a graph cannot represent raises StepError with the line of the forward.
+computed, so that a forward pass silently takes other branches with them than with tensors. Here a proxy
+is a tensor when the forward asks for its class, and a node of the graph verifies this on every batch.
+Code that a graph cannot represent raises StepError with the line of the forward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MODULE = "move that code into a submodule, which is not split"
 
 
 class _TraceMode(NamedTuple):
-    """Mode in which a forward is traced."""
+    """Mode in which a forward pass is traced."""
 
     training: bool = True
     gradients: bool = True
@@ -72,7 +72,7 @@ class _RefusedError(Exception):
 
 
 def expect_tensor(value: object, where: str) -> None:
-    """Raise StepError unless `value` is a tensor, as tracing assumed; a node of the graph."""
+    """Raise StepError unless `value` is a tensor, as tracing assumed. This function is a graph node."""
     if not isinstance(value, Tensor):
         raise StepError(
             given=f"a model in stages, whose forward checks the class of a value at {where}",
@@ -155,7 +155,7 @@ _ANSWERS = {
     "getattr": _true_getattr,
     "callable": _true_callable,
 }
-"""Replacements of these functions while a forward is traced."""
+"""Replacements of these functions while a forward pass is traced."""
 
 
 @contextmanager
@@ -336,7 +336,8 @@ def _refuse_bound(parts: Sequence[nn.Module], given: str) -> None:
             raise StepError(
                 given=given,
                 found=f"the forward of a {type(part).__name__} was replaced on the object",
-                fix="def forward(self, …): … in its class, or types.MethodType(forward, module)",
+                fix="write def forward(self, …): … in its class, or use types.MethodType(forward, "
+                "module)",
             )
 
 
@@ -406,7 +407,7 @@ def _asked_by_fx() -> bool:
 
 
 def _explained(error: Exception, given: str) -> ShoalError:
-    """Return the StepError for a forward that failed while it was traced."""
+    """Return the StepError for a forward pass that failed while it was traced."""
     if isinstance(error, ShoalError):
         return error
     frames, trace = [], error.__traceback__

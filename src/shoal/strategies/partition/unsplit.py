@@ -32,7 +32,7 @@ _META = torch.device("meta")
 
 
 class DiffersError(Exception):
-    """Error for a forward that calls other modules than the stages."""
+    """Error for a forward pass that calls other modules than the stages."""
 
 
 class UnsplitModelError(Exception):
@@ -40,7 +40,7 @@ class UnsplitModelError(Exception):
 
 
 class UnsplitModel:
-    """The original model. Runs the outer forward as the user wrote it; created before the split.
+    """The original model, created before the split. It runs the outer `forward` as the user wrote it.
 
     `compute` calls a module of this rank's stages, given the number of the stage and the name.
     """
@@ -205,7 +205,7 @@ class UnsplitModel:
             *model.named_buffers(remove_duplicate=False),
         ):
             known[id(tensor)].append(name)
-        # A tensor that is neither parameter nor buffer is on every rank, and has no name here.
+        # A tensor that is neither parameter nor buffer is on every rank, and has no name.
         return [names for names in known.values() if not wanted.isdisjoint(names)]
 
     def _fill(self) -> None:

@@ -33,10 +33,10 @@ from shoal.util.errors import LayoutError, StepError
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Pipeline parallelism: consecutive stages of the model on the ranks of the axis `pipeline`.
+    """Pipeline parallelism: consecutive stages of the model on the ranks of the `pipeline` axis.
 
-    With the axis `replicate`, gradients are summed over replicas after the last micro-batch. With the
-    axis `shard`, the parameters of each stage are sharded too. The number of micro-batches is that of
+    With the `replicate` axis, gradients are summed over replicas after the last micro-batch. With the
+    `shard` axis, the parameters of each stage are sharded too. The number of micro-batches comes from
     the `Loader`. Exactly one of `split_points` and `example_args` is required.
 
     Args:
@@ -45,18 +45,18 @@ class Pipeline:
         example_args: Positional arguments of one micro-batch. Shoal runs them once to measure the cost
             of each part, and splits the model so that the slowest stage is as fast as possible.
             Default: None.
-        schedule: Order of forwards and backwards: "gpipe", "1f1b" or, with several stages per rank,
-            "interleaved", "looped", "zero-bubble", "zbv", "dualpipev" (Huang 2019; Narayanan 2019,
-            2021; Lamy-Poirier 2022; Qi 2023, 2024; DeepSeek 2025). Default: "1f1b".
+        schedule: Order of forward and backward passes: "gpipe", "1f1b" or, with several stages per
+            rank, "interleaved", "looped", "zero-bubble", "zbv", "dualpipev" (Huang 2019; Narayanan
+            2019, 2021; Lamy-Poirier 2022; Qi 2023, 2024; DeepSeek 2025). Default: "1f1b".
         stages_per_rank: Number of stages per rank, for schedules with any number of them. None means
             the number that `split_points` defines or, with `example_args`, 1 for "gpipe" and "1f1b"
             and 2 for the others. Default: None.
-        stage_strategy: How the axis `shard` shards the parameters of each stage.
+        stage_strategy: How the `shard` axis shards the parameters of each stage.
             Default: `FSDP(reshard_after_forward=False, accumulate="whole")`.
 
     Raises:
-        StepError: If an option has no such value, or the model cannot be split there.
-        LayoutError: If the layout has no axis `pipeline`, has the axis `context`, or its degree does
+        StepError: If an option has no such value, or the model cannot be split at these points.
+        LayoutError: If the layout has no `pipeline` axis, has the `context` axis, or its degree does
             not fit the number of stages.
 
     Examples:
@@ -82,7 +82,7 @@ class Pipeline:
             raise StepError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r})",
                 found=f"schedule is one of {', '.join(SCHEDULES)}",
-                fix="schedule='1f1b', or 'interleaved' with two stages per rank",
+                fix="use schedule='1f1b', or 'interleaved' with two stages per rank",
             )
         if isinstance(self.split_points, str) or (self.split_points is None) == (
             self.example_args is None
@@ -92,15 +92,15 @@ class Pipeline:
                 f"{'…' if self.example_args is not None else None})",
                 found="give exactly one of them: split_points lists the modules that begin a stage, "
                 "and example_args lets Shoal measure the parts of the model",
-                fix="split_points=('blocks.4',), or example_args=(inputs,) of one micro-batch",
+                fix="pass split_points=('blocks.4',), or example_args=(inputs,) of one micro-batch",
             )
         if not isinstance(self.stage_strategy, FSDP):
             raise StepError(
                 given=f"shoal.Pipeline(stage_strategy={self.stage_strategy!r})",
                 found="torch's DDP sums gradients of a pipeline wrongly in most schedules; replicas "
                 "need no strategy, because Shoal sums their gradients after the last micro-batch",
-                fix="layout='replicate=2,pipeline=2' with shoal.Pipeline(…) alone, or stage_strategy="
-                "shoal.FSDP(reshard_after_forward=False, accumulate='whole') with "
+                fix="use layout='replicate=2,pipeline=2' with shoal.Pipeline(…) alone, or "
+                "stage_strategy=shoal.FSDP(reshard_after_forward=False, accumulate='whole') with "
                 "layout='shard=2,pipeline=2'",
             )
         if self.stage_strategy.reshard_after_forward or self.stage_strategy.accumulate != "whole":
@@ -121,7 +121,7 @@ class Pipeline:
         """Return the timetable of the schedule: what each rank computes in each unit of time.
 
         Args:
-            ranks: Degree of the axis `pipeline`, at least 2.
+            ranks: Degree of the `pipeline` axis, at least 2.
             micro_batches: Number of micro-batches per local batch, at least 1.
 
         Returns:
@@ -140,15 +140,16 @@ class Pipeline:
         if ranks == 1:
             raise LayoutError(
                 given=f"shoal.Pipeline() with layout='{world.layout}'",
-                found="the layout has no axis `pipeline`",
-                fix="shoal.init(layout='pipeline=2'), or 'replicate=2,pipeline=2' for two replicas",
+                found="the layout has no `pipeline` axis",
+                fix="call shoal.init(layout='pipeline=2'), or 'replicate=2,pipeline=2' for two "
+                "replicas",
             )
         if world.layout.degree("context") > 1:
             raise LayoutError(
                 given=f"shoal.Pipeline() with layout='{world.layout}'",
                 found="sequences are sliced before the first block and gathered after the last, "
                 "which are on different ranks",
-                fix="layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), "
+                fix="use layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), "
                 "shoal.Pipeline(…)], or shoal.ContextParallel() with shoal.FSDP()",
             )
         outer = trace(model, opened_by(self.split_points) if self.split_points else _wide(model))
@@ -160,7 +161,7 @@ class Pipeline:
             raise StepError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r})",
                 found=f"torch {version('torch')} cannot run backward in two parts",
-                fix="schedule='interleaved', or install torch 2.13",
+                fix="use schedule='interleaved', or install torch 2.13",
             )
         _check(model, stages, owners, splits=splits)
         from shoal.strategies.pipeline.runner import PipelineRunner  # imports torch's pipelining
@@ -189,7 +190,7 @@ class Pipeline:
             raise StepError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r}) on {ranks} ranks",
                 found=f"{error}: {', '.join(outer.calls())}",
-                fix="a model with more parts, or a lower degree of the axis pipeline",
+                fix="use a model with more parts, or a smaller degree of the `pipeline` axis",
             ) from None
 
     def _owners(self, stages: int, ranks: int) -> list[int]:
@@ -202,7 +203,7 @@ class Pipeline:
             raise LayoutError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r}): {stages} stage(s) on {ranks} ranks",
                 found=f"this schedule needs {wanted} stage(s) on each rank",
-                fix=f"{ranks * per_rank - 1} split points for {ranks * per_rank} stages",
+                fix=f"pass {ranks * per_rank - 1} split points for {ranks * per_rank} stages",
             )
         if kind.folded:
             return [*range(ranks), *reversed(range(ranks))]
@@ -223,14 +224,14 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
         stages,
         owners,
         given,
-        fix="split points that leave them in one stage, a schedule that has the first and the "
-        "last stage on one rank ('zbv', 'dualpipev'), or separate parameters",
+        fix="choose split points that leave them in one stage, use a schedule that has the first and "
+        "the last stage on one rank ('zbv', 'dualpipev'), or separate the parameters",
     )
     if splits and runs_again(model):
         raise StepError(
             given=f"[shoal.ActivationCheckpointing(…), {given}]",
             found="this schedule runs backward in two parts, each of which would recompute the blocks",
-            fix="schedule='1f1b' or 'interleaved', or leave shoal.ActivationCheckpointing() out",
+            fix="use schedule='1f1b' or 'interleaved', or leave shoal.ActivationCheckpointing() out",
         )
     twice = [name for stage in stages for name in stage.learning_twice()] if splits else []
     if twice:
@@ -238,7 +239,7 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
             given=given,
             found=f"{twice[0]} is called twice in one stage, and this schedule runs backward in two "
             "parts, which torch cannot do for weights that are used twice",
-            fix="schedule='1f1b' or 'interleaved'",
+            fix="use schedule='1f1b' or 'interleaved'",
         )
     held = frozenset[str]().union(*(stage.names for stage in stages))
     loose = [
@@ -259,5 +260,5 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
             raise StepError(
                 given=given,
                 found=f"the stage of {parts} has no trainable parameters",
-                fix="split points that leave trainable parameters on each rank",
+                fix="choose split points that leave trainable parameters on each rank",
             )

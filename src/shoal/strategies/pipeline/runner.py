@@ -60,7 +60,8 @@ class PipelineRunner(Runner):
 
     All micro-batches of a batch get one shape: shorter ones are padded with copies of their last
     sample, and the loss gets only the outputs of the real samples. torch must know the shapes of the
-    tensors between stages. A forward of one micro-batch finds them for each new shape of the inputs.
+    tensors between stages. A forward pass of one micro-batch finds them for each new shape of the
+    inputs.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class PipelineRunner(Runner):
             given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self._module).__name__}",
             found="torch failed to run backward in two parts, which only some models support: "
             f"{str(error.__cause__ or error).strip().partition(chr(10))[0]}",
-            fix="schedule='interleaved', which runs backward in one part",
+            fix="use schedule='interleaved', which does not split the backward pass",
         )
 
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
@@ -190,7 +191,7 @@ class PipelineRunner(Runner):
             raise StepError(
                 given=f"compile={how!r} with shoal.Pipeline(schedule={self._name!r})",
                 found=found,
-                fix="compile='inductor' with schedule='1f1b' or 'interleaved'",
+                fix="use compile='inductor' with schedule='1f1b' or 'interleaved'",
             )
         for part in self._parts.values():
             part.compile()
@@ -209,7 +210,7 @@ class PipelineRunner(Runner):
                 raise StepError(
                     given=f"shoal.Pipeline(…) around {type(module).__name__} with '{world.layout}'",
                     found="a parameter of two stages on one rank cannot be sharded twice",
-                    fix="layout='replicate=…,pipeline=…', or separate parameters",
+                    fix="use layout='replicate=…,pipeline=…', or separate the parameters",
                 )
             meta = any(p.is_meta for p in module.parameters())
             for part in self._parts.values():
@@ -257,7 +258,7 @@ class PipelineRunner(Runner):
             raise StepError(
                 given=f"{len(inputs)} micro-batches of one batch in a pipeline",
                 found=f"inputs of different shapes: {' and '.join(shapes[:2])}",
-                fix="collate them to the same length, or shoal.Loader(…, micro_batches=1)",
+                fix="collate them to the same length, or use shoal.Loader(…, micro_batches=1)",
             )
         key = (forms.pop(), autocast, len(inputs))
         if self._built is None or self._built[0] != key:
@@ -268,7 +269,7 @@ class PipelineRunner(Runner):
 
     @torch.no_grad()
     def _learned(self, inputs: Inputs) -> dict[int, tuple[Form, Form]]:
-        """Return the forms of the tensors between stages, from a forward without side effects.
+        """Return the forms of the tensors between stages, from a forward pass without side effects.
 
         Uses the current mode, because layers may compute in another dtype in the other mode.
         """
@@ -335,12 +336,12 @@ class PipelineRunner(Runner):
         raise StepError(
             given=f"a number among the outputs of a {type(self._module).__name__} in a pipeline",
             found="it was computed over samples some of which are padding of a short micro-batch",
-            fix="compute it in the loss, from outputs with a row for each sample; or "
+            fix="compute it in the loss, from outputs with a row for each sample; or use "
             "shoal.Loader(…, drop_last=True) with equal micro-batches",
         )
 
     def _flow(self, inputs: Inputs) -> tuple[Any, dict[int, tuple[Form, Form]]]:
-        """Run one forward through all stages. Return the output and the forms of this rank's stages."""
+        """Run all stages forward once. Return the output and the forms of this rank's stages."""
         forms: dict[int, tuple[Form, Form]] = {}
         handed: tuple[Tensor, ...] = ()
         result = None
@@ -410,7 +411,7 @@ def _check_sharded_activations(division: ShardedLayers | None) -> None:
         raise StepError(
             given=f"[shoal.TensorParallel(plan={{…: {min(slices)!r}}}), shoal.Pipeline(…)]",
             found="stages send each other full activations, and this plan leaves them sharded",
-            fix='"head" in the plan for the layer of the logits, and no norm layers in it',
+            fix='use "head" instead of "logits" in the plan, and leave the norm layers out of it',
         )
 
 

@@ -51,8 +51,8 @@ class PipelineAction(NamedTuple):
 class Timetable:
     """Timetable of a pipeline: a row per rank, a column per unit of time.
 
-    A forward and each half of a backward take one unit, "B" takes two. In the text that `str` returns,
-    `2F5` is the forward of micro-batch 5 through stage 2.
+    A forward and each half of a backward pass take one unit, "B" takes two. In the text that `str`
+    returns, `2F5` is the forward pass of micro-batch 5 through stage 2.
     """
 
     rows: tuple[tuple[PipelineAction | None, ...], ...]
@@ -108,7 +108,7 @@ def timetable(
 
 
 def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> list[PipelineAction]:
-    """Return up to `ahead` more forwards than backwards. (torch lists 1F1B's last rank too late.)"""
+    """Return up to `ahead` more forward than backward passes. torch lists 1F1B's last rank too late."""
     begun = min(ahead, micro_batches)
     works = [PipelineAction("F", stage, micro) for micro in range(begun)]
     for micro in range(micro_batches):

@@ -16,7 +16,7 @@ from shoal.telemetry.step_timer import FORWARD, Timeline
 
 
 class MarkedStage(PipelineStage):
-    """Stage whose forwards are marked. The rest of a schedule counts as backward or waiting.
+    """Stage whose forward passes are marked. The rest of a schedule counts as backward or waiting.
 
     `current` returns the micro-batches of the batch, and the number of rows to which they are padded.
     """
@@ -40,7 +40,7 @@ class MarkedStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
-        """Run one backward, which may recompute a forward."""
+        """Run one backward pass, which may recompute a forward pass."""
         micros, rows = self._current()
         with self._coupled.processing(micros[bwd_chunk_id], rows):
             return super().backward_one_chunk(bwd_chunk_id, *arguments, **named)

@@ -125,10 +125,10 @@ class Inbox:
 
 
 class ForwardQueue:
-    """Queue of forwards in the order of the micro-batches, whose forwards wait during a backward.
+    """Queue of forward passes in the order of the micro-batches; they wait during a backward pass.
 
-    A rank has a fixed number of cores, so a forward during a backward would only delay the gradients
-    for which earlier stages wait (as in the schedule 1F1B of Narayanan et al. 2019).
+    A rank has a fixed number of cores, so a forward pass during a backward pass would only delay the
+    gradients for which earlier stages wait (as in the schedule 1F1B of Narayanan et al. 2019).
     """
 
     def __init__(self, micros: range) -> None:
@@ -139,12 +139,12 @@ class ForwardQueue:
 
     @property
     def backward(self) -> bool:
-        """Whether a backward is running."""
+        """Whether a backward pass is running."""
         return bool(self._backwards)
 
     @property
     def ready(self) -> bool:
-        """Whether a forward can run now."""
+        """Whether a forward pass can run now."""
         return not self._backwards and bool(self._order) and self._order[0] in self._waiting
 
     def add(self, job: ForwardRequest) -> None:

@@ -23,11 +23,11 @@ from shoal.util.errors import LayoutError, StepError
 
 @dataclass(frozen=True, kw_only=True)
 class RPCPipeline:
-    """Pipeline over torch RPC: stages on the ranks of the axis `pipeline` call each other.
+    """Pipeline over torch RPC: stages on the ranks of the `pipeline` axis call each other.
 
     The micro-batches of `Loader(micro_batches=…)` run through the stages at the same time. Shapes may
     differ between micro-batches. Parameters, gradients and optimizer state stay on the ranks of their
-    stage. Any rank may call the model without gradients. With the axis `replicate`, each replica has
+    stage. Any rank may call the model without gradients. With the `replicate` axis, each replica has
     all stages, and gradients are summed over replicas.
 
     Args:
@@ -40,7 +40,7 @@ class RPCPipeline:
 
     Raises:
         StepError: If the arguments are malformed or the model cannot be split into these stages.
-        LayoutError: If the layout has no axis `pipeline`, or has the axis `context`.
+        LayoutError: If the layout has no `pipeline` axis, or has the `context` axis.
 
     Examples:
         >>> strategy = shoal.RPCPipeline(
@@ -72,7 +72,7 @@ class RPCPipeline:
         if not listed or {*given} != {*self.stages} or not all(given.values()):
             found = f"the stages are {', '.join(self.stages)}, and each has at least one worker"
         elif not all(type(rank) is int and rank >= 0 for rank in ranks):
-            found = "workers are ranks of the axis pipeline, numbered from 0"
+            found = "workers are ranks of the `pipeline` axis, numbered from 0"
         elif len({*ranks}) < len(ranks):
             found = "a rank can run only one stage"
         else:
@@ -81,7 +81,7 @@ class RPCPipeline:
         raise StepError(
             given=f"shoal.RPCPipeline(workers={self.workers!r})",
             found=found,
-            fix=f"workers={one_each}, or several ranks for a stage",
+            fix=f"pass workers={one_each}, or assign several ranks to a stage",
         )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
@@ -90,8 +90,9 @@ class RPCPipeline:
         if world.size > 1 and world.layout.degree("pipeline") == 1:
             raise LayoutError(
                 given=f"{given} with layout='{world.layout}'",
-                found="the layout has no axis `pipeline`",
-                fix="shoal.init(layout='pipeline=-1'), or 'replicate=2,pipeline=2' for two replicas",
+                found="the layout has no `pipeline` axis",
+                fix="call shoal.init(layout='pipeline=-1'), or 'replicate=2,pipeline=2' for two "
+                "replicas",
             )
         _check_others(model, world, given)
         check_learns(model)
@@ -134,7 +135,7 @@ def _check_others(model: nn.Module, world: World, given: str) -> None:
             given=f"{given} with layout='{world.layout}'",
             found="sequences are sliced before the first block and gathered after the last, "
             "which are on different ranks",
-            fix="layout='pipeline=2', or shoal.ContextParallel() with shoal.FSDP()",
+            fix="use layout='pipeline=2', or shoal.ContextParallel() with shoal.FSDP()",
         )
     if division_of(model) is not None:
         raise StepError(
@@ -153,7 +154,7 @@ def _check_others(model: nn.Module, world: World, given: str) -> None:
 
 def _check(model: nn.Module, stages: Sequence[Stage], names: Sequence[str], given: str) -> None:
     """Raise StepError for parameters used in two stages or in none, and for stages without any."""
-    fix = "the modules that share it in one stage, or separate parameters"
+    fix = "put the modules that share it in one stage, or separate the parameters"
     refuse_tied(stages, range(len(stages)), given, fix)
     held = frozenset[str]().union(*(stage.names for stage in stages))
     named = model.named_parameters(remove_duplicate=False)

@@ -4,7 +4,7 @@ All ranks run the same micro-batches in a turn, which is a step or an inference.
 stage drives it: for each micro-batch a thread asks the last stage for its output, which asks the stage
 before it, and so on, under torch's distributed autograd. Activations and gradients therefore travel
 directly between neighbors. The forward runs in the main thread of each rank, in the order of the
-micro-batches; that thread waits while a backward runs in one of torch's own threads.
+micro-batches; that thread waits while a backward pass runs in one of torch's own threads.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class RPCPipelineRunner(Runner):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
-        """Run forward and backward through all stages, and sum over replicas; see the contract."""
+        """Run the passes through all stages, and sum over replicas; see the contract."""
         timeline = self._world.timeline
         timeline.enter(FORWARD)
         factor = scale / batch.size
@@ -268,7 +268,7 @@ class RPCPipelineRunner(Runner):
         self._calls.look(self._others if self._drives else [self._crew.driver])
 
     def _attend(self, work: TurnWork, line: ForwardQueue) -> ReadyMessage | MicroBatchDone | TurnDone:
-        """Run the forwards of this rank's stage until another message arrives, and return it."""
+        """Run the forward passes of this rank's stage until another message arrives, and return it."""
         timeline = self._world.timeline
         while True:
             timeline.enter(BACKWARD if line.backward else COMMUNICATION)
@@ -284,7 +284,7 @@ class RPCPipelineRunner(Runner):
                 return message
 
     def _do(self, work: TurnWork, line: ForwardQueue) -> None:
-        """Run one forward, and send the answer."""
+        """Run one forward pass, and send the answer."""
         job = line.take()
         try:
             answer: Answer = (None, self._compute(work, job))
@@ -323,7 +323,7 @@ class RPCPipelineRunner(Runner):
     def _mark(self, tree: Any, micro: int, *, over: bool) -> None:
         """Post a message when backward reaches these tensors, from the thread that it runs in.
 
-        torch.autograd.grad in a forward would also call hooks of tensors.
+        torch.autograd.grad in a forward pass would also call hooks of tensors.
         """
         message, turn = BackwardMessage(micro, over), self._inbox.turn
         for node in {leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}:
@@ -440,7 +440,7 @@ class RPCPipelineRunner(Runner):
 
 
 def _call_from_here(runner: ref[RPCPipelineRunner], *args: Any, **kwargs: Any) -> Any:
-    """Run the model from this rank; the forward of the user's module."""
+    """Run the model from this rank: the `forward` of the user's module."""
     here = runner()
     if here is None:
         raise RuntimeError("the world of this model is closed")

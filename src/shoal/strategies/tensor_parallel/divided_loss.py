@@ -52,6 +52,6 @@ def logits_refused(found: str) -> StepError:
     return StepError(
         given='a loss of logits that stay sharded, as with shoal.TensorParallel(plan={…: "logits"})',
         found=found,
-        fix="F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction='sum'), without label "
-        'smoothing; or "head" in place of "logits", which gathers them',
+        fix="call F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction='sum') without "
+        'label smoothing; or use "head" instead of "logits", which gathers them',
     )

@@ -23,7 +23,7 @@ from shoal.util.errors import StepError
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """Tensor parallelism: linear layers and embeddings are sharded over the axis `tensor`.
+    """Tensor parallelism: linear layers and embeddings are sharded over the `tensor` axis.
 
     A "column" layer is followed by a "row" layer, and the operations between them act on each feature
     or attention head separately (Shoeybi et al. 2019). On the first batch, Shoal compares the sharded

@@ -54,13 +54,13 @@ def planned(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
                 raise StepError(
                     given=given,
                     found=f"another pattern shards {name} by {layers[name]!r}",
-                    fix="patterns of which only one matches each layer",
+                    fix="use patterns of which only one matches each layer",
                 )
             if not isinstance(layer, KINDS[way]):
                 raise StepError(
                     given=given,
                     found=f"the module {name} is a {_class(type(layer))}, not a {_class(KINDS[way])}",
-                    fix=f"a pattern for modules of the second class, or a plan without {name}",
+                    fix=f"use a pattern for modules of the second class, or a plan without {name}",
                 )
     return layers
 
@@ -78,7 +78,7 @@ def carried_plan(model: nn.Module) -> dict[str, str]:
         raise StepError(
             given=f"shoal.TensorParallel() and the plan of a {type(model).__name__}",
             found=f"the plan of the model has unknown kinds of sharding: {', '.join(unknown)}",
-            fix="shoal.TensorParallel(plan={…}) with your own plan",
+            fix="use shoal.TensorParallel(plan={…}) with your own plan",
         )
     return {pattern: HUGGING_FACE[way] for pattern, way in carried.items()}
 
@@ -174,7 +174,7 @@ def check_divisible(model: nn.Module, layers: Mapping[str, str], degree: int) ->
                 raise LayoutError(
                     given=f"layout with tensor={degree} and {name} sharded by {way}",
                     found=f"{thing} = {size}, not divisible by {degree}",
-                    fix=f"tensor=N with an N that divides {size}, or a plan without {name}",
+                    fix=f"use tensor=N with an N that divides {size}, or a plan without {name}",
                 )
 
 

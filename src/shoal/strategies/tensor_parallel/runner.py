@@ -88,7 +88,7 @@ class PlannedRunner(Runner):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
-        """Run as in one process, with logits sharded if they are in the plan; see the contract."""
+        """Run as on one process, with sharded logits if the plan has them; see the contract."""
         with ExitStack() as stack:
             if self._local.call is self._module:  # compiled code cannot be marked
                 stack.enter_context(tensors_awaited(self._world.timeline))
@@ -121,7 +121,8 @@ def check_compilable(division: ShardedLayers | None, how: str) -> None:
         raise StepError(
             given=f"compile={how!r} with shoal.TensorParallel(plan={{…: {min(hard)!r}}})",
             found="torch cannot compile the DTensors between the layers of the plan",
-            fix="leave compile out; or compile='inductor' and a plan without 'sequence' and 'logits'",
+            fix="leave compile out, or use compile='inductor' and a plan without 'sequence' and "
+            "'logits'",
         )
 
 

@@ -112,8 +112,9 @@ class ShardedLayers:
                 fix="move operations on a split sequence into a module, with the kind "
                 '"sequence" in the plan: an nn.Embedding for positions, a module for a scale'
                 if mixed
-                else "only operations on each feature or head separately between a column and a row "
-                "layer, such as view(batch, length, -1, head_size); leave other layers out of the plan",
+                else "between a column and a row layer, use only operations on each feature or head "
+                "separately, such as view(batch, length, -1, head_size); leave other layers out of the "
+                "plan",
             )
 
     def _remember(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -202,7 +203,7 @@ def division_of(model: nn.Module) -> ShardedLayers | None:
 
 
 def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str], world: World) -> None:
-    """Shard the `layers` of `plan`, names with their kinds, over the axis `tensor`.
+    """Shard the `layers` of `plan`, names with their kinds, over the `tensor` axis.
 
     Tied parameters stay tied. Raises StepError if the plan shards them differently.
     """
@@ -236,7 +237,7 @@ def _tie(model: nn.Module, first: str, other: str) -> None:
         raise StepError(
             given=f"shoal.TensorParallel(plan=…) around {type(model).__name__}",
             found=f"{first} and {other} are one parameter, and the plan shards them differently",
-            fix='"vocabulary" for an Embedding and "head" for the Linear tied to it',
+            fix='use "vocabulary" for an Embedding and "head" for the Linear tied to it',
         )
     owner, _, attribute = other.rpartition(".")
     setattr(model.get_submodule(owner), attribute, one)

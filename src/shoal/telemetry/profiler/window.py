@@ -37,7 +37,7 @@ def parse_window(text: str, call: str) -> Window:
         raise StepError(
             given=call,
             found=f"{text!r} is not the number of a first and a last step",
-            fix="100:105, for the steps from 100 to 105",
+            fix="pass 100:105 for the steps from 100 to 105",
         )
     return check_window((int(found[1]), int(found[2])), call)
 
@@ -50,8 +50,8 @@ def check_window(steps: object, call: str) -> Window:
     raise StepError(
         given=call,
         found="a window has a first and a last step, from step 2 on: step 1 prepares, and its times "
-        "differ from those of later steps",
-        fix="profile=(100, 105), for the steps from 100 to 105",
+        "differ from later steps",
+        fix="pass profile=(100, 105) for the steps from 100 to 105",
     )
 
 
@@ -63,7 +63,7 @@ def check_length(window: Window, call: str) -> Window:
         given=call,
         found=f"{window.last - window.first + 1:,} steps, and the maximum is {MOST:,}: the record "
         "stays in memory until the last step is over",
-        fix=f"a few are enough: {window.first}:{window.first + 5}",
+        fix=f"record only a few: {window.first}:{window.first + 5}",
     )
 
 

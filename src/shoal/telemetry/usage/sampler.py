@@ -39,7 +39,7 @@ class PeriodicTask:
 
 
 class UsageSampler:
-    """A daemon thread that runs jobs until `stop`; their events wait for `taken`.
+    """A daemon thread that runs jobs until `stop`, and keeps their events until `taken` returns them.
 
     If a job fails, `say` reports it once, and the job is not run again.
     """

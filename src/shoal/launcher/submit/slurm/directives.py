@@ -70,7 +70,7 @@ def _option(name: str, value: object) -> str:
         raise LaunchError(
             given=f"--{name} {text!r}",
             found="a control character, or a backslash, which sbatch and shells read differently",
-            fix="--run DIR with a simpler name" if name == "output" else "leave it out",
+            fix="use --run DIR with a simpler name" if name == "output" else "leave it out",
         )
     return f"--{name}={quote_word(text)}"
 
@@ -81,7 +81,7 @@ def _given_option(option: str) -> str:
         raise LaunchError(
             given=f"--directive {option!r}",
             found="it is not a long option of sbatch",
-            fix="--directive=--exclude=node01, with two dashes and an equals sign",
+            fix="write --directive=--exclude=node01, with two dashes and an equals sign",
         )
     return f"--{found[1]}" if found[2] is None else _option(found[1], found[2])
 

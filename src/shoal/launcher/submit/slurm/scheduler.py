@@ -31,7 +31,7 @@ class Slurm:
         job_id="$SLURM_JOB_ID",
         job_number="SLURM_JOB_ID",
         element="${SLURM_ARRAY_TASK_ID:-}",
-        # The number of the last element of an array is that of the array.
+        # The last element of an array has the number of the array.
         queue_id="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${task:+_$task}",
         restarts="${SLURM_RESTART_COUNT:-0}",
         nodes="$SLURM_JOB_NODELIST",
@@ -68,7 +68,7 @@ class Slurm:
         run_command(["sbatch", "--version"])
 
     def submit(self, script: Path, *, after: str | None) -> str:
-        """Submit a batch script by sbatch and return the number of the job."""
+        """Submit a batch script with sbatch and return the job number."""
         order = [] if after is None else [f"--dependency=afterany:{after}"]
         printed = run_command(["sbatch", "--parsable", *order, str(script)])
         found = _NUMBER.findall(printed)
