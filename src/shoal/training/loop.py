@@ -360,7 +360,7 @@ class _Loop:
         shown = ", ".join(
             f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float)
         )
-        self.run.world.print(f"step {self.step.number:,}: {shown}")
+        self.run.world.print(f"validation at step {self.step.number:,}: {shown}")
         # Rank 0 decides for all: a metric may differ in its last bit between ranks.
         value, kept = self.run.world.broadcast((evaluation.compared(metrics), numbers(metrics)))
         if self.verdict.add(value, metrics, kept):
