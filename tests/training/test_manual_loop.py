@@ -149,7 +149,7 @@ def test_a_forgotten_finish_raises_at_the_next_batch(world: shoal.World) -> None
         StepError, match=r"stepped on the previous batch without batch\.finish"
     ) as caught:
         parts.take(second)
-    assert caught.value.fix == "batch.finish(model) before optimizer.step()"
+    assert caught.value.fix == "call batch.finish(model) before optimizer.step()"
     parts.take(third)
 
 

@@ -118,7 +118,7 @@ def without_finish(world: shoal.World) -> str:
 
 def test_a_forgotten_finish_raises_on_all_ranks(ranks: Ranks, divided: Ranks) -> None:
     for fix in [*ranks.call(without_finish), *divided.call(without_finish)]:
-        assert fix == "batch.finish(model) before optimizer.step()"
+        assert fix == "call batch.finish(model) before optimizer.step()"
 
 
 class Graphs:
