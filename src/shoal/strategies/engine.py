@@ -47,7 +47,7 @@ class Runner(ABC):
 
     @abstractmethod
     def compile(self, how: str) -> None:
-        """Run the forward compiled: "inductor" or "script"."""
+        """Run the forward compiled: "inductor", "blocks" or "script"."""
 
     def compile_with(self, compiler: Compiler) -> None:
         """Run the forward compiled by `compiler`. Raise StepError if only parts can be compiled."""
