@@ -222,7 +222,7 @@ class Training:
             task,
             precision=next((half for half in HALVES if half in self.names), "fp32"),
             clip=CLIP if "clip" in self.names else None,
-            compile=next((how for how in ("inductor", "script") if how in self.names), None),
+            compile=next((how for how in ("inductor", "blocks", "script") if how in self.names), None),
         )
 
     def run(self, begin: int, end: int, directory: Path | None) -> Trained:
@@ -257,6 +257,9 @@ class Training:
         call: Any = step.model
         if "inductor" in self.names:
             call = torch.compile(step.model)
+        if "blocks" in self.names and not self.norms:
+            for name in ("blocks.0", "blocks.1"):
+                step.model.get_submodule(name).compile()
         if "script" in self.names:
             call = torch.jit.script(step.model)
         for micro in batch:

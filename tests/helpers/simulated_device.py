@@ -335,6 +335,12 @@ def peaks(
     return {str(getattr(kind, "value", kind)): size for kind, size in found.items() if size}
 
 
+def repeated_groups() -> list[list[int]]:
+    """Return the ranks of groups that have the same ranks as an earlier one."""
+    ranks = [dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map]
+    return [each for number, each in enumerate(ranks) if len(each) > 1 and each in ranks[:number]]
+
+
 def main() -> None:
     """Take three steps and print what blocked in the last, as JSON."""
     parser = argparse.ArgumentParser()
@@ -400,7 +406,8 @@ def main() -> None:
                 step, data, metrics={"accuracy": shoal.Accuracy()}, batch_size=8 * world.data_size
             )
     devices = sorted({p.device.type for p in model.parameters() if not p.is_meta})
-    print(json.dumps({"blocking": simulation.found, "devices": devices, "memory": memory}))
+    found = {"blocking": simulation.found, "devices": devices, "memory": memory}
+    print(json.dumps(found | {"repeated": repeated_groups()}))
     os._exit(0)
 
 

@@ -39,7 +39,11 @@ def test_the_page_has_every_pair_and_nothing_else(said: dict[Pair, str | None]) 
 def _marks(pair: Pair) -> list[pytest.MarkDecorator]:
     if "FSDP" in pair and QUICK & {*pair}:
         return []
-    return [pytest.mark.full if WIDER & {*pair} and "inductor" not in pair else pytest.mark.long]
+    return [
+        pytest.mark.full
+        if WIDER & {*pair} and not {"inductor", "blocks"} & {*pair}
+        else pytest.mark.long
+    ]
 
 
 def _parameters() -> list[Any]:

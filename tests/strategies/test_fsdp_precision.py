@@ -229,3 +229,16 @@ def test_between_steps_the_model_computes_in_its_own_dtype(
     for found in two.call(trained, strategy, precision, compile):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0.03, atol=0.03)
+
+
+def computed_in(world: shoal.World, strategy: Any, precision: str) -> str:
+    return str(step_of(world, Plain, strategy, precision=precision).dtype)
+
+
+@pytest.mark.full
+def test_a_step_knows_the_dtype_in_which_it_computes(two: Ranks) -> None:
+    """For the peak of the device, and for hints about products in float32."""
+    half = shoal.FSDP(param_dtype="bf16")
+    assert set(two.call(computed_in, half, "fp32")) == {"torch.bfloat16"}
+    assert set(two.call(computed_in, shoal.FSDP(), "fp32")) == {"torch.float32"}
+    assert set(two.call(computed_in, shoal.FSDP(), "bf16")) == {"torch.bfloat16"}

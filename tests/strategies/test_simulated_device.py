@@ -82,6 +82,7 @@ def test_a_step_on_a_simulated_device(
     found = simulated(str(size), layout, strategy, *options)
     assert list(found["devices"]) == ["cpu" if "cpu_offload" in strategy else "sim"]
     assert found["blocking"] == blocking
+    assert not found["repeated"]  # groups with the same ranks, and communicators of their own
 
 
 def memory(strategy: str) -> dict[str, int]:

@@ -284,7 +284,7 @@ TABLE = [
     ),
     Bad(
         "compile", step(compile="jit"),
-        StepError, "'jit'", "inductor, script", "'inductor'",
+        StepError, "'jit'", "inductor, blocks, script", "'inductor'",
     ),
     Bad("no task", step(task=loss), StepError, "function", "a Task", r"shoal.Task\(loss\)"),
     *(

@@ -18,6 +18,7 @@ import shoal
 from shoal.data.step_result import LateResult
 from shoal.strategies import engine_of
 from shoal.training.loss_scale import LossScale
+from shoal.training.pending_step import could_fuse
 from shoal.util.errors import StepError
 
 SAMPLES, BATCH = 40, 8
@@ -392,12 +393,31 @@ def test_steps_that_cannot_be_late(world: shoal.World) -> None:
 def test_an_accelerator_decides_by_the_optimizer(
     world: shoal.World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in ("pending_step", "step"):
-        monkeypatch.setattr(f"shoal.training.{module}.is_accelerator", lambda device: True)
-    said = "the device waits for the host in each step: SGD can't skip a step on the device"
+    for module in ("training.pending_step", "training.train_state", "util.accelerator"):
+        monkeypatch.setattr(f"shoal.{module}.is_accelerator", lambda device: True)
+    said = (
+        "torch.optim.SGD(…, fused=True)",
+        "the device waits for the host in each step: SGD can't skip a step on the device",
+    )
     for fused, mode in ((True, "late"), (False, "now")):
         model = shoal.parallelize(network(), world)
         step = shoal.Step(model, sgd(model, fused=fused), shoal.Task(loss))
         step(next(shoal.Loader(samples(), world, batch_size=BATCH).epochs(1)))
         assert step.result_mode.value == mode
-        assert (said in capsys.readouterr().out) is (mode == "now")
+        out = capsys.readouterr().out
+        assert [words in out for words in said] == [mode == "now"] * 2
+
+
+def test_an_optimizer_that_has_no_fused_form_is_not_told_to_fuse(
+    world: shoal.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shoal.parallelize(network(), world)
+    monkeypatch.setattr("shoal.training.pending_step.is_accelerator", lambda device: True)
+    step = shoal.Step(model, torch.optim.RMSprop(model.parameters()), shoal.Task(loss))
+    assert step.result_mode.reason == (
+        "RMSprop can't skip a step on the device, as torch's fused optimizers can"
+    )
+    assert not could_fuse(step.optimizer)
+    assert could_fuse(sgd(model, fused=False))
+    assert not could_fuse(sgd(model, fused=True))
+    assert not could_fuse(torch.optim.Adam([torch.ones(1, dtype=torch.complex64)]))

@@ -6,6 +6,7 @@ import gc
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from shoal.distributed import speed_hints
 from shoal.util.errors import CheckpointError, StepError
 
 SAMPLES, BATCH = 24, 8
@@ -405,3 +407,26 @@ def test_a_mean_in_half_precision_is_multiplied_in_single_precision(world: shoal
         loss = (parts.model(x).sum() * 0 + 60_000.0).half()
         batch.backward(mean=loss, count=4, model=parts.model)
     assert batch.finish(parts.model).loss == 60_000.0
+
+
+def test_a_run_says_once_what_would_be_faster(
+    world: shoal.World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gpu = SimpleNamespace(is_accelerator=lambda _: True, cuda_capability=lambda _: (9, 0))
+    monkeypatch.setattr(speed_hints, "accelerator", gpu)
+    monkeypatch.setattr("shoal.training.train_state.is_accelerator", lambda _: True)
+    parts = Parts(world)
+    with shoal.Run(
+        tmp_path / "run", parts.model, parts.data, optimizer=parts.optimizer, trackers=()
+    ) as run:
+        for batch in parts.data.epochs(1):
+            parts.take(batch)
+            run.tick()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "off, and faster" in line]
+    assert len(lines) == 1
+    assert "SGD(…, fused=True)" in lines[0]
+    assert "set_float32_matmul_precision" in lines[0]
+    assert "waits for the host" not in lines[0]  # as every loop does

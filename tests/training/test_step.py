@@ -398,7 +398,7 @@ def test_the_state_of_an_optimizer_goes_by_name_and_not_by_order(world: shoal.Wo
     ("options", "found"),
     [
         ({"precision": "float16"}, "the precisions are fp32, bf16, fp16"),
-        ({"compile": "jit"}, "the compilers are inductor, script"),
+        ({"compile": "jit"}, "the compilers are inductor, blocks, script"),
         ({"clip": 0.0}, "a positive number"),
         ({"clip": -1.0}, "a positive number"),
         ({"clip": math.nan}, "a positive number"),

@@ -31,6 +31,8 @@ REPORTS = "SHOAL_REPORTS"
 FAILURES = "SHOAL_FAILURES"
 """Sets the directory in which a rank of a batch job writes the report of its failure."""
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -80,6 +82,11 @@ def visible_devices() -> dict[str, str]:
 def threads_variable() -> str:
     """Return OMP_NUM_THREADS, or "" if it is not set."""
     return os.environ.get(THREADS, "")
+
+
+def allocator_settings() -> str:
+    """Return the settings of torch's allocator on GPUs, or "" if there are none."""
+    return next((os.environ[name] for name in _ALLOCATOR if os.environ.get(name)), "")
 
 
 def interface_variable() -> str:

@@ -164,13 +164,23 @@ class World:
         self.watchdog.extend_torch_timeouts()
         return flat
 
+    def group_along(self, *axes: str, name: str) -> dist.ProcessGroup:
+        """Return the process group of the ranks along `axes`, for `name`. Collective, once.
+
+        It is the group of a single axis where the others have a degree of 1: on a GPU, each group that
+        is used has a communicator, with memory of its own.
+        """
+        wide = [axis for axis in axes if self.layout.degree(axis) > 1]
+        along = self.mesh[wide[0]] if len(wide) == 1 else self.flat_mesh(*axes, name=name)
+        return along.get_group()
+
     @property
     def data_group(self) -> dist.ProcessGroup | None:
         """The process group of the ranks that have different samples, in data-parallel rank order."""
         if self.group is None or self.data_size == self.size:
             return self.group
         if self._data_group is None:
-            self._data_group = self.flat_mesh(*DATA_AXES, name="data").get_group()
+            self._data_group = self.group_along(*DATA_AXES, name="data")
         return self._data_group
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

@@ -89,6 +89,8 @@ class Engine(ABC):
     """
     unsettled: weakref.WeakMethod[Callable[[], None]] | None = None
     """Looks at the result of the last step of a Step, if no one has done so; see `settle`."""
+    gathered_dtype: torch.dtype | None = None
+    """The dtype in which sharded parameters are gathered, if that is not their own."""
     division_reported: bool = False
     """Whether the layers whose results depend on the split of the batch have been reported."""
     noise_stream: str = "noise"
@@ -141,7 +143,7 @@ class Engine(ABC):
 
     @abstractmethod
     def compile(self, how: str) -> None:
-        """Run the forward pass compiled: "inductor" or "script"."""
+        """Run the forward pass compiled: "inductor", "blocks" or "script"."""
 
     def compile_with(self, compiler: Compiler) -> None:
         """Run the forward pass compiled by `compiler` in every call of the module.

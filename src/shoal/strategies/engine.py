@@ -48,7 +48,7 @@ class Runner(ABC):
 
     @abstractmethod
     def compile(self, how: str) -> None:
-        """Run the forward pass compiled: "inductor" or "script"."""
+        """Run the forward pass compiled: "inductor", "blocks" or "script"."""
 
     def compile_with(self, compiler: Compiler) -> None:
         """Run the forward pass compiled by `compiler`; StepError if only parts can be compiled."""

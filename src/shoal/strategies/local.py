@@ -18,7 +18,7 @@ from shoal.distributed.to_device import device_in, move
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.batch_norm import own_classes
-from shoal.strategies.compiled import Compiler
+from shoal.strategies.compiled import Compiler, RepeatedBlocks, recomputed_refused
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.device_placement.multi_device import DeviceSpan
 from shoal.strategies.engine import Runner, SynchronousEngine
@@ -42,6 +42,8 @@ class LocalRunner(Runner):
     """
 
     loopable = True
+    compiled = False
+    """Whether the module, or its blocks, run compiled."""
 
     def __init__(self, reducer: Reducer, call: Callable[..., Any] | None = None) -> None:
         self.reducer = reducer
@@ -51,8 +53,12 @@ class LocalRunner(Runner):
         self.call: Callable[..., Any] = call or self._module
 
     def compile(self, how: str) -> None:
-        """Run the forward pass compiled by torch.compile ("inductor") or by TorchScript ("script")."""
-        self._check_whole(f"compile={how!r}")
+        """Run the forward pass compiled by torch.compile, or by TorchScript ("script")."""
+        self._check_compilable(f"compile={how!r}", blocks=how == "blocks")
+        self.compiled = True
+        if how == "blocks":
+            RepeatedBlocks(self._module).compile()
+            return
         if how == "inductor":
             self.call = self.reducer.compiled(torch.compile(self._module))
             return
@@ -83,7 +89,8 @@ class LocalRunner(Runner):
 
     def compile_with(self, compiler: Compiler) -> None:
         """Run the forward pass compiled by `compiler`; see the contract."""
-        self._check_whole("torch.compile(model)")
+        self._check_compilable("torch.compile(model)")
+        self.compiled = True
         module = self._module
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -93,7 +100,7 @@ class LocalRunner(Runner):
         self.call = self.reducer.compiled(compiler(call))
         set_compiled_call(module, self.call)  # as in module.compile(), for custom training loops
 
-    def _check_whole(self, given: str) -> None:
+    def _check_compilable(self, given: str, *, blocks: bool = False) -> None:
         if self._held.span is not None and self._held.span.hooked:
             raise StepError(
                 given=f"{given} with shoal.DevicePlacement(…)",
@@ -101,13 +108,8 @@ class LocalRunner(Runner):
                 fix="leave compile out; or compile parts that are on one device beforehand: "
                 "model.blocks[0].compile()",
             )
-        if runs_again(self._module):
-            raise StepError(
-                given=f"{given} with shoal.ActivationCheckpointing()",
-                found="torch cannot compile a model as one unit if it recomputes parts in backward",
-                fix="use shoal.ActivationCheckpointing() with shoal.FSDP(), which compiles its units; "
-                "or leave one of the two out",
-            )
+        if not blocks and runs_again(self._module):
+            raise recomputed_refused(given)
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float

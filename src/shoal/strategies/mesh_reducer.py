@@ -136,7 +136,7 @@ def summing_group(world: World) -> dist.ProcessGroup | None:
     """Return the group of ranks with other samples or other slices of them, or None without."""
     if world.layout.degree("context") == 1:
         return data_group(world)
-    return world.flat_mesh(*DATA_AXES, "context", name="slices").get_group()
+    return world.group_along(*DATA_AXES, "context", name="slices")
 
 
 def broadcast_buffers(held: HeldParameters, group: dist.ProcessGroup | None) -> None:

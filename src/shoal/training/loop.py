@@ -141,8 +141,8 @@ def train(
         num_workers: Worker processes of each rank that load samples. Default: 0.
         precision: "fp32", "bf16" or "fp16", as in Step. Default: "fp32".
         clip: Largest norm of the gradients, above 0. `None` does not clip. Default: None.
-        compile: "inductor" (torch.compile) or "script" (TorchScript). `None` does not compile. Default:
-            None.
+        compile: "inductor" (torch.compile), "blocks" (each repeated block) or "script" (TorchScript).
+            `None` does not compile. Default: None.
         strategy: One or several strategies for `shoal.parallelize`. `None` is DDP, or SingleProcess in
             a World of size 1. Default: None.
         layout: Degree of each axis of the device mesh, as in `shoal.init`; not with `world`.

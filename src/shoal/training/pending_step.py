@@ -51,12 +51,23 @@ def _why_now(engine: Engine, optimizer: Optimizer, *, fp16: bool) -> str:
     if engine.waits_because:
         return engine.waits_because
     if not skips_on_device(optimizer):
-        return f"{kind} can't skip a step on the device, as {kind}(…, fused=True) may"
+        may = f"{kind}(…, fused=True)" if could_fuse(optimizer) else "torch's fused optimizers"
+        return f"{kind} can't skip a step on the device, as {may} can"
     if any(p.device != device for group in optimizer.param_groups for p in group["params"]):
         return f"not all parameters are on {device}"
     if device.type == "mps":
         return "the device has no float64"
     return ""
+
+
+def could_fuse(optimizer: Optimizer) -> bool:
+    """Return whether the user could pass fused=True, which updates many parameters in one kernel."""
+    groups = optimizer.param_groups
+    return (
+        any(not group.get("fused") for group in groups)
+        and all("fused" in group and not group.get("differentiable") for group in groups)
+        and all(p.is_floating_point() for group in groups for p in group["params"])
+    )
 
 
 class _Schedule(NamedTuple):

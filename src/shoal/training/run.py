@@ -457,6 +457,8 @@ class Run:
         # with a preemption. One rank may take long over the check, as over a save.
         with self.world.timeline.during(CHECKPOINT), self.world.preparing():
             self.files.checkpoints.check_state(self.contents.form(), self.contents.info())
+        for each in self.train_states.values():
+            each.tell_hints()
         self._begun = True
         self.world.watchdog.begin_step()
         # By rank 0's clock on all ranks: it identifies the attempt.

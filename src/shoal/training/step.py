@@ -38,11 +38,10 @@ from shoal.training.loss_check import check_loss_adds_up
 from shoal.training.loss_scale import LossScale
 from shoal.training.pending_step import PendingStep, result_mode
 from shoal.training.train_state import TrainState
-from shoal.util.accelerator import is_accelerator
 from shoal.util.errors import StepError
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMPILERS = ("inductor", "script")
+COMPILERS = ("inductor", "blocks", "script")
 RESULTS = ("now", "late")
 
 
@@ -58,8 +57,8 @@ class Step(TrainState):
         clip: Largest norm of the gradients of the global batch, above 0. `None` does not clip. Default:
             None.
         schedule: torch scheduler over `optimizer`, stepped once per optimizer step. Default: None.
-        compile: Compiler: "inductor" (torch.compile) or "script" (TorchScript). `None` does not
-            compile. Default: None.
+        compile: Compiler: "inductor" (torch.compile), "blocks" (torch.compile of each repeated block,
+            once for all of a class) or "script" (TorchScript). `None` does not compile. Default: None.
         result: "now" waits for loss and gradient norm in each step. "late" does not wait for the
             device: the next step looks at them, and a loss that is not finite raises then. It needs a
             fused optimizer (`fused=True`). `None` is "late" on an accelerator where that is possible,
@@ -376,9 +375,8 @@ class Step(TrainState):
         self.try_loss(batch)
         say_division(self.engine, len(batch), compiled=self.compiled)
         say_coupled(self.engine, self.task, batch, autocast=self._autocast)
-        world, mode = self.engine.world, self.result_mode
-        if is_accelerator(world.device) and mode.value == "now" and self._result_given is None:
-            world.print(f"shoal: the device waits for the host in each step: {mode.reason}")
+        waits = self.result_mode.value == "now" and self._result_given is None
+        self.tell_hints(self.result_mode.reason if waits else "")
         if self._compile is not None:
             self.engine.compile(self._compile)
         self._prepared = True

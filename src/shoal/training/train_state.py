@@ -13,8 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal._torch.modules import has_compiled_call
 from shoal.data.step_result import StepResult
+from shoal.distributed.speed_hints import SpeedHints
 from shoal.strategies.contracts import Engine
-from shoal.strategies.dtensor import divided
+from shoal.strategies.dtensor import divided, is_divided
+from shoal.training.pending_step import could_fuse
 from shoal.training.state_names import (
     check_model,
     check_optimizer,
@@ -26,6 +28,7 @@ from shoal.training.state_names import (
     shapes,
     storable,
 )
+from shoal.util.accelerator import is_accelerator
 from shoal.util.errors import CheckpointError, StepError
 
 if TYPE_CHECKING:
@@ -141,6 +144,14 @@ class TrainState:
         others = [name for name in self._of_all_ranks(dict.fromkeys(own)) if name not in own]
         return [*(("model", n) for n in others), *(("optimizer", "state", n) for n in others)]
 
+    def tell_hints(self, waits: str = "") -> None:
+        """Print what would be faster on this device; `waits` is why each step waits for its result."""
+        self.engine.world.service(SpeedHints).tell(
+            float32=self.dtype is torch.float32,
+            unfused=type(self.optimizer).__name__ if _should_fuse(self.optimizer) else "",
+            waits=waits,
+        )
+
     def elements(self) -> int:
         """Return the number of elements of the model's parameters, over all ranks. Collective."""
         mine = {name: p.numel() for name, p in self.model.named_parameters()}
@@ -149,11 +160,13 @@ class TrainState:
     @property
     def compiled(self) -> bool:
         """True if compiled code runs the forward and backward passes."""
-        return has_compiled_call(self.model)
+        return any(map(has_compiled_call, self.model.modules()))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most of the model's parameters."""
+        """The compute dtype of most of the model: that of its parameters, or of gathered ones."""
+        if self.engine.gathered_dtype is not None:
+            return self.engine.gathered_dtype
         sizes: Counter[torch.dtype] = Counter()
         for parameter in self.model.parameters():
             sizes[parameter.dtype] += parameter.numel()
@@ -195,6 +208,18 @@ class TrainState:
         self._number_began = self.number
         self._schedule_began: int | None = getattr(self.schedule, "last_epoch", None)
         self._epoch_ended = False
+
+
+def _should_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether fused=True would work, and on an accelerator.
+
+    torch's fused optimizers take no sharded and plain parameters in one group.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    return could_fuse(optimizer) and all(
+        all(is_accelerator(p.device) for p in group) and len(set(map(is_divided, group))) == 1
+        for group in groups
+    )
 
 
 def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRScheduler | None:

@@ -53,6 +53,13 @@ def name(device: torch.device) -> str:
     return "" if module is None else str(module.get_device_name(device))
 
 
+def cuda_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU; None for other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
 def memory(device: torch.device) -> dict[str, int]:
     """Return the bytes of tensors on a device, now and at the peak; empty where torch doesn't know."""
     module = streams(device)

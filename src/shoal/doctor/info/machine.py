@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from shoal.distributed import env_vars
+from shoal.distributed.speed_hints import facts_of, speed_hints
 from shoal.doctor.cgroups import own_limits
 from shoal.util.units import binary_size
 
@@ -80,6 +81,8 @@ def _hardware() -> Rows:
         rows.append(
             ("step results", "one step late with a fused optimizer, which saves a wait; else now")
         )
+        hints = speed_hints(facts_of(torch.device("cuda", 0)))
+        rows += [("off, and faster", hint) for hint in hints]
     else:
         rows.append(("GPUs", "none visible to torch"))
     return rows + list(env_vars.visible_devices().items())

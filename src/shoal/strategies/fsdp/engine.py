@@ -24,6 +24,7 @@ from shoal.data.batch import Batch, Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import mark_groups
+from shoal.strategies.compiled import RepeatedBlocks, compile_parts
 from shoal.strategies.correction import AnyTotals, DeviceTotals
 from shoal.strategies.engine import Runner, SynchronousEngine
 from shoal.strategies.fsdp.precision import GatheredPrecision
@@ -143,16 +144,19 @@ class FSDPRunner(Runner):
             return self._inner.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
-        """Compile each unit. Its parameters are gathered outside the compiled code."""
+        """Compile each unit, or each block. Parameters are gathered outside the compiled code."""
         if how == "script":
             raise StepError(
                 given="compile='script' with shoal.FSDP()",
                 found="TorchScript cannot call the hooks that gather the parameters",
                 fix="compile='inductor'",
             )
-        check_compilable(division_of(self.reducer.held.module), how)
-        for part in self._divided[1:] or self._divided:
-            part.compile()
+        module = self.reducer.held.module
+        check_compilable(division_of(module), how)
+        if how == "blocks":
+            RepeatedBlocks(module).compile()
+        else:
+            compile_parts(self._divided[1:] or self._divided)
 
     def check_model(self) -> None:
         """Check the tensor-parallel plan, if there is one; see the contract."""

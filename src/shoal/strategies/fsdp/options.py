@@ -109,7 +109,13 @@ class FSDP:
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device="cpu" if self.cpu_offload else world.device)
         whole, reshard = self.accumulate == "whole", self.reshard_after_forward
-        return fsdp_engine(model, world, precision, whole=whole, reshard=reshard)
+        engine = fsdp_engine(model, world, precision, whole=whole, reshard=reshard)
+        engine.gathered_dtype = self._gathered_dtype
+        return engine
+
+    @property
+    def _gathered_dtype(self) -> torch.dtype | None:
+        return None if self.param_dtype is None else DTYPES[self.param_dtype]
 
     def divide(self, module: nn.Module, units: Sequence[nn.Module], world: World) -> GatheredPrecision:
         """Shard the parameters of `module` in place; each unit is gathered separately. See `apply`."""
@@ -120,7 +126,7 @@ class FSDP:
             units,
             world,
             reshard_after_forward=self.reshard_after_forward,
-            param_dtype=None if self.param_dtype is None else DTYPES[self.param_dtype],
+            param_dtype=self._gathered_dtype,
             reduce_dtype=DTYPES[self.reduce_dtype],
             cpu_offload=self.cpu_offload,
         )

@@ -18,6 +18,8 @@ from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
 from shoal.distributed import objects
 from shoal.distributed.world import World
+from shoal.strategies.activation_checkpoint import runs_again
+from shoal.strategies.compiled import RepeatedBlocks, compile_parts, recomputed_refused
 from shoal.strategies.contracts import no_gradient
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.engine import Runner
@@ -98,6 +100,9 @@ class PipelineRunner(Runner):
         members = StageRanks(self._group, self._place, self._owners, world.device)
         uncut = UnsplitModel(outer, stages, members, self._compute_alone)
         self._proof = SplitCheck(uncut, module, world, outer.given)
+        self._recomputed = runs_again(module)
+        self._blocks = RepeatedBlocks(module)
+        self._blocks.keep_in(self._parts.values())
         keep_only(module, kept, [stage for number, stage in enumerate(stages) if number not in mine])
         self._place_parameters(stage_strategy, kept, units)
         self._held = HeldParameters(module, world)
@@ -181,7 +186,7 @@ class PipelineRunner(Runner):
         return output
 
     def compile(self, how: str) -> None:
-        """Compile each stage. The communication between stages is not compiled."""
+        """Compile each stage, or each block. The communication between stages is not compiled."""
         if how == "script" or self._kind.splits:
             found = (
                 "TorchScript cannot call a traced part of a model"
@@ -193,8 +198,12 @@ class PipelineRunner(Runner):
                 found=found,
                 fix="use compile='inductor' with schedule='1f1b' or 'interleaved'",
             )
-        for part in self._parts.values():
-            part.compile()
+        if how == "blocks":
+            self._blocks.compile()
+        else:
+            if self._recomputed:
+                raise recomputed_refused(f"compile={how!r}")
+            compile_parts(self._parts.values())
         self._compiled = True
 
     def _place_parameters(

@@ -26,6 +26,7 @@ from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
+from shoal.strategies.compiled import RepeatedBlocks, compile_parts
 from shoal.strategies.contracts import no_gradient
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.engine import Runner
@@ -88,6 +89,8 @@ class RPCPipelineRunner(Runner):
             world,
             outer.given,
         )
+        self._blocks = RepeatedBlocks(module)
+        self._blocks.keep_in([self._stage.body])
         keep_only(module, [self._stage], [stage for stage in stages if stage is not self._stage])
         hold(module, [self._stage], world.device)
         self._drives = rank == crew.driver
@@ -144,14 +147,17 @@ class RPCPipelineRunner(Runner):
         return self._output(work)
 
     def compile(self, how: str) -> None:
-        """Compile this rank's stage."""
+        """Compile this rank's stage, or its blocks."""
         if how == "script":
             raise StepError(
                 given="compile='script' with shoal.RPCPipeline(…)",
                 found="TorchScript cannot call a traced part of a model",
                 fix="compile='inductor'",
             )
-        self._stage.body.compile()
+        if how == "blocks":
+            self._blocks.compile()
+        else:
+            compile_parts([self._stage.body])
         self._compiled = True
 
     def _prove(self, work: TurnWork) -> None:

@@ -90,7 +90,7 @@ class PlannedRunner(Runner):
     ) -> AnyTotals:
         """Run as on one process, with sharded logits if the plan has them; see the contract."""
         with ExitStack() as stack:
-            if self._local.call is self._module:  # compiled code cannot be marked
+            if not self._local.compiled:  # compiled code cannot be marked
                 stack.enter_context(tensors_awaited(self._world.timeline))
             if self._division.logits:
                 stack.enter_context(self._division.logits_kept())
@@ -115,14 +115,14 @@ class PlannedRunner(Runner):
 
 def check_compilable(division: ShardedLayers | None, how: str) -> None:
     """Raise StepError if torch cannot compile the layers of a plan."""
-    ways = set() if division is None else set(division.ways)
-    hard = ways if how == "script" else ways & {"sequence", "logits"}
+    hard = set() if division is None else set(division.ways)
+    if how != "script":
+        hard &= {"sequence"} if how == "blocks" else {"sequence", "logits"}  # logits are not in blocks
     if hard:
         raise StepError(
             given=f"compile={how!r} with shoal.TensorParallel(plan={{…: {min(hard)!r}}})",
             found="torch cannot compile the DTensors between the layers of the plan",
-            fix="leave compile out, or use compile='inductor' and a plan without 'sequence' and "
-            "'logits'",
+            fix="leave compile out, or use compile='blocks' and a plan without 'sequence'",
         )
 
 

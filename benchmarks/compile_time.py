@@ -1,0 +1,78 @@
+"""Seconds of the first and of later steps of a GPT: eager, compiled whole, and by its blocks.
+
+python benchmarks/compile_time.py                     # 12 blocks, on this machine's CPU or GPU
+python benchmarks/compile_time.py --layers 24 --rounds 5
+
+Each measurement is a process of its own with an empty compiler cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+import shoal
+from gpt import GPT, WORDS
+from spread import quartiles
+
+WAYS = {"eager": None, "inductor": "inductor", "blocks": "blocks"}
+
+
+def measure(given: argparse.Namespace) -> tuple[float, float]:
+    """Return the seconds of the first step, and the median of the later ones."""
+    with shoal.init() as world:
+        model = shoal.parallelize(GPT(given), world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        task = shoal.Task(
+            lambda loss, batch: (loss, batch[1].numel()), inputs=lambda batch: (batch[0], batch[1])
+        )
+        step = shoal.Step(model, optimizer, task, compile=WAYS[given.way])
+        tokens = torch.randint(0, WORDS, (given.batch * 2, given.context + 1))
+        data = shoal.Loader((tokens[:, :-1], tokens[:, 1:]), world, batch_size=given.batch)
+        times = []
+        for batch in data.epochs(10**9):
+            begun = time.perf_counter()
+            float(step(batch).loss)
+            times.append(time.perf_counter() - begun)
+            if len(times) > given.steps:
+                break
+    return times[0], quartiles(times[1:]).median
+
+
+def apart(given: argparse.Namespace, way: str) -> tuple[float, float]:
+    """Return what a process of its own measures."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    first, later = json.loads(done.stdout.splitlines()[-1])
+    return first, later
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    shape = {"layers": 12, "width": 256, "heads": 4, "context": 128, "batch": 4}
+    for name, value in (shape | {"rounds": 3, "steps": 8}).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--way", choices=WAYS, help="measure this one here, and print JSON")
+    given = parser.parse_args()
+    if given.way is not None:
+        print(json.dumps(measure(given)))
+        return
+    rounds = [{way: apart(given, way) for way in WAYS} for _ in range(given.rounds)]
+    print(f"torch {torch.__version__}, {given.layers} blocks, {given.rounds} rounds")
+    for way in WAYS:
+        first, later = (quartiles([found[way][part] for found in rounds]) for part in (0, 1))
+        print(f"{way:>9}  first step {first.median:7.2f} s   later steps {later.median * 1e3:8.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
