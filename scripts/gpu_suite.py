@@ -27,8 +27,11 @@ class Part(NamedTuple):
     minutes: float
 
 
-def parts(gpus: int) -> list[Part]:
-    """Return the commands for a machine with this number of GPUs, in 30 minutes together."""
+def parts(gpus: int, folder: Path) -> list[Part]:
+    """Return the commands for a machine with this number of GPUs, in 30 minutes together.
+
+    Checkpoints are written to the disk of `folder`; a temporary directory may be in memory.
+    """
     python, many = sys.executable, str(max(2, gpus))
     run = [python, "-m", "shoal", "run", "-n"]
     bench = ROOT / "benchmarks" / "gpu"
@@ -43,7 +46,7 @@ def parts(gpus: int) -> list[Part]:
         Part("gpt", [python, str(bench / "gpt.py")], 4.5),
         Part("resnet-50", [*run, str(gpus), *resnet, "--depth", "50"], 3),
         Part("resnet-101", [*run, str(gpus), *resnet, "--depth", "101"], 3),
-        Part("stall", [python, str(bench / "stall.py")], 4),
+        Part("stall", [python, str(bench / "stall.py"), "--directory", str(folder)], 4),
         Part("memory", [*run, many, str(bench / "memory.py")], 3),
     ]
 
@@ -88,8 +91,9 @@ def main(folder: Path) -> int:
             "No accelerator: torch.accelerator finds none here. See docs/contributing/gpu-checklist.md"
         )
         return 1
+    folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    codes = [run_part(part, folder) for part in parts(gpus)]
+    codes = [run_part(part, folder) for part in parts(gpus, folder)]
     print(f"Send the files in {folder}: docs/contributing/gpu-checklist.md says where.")
     return next((code for code in codes if code), 0)
 

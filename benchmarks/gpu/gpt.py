@@ -107,8 +107,8 @@ def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     # GPT-2 has 50257 words; a multiple of 128 is faster.
-    shape = {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "words": 50304, "batch": 16}
-    for name, value in (shape | {"rounds": 10, "steps": 20}).items():
+    shape = {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "words": 50304, "batch": 8}
+    for name, value in (shape | {"rounds": 10, "steps": 10}).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--peak", type=float, help="TFLOP/s in bf16; default: by the GPU's name")
     given = parser.parse_args()

@@ -78,7 +78,7 @@ def main() -> None:
     shape = {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "words": 50304}
     for name, value in shape.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--batch", type=int, default=4, help="rows of each rank")
+    parser.add_argument("--batch", type=int, default=2, help="rows of each rank")
     given = parser.parse_args()
     with shoal.init(layout="shard=-1") as world:
         if world.size == 1:

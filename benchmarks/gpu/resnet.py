@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224, help="pixels of an edge")
     parser.add_argument("--batch", type=int, default=256, help="images over all ranks")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
     with shoal.init() as world:

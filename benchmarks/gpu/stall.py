@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=8.0, help="of model and optimizer state")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="before and after each save")
     parser.add_argument("--directory", type=Path, help="on the disk to write to; default: temporary")
     given = parser.parse_args()

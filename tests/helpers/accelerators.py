@@ -63,7 +63,9 @@ def counted_waits(device: torch.device) -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found += [
-        f"{each.filename}:{each.lineno}" for each in caught if "synchronizing" in str(each.message)
+        f"{each.filename}:{each.lineno}"
+        for each in caught
+        if "called a synchronizing" in str(each.message)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,13 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
+def contrast(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """A loss that compares each sample with all samples of the global batch."""
+    everyone, start = shoal.gather(output)
+    own = torch.arange(start, start + len(output), device=output.device)
+    return F.cross_entropy(output @ everyone.T, own, reduction="sum"), len(output)
+
+
 class Training:
     """A network, its Step and its Loader on a world's device."""
 
@@ -44,6 +52,7 @@ class Training:
         micro_batches: int = 1,
         strategy: Any = None,
         dropout: float = 0.0,
+        objective: Callable[[Tensor, Any], tuple[Tensor, int]] = loss,
         **options: Any,
     ) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -51,7 +60,7 @@ class Training:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         precision = "bf16" if dtype == torch.bfloat16 else "fp32"
         self.step = shoal.Step(
-            self.model, optimizer, shoal.Task(loss), clip=1.0, precision=precision, **options
+            self.model, optimizer, shoal.Task(objective), clip=1.0, precision=precision, **options
         )
         self.loader = shoal.Loader(
             dataset(wide), world, batch_size=BATCH, micro_batches=micro_batches, seed=SEED
