@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shoal
 from helpers import batch_norms, fsdp_bytes
 from helpers.accelerators import keep_busy, no_waits, why_skipped
-from helpers.device_training import TOLERANCES, Training, by_hand
+from helpers.device_training import TOLERANCES, Training, by_hand, contrast
 from helpers.fsdp_bytes import measured
 from helpers.ranks import Ranks
 from helpers.reference import SEED, TOLERANCE, distance
@@ -106,6 +106,13 @@ def test_random_numbers_of_ranks_are_those_of_one_process(two: Start, layout: st
     with shoal.init(device="cpu", seed=SEED) as world:
         expected = Training(world, torch.float64, dropout=0.3).losses()
     for found in two(layout).call(losses, torch.float64, {"dropout": 0.3, "micro_batches": 2}):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_loss_over_all_pairs_is_that_of_one_process(two: Start) -> None:
+    with shoal.init(device="cpu", seed=SEED) as world:
+        expected = Training(world, torch.float64, objective=contrast).losses()
+    for found in two("replicate=2").call(losses, torch.float64, {"objective": contrast}):
         assert found == pytest.approx(expected, rel=1e-9)
 
 
