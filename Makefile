@@ -2,7 +2,7 @@
 # Paths are relative throughout, so a checkout may lie in a directory with a space in its name.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-rest test-torch test-long test-all lint format clean
+.PHONY: help venv demo docs test test-rest test-torch test-gpu test-long test-all lint format clean
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 export PYTHON
 # Tests start thousands of processes, each of which would compile all that it imports.
@@ -33,19 +33,22 @@ lint: venv ## ruff, mypy and the words of the documentation
 	@$(PY) scripts/check_language.py
 
 test: lint ## lint, then the tests that need neither root nor system packages
-	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full and not long'
+	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full and not long and not gpu'
 
 test-rest: venv ## what CI runs besides: system packages, more of long tables
-	@$(PY) -m pytest $(IN_PARALLEL) -m '(system or full) and not long'
+	@$(PY) -m pytest $(IN_PARALLEL) -m '(system or full) and not long and not gpu'
 
 test-torch: ## a small part with the oldest torch promised and with the newest
 	@scripts/test-with-torch oldest
 	@scripts/test-with-torch newest
 
 test-long: venv ## all the rest of long tables, which takes longest
-	@$(PY) -m pytest $(IN_PARALLEL) -m long
+	@$(PY) -m pytest $(IN_PARALLEL) -m 'long and not gpu'
 
-test-all: test ## everything
+test-gpu: venv ## on a machine with GPUs: their tests and benchmarks, half an hour, into build/gpu
+	@$(PY) scripts/gpu_suite.py build/gpu
+
+test-all: test ## everything but test-gpu
 	@$(MAKE) test-rest
 	@$(MAKE) test-long
 

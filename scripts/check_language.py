@@ -21,7 +21,7 @@ TERMS = ROOT / "docs" / "contributing" / "terms.toml"
 CHECKED = (
     "*.md",
     "docs/**/*.md",
-    "benchmarks/*.py",
+    "benchmarks/**/*.py",
     "examples/*.md",
     "examples/*.py",
     "scripts/**/*.py",

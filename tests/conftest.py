@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
-MAY_BE_MISSING = ("needs CUDA", "needs root", "needs namespaces")
+MAY_BE_MISSING = ("needs CUDA", "needs an accelerator", "needs root", "needs namespaces")
 
 
 # The same examples each time, however long one takes: a test fails for what has changed.

@@ -47,6 +47,7 @@ class Ranks:
         seed: int = 0,
         timeout: float = 120.0,
         prepare_timeout: float = 120.0,
+        device: str | None = None,
     ) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
@@ -58,7 +59,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, size, division, seed, timeout, prepare_timeout),
+                args=(theirs, rank, size, division, seed, timeout, prepare_timeout, device),
                 daemon=True,
             )
             process.start()
@@ -169,6 +170,7 @@ def _serve(
     seed: int,
     timeout: float,
     prepare_timeout: float,
+    device: str | None,
 ) -> None:
     os.setpgid(0, 0)
     multiprocessing.set_start_method(None, force=True)  # of its own workers: that of any process
@@ -183,7 +185,11 @@ def _serve(
     while division is not None:
         os.environ["MASTER_PORT"] = str(division.port)
         with shoal.init(
-            layout=division.layout, seed=seed, timeout=timeout, prepare_timeout=prepare_timeout
+            layout=division.layout,
+            device=device,
+            seed=seed,
+            timeout=timeout,
+            prepare_timeout=prepare_timeout,
         ) as world:
             division = _answer(pipe, world)
 

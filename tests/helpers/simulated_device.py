@@ -221,11 +221,11 @@ class Sequences(nn.Module):
         return output
 
 
-NETS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
-    "Net": (Net, (8, 64)),
-    "Sequences": (Sequences, (8, 16, 64)),
+NETS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
+    "Net": (Net, (8,)),
+    "Sequences": (Sequences, (8, 16)),
 }
-"""Models, and the shape of a micro-batch of their inputs."""
+"""Models by their width, and the shape of a micro-batch of their inputs but for the width."""
 
 
 AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
@@ -349,6 +349,7 @@ def main() -> None:
     parser.add_argument("strategy", help="an expression, such as shoal.FSDP()")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--net", choices=NETS, default="Net")
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--fused", action="store_true", help="results of steps are late")
@@ -366,11 +367,12 @@ def main() -> None:
     if world.size > 1:
         assert world.mesh  # outside fake tensors, which its ranks are not
     simulation = Simulation()
-    kind, shape = NETS[options.net]
+    kind, rows = NETS[options.net]
+    shape = (*rows, options.width)
     memory: dict[str, int] = {}
     with simulation:
         with torch.device(DEVICE, 0):
-            net = kind()
+            net = kind(options.width)
         model = shoal.parallelize(net, world, eval(options.strategy, {"shoal": shoal}))
         # A fused optimizer takes sharded and other parameters in separate groups.
         kinds = [[p for p in model.parameters() if is_divided(p) is kind] for kind in (True, False)]

@@ -14,6 +14,7 @@ TENSOR_FSDP = "[shoal.TensorParallel(), shoal.FSDP()]"
 CONTEXT = "shoal.ContextParallel(check=False)"
 PIPELINE = "shoal.Pipeline(split_points=('blocks.1', 'blocks.2', 'blocks.3'))"
 SEQUENCES = ("--net", "Sequences")
+EIGHT = ("--micro-batches", "8")
 ONE_READ = {"item in shoal/strategies/correction.py:read": 3}
 """Loss, count and norm, in one transfer before the optimizer step."""
 OFFLOADED = {
@@ -30,7 +31,7 @@ FEW: list[tuple[int, str, str, tuple[str, ...], dict[str, int]]] = [
     (1, "replicate=1", "shoal.SingleProcess()", ("--fused",), {}),
     (8, "shard=8", "shoal.FSDP()", ("--fused",), {}),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, (), ONE_READ),
-    (8, "replicate=2,pipeline=4", PIPELINE, ("--micro-batches", "8", "--rank", "1"), ONE_READ),
+    (8, "replicate=2,pipeline=4", PIPELINE, (*EIGHT, "--rank", "1"), ONE_READ),
 ]
 MORE = [
     (8, "shard=8", "shoal.FSDP()", (), ONE_READ),
@@ -38,6 +39,15 @@ MORE = [
     (8, "shard=8", "shoal.FSDP()", ("--fused", "--precision", "bf16"), {}),
     (8, "tensor=8", "shoal.TensorParallel()", ("--fused",), {}),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused", "--micro-batches", "4"), {}),
+    (1024, "shard=1024", "shoal.FSDP(param_dtype='bf16')", ("--fused",), {}),
+    (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused",), {}),
+    (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused", "--precision", "bf16"), {}),
+    (1024, "shard=128,context=8", f"[{CONTEXT}, shoal.FSDP()]", ("--fused", *SEQUENCES), {}),
+    (8, "context=8", f"[{CONTEXT}, shoal.FSDP()]", ("--fused", *SEQUENCES), {}),
+    (8, "replicate=2,pipeline=4", PIPELINE, ("--fused", *EIGHT, "--rank", "1"), {}),
+    (8, "replicate=2,pipeline=4", PIPELINE, ("--fused", *EIGHT, "--rank", "3"), {}),
+    (1024, "replicate=256,pipeline=4", PIPELINE, ("--fused", *EIGHT), {}),
+    (1024, "shard=256,pipeline=4", PIPELINE, ("--fused", *EIGHT, "--rank", "1"), {}),
     (8, "shard=8", "shoal.FSDP(cpu_offload=True)", ("--fused",), OFFLOADED),
     (8, "shard=8", "shoal.FSDP()", ("--evaluate", "--micro-batches", "4"), EVALUATED),
     (1024, "replicate=16,shard=64", "shoal.FSDP()", (), ONE_READ),
@@ -50,10 +60,10 @@ MORE = [
     (8, "shard=2,tensor=4", TENSOR_FSDP, ("--micro-batches", "4"), ONE_READ),
     (1024, "shard=128,context=8", f"[{CONTEXT}, shoal.FSDP()]", SEQUENCES, ONE_READ),
     (8, "context=8", f"[{CONTEXT}, shoal.FSDP()]", SEQUENCES, ONE_READ),
-    (8, "replicate=2,pipeline=4", PIPELINE, ("--micro-batches", "8", "--rank", "3"), ONE_READ),
-    (1024, "replicate=256,pipeline=4", PIPELINE, ("--micro-batches", "8"), ONE_READ),
-    (8, "replicate=2,pipeline=4", PIPELINE, ("--micro-batches", "8", "--evaluate"), EVALUATED),
-    (1024, "shard=256,pipeline=4", PIPELINE, ("--micro-batches", "8", "--rank", "1"), ONE_READ),
+    (8, "replicate=2,pipeline=4", PIPELINE, (*EIGHT, "--rank", "3"), ONE_READ),
+    (1024, "replicate=256,pipeline=4", PIPELINE, EIGHT, ONE_READ),
+    (8, "replicate=2,pipeline=4", PIPELINE, (*EIGHT, "--evaluate"), EVALUATED),
+    (1024, "shard=256,pipeline=4", PIPELINE, (*EIGHT, "--rank", "1"), ONE_READ),
 ]
 
 
@@ -110,22 +120,23 @@ def test_memory_by_kind(repository: Path) -> None:
 
 
 def test_the_page_has_these_numbers(repository: Path) -> None:
-    """One transfer where the case has one: the cases compare what blocks, operation by operation."""
+    """One transfer, and none if results are late: the cases compare what blocks, one by one."""
     text = (repository / "docs/explanation/gpus.md").read_text()
     rows = re.findall(
-        r"^\| `([a-z=,0-9]+)`(, bf16)? \| `(shoal.*|\[.*)` \| (\d) \| \d \| 1 \|$", text, re.M
+        r"^\| `([a-z=,0-9]+)`(, bf16)? \| `(shoal.*|\[.*)` \| (\d) \| \d \| 1 \| 0 \|$", text, re.M
     )
     of_page = {
         (layout, *(("bf16",) if half else ()), strategy, rank) for layout, half, strategy, rank in rows
     }
-    of_tests = set()
-    for _, layout, strategy, options, blocking in [*FEW, *MORE]:
-        if len(blocking) == 1 and options != ("--micro-batches", "4"):
-            half = ("bf16",) if "bf16" in options else ()
-            rank = options[-1] if "--rank" in options else "0"
-            shown = "shoal.Pipeline(split_points=SPLIT)" if strategy == PIPELINE else strategy
-            of_tests.add((layout, *half, shown, rank))
-    assert of_page == of_tests
+    for late, expected in ((False, ONE_READ), (True, {})):
+        of_tests = set()
+        for _, layout, strategy, options, blocking in [*FEW, *MORE]:
+            if (blocking, "--fused" in options) == (expected, late) and options[-1:] != ("4",):
+                half = ("bf16",) if "bf16" in options else ()
+                rank = options[-1] if "--rank" in options else "0"
+                shown = "shoal.Pipeline(split_points=SPLIT)" if strategy == PIPELINE else strategy
+                of_tests.add((layout, *half, shown, rank))
+        assert of_page == of_tests
 
 
 def test_lists_on_several_devices_are_caught() -> None:

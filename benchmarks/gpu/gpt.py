@@ -1,30 +1,26 @@
 """A GPT of 354 M parameters on one GPU: Shoal compared with the same in hand-written torch.
 
-python benchmarks/gpt.py                     # bf16, compiled
-python benchmarks/gpt.py --layers 2 --width 128 --heads 2 --context 64 --rounds 2 --steps 3
+python benchmarks/gpu/gpt.py                     # bf16, compiled
+python benchmarks/gpu/gpt.py --layers 2 --width 128 --heads 2 --context 64 --rounds 2 --steps 3
 
-Rounds of steps alternate, so that clocks and heat drift for both. The utilization is that of the
-model's FLOPs (Chowdhery et al. 2022): a token costs 6 for each parameter that multiplies and
-12 x layers x width x context for attention, against --peak. Both compile the model with its loss,
-clip by the global norm, and use the fused AdamW.
+Model FLOPs utilization (MFU) is that of Chowdhery et al. 2022: a token costs 6 FLOPs for each parameter
+that multiplies and 12 x layers x width x context for attention. It is relative to the peak in the data
+sheet of the GPU, or to --peak. Both compile the model with its loss, clip by the global norm, and use
+the fused AdamW. Neither reads the loss.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from spread import quartiles
-
-WORDS = 50304
-"""GPT-2's, rounded up to a size that the GPU multiplies fast."""
+from measuring import alternate, middle, ratios, show
+from shoal.telemetry.usage.device_peaks import peak_here
 
 
 class Block(nn.Module):
@@ -49,11 +45,11 @@ class GPT(nn.Module):
 
     def __init__(self, given: argparse.Namespace) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, given.width)
+        self.words = nn.Embedding(given.words, given.width)
         self.places = nn.Embedding(given.context, given.width)
         self.blocks = nn.Sequential(*(Block(given.width, given.heads) for _ in range(given.layers)))
         self.norm = nn.LayerNorm(given.width)
-        self.head = nn.Linear(given.width, WORDS, bias=False)
+        self.head = nn.Linear(given.width, given.words, bias=False)
         self.head.weight = self.words.weight
         nn.init.normal_(self.words.weight, std=0.02)
 
@@ -63,8 +59,8 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def by_hand(given: argparse.Namespace, tokens: Tensor, device: torch.device) -> Callable[[], float]:
-    """Return a loop over the batches in plain torch; each call takes the next step."""
+def by_hand(given: argparse.Namespace, tokens: Tensor, device: torch.device) -> Callable[[], object]:
+    """Return a step in plain torch, on the next rows at each call."""
     torch.manual_seed(0)
     net = GPT(given).to(device)
     model = torch.compile(net)
@@ -72,7 +68,7 @@ def by_hand(given: argparse.Namespace, tokens: Tensor, device: torch.device) -> 
     tokens = tokens.pin_memory() if device.type == "cuda" else tokens
     number = 0
 
-    def step() -> float:
+    def step() -> None:
         nonlocal number
         rows = tokens[number * given.batch % len(tokens) :][: given.batch]
         number += 1
@@ -83,13 +79,12 @@ def by_hand(given: argparse.Namespace, tokens: Tensor, device: torch.device) -> 
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return 0.0
 
     return step
 
 
-def by_shoal(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> Callable[[], float]:
-    """Return the same loop with Shoal."""
+def by_shoal(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> Callable[[], object]:
+    """Return the same step with Shoal."""
     torch.manual_seed(0)
     model = shoal.parallelize(GPT(given), world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -99,56 +94,47 @@ def by_shoal(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> C
     step = shoal.Step(model, optimizer, task, precision="bf16", clip=1.0, compile="inductor")
     data = shoal.Loader((tokens[:, :-1], tokens[:, 1:]), world, batch_size=given.batch)
     batches = data.epochs(10**9)
-    return lambda: step(next(batches)).loss
-
-
-def timed(step: Callable[[], float], steps: int, device: torch.device) -> float:
-    """Return the seconds of a step, the mean of a round."""
-    finish: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    finish()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step()
-    finish()
-    return (time.perf_counter() - begun) / steps
+    return lambda: step(next(batches))
 
 
 def flops(given: argparse.Namespace) -> float:
     """Return the FLOPs of a token, forward and backward."""
-    multiplied = given.layers * 12 * given.width**2 + WORDS * given.width
+    multiplied = given.layers * 12 * given.width**2 + given.words * given.width
     return float(6 * multiplied + 12 * given.layers * given.width * given.context)
 
 
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    shape = {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "batch": 16}
-    for name, value in (shape | {"rounds": 10, "steps": 20}).items():
+    # GPT-2 has 50257 words; a multiple of 128 is faster.
+    shape = {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "words": 50304, "batch": 8}
+    for name, value in (shape | {"rounds": 10, "steps": 10}).items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--peak", type=float, default=989e12, help="FLOP/s; an H100's in bf16")
+    parser.add_argument("--peak", type=float, help="TFLOP/s in bf16; default: by the GPU's name")
     given = parser.parse_args()
     with shoal.init() as world:
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, WORDS, (given.batch * 32, given.context + 1), generator=generator)
-        steps = {
+        shape_of_data = (given.batch * 32, given.context + 1)
+        tokens = torch.randint(0, given.words, shape_of_data, generator=generator)
+        loops = {
             "hand-written": by_hand(given, tokens, world.device),
             "Shoal": by_shoal(given, tokens, world),
         }
-        for step in steps.values():
-            timed(step, 5, world.device)
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for number in range(given.rounds):
-            for name in sorted(steps, reverse=number % 2 == 1):
-                times[name].append(timed(steps[name], given.steps, world.device))
-        cuda = world.device.type == "cuda"
-        where = torch.cuda.get_device_name() if cuda else "CPU"
-        print(f"{where}, torch {torch.__version__}, {given.rounds} rounds of {given.steps} steps")
+        times = alternate(loops, world, rounds=given.rounds, steps=given.steps)
+        peak = given.peak * 1e12 if given.peak else peak_here(world.device, torch.bfloat16).value
+        rows = []
         for name, found in times.items():
             rates = [given.batch * given.context / seconds for seconds in found]
-            used = quartiles([rate * flops(given) / given.peak for rate in rates])
-            print(f"{name:>14}  {quartiles(rates).median:12,.0f} tokens/s   MFU {used}")
-        ratios = [a / b for a, b in zip(times["hand-written"], times["Shoal"], strict=True)]
-        print(f"Shoal's throughput, relative to the hand-written one's: {quartiles(ratios)}")
+            used = [rate * flops(given) / peak for rate in rates] if peak else []
+            rows.append(
+                {
+                    "loop": name,
+                    "tokens/s": middle(rates, 0),
+                    "MFU": middle(used) if used else "the peak is unknown: --peak",
+                    "throughput / hand-written": middle(ratios(times["hand-written"], found)),
+                }
+            )
+        show(f"GPT of {given.layers} layers of {given.width}, bf16, compiled", rows, world)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""On a GPU: alone, and two ranks that share it over Gloo."""
+"""Training on a GPU: one process, and two ranks, which share a GPU over Gloo or have one each.
+
+The CPU runs the same elsewhere: the tables in `tests/strategies`, the rest in `tests/training`.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.accelerators import why_skipped
 from helpers.feature_pairs import PAIRS, Pair, attempt, layout
+from helpers.pairwise import cover
 from helpers.ranks import Ranks
 from helpers.reference import SEED, TOLERANCE, UNITS, Row, distance, specification, train
 from helpers.strategy_table import CASES, STEPS, Case, check
 from shoal.training.loss_scale import LossScale
 
-pytestmark = pytest.mark.processes
-
-if not torch.cuda.is_available():
-    pytest.skip("needs CUDA", allow_module_level=True)
+LACKING = why_skipped("cuda")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(LACKING), reason=LACKING),
+]
 
 SMALL = [case for case in CASES if case.size <= 2]
+FEW = cover(SMALL, lambda case: (case.way, case.precision))
 SAMPLES, WIDTH = 96, 16
 
 
@@ -58,7 +66,11 @@ def test_two_ranks_share_it(started: Callable[[str], Ranks]) -> None:
             assert backend.startswith("gloo: ranks 0 and 1 share a GPU of ")
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in FEW else pytest.mark.long) for case in SMALL],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def test_every_way_trains_like_one_process(started: Callable[[str], Ranks], case: Case) -> None:
     check(started(case.layout), case)
 
@@ -66,6 +78,7 @@ def test_every_way_trains_like_one_process(started: Callable[[str], Ranks], case
 TWO = [pair for pair in PAIRS if layout(pair).count("=") == 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", TWO, ids=" x ".join)
 def test_a_pair_trains_like_one_process(
     started: Callable[[str], Ranks], pair: Pair, tmp_path: Path

@@ -1,0 +1,104 @@
+"""Peak memory of a step of a GPT in bf16: Shoal's FSDP compared with hand-written FSDP2.
+
+shoal run -n 2 benchmarks/gpu/memory.py        # two ranks may share one GPU
+shoal run -n 2 benchmarks/gpu/memory.py --layers 2 --width 64 --heads 2 --context 16 --words 96
+
+Each block is a unit, and so is the rest. Parameters are gathered in bf16, gradients reduced in fp32.
+"allocated" is the peak of the device's allocator, "tracked" that of torch's memory tracker, both of
+rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import AdamW, Optimizer
+
+import shoal
+from gpt import GPT
+from measuring import peak_memory, show
+
+Made = tuple[nn.Module, Optimizer, Callable[[], object]]
+
+
+def by_hand(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> Made:
+    """Return a model, its optimizer and a step, in plain torch."""
+    torch.manual_seed(0)
+    model = GPT(given).to(world.device)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        rows = tokens[world.rank * given.batch :][: given.batch].to(world.device)
+        loss = model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def by_shoal(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> Made:
+    """Return the same with Shoal."""
+    torch.manual_seed(0)
+    model = shoal.parallelize(GPT(given), world, shoal.FSDP(modules=("blocks.*",)))
+    optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
+    task = shoal.Task(
+        lambda loss, batch: (loss, batch[1].numel()), inputs=lambda batch: (batch[0], batch[1])
+    )
+    step = shoal.Step(model, optimizer, task, precision="bf16", clip=1.0)
+    data = shoal.Loader((tokens[:, :-1], tokens[:, 1:]), world, batch_size=given.batch * world.size)
+    batches = data.epochs(10**9)
+    return model, optimizer, lambda: step(next(batches))
+
+
+def measure(
+    make: Callable[..., Made], given: argparse.Namespace, tokens: Tensor, world: shoal.World
+) -> dict[str, int]:
+    """Return the peaks of a step, after steps that make the optimizer state."""
+    model, optimizer, step = make(given, tokens, world)
+    for _ in range(3):
+        step()
+    return peak_memory(model, optimizer, step, world.device)
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    shape = {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "words": 50304}
+    for name, value in shape.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--batch", type=int, default=2, help="rows of each rank")
+    given = parser.parse_args()
+    with shoal.init(layout="shard=-1") as world:
+        if world.size == 1:
+            parser.error(f"a single process shards nothing: shoal run -n 2 {parser.prog}")
+        generator = torch.Generator().manual_seed(0)
+        shape_of_data = (given.batch * world.size * 4, given.context + 1)
+        tokens = torch.randint(0, given.words, shape_of_data, generator=generator)
+        peaks = {
+            "hand-written": measure(by_hand, given, tokens, world),
+            "Shoal": measure(by_shoal, given, tokens, world),
+        }
+        rows = []
+        for name, found in peaks.items():
+            row = {"FSDP": name}
+            for kind, size in found.items():
+                row[f"{kind} (MB)"] = f"{size / 1e6:,.1f}"
+                row[f"{kind} / hand-written"] = f"{size / peaks['hand-written'][kind]:.3f}"
+            rows.append(row)
+        show(f"Peak memory, {given.layers} layers of {given.width}", rows, world)
+
+
+if __name__ == "__main__":
+    main()
