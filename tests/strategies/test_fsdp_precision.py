@@ -128,7 +128,7 @@ def test_between_steps_the_model_computes_in_its_own_dtype(
 
 
 def computed_in(world: shoal.World, strategy: Any, precision: str) -> str:
-    return str(step_of(world, Plain, strategy, precision=precision).dtype)
+    return str(step_of(world, fsdp_bytes.Plain, strategy, precision=precision).dtype)
 
 
 @pytest.mark.full

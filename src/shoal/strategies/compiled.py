@@ -55,7 +55,7 @@ def _with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
         try:
             return call_uncompiled(module, *arguments, **named)
         finally:
-            attributes.pop("forward", None)  # another thread may have ended meanwhile
+            attributes.pop("forward", None)  # another thread may have removed it
             attributes.update(own)
 
     return call

@@ -1,7 +1,7 @@
 """Seconds of the first and of later steps of a GPT: eager, compiled whole, and by its blocks.
 
-python benchmarks/compile_time.py                     # 12 blocks, on this machine's CPU or GPU
-python benchmarks/compile_time.py --layers 24 --rounds 5
+python benchmarks/gpu/compile_time.py                     # 12 blocks, on this machine's CPU or GPU
+python benchmarks/gpu/compile_time.py --layers 24 --rounds 5
 
 Each measurement is a process of its own with an empty compiler cache.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,7 @@ import time
 import torch
 
 import shoal
-from gpt import GPT, WORDS
-from spread import quartiles
+from gpt import GPT
 
 WAYS = {"eager": None, "inductor": "inductor", "blocks": "blocks"}
 
@@ -34,7 +34,7 @@ def measure(given: argparse.Namespace) -> tuple[float, float]:
             lambda loss, batch: (loss, batch[1].numel()), inputs=lambda batch: (batch[0], batch[1])
         )
         step = shoal.Step(model, optimizer, task, compile=WAYS[given.way])
-        tokens = torch.randint(0, WORDS, (given.batch * 2, given.context + 1))
+        tokens = torch.randint(0, given.words, (given.batch * 2, given.context + 1))
         data = shoal.Loader((tokens[:, :-1], tokens[:, 1:]), world, batch_size=given.batch)
         times = []
         for batch in data.epochs(10**9):
@@ -43,7 +43,7 @@ def measure(given: argparse.Namespace) -> tuple[float, float]:
             times.append(time.perf_counter() - begun)
             if len(times) > given.steps:
                 break
-    return times[0], quartiles(times[1:]).median
+    return times[0], statistics.median(times[1:])
 
 
 def apart(given: argparse.Namespace, way: str) -> tuple[float, float]:
@@ -59,7 +59,7 @@ def apart(given: argparse.Namespace, way: str) -> tuple[float, float]:
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    shape = {"layers": 12, "width": 256, "heads": 4, "context": 128, "batch": 4}
+    shape = {"layers": 12, "width": 256, "heads": 4, "context": 128, "batch": 4, "words": 4096}
     for name, value in (shape | {"rounds": 3, "steps": 8}).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--way", choices=WAYS, help="measure this one here, and print JSON")
@@ -70,8 +70,8 @@ def main() -> None:
     rounds = [{way: apart(given, way) for way in WAYS} for _ in range(given.rounds)]
     print(f"torch {torch.__version__}, {given.layers} blocks, {given.rounds} rounds")
     for way in WAYS:
-        first, later = (quartiles([found[way][part] for found in rounds]) for part in (0, 1))
-        print(f"{way:>9}  first step {first.median:7.2f} s   later steps {later.median * 1e3:8.1f} ms")
+        first, later = (statistics.median(found[way][part] for found in rounds) for part in (0, 1))
+        print(f"{way:>9}  first step {first:7.2f} s   later steps {later * 1e3:8.1f} ms")
 
 
 if __name__ == "__main__":
