@@ -42,6 +42,7 @@ PAGES = (
         STRATEGIES,
         (
             "parallelize",
+            "samples",
             "SingleProcess",
             "DataParallel",
             "DDP",

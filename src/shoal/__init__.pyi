@@ -32,6 +32,7 @@ from shoal.strategies.data_parallel.local_sgd import LocalSGD as LocalSGD
 from shoal.strategies.device_placement.options import DevicePlacement as DevicePlacement
 from shoal.strategies.fsdp.options import FSDP as FSDP
 from shoal.strategies.pipeline.options import Pipeline as Pipeline
+from shoal.strategies.random_draws.layouts import samples as samples
 from shoal.strategies.rpc_pipeline.options import RPCPipeline as RPCPipeline
 from shoal.strategies.task import Task as Task
 from shoal.strategies.tensor_parallel.options import TensorParallel as TensorParallel

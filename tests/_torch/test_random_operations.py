@@ -44,3 +44,30 @@ x.sum().backward()
 assert seen == [True] and not in_backward()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_attention_is_replaced() -> None:
+    program = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as attention
+from shoal._torch.random_operations import replace_attention
+
+def result(x):
+    x = x.clone().requires_grad_()
+    y = attention(x, x, x, is_causal=True)
+    y.square().sum().backward()
+    return y.detach(), x.grad
+
+x = torch.randn(2, 3, 4, 8)
+expected, seen = result(x), []
+
+def instead(original, query, key, value, mask=None, dropout_p=0.0, *rest, **named):
+    seen.append(dropout_p)
+    return original()
+
+replace_attention(instead, "AutogradCPU")
+assert all(map(torch.equal, result(x), expected))
+torch.nn.MultiheadAttention(8, 2, 0.25)(x[0], x[0], x[0], need_weights=False)
+assert seen == [0.0, 0.25]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
+from shoal.strategies import engine_of
+from shoal.strategies.coupled_layers import say_division
 
 pytestmark = pytest.mark.processes
 
@@ -80,6 +83,20 @@ def test_dropout_whose_numbers_belong_to_samples_is_not_named(ranks: Ranks) -> N
 
 
 @pytest.mark.parametrize(
+    ("device", "layers", "named"), [("cuda", 2, True), ("cuda", 1, False), ("cpu", 2, False)]
+)
+def test_recurrent_layers_that_draw_in_a_library_are_named(
+    device: str, layers: int, named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with shoal.init(device="cpu") as world:
+        model = shoal.parallelize(nn.LSTM(4, 4, layers, dropout=0.1), world)
+        engine = engine_of(model)
+        with patch.object(world, "device", torch.device(device)):
+            say_division(engine, 2, compiled=False)
+    assert ("the model (LSTM): each rank draws its own" in capsys.readouterr().out) == named
+
+
+@pytest.mark.parametrize(
     ("layers", "ends"),
     [
         (BOTH, "frozen"),
@@ -113,6 +130,18 @@ class Noisy(nn.Module):
         return x + torch.rand_like(x)
 
 
+class Recurrent(nn.Module):
+    """Its layers are as many as the samples in half of a micro-batch, and so are its states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(4, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x[None])[0][0]
+        return found
+
+
 class Steady(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.layer_norm(x, x.shape[1:])
@@ -137,7 +166,9 @@ def test_an_undeclared_layer_that_couples_samples_is_named(ranks: Ranks) -> None
     assert second == ""
 
 
-@pytest.mark.parametrize("layers", [(nn.BatchNorm1d(4), Steady(), nn.GELU()), (Noisy(),)], ids=str)
+@pytest.mark.parametrize(
+    "layers", [(nn.BatchNorm1d(4), Steady(), nn.GELU()), (Noisy(),), (Recurrent(),)], ids=str
+)
 def test_declared_layers_and_random_draws_are_not_named(
     layers: tuple[nn.Module, ...], ranks: Ranks
 ) -> None:

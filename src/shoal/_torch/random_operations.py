@@ -31,6 +31,19 @@ def replace_draws(instead: Mapping[str, Instead]) -> bool:
     return True
 
 
+def replace_attention(instead: Instead, key: str = "AutogradCUDA") -> None:
+    """Call `instead` in place of `scaled_dot_product_attention` on a device, for the whole process.
+
+    `original` chooses one of torch's kernels, as torch does. Autograd runs in them, not before.
+    """
+    kernel = torch.ops.aten.scaled_dot_product_attention.default
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return instead(partial(kernel.decompose, *arguments, **named), *arguments, **named)
+
+    _LIBRARY.impl("scaled_dot_product_attention", call, key)
+
+
 _LIBRARY: Any = torch.library.Library("aten", "IMPL")
 
 

@@ -41,7 +41,7 @@ def say_division(engine: Engine, micro_batches: int, *, compiled: bool) -> None:
     dropouts = [
         f"{name or 'the model'} ({type(each).__name__})"
         for name, each in modules
-        if drops(each) and (compiled or not is_keyed(each))
+        if drops(each) and (compiled or not is_keyed(each) or _draws_itself(each, world.device.type))
     ]
     found = [
         f"{_listed(norms)}: statistics cover one micro-batch of one rank" if norms else "",
@@ -71,6 +71,11 @@ def drops(module: nn.Module) -> bool:
     if isinstance(module, _DROPOUTS):
         return module.p > 0
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
+
+
+def _draws_itself(module: nn.Module, device: str) -> bool:
+    """Return whether a layer draws in a library of the device, which does not call torch's dropout."""
+    return isinstance(module, nn.RNNBase) and module.num_layers > 1 and device != "cpu"
 
 
 def _listed(names: list[str]) -> str:

@@ -24,9 +24,10 @@ from shoal.training.loss_check import part_of
 TOLERANCE = 0.02
 """Relative to the largest row: the error of sums in half precision."""
 
-Digests: TypeAlias = dict[tuple[str, int], Tensor]
-"""A weighted sum and the norm of each row of a module's output, by the module's name and the number of
-its call."""
+Digests: TypeAlias = dict[tuple[str, int, int], Tensor]
+"""A weighted sum and the norm of each row of a module's output, by the module's name, the number of
+its call, and the number of columns: outputs of other widths, such as the states of an LSTM whose layers
+are as many as the samples, can't be compared."""
 
 
 def say_coupled(engine: Engine, task: Task, batch: Batch, *, autocast: torch.dtype | None) -> None:
@@ -97,7 +98,9 @@ def _digests(
         if rows:
             values = torch.cat(rows, dim=1)
             weights = torch.arange(values.shape[1], device=values.device).cos().to(values)
-            found[name, number] = torch.stack((values @ weights, values.norm(dim=1)), dim=1)
+            found[name, number, values.shape[1]] = torch.stack(
+                (values @ weights, values.norm(dim=1)), dim=1
+            )
 
     with ExitStack() as stack:
         for name, module in engine.module.named_modules():

@@ -10,21 +10,20 @@ number of that generator, its ticket.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import FrameType
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from shoal._torch.modules import module_called_in
-from shoal._torch.random_operations import in_backward, replace_draws
+from shoal._torch.random_operations import in_backward, replace_attention, replace_draws
 from shoal.data.micro import CURRENT_DRAWS
 from shoal.strategies.random_draws import philox
-from shoal.strategies.random_draws.layouts import Layouts
+from shoal.strategies.random_draws.layouts import Layouts, sample_dimension
+from shoal.strategies.random_draws.operations import REPLACED, attention
 
 _STEPS = 1 << 62
 """Offset of the positions of draws that belong to a step and not to samples."""
@@ -68,10 +67,10 @@ class _Site:
         return torch.stack([self._like(parts[..., i], tensor) for i in range(each)], -1)
 
     def _like(self, rows: Tensor, tensor: Tensor) -> Tensor:
-        if self.dim == 0:
-            return rows.reshape(tensor.shape)
-        shape = tensor.shape
-        return rows.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+        shape = list(tensor.shape)
+        if not shape:
+            return rows.reshape(())
+        return rows.reshape(shape.pop(self.dim), *shape).movedim(0, self.dim)
 
 
 _MODULES: WeakKeyDictionary[nn.Module, tuple[_Model, str]] = WeakKeyDictionary()
@@ -90,7 +89,8 @@ def register(model: nn.Module) -> None:
 @cache
 def _intercept() -> None:
     """Replace torch's random operations, once in a process."""
-    replace_draws(_REPLACED)
+    if replace_draws({name: partial(call, _site) for name, call in REPLACED.items()}):
+        replace_attention(partial(attention, _is_drawing))
 
 
 def layouts_of(model: nn.Module) -> Layouts:
@@ -108,8 +108,11 @@ def forget() -> None:
     _tickets.clear()
 
 
-def _site(tensor: Tensor, generator: torch.Generator | None) -> _Site | None:
-    """Return the site of a draw for `tensor`, or None if torch draws."""
+def _site(tensor: Tensor, generator: torch.Generator | None, *, of_step: bool = False) -> _Site | None:
+    """Return the site of a draw for `tensor`, or None if torch draws.
+
+    A draw `of_step` belongs to no sample, whatever its shape.
+    """
     if generator is not None or not tensor.numel():
         return None
     draws = CURRENT_DRAWS.get()
@@ -118,13 +121,17 @@ def _site(tensor: Tensor, generator: torch.Generator | None) -> _Site | None:
     found = _innermost()
     if found is None:
         return None
-    model, module = found
+    model, module, trains = found
     number = draws.models.setdefault(model, len(draws.models))
-    name = f"{draws.scope}{module}#{draws.made[found]}"
-    draws.made[found] += 1
+    name = f"{draws.scope}{module}#{draws.made[model, module]}"
+    draws.made[model, module] += 1
     micro = draws.micro
     key = philox.site_key(draws.seed, f"{number} {name}")
-    dim = model.layouts.dimension(name, tensor.shape, micro.samples)
+    if of_step:
+        dim = None
+    else:  # in eval mode, a module may draw less often, and the same number may be another draw
+        known = model.layouts if trains else Layouts()
+        dim = sample_dimension(known, name, tensor.shape, micro.samples)
     if dim is None:
         site = _Site(key, _STEPS + micro.batch_first, 1, 0)
     else:
@@ -133,12 +140,19 @@ def _site(tensor: Tensor, generator: torch.Generator | None) -> _Site | None:
     return site
 
 
+def _is_drawing() -> bool:
+    """Return whether the numbers of a draw that happened now would belong to samples."""
+    if CURRENT_DRAWS.get() is None:
+        return bool(_tickets) and in_backward()
+    return _innermost() is not None
+
+
 def _ticket() -> int:
     return int(torch.randint(_TICKETS, (), generator=torch.default_generator))
 
 
-def _innermost() -> tuple[_Model, str] | None:
-    """Return the model and the name of the innermost registered module that is running.
+def _innermost() -> tuple[_Model, str, bool] | None:
+    """Return the model, the name and the mode of the innermost registered module that is running.
 
     The name is empty outside of all modules. Return None inside modules none of which is registered.
     """
@@ -149,113 +163,7 @@ def _innermost() -> tuple[_Model, str] | None:
         if module is not None:
             found = _MODULES.get(module)
             if found is not None:
-                return found
+                return *found, module.training
             inside = True
         frame = frame.f_back
-    return None if inside else (_OUTSIDE, "")
-
-
-def _bernoulli_(
-    original: Callable[[], Tensor], tensor: Tensor, p: Any = 0.5, *, generator: Any = None
-) -> Tensor:
-    site = _site(tensor, generator)
-    if site is None:
-        return original()
-    if isinstance(p, Tensor):
-        p = p.to(tensor.device)
-        return tensor.copy_(site.uniform(tensor, p.dtype) < p)
-    return tensor.copy_(site.below(p, tensor))
-
-
-def _uniform_(
-    original: Callable[[], Tensor],
-    tensor: Tensor,
-    low: float = 0.0,
-    high: float = 1.0,
-    *,
-    generator: Any = None,
-) -> Tensor:
-    site = _site(tensor, generator)
-    if site is None:
-        return original()
-    return tensor.copy_(site.uniform(tensor).mul_(high - low).add_(low))
-
-
-def _normal_(
-    original: Callable[[], Tensor],
-    tensor: Tensor,
-    mean: float = 0.0,
-    std: float = 1.0,
-    *,
-    generator: Any = None,
-) -> Tensor:
-    """Box and Muller 1958, one number from two."""
-    site = _site(tensor, generator)
-    if site is None:
-        return original()
-    first, second = site.uniform(tensor, each=2).unbind(-1)
-    radius = torch.log1p(-first).mul_(-2).sqrt_()
-    return tensor.copy_(torch.cos(second * (2 * torch.pi)).mul_(radius).mul_(std).add_(mean))
-
-
-def _exponential_(
-    original: Callable[[], Tensor], tensor: Tensor, rate: float = 1.0, *, generator: Any = None
-) -> Tensor:
-    site = _site(tensor, generator)
-    if site is None:
-        return original()
-    found = torch.log1p(-site.uniform(tensor)).neg_()
-    least = 2.0**-54 if found.dtype == torch.float64 else 2.0**-25  # never 0, as torch promises
-    return tensor.copy_(found.clamp_(min=least).div_(rate))
-
-
-def _random_(
-    original: Callable[[], Tensor], tensor: Tensor, *bounds: int | None, generator: Any = None
-) -> Tensor:
-    low, high = bounds if len(bounds) == 2 else (0, *bounds)
-    if low is None or high is None:
-        return original()
-    site = _site(tensor, generator)
-    if site is None:
-        return original()
-    return tensor.copy_(site.uniform(tensor, torch.float64).mul_(high - low).floor_().add_(low))
-
-
-def _native_dropout(
-    original: Callable[[], Any], tensor: Tensor, p: float, train: bool | None
-) -> tuple[Tensor, Tensor]:
-    site = _site(tensor, None) if train is not False else None
-    if site is None:
-        return original()  # type: ignore[no-any-return]
-    mask = site.below(1 - p, tensor)
-    return tensor * mask * (1 / (1 - p) if p < 1 else 0.0), mask
-
-
-def _rrelu_with_noise(
-    original: Callable[[], Tensor],
-    tensor: Tensor,
-    noise: Tensor,
-    lower: float = 0.125,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Any = None,
-) -> Tensor:
-    site = _site(tensor, generator) if training else None
-    if site is None:
-        return original()
-    slope = site.uniform(tensor).mul_(upper - lower).add_(lower).to(tensor.dtype)
-    noise.copy_(torch.where(tensor <= 0, slope, 1.0))
-    return tensor * noise
-
-
-_REPLACED: dict[str, Callable[..., Any]] = {
-    "bernoulli_.float": _bernoulli_,
-    "bernoulli_.Tensor": _bernoulli_,
-    "uniform_": _uniform_,
-    "normal_": _normal_,
-    "exponential_": _exponential_,
-    "random_.from": _random_,
-    "random_.to": _random_,
-    "native_dropout": _native_dropout,
-    "rrelu_with_noise": _rrelu_with_noise,
-}
+    return None if inside else (_OUTSIDE, "", True)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from shoal.util.errors import StepError
+
+_CHOSEN: ContextVar[tuple[int | None] | None] = ContextVar("chosen sample dimension", default=None)
 
 Fit = tuple[int, int]
 """A dimension, and the number of its elements per sample."""
@@ -43,3 +51,64 @@ class Layouts:
             for site, fits in other.items():
                 known = self.possible.setdefault(site, fits)
                 self.possible[site] = fits and ([each for each in known if each in fits] or known)
+
+
+@contextmanager
+def samples(*, dim: int | None) -> Iterator[None]:
+    """Declare which dimension counts samples in random operations such as dropout.
+
+    For code in a model or a loss function whose tensors have another layout than `(samples, …)`,
+    `(samples * length, …)` or `(length, samples, …)`, which Shoal recognizes by their sizes. Outside a
+    training step, and in compiled code, it has no effect.
+
+    Args:
+        dim: The dimension of the tensors that are drawn. Its size is the number of samples of the
+            micro-batch, or a multiple of it if the elements of a sample are next to each other. None
+            means that no dimension counts samples: all ranks and micro-batches of a step draw the same
+            numbers.
+
+    Returns:
+        A context manager, which is also a decorator of functions.
+
+    Raises:
+        StepError: If `dim` is neither an integer nor None, or if a tensor that is drawn has no such
+            dimension.
+
+    Examples:
+        >>> from torch.nn.functional import dropout
+        >>> def forward(x):  # of shape (frames, joints, samples)
+        ...     with shoal.samples(dim=2):
+        ...         return dropout(x, 0.1)
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int | None):
+        raise StepError(
+            given=f"shoal.samples(dim={dim!r})",
+            found="a dimension is an integer, or None for tensors without samples",
+            fix="shoal.samples(dim=1)",
+        )
+    if torch.compiler.is_compiling():
+        yield
+        return
+    token = _CHOSEN.set((dim,))
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def sample_dimension(layouts: Layouts, site: str, shape: Sequence[int], number: int) -> int | None:
+    """Return the dimension that counts `number` samples: the declared one, or the one found by size."""
+    chosen = _CHOSEN.get()
+    if chosen is None:
+        return layouts.dimension(site, shape, number)
+    (dim,) = chosen
+    if dim is None:
+        return None
+    if not -len(shape) <= dim < len(shape) or shape[dim] % number:
+        raise StepError(
+            given=f"shoal.samples(dim={dim}), and a draw for a tensor of shape {tuple(shape)}",
+            found=f"the micro-batch has {number} samples, and this dimension does not count them",
+            fix="the dimension whose size is a multiple of the number of samples, or dim=None if the "
+            "tensor has no such dimension",
+        )
+    return dim % len(shape)
