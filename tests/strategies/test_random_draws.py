@@ -229,3 +229,28 @@ def test_a_wrong_value_is_refused() -> None:
         pytest.raises(shoal.StepError, match=r"(?s)random='sample'.*'samples' or to 'ranks'"),
     ):
         shoal.parallelize(nn.Linear(1, 1), world, random="sample")
+
+
+class Sparing(nn.Module):
+    """Draws less often in eval mode, so that the same number is another draw."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x * torch.rand(len(x), 1)
+        return x * torch.rand(x.shape[1]) + torch.rand(x.shape)
+
+
+def test_draws_in_eval_mode_show_nothing_about_those_of_training() -> None:
+    model = Sparing()
+    register(model)
+
+    def run(first: int, samples: int) -> Tensor:
+        x = torch.ones(samples, 7)
+        found: Tensor = keyed(lambda: model(x), MicroBatch(None, first, samples, 1.0))
+        return found
+
+    model.eval()
+    run(0, 4)
+    model.train()
+    whole = run(0, 4)
+    assert torch.equal(torch.cat([run(0, 2), run(2, 2)]), whole)
