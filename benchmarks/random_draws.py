@@ -146,7 +146,7 @@ def main() -> None:
                 seconds, memory[name] = timed(ways[name], given.steps, world)
                 times[name].append(seconds)
         world.print(
-            f"{world.size} rank(s), {given.layers} layers of {given.width}, {given.batch} texts of "
+            f"{world.size} rank(s), {given.layers} layers of {given.width}, {given.batch} sequences of "
             f"{given.context} tokens, {world.device}"
         )
         for name, found in times.items():

@@ -111,7 +111,7 @@ def forget() -> None:
 def _site(tensor: Tensor, generator: torch.Generator | None, *, of_step: bool = False) -> _Site | None:
     """Return the site of a draw for `tensor`, or None if torch draws.
 
-    A draw `of_step` belongs to no sample, whatever its shape.
+    A draw `of_step` belongs to no sample, regardless of its shape.
     """
     if generator is not None or not tensor.numel():
         return None
