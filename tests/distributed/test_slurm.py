@@ -120,7 +120,7 @@ def test_srun_starts_ranks_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run([*srun, "--mpi=none", *command], folder=tmp_path, variables=AS_ROOT)
     assert done.returncode != 0
     assert "found: srun has started its tasks without MPI" in done.stderr
-    assert "fix:   srun --mpi=pmix" in done.stderr
+    assert "fix:   use srun --mpi=pmix" in done.stderr
 
 
 def test_two_steps_of_one_job_on_one_node_do_not_clash(
