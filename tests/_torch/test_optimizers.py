@@ -14,8 +14,9 @@ pytestmark = pytest.mark.compat
 def test_skipping(kind: str, dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.ones(3, dtype=dtype))
     optimizer = getattr(torch.optim, kind)([parameter], lr=0.5, fused=True)
-    if kind == "Adagrad" and not hasattr(optimizer, "_step_supports_amp_scaling"):
-        pytest.skip("the fused Adagrad of torch 2.11 cannot skip")
+    if kind == "Adagrad" and not hasattr(optimizer, "_step_supports_amp_scaling"):  # torch 2.11
+        assert not optimizers.skips_on_device(optimizer)
+        return
     assert optimizers.skips_on_device(optimizer)
     moved = []
     for skip in (0.0, 1.0, 0.0):
