@@ -301,7 +301,11 @@ def members(mark: str) -> list[int]:
 @pytest.mark.parametrize(
     ("layout", "line", "lines"),
     [
-        ("-1", "step(batch)", ["given: the loss function loss (", "found: ", "fix:   use reduction='sum'"]),
+        (
+            "-1",
+            "step(batch)",
+            ["given: the loss function loss (", "found: ", "fix:   use reduction='sum'"],
+        ),
         pytest.param(
             "5",
             "with shoal.init",
