@@ -139,9 +139,9 @@ def test_two_forward_passes_draw_two_masks(started: Callable[[int, str], Ranks])
     assert not torch.equal(*keyed(lambda: (drop(torch.ones(4, 9)), drop(torch.ones(4, 9))), micro))
 
 
-def own_loop(world: shoal.World, micro_batches: int) -> list[float]:
+def own_loop(world: shoal.World, micro_batches: int, strategy: Any = None) -> list[float]:
     torch.manual_seed(2)
-    model = shoal.parallelize(Drops().double(), world)
+    model = shoal.parallelize(Drops().double(), world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = shoal.Loader(dataset(), world, batch_size=10, micro_batches=micro_batches)
     found = []
@@ -161,6 +161,11 @@ def test_a_custom_loop_draws_what_a_step_draws(
     # Of 4, 3 and 3 samples, none of which is the length of a sequence: no Task shows the layouts.
     for found in started(3, "replicate=-1").call(own_loop, 1):
         assert found == pytest.approx(alone[::2], rel=1e-9)
+
+
+def test_a_custom_loop_recomputes_its_draws(alone: list[float]) -> None:
+    with shoal.init(seed=3) as world:
+        assert own_loop(world, 1, RECOMPUTED) == pytest.approx(alone[::2], rel=1e-9)
 
 
 def resumed(world: shoal.World, directory: str, steps: int) -> list[float]:

@@ -115,9 +115,11 @@ def _site(tensor: Tensor, generator: torch.Generator | None, *, of_step: bool = 
     """
     if generator is not None or not tensor.numel():
         return None
+    if _tickets and in_backward():
+        return _tickets.get(_ticket())
     draws = CURRENT_DRAWS.get()
     if draws is None:
-        return _tickets.get(_ticket()) if _tickets and in_backward() else None
+        return None
     found = _innermost()
     if found is None:
         return None
@@ -142,9 +144,9 @@ def _site(tensor: Tensor, generator: torch.Generator | None, *, of_step: bool = 
 
 def _is_drawing() -> bool:
     """Return whether the numbers of a draw that happened now would belong to samples."""
-    if CURRENT_DRAWS.get() is None:
-        return bool(_tickets) and in_backward()
-    return _innermost() is not None
+    if _tickets and in_backward():
+        return True
+    return CURRENT_DRAWS.get() is not None and _innermost() is not None
 
 
 def _ticket() -> int:
