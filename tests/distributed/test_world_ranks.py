@@ -23,6 +23,7 @@ from torch import nn
 import shoal
 from helpers.commands import wait_for
 from helpers.ranks import RankError, Ranks, free_port
+from shoal.distributed.watchdog import stacks
 from shoal.distributed.watchdog.abort import EXIT_CODE
 from shoal.util.errors import AgreementError, LaunchError
 
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.processes
 
 STEP_SECONDS = 6.0
 PREPARE_SECONDS = 100.0
+SHORT_SECONDS = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +279,33 @@ def test_a_section_has_no_time_limit_and_a_step_has(tmp_path: Path) -> None:
     a hang after it is noticed in time."""
     with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=PREPARE_SECONDS) as ranks:
         ends_in_time(ranks, tmp_path, slow_then_stuck)
+
+
+def wait_begun_during_check(world: shoal.World) -> None:
+    """The main thread of rank 1 enters a barrier while its watch checks after a long computation."""
+    world.watchdog.begin_step()
+    world.barrier()
+    checked = threading.Event()
+    if world.rank == 0:
+        time.sleep(SHORT_SECONDS + 1)  # rank 1 has to wait, but not for too long
+    else:
+        watch: Any = world.watchdog._watch
+        original, before = watch._waits, watch._counts()
+
+        def begun(lines: Any) -> Any:
+            checked.set()
+            wait_for(lambda: watch._counts() != before)
+            return original(stacks.main_stack())
+
+        watch._waits = begun
+        assert checked.wait(100)
+    world.barrier()
+
+
+@pytest.mark.full
+def test_a_wait_that_has_just_begun_is_no_hang() -> None:
+    with Ranks(2, timeout=SHORT_SECONDS, prepare_timeout=PREPARE_SECONDS) as ranks:
+        ranks.call(wait_begun_during_check)
 
 
 def one_step_then_stuck(world: shoal.World, directory: Path, raw: bool) -> None:

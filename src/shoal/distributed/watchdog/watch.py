@@ -196,7 +196,7 @@ class Watch:
             now = self._counts()
             waited, counts = waited + passed if now == counts else 0.0, now
             asked = min(asked, waited)
-            if waited >= self.limit + later and self._waits(stacks.main_stack()) is not None:
+            if waited >= self.limit + later and self._still_waits(counts):
                 await self._judge(waited)
                 await _within(self._stopped.wait(), _AGAIN_SECONDS)
             elif waited >= asked + _NEIGHBOUR_SECONDS:
@@ -217,6 +217,10 @@ class Watch:
         following = members[(members.index(self._rank) + 1) % len(members)]
         (answer,) = await self._ask([following], {"alive": True})
         return isinstance(answer, ConnectionError)
+
+    def _still_waits(self, counts: tuple[int, ...]) -> bool:
+        """Return whether this rank waits in an operation that it began before it had these counts."""
+        return self._waits(stacks.main_stack()) is not None and self._counts() == counts
 
     def _counts(self) -> tuple[int, ...]:
         return (self._answers, *flight_recorder.operation_counts())
