@@ -4,9 +4,10 @@ python benchmarks/batch_norm.py                       # compared with a plain lo
 shoal run -n 4 benchmarks/batch_norm.py
 python benchmarks/batch_norm.py --compile --rounds 5
 
-"torch" is a plain loop on one process; "rank" is BatchNorm as in DDP, and with it the cost of Shoal
-without exchange. On several GPUs, "sync" is torch's SyncBatchNorm. Rounds of steps alternate, so that
-clocks and heat drift for all.
+"torch" is a plain loop, with DDP on several ranks; ratios are relative to it, within rounds.
+`statistics="rank"` is BatchNorm as in DDP, and with it the cost of Shoal without exchange. On several
+GPUs, "sync" is DDP with torch's SyncBatchNorm, which does not run on CPUs. Rounds of steps alternate,
+so that clocks and heat drift for all.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from spread import quartiles
+from spread import quartiles, synchronize
 
 
 class Block(nn.Module):
@@ -62,14 +64,21 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 
 def in_torch(
-    given: argparse.Namespace, world: shoal.World, data: tuple[Tensor, Tensor]
+    given: argparse.Namespace, world: shoal.World, data: tuple[Tensor, Tensor], *, sync: bool = False
 ) -> Callable[[], None]:
-    """Return a step of a plain loop."""
+    """Return a step of a plain loop, with DDP on several ranks."""
     model: Any = build(given.width).to(world.device)
+    if world.size > 1:
+        model = DistributedDataParallel(
+            nn.SyncBatchNorm.convert_sync_batchnorm(model) if sync else model
+        )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     call = torch.compile(model) if given.compile else model
     batches = cycle(
-        [tuple(each.to(world.device) for each in pair) for pair in _pairs(data, given.batch)]
+        [
+            tuple(each.tensor_split(world.size)[world.rank].to(world.device) for each in pair)
+            for pair in _pairs(data, given.batch)
+        ]
     )
 
     def step() -> None:
@@ -89,11 +98,7 @@ def in_shoal(
     given: argparse.Namespace, world: shoal.World, data: tuple[Tensor, Tensor], statistics: int | str
 ) -> Callable[[], None]:
     """Return a step through Shoal."""
-    model = build(given.width)
-    if statistics == "sync":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    how = "rank" if statistics == "sync" else statistics
-    model = shoal.parallelize(model, world, statistics=how)
+    model = shoal.parallelize(build(given.width), world, statistics=statistics)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     compiler = "inductor" if given.compile else None
     step = shoal.Step(model, optimizer, shoal.Task(loss), compile=compiler)
@@ -116,33 +121,35 @@ def main() -> None:
         data = images, torch.randint(0, 10, (2 * given.batch,))
         group = max(1, given.batch // world.size)
         ways: dict[str, Callable[[], None]] = {}
-        if world.size == 1:
-            ways["torch"] = in_torch(given, world, data)
+        ways["torch"] = in_torch(given, world, data)
         for statistics in ("rank", "batch", group, given.batch // 2):
             ways[f"statistics={statistics!r}"] = in_shoal(given, world, data, statistics)
         if world.size > 1 and world.device.type == "cuda":
-            ways["sync"] = in_shoal(given, world, data, "sync")
+            ways["sync"] = in_torch(given, world, data, sync=True)
         times: dict[str, list[float]] = {name: [] for name in ways}
         memory: dict[str, int] = {}
         for step in ways.values():
             step()  # which compiles
         for _ in range(given.rounds):
             for name, step in ways.items():
-                _wait(world)
+                synchronize(world)
                 if world.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 begun = time.perf_counter()
                 for _ in range(given.steps):
                     step()
-                _wait(world)
+                synchronize(world)
                 times[name].append((time.perf_counter() - begun) / given.steps)
                 if world.device.type == "cuda":
                     memory[name] = torch.cuda.max_memory_allocated()
         world.print(f"{world.size} rank(s), {given.batch} images of {given.image} px, {world.device}")
         for name, found in times.items():
             each = quartiles([1e3 * value for value in found])
+            ratio = quartiles(
+                [ours / theirs for ours, theirs in zip(found, times["torch"], strict=True)]
+            )
             peak = f", {memory[name] / 2**20:.0f} MiB" if memory else ""
-            world.print(f"{name:22s} {each} ms{peak}")
+            world.print(f"{name:22s} {each} ms, {ratio} of torch{peak}")
 
 
 def _wait(world: shoal.World) -> None:

@@ -4,10 +4,10 @@
     shoal run -n 4 benchmarks/random_draws.py
     python benchmarks/random_draws.py --compile
 
-"ranks" is Shoal with `random="ranks"`; the difference to "samples" is the cost of the keys. "none" is
-"ranks" with dropout 0. Rounds alternate, so that clocks and heat drift for all, and ratios are taken
-within rounds. Memory is the peak of the process on CPUs, measured in a process of its own for each way
-with `--only`, and of the allocator on GPUs.
+"torch" is a plain loop, with DDP on several ranks; ratios are relative to it, within rounds. "ranks" is
+Shoal with `random="ranks"`; the difference to "samples" is the cost of the keys. "none" is "ranks" with
+dropout 0. Rounds alternate, so that clocks and heat drift for all. Memory is the peak of the process on
+CPUs, measured in a process of its own for each way with `--only`, and of the allocator on GPUs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from spread import quartiles
+from spread import quartiles, synchronize
 
 WORDS = 256
 
@@ -80,13 +81,20 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 def in_torch(
     given: argparse.Namespace, world: shoal.World, data: tuple[Tensor, Tensor]
 ) -> Callable[[], None]:
-    """Return a step of a plain loop."""
+    """Return a step of a plain loop, with DDP on several ranks."""
     torch.manual_seed(0)
     model: Any = GPT(given, 0.1).to(world.device)
+    if world.size > 1:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     call = torch.compile(model) if given.compile else model
     pairs = zip(data[0].split(given.batch), data[1].split(given.batch), strict=True)
-    batches = cycle([tuple(each.to(world.device) for each in pair) for pair in pairs])
+    batches = cycle(
+        [
+            tuple(each.tensor_split(world.size)[world.rank].to(world.device) for each in pair)
+            for pair in pairs
+        ]
+    )
 
     def step() -> None:
         batch = next(batches)
@@ -115,7 +123,7 @@ def in_shoal(
 
 
 def main() -> None:
-    """Print the times of a step, and the ratios to "ranks"."""
+    """Print the times of a step, and the ratios to "torch"."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     shape = {"layers": 4, "width": 128, "heads": 4, "context": 64, "batch": 16}
     for name, value in (shape | {"rounds": 10, "steps": 5}).items():
@@ -133,8 +141,6 @@ def main() -> None:
             "ranks": lambda: in_shoal(given, world, data, "ranks"),
             "samples": lambda: in_shoal(given, world, data, "samples"),
         }
-        if world.size > 1:
-            del makes["torch"]
         ways = {name: make() for name, make in makes.items() if given.only in (None, name)}
         times: dict[str, list[float]] = {name: [] for name in ways}
         memory: dict[str, int] = {}
@@ -151,9 +157,9 @@ def main() -> None:
         )
         for name, found in times.items():
             ratio = ""
-            if "ranks" in times:
-                pairs = zip(found, times["ranks"], strict=True)
-                ratio = f", {quartiles([ours / theirs for ours, theirs in pairs])} of ranks"
+            if "torch" in times:
+                pairs = zip(found, times["torch"], strict=True)
+                ratio = f", {quartiles([ours / theirs for ours, theirs in pairs])} of torch"
             each = quartiles([1e3 * value for value in found])
             world.print(f"{name:8s} {each} ms{ratio}, {memory[name] / 2**20:.0f} MiB")
 
@@ -163,11 +169,11 @@ def timed(step: Callable[[], None], steps: int, world: shoal.World) -> tuple[flo
     cuda = world.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    _wait(world)
+    synchronize(world)
     begun = time.perf_counter()
     for _ in range(steps):
         step()
-    _wait(world)
+    synchronize(world)
     seconds = (time.perf_counter() - begun) / steps
     if cuda:
         return seconds, torch.cuda.max_memory_allocated()

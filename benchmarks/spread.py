@@ -1,4 +1,4 @@
-"""Summaries of repeated measurements: the median and the range."""
+"""Repeated measurements: where each begins and ends, and summaries by median and range."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import shoal
+from shoal.util import accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +47,9 @@ def interval(values: Sequence[float]) -> Spread:
     return Spread(
         median=statistics.median(ordered), low=ordered[below], high=ordered[count - 1 - below]
     )
+
+
+def synchronize(world: shoal.World) -> None:
+    """Wait for the devices of all ranks. Collective."""
+    accelerator.synchronize(world.device)
+    world.barrier()
