@@ -1,5 +1,7 @@
 """Seconds of the first and of later steps of a GPT: eager, compiled whole, and by its blocks.
 
+"torch" is the loop in hand-written torch, with `torch.compile(model)` and `block.compile()`.
+
 python benchmarks/gpu/compile_time.py                     # 12 blocks, on this machine's CPU or GPU
 python benchmarks/gpu/compile_time.py --layers 24 --rounds 5
 
@@ -16,33 +18,68 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import cycle
 
 import torch
+from torch import Tensor
 
 import shoal
 from gpt import GPT
 
-WAYS = {"eager": None, "inductor": "inductor", "blocks": "blocks"}
+HOW = {"eager": None, "inductor": "inductor", "blocks": "blocks"}
+WAYS = [f"{whose} {how}" for how in HOW for whose in ("torch", "shoal")]
+
+
+def by_hand(given: argparse.Namespace, how: str | None, tokens: Tensor) -> Callable[[], float]:
+    """Return a step in plain torch, which returns the loss."""
+    model = GPT(given).to(tokens.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    call = torch.compile(model) if how == "inductor" else model
+    if how == "blocks":
+        for block in model.blocks:
+            block.compile()
+    batches = cycle(tokens.split(given.batch))
+
+    def step() -> float:
+        batch = next(batches)
+        loss = call(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def by_shoal(
+    given: argparse.Namespace, how: str | None, tokens: Tensor, world: shoal.World
+) -> Callable[[], float]:
+    """Return a step through Shoal, which returns the loss."""
+    model = shoal.parallelize(GPT(given), world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    task = shoal.Task(
+        lambda loss, batch: (loss, batch[1].numel()), inputs=lambda batch: (batch[0], batch[1])
+    )
+    step = shoal.Step(model, optimizer, task, compile=how)
+    batches = shoal.Loader((tokens[:, :-1], tokens[:, 1:]), world, batch_size=given.batch).epochs(10**9)
+    return lambda: float(step(next(batches)).loss)
 
 
 def measure(given: argparse.Namespace) -> tuple[float, float]:
     """Return the seconds of the first step, and the median of the later ones."""
+    whose, how = given.way.split()
     with shoal.init() as world:
-        model = shoal.parallelize(GPT(given), world)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        task = shoal.Task(
-            lambda loss, batch: (loss, batch[1].numel()), inputs=lambda batch: (batch[0], batch[1])
-        )
-        step = shoal.Step(model, optimizer, task, compile=WAYS[given.way])
         tokens = torch.randint(0, given.words, (given.batch * 2, given.context + 1))
-        data = shoal.Loader((tokens[:, :-1], tokens[:, 1:]), world, batch_size=given.batch)
+        if whose == "torch":
+            step = by_hand(given, HOW[how], tokens.to(world.device))
+        else:
+            step = by_shoal(given, HOW[how], tokens, world)
         times = []
-        for batch in data.epochs(10**9):
+        for _ in range(1 + given.steps):
             begun = time.perf_counter()
-            float(step(batch).loss)
+            step()
             times.append(time.perf_counter() - begun)
-            if len(times) > given.steps:
-                break
     return times[0], statistics.median(times[1:])
 
 
@@ -71,7 +108,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {given.layers} blocks, {given.rounds} rounds")
     for way in WAYS:
         first, later = (statistics.median(found[way][part] for found in rounds) for part in (0, 1))
-        print(f"{way:>9}  first step {first:7.2f} s   later steps {later * 1e3:8.1f} ms")
+        print(f"{way:>14}  first step {first:7.2f} s   later steps {later * 1e3:8.1f} ms")
 
 
 if __name__ == "__main__":
