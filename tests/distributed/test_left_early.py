@@ -120,12 +120,16 @@ def full(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
+def long(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("body", "who", "leave", "place"),
     [
         (IN_A_RUN, 1, "sys.exit(0)", "leaves"),
-        full(IN_A_RUN, 0, "sys.exit()", "leaves"),
-        full(WITHOUT_WITH, 1, "sys.exit(0)", "leaves"),
+        long(IN_A_RUN, 0, "sys.exit()", "leaves"),
+        long(WITHOUT_WITH, 1, "sys.exit(0)", "leaves"),
         full(IN_A_RUN, 1, "break", "init() as world:"),
         full(WITHOUT_WITH, 0, "break", ""),
     ],
@@ -141,8 +145,7 @@ def test_a_rank_that_ends_early_is_named_with_its_exit_code_and_line(
     assert "Traceback (most recent call last):" in ended.err  # of the rank that needed it
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [long(0), full(1)])
 def test_a_rank_that_ends_without_a_word_is_named_by_its_process(start: Start, who: int) -> None:
     run = start(IN_A_RUN, who=who, leave="os._exit(0)")
     ended = run.end()
@@ -170,8 +173,8 @@ def test_a_rank_that_leaves_its_world_and_lives_on_is_named(start: Start) -> Non
     ("body", "who", "leave"),
     [
         full(IN_A_RUN, 1, "sys.exit(0)"),
-        full(IN_A_RUN, 0, "sys.exit(0)"),
-        full(WITHOUT_WITH, 1, "break"),
+        long(IN_A_RUN, 0, "sys.exit(0)"),
+        long(WITHOUT_WITH, 1, "break"),
         full(WITHOUT_WITH, 1, "os._exit(0)"),
     ],
 )

@@ -53,9 +53,7 @@ def _parameters() -> list[object]:
         next(c for c in CASES if (c.way, c.statistics, c.micro_batches) == one and SIZES[c.layout] <= 2)
         for one in FEW
     ]
-    more = cover(
-        CASES, lambda c: ((c.way, c.layout), (c.statistics, c.micro_batches), c.samples, c.own)
-    )
+    more = cover(CASES, lambda c: (c.way, c.layout, (c.statistics, c.micro_batches), c.samples, c.own))
     return [
         pytest.param(
             case,

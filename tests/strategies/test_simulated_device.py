@@ -34,25 +34,28 @@ FEW: list[tuple[int, str, str, tuple[str, ...], dict[str, int]]] = [
     (8, "replicate=2,pipeline=4", PIPELINE, (*EIGHT, "--rank", "1"), ONE_READ),
 ]
 MORE = [
-    (8, "shard=8", "shoal.FSDP()", (), ONE_READ),
     (1024, "replicate=16,shard=64", "shoal.FSDP()", ("--fused",), {}),
     (8, "shard=8", "shoal.FSDP()", ("--fused", "--precision", "bf16"), {}),
-    (8, "tensor=8", "shoal.TensorParallel()", ("--fused",), {}),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused", "--micro-batches", "4"), {}),
-    (1024, "shard=1024", "shoal.FSDP(param_dtype='bf16')", ("--fused",), {}),
-    (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused",), {}),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused", "--precision", "bf16"), {}),
     (1024, "shard=128,context=8", f"[{CONTEXT}, shoal.FSDP()]", ("--fused", *SEQUENCES), {}),
-    (8, "context=8", f"[{CONTEXT}, shoal.FSDP()]", ("--fused", *SEQUENCES), {}),
     (8, "replicate=2,pipeline=4", PIPELINE, ("--fused", *EIGHT, "--rank", "1"), {}),
-    (8, "replicate=2,pipeline=4", PIPELINE, ("--fused", *EIGHT, "--rank", "3"), {}),
     (1024, "replicate=256,pipeline=4", PIPELINE, ("--fused", *EIGHT), {}),
-    (1024, "shard=256,pipeline=4", PIPELINE, ("--fused", *EIGHT, "--rank", "1"), {}),
     (8, "shard=8", "shoal.FSDP(cpu_offload=True)", ("--fused",), OFFLOADED),
     (8, "shard=8", "shoal.FSDP()", ("--evaluate", "--micro-batches", "4"), EVALUATED),
+    (8, "shard=8", "shoal.FSDP()", ("--precision", "bf16"), ONE_READ),
+    (1024, "replicate=256,pipeline=4", PIPELINE, EIGHT, ONE_READ),
+]
+REST = [
+    (8, "shard=8", "shoal.FSDP()", (), ONE_READ),
+    (8, "tensor=8", "shoal.TensorParallel()", ("--fused",), {}),
+    (1024, "shard=1024", "shoal.FSDP(param_dtype='bf16')", ("--fused",), {}),
+    (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused",), {}),
+    (8, "context=8", f"[{CONTEXT}, shoal.FSDP()]", ("--fused", *SEQUENCES), {}),
+    (8, "replicate=2,pipeline=4", PIPELINE, ("--fused", *EIGHT, "--rank", "3"), {}),
+    (1024, "shard=256,pipeline=4", PIPELINE, ("--fused", *EIGHT, "--rank", "1"), {}),
     (1024, "replicate=16,shard=64", "shoal.FSDP()", (), ONE_READ),
     (1024, "shard=1024", "shoal.FSDP(param_dtype='bf16')", (), ONE_READ),
-    (8, "shard=8", "shoal.FSDP()", ("--precision", "bf16"), ONE_READ),
     (8, "tensor=8", "shoal.TensorParallel()", (), ONE_READ),
     (8, "shard=8", "shoal.FSDP(cpu_offload=True)", (), OFFLOADED),
     (8, "shard=8", "shoal.FSDP(cpu_offload=True)", ("--precision", "bf16"), OFFLOADED),
@@ -61,7 +64,6 @@ MORE = [
     (1024, "shard=128,context=8", f"[{CONTEXT}, shoal.FSDP()]", SEQUENCES, ONE_READ),
     (8, "context=8", f"[{CONTEXT}, shoal.FSDP()]", SEQUENCES, ONE_READ),
     (8, "replicate=2,pipeline=4", PIPELINE, (*EIGHT, "--rank", "3"), ONE_READ),
-    (1024, "replicate=256,pipeline=4", PIPELINE, EIGHT, ONE_READ),
     (8, "replicate=2,pipeline=4", PIPELINE, (*EIGHT, "--evaluate"), EVALUATED),
     (1024, "shard=256,pipeline=4", PIPELINE, (*EIGHT, "--rank", "1"), ONE_READ),
 ]
@@ -80,7 +82,11 @@ def simulated(*options: str) -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize(
     ("size", "layout", "strategy", "options", "blocking"),
-    [*FEW, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)],
+    [
+        *FEW,
+        *(pytest.param(*case, marks=pytest.mark.full) for case in MORE),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in REST),
+    ],
 )
 def test_a_step_on_a_simulated_device(
     size: int,
@@ -130,7 +136,7 @@ def test_the_page_has_these_numbers(repository: Path) -> None:
     }
     for late, expected in ((False, ONE_READ), (True, {})):
         of_tests = set()
-        for _, layout, strategy, options, blocking in [*FEW, *MORE]:
+        for _, layout, strategy, options, blocking in [*FEW, *MORE, *REST]:
             if (blocking, "--fused" in options) == (expected, late) and options[-1:] != ("4",):
                 half = ("bf16",) if "bf16" in options else ()
                 rank = options[-1] if "--rank" in options else "0"
