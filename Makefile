@@ -2,7 +2,7 @@
 # Paths are relative throughout, so a checkout may lie in a directory with a space in its name.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-rest test-torch test-gpu test-long test-all lint format clean
+.PHONY: help venv demo docs test test-rest test-torch test-gpu test-long test-all chaos lint format clean
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 export PYTHON
 # Tests start thousands of processes, each of which would compile all that it imports.
@@ -24,7 +24,7 @@ demo: venv ## train with 1 and 3 processes, kill, resume, compare
 	@$(PY) examples/demo.py
 
 docs: venv ## build the guide and the reference into build/docs; a warning is an error
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 lint: venv ## ruff, mypy and the words of the documentation
 	@$(PY) -m ruff check $(CODE) docs/migration/scripts
@@ -47,6 +47,9 @@ test-long: venv ## all the rest of long tables, which takes longest
 
 test-gpu: venv ## on a machine with GPUs: their tests and benchmarks, half an hour, into build/gpu
 	@$(PY) scripts/gpu_suite.py build/gpu
+
+chaos: venv ## 1,000 kills over five parallelism strategies, an hour, into build/chaos.jsonl
+	@$(PY) benchmarks/chaos.py --kills 1000
 
 test-all: test ## everything but test-gpu
 	@$(MAKE) test-rest

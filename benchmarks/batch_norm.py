@@ -5,15 +5,16 @@ shoal run -n 4 benchmarks/batch_norm.py
 python benchmarks/batch_norm.py --compile --rounds 5
 
 "torch" is a plain loop, with DDP on several ranks; ratios are relative to it, within rounds.
-`statistics="rank"` is BatchNorm as in DDP, and with it the cost of Shoal without exchange. On several
-GPUs, "sync" is DDP with torch's SyncBatchNorm, which does not run on CPUs. Rounds of steps alternate,
-so that clocks and heat drift for all.
+"rank" is Shoal with `statistics="rank"`, as in DDP, and with it the cost of Shoal without exchange.
+"groups" has one group for each rank, and "two groups" has two in the batch. On several GPUs, "sync" is
+DDP with torch's SyncBatchNorm, which does not run on CPUs. Rounds of steps alternate, so that clocks
+and heat drift for all. Memory is the peak of the process on CPUs, measured in a process of its own for
+each way with `--only`, and of the allocator on GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from itertools import cycle, pairwise
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from spread import quartiles, synchronize
+from spread import quartiles, time_steps
 
 
 class Block(nn.Module):
@@ -115,47 +116,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--only", help="measure one way, for its memory")
     given = parser.parse_args()
     with shoal.init(seed=0) as world:
         images = torch.randn(2 * given.batch, 3, given.image, given.image)
         data = images, torch.randint(0, 10, (2 * given.batch,))
-        group = max(1, given.batch // world.size)
-        ways: dict[str, Callable[[], None]] = {}
-        ways["torch"] = in_torch(given, world, data)
-        for statistics in ("rank", "batch", group, given.batch // 2):
-            ways[f"statistics={statistics!r}"] = in_shoal(given, world, data, statistics)
+        makes: dict[str, Callable[[], Callable[[], None]]] = {
+            "torch": lambda: in_torch(given, world, data),
+            "rank": lambda: in_shoal(given, world, data, "rank"),
+            "batch": lambda: in_shoal(given, world, data, "batch"),
+            "groups": lambda: in_shoal(given, world, data, max(1, given.batch // world.size)),
+            "two groups": lambda: in_shoal(given, world, data, given.batch // 2),
+        }
         if world.size > 1 and world.device.type == "cuda":
-            ways["sync"] = in_torch(given, world, data, sync=True)
+            makes["sync"] = lambda: in_torch(given, world, data, sync=True)
+        ways = {name: make() for name, make in makes.items() if given.only in (None, name)}
         times: dict[str, list[float]] = {name: [] for name in ways}
         memory: dict[str, int] = {}
         for step in ways.values():
             step()  # which compiles
         for _ in range(given.rounds):
             for name, step in ways.items():
-                synchronize(world)
-                if world.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                begun = time.perf_counter()
-                for _ in range(given.steps):
-                    step()
-                synchronize(world)
-                times[name].append((time.perf_counter() - begun) / given.steps)
-                if world.device.type == "cuda":
-                    memory[name] = torch.cuda.max_memory_allocated()
+                seconds, memory[name] = time_steps(step, given.steps, world)
+                times[name].append(seconds)
         world.print(f"{world.size} rank(s), {given.batch} images of {given.image} px, {world.device}")
         for name, found in times.items():
+            ratio = ""
+            if "torch" in times:
+                pairs = zip(found, times["torch"], strict=True)
+                ratio = f", {quartiles([ours / theirs for ours, theirs in pairs])} of torch"
             each = quartiles([1e3 * value for value in found])
-            ratio = quartiles(
-                [ours / theirs for ours, theirs in zip(found, times["torch"], strict=True)]
-            )
-            peak = f", {memory[name] / 2**20:.0f} MiB" if memory else ""
-            world.print(f"{name:22s} {each} ms, {ratio} of torch{peak}")
-
-
-def _wait(world: shoal.World) -> None:
-    world.barrier()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
+            world.print(f"{name:10s} {each} ms{ratio}, {memory[name] / 2**20:.0f} MiB")
 
 
 if __name__ == "__main__":

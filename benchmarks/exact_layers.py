@@ -24,8 +24,8 @@ import shoal
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from helpers.batch_norms import trained
-from helpers.exact_layers import BATCH, STEPS, Case, train
-from helpers.exact_models import EXAMPLES, build, dataset, loss
+from helpers.exact_layers import BATCH, STEPS, WAYS, Case, train
+from helpers.exact_models import build, dataset, loss
 from helpers.ranks import Ranks
 from helpers.reference import LEARNING_RATE, SEED, Trained, distance
 
@@ -63,7 +63,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     given = parser.parse_args()
-    names = [name for name in EXAMPLES if name != "Contrastive"]  # its loss gathers the rows of ranks
+    # The loss of Contrastive gathers the rows of ranks.
+    names = [name for name in WAYS["DDP"].models if name != "Contrastive"]
     with shoal.init(device="cpu", seed=SEED) as world:
         alone = {name: plain(world, name) for name in names}
         specified = {name: train(world, Case(name, "DDP", 1, samples=SAMPLES)) for name in names}

@@ -13,8 +13,6 @@ CPUs, measured in a process of its own for each way with `--only`, and of the al
 from __future__ import annotations
 
 import argparse
-import resource
-import time
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from spread import quartiles, synchronize
+from spread import quartiles, time_steps
 
 WORDS = 256
 
@@ -149,7 +147,7 @@ def main() -> None:
                 step()
         for number in range(given.rounds):
             for name in sorted(ways, reverse=number % 2 == 1):
-                seconds, memory[name] = timed(ways[name], given.steps, world)
+                seconds, memory[name] = time_steps(ways[name], given.steps, world)
                 times[name].append(seconds)
         world.print(
             f"{world.size} rank(s), {given.layers} layers of {given.width}, {given.batch} sequences of "
@@ -162,28 +160,6 @@ def main() -> None:
                 ratio = f", {quartiles([ours / theirs for ours, theirs in pairs])} of torch"
             each = quartiles([1e3 * value for value in found])
             world.print(f"{name:8s} {each} ms{ratio}, {memory[name] / 2**20:.0f} MiB")
-
-
-def timed(step: Callable[[], None], steps: int, world: shoal.World) -> tuple[float, int]:
-    """Return the seconds of a step, the mean of a round, and the peak of memory in bytes."""
-    cuda = world.device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    synchronize(world)
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step()
-    synchronize(world)
-    seconds = (time.perf_counter() - begun) / steps
-    if cuda:
-        return seconds, torch.cuda.max_memory_allocated()
-    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _wait(world: shoal.World) -> None:
-    world.barrier()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import resource
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 import shoal
 from shoal.util import accelerator
@@ -53,3 +57,22 @@ def synchronize(world: shoal.World) -> None:
     """Wait for the devices of all ranks. Collective."""
     accelerator.synchronize(world.device)
     world.barrier()
+
+
+def time_steps(step: Callable[[], None], steps: int, world: shoal.World) -> tuple[float, int]:
+    """Return the mean seconds of a step, and the peak of memory in bytes. Collective.
+
+    On CPUs, memory is that of the process since it began.
+    """
+    cuda = world.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    synchronize(world)
+    begun = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(world)
+    seconds = (time.perf_counter() - begun) / steps
+    if cuda:
+        return seconds, torch.cuda.max_memory_allocated()
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

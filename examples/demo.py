@@ -120,12 +120,12 @@ def kill_in_a_save(directory: Path) -> str:
     return (
         f"{report}\n"
         f"(the demo sent this signal while rank 1 wrote its part of {step})\n"
-        f"latest checkpoint: {newest(directory).name}"
+        f"latest complete checkpoint: {newest(directory).name}"
     )
 
 
 def newest(directory: Path) -> Path:
-    """Return the latest checkpoint of a run directory."""
+    """Return the latest complete checkpoint of a run directory."""
     checkpoints = (directory / "checkpoints").glob("step-*[0-9]")
     return max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -152,7 +152,7 @@ def consumed(directory: Path) -> tuple[int, int]:
 
 
 def tensors(directory: Path) -> dict[str, bytes]:
-    """Return every tensor of the latest checkpoint, as bytes."""
+    """Return every tensor of the latest complete checkpoint, as bytes."""
     return {
         name: tensor.numpy().tobytes()
         for file in sorted(newest(directory).glob("*.safetensors"))

@@ -19,9 +19,10 @@ from shoal.cli.main import app
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 INTRODUCTIONS = {
     "Train": "Commands that launch training scripts and check the machines on which they run.",
-    "Observe": "Commands that read the run directory of a training: progress, reports, checkpoints.",
+    "Observe": "Commands that read a run directory: progress, reports, checkpoints.",
     "Clusters": "Commands that submit, follow and cancel batch jobs on a cluster.",
-    "Measure": "Commands that measure scaling, networks, data loading and compilation.",
+    "Measure": "Commands that predict and measure performance.",
+    "Verify": "Commands that check whether restarts, ranks or faults change the results of a script.",
 }
 SEE_ALSO = {
     "Train": (
@@ -38,12 +39,17 @@ SEE_ALSO = {
     "Measure": (
         "[Scaling benchmarks](../../monitoring/benchmarks.md)"
         " · [Machine benchmarks](../../monitoring/machine-benchmarks.md)"
+        " · [Plan a training run](../../guides/plan.md)"
+    ),
+    "Verify": (
+        "[Verifying a script](../../monitoring/verify.md)"
+        " · [Injecting faults](../../monitoring/chaos.md)"
     ),
 }
 OVERVIEW = """# Command line (CLI)
 
 `shoal` is one command with subcommands. `shoal --help` lists them, and `shoal COMMAND --help`, or \
-`-h`, shows the arguments, options and examples of one. `python -m shoal` is the same command.
+`-h`, shows the arguments, options and examples of one command. `python -m shoal` is the same command.
 
 {tables}
 ## Options of shoal
@@ -53,7 +59,7 @@ OVERVIEW = """# Command line (CLI)
 ## Errors
 
 A command line that is not valid ends with [exit code](exit-codes.md) 2 and an error in three parts. \
-It names all problems together:
+It reports all problems together:
 
 ```
 $ shoal run --nproc 0 train.py
@@ -172,7 +178,7 @@ def _kind(param: Any) -> str:
     info = descriptor.parameter_info
     least, most = getattr(info, "min", None), getattr(info, "max", None)
     if least is not None:
-        kind += f" from {least:g} to {most:g}" if most is not None else f", {least:g} or more"
+        kind += f" from {least:.9g} to {most:.9g}" if most is not None else f", {least:.9g} or more"
     if several:
         kind += ", repeatable" if param.param_type_name == "option" else ", any number"
     return kind

@@ -92,6 +92,7 @@ PAGES = (
             "LRSchedule",
             "EMA",
             "Run",
+            "Guards",
             "YoungDaly",
             "TensorBoard",
             "WandB",
@@ -116,6 +117,7 @@ PAGES = (
             "StepError",
             "CheckpointError",
             "AgreementError",
+            "CorruptionError",
         ),
     ),
 )

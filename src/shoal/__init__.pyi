@@ -42,6 +42,7 @@ from shoal.training.early_stopping import Validation as Validation
 from shoal.training.ema import EMA as EMA
 from shoal.training.evaluation import Accuracy as Accuracy
 from shoal.training.evaluation import evaluate as evaluate
+from shoal.training.guards.options import Guards as Guards
 from shoal.training.loop import TrainingStatus as TrainingStatus
 from shoal.training.loop import TrainResult as TrainResult
 from shoal.training.loop import train as train
@@ -54,6 +55,7 @@ from shoal.training.step import Step as Step
 from shoal.util.decision import Decision as Decision
 from shoal.util.errors import AgreementError as AgreementError
 from shoal.util.errors import CheckpointError as CheckpointError
+from shoal.util.errors import CorruptionError as CorruptionError
 from shoal.util.errors import DataError as DataError
 from shoal.util.errors import LaunchError as LaunchError
 from shoal.util.errors import LayoutError as LayoutError

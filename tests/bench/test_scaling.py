@@ -102,7 +102,7 @@ def test_a_script_has_to_be_told_what_the_study_varies(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     options = replace(FULL, model=str(script), backends=("gloo",), args=("--run={run}",))
-    with pytest.raises(LaunchError, match="no argument passes the script its batch"):
+    with pytest.raises(LaunchError, match="varies the batch, but no argument"):
         grid.check_study_options(options)
     options = replace(options, args=("--run={run}", "-b", "{batch}", "{steps}"))
     grid.check_study_options(options)

@@ -268,7 +268,7 @@ def test_only_what_is_missing_is_submitted_again(fakes: Fakes) -> None:
     collected = shoal("collect", "s")
     assert collected.exit_code == 1, collected.exception
     assert "ValueError: no such layer" in collected.output
-    assert "4 of 6 trainings have no result yet" in collected.output
+    assert "4 of 6 training runs have no result yet" in collected.output
     assert "job 42: 2 ended: shoal logs s/submitted/nodes-1" in collected.output
     last = shoal(*ASKED)
     assert "2 training(s) on 1, 2 process(es)" in last.output

@@ -53,7 +53,7 @@ def test_a_study_is_submitted_and_collected(cluster: Cluster, tmp_path: Path) ->
     first = shoal(cluster, tmp_path, "bench", "collect", "s")
     assert first.returncode == 1, first.stdout + first.stderr
     assert "1 process, without a comparison" in first.stdout
-    assert "1 of 2 trainings have no result yet" in first.stdout
+    assert "1 of 2 training runs have no result yet" in first.stdout
     assert f"job {two}: 1 cancelled: shoal logs s/submitted/nodes-2" in first.stdout
     again = shoal(cluster, tmp_path, "bench", "scaling", *STUDY, *SLURM)
     assert "2 nodes, 1 training(s)" in again.stdout, again.stdout + again.stderr

@@ -242,7 +242,7 @@ def test_what_is_no_checkpoint(command: str, given: str, tmp_path: Path) -> None
         "file": "it is a file",
         "empty": "it holds nothing",
         "other": "it holds photos",
-        "begun": "no save has finished",
+        "begun": "it contains no finished save",
     }
     assert found[given] in caught.value.found
     assert not (tmp_path / "out.pt").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -120,20 +121,25 @@ def test_killed_at_every_operation(
     assert ("rename" in operations) == (victim == 0)
 
     seen = []
-    for number, operation in enumerate(operations):
+    for number in itertools.count():
         directory = tmp_path / f"kill-{number}"
         shutil.copytree(tmp_path / "begin", directory)
         killed = replace(new, directory=directory, files=Killed(number))
         with Processes(3, save, killed) as processes:
-            assert processes.wait_for_exit(victim) == -signal.SIGKILL, operation
+            code = processes.wait_for_exit(victim)
         assert_no_half(directory)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, number
         seen.append(version_of(directory))
-        assert seen[-1] in (before, (2, 21)), (number, operation)
+        assert seen[-1] in (before, (2, 21)), number
         checkpoints = Checkpoints(directory, Alone(), keep=keep)
         checkpoints.save(3, state(30), own(0), {})
-        assert version_of(directory) == (3, 30), (number, operation)
+        assert version_of(directory) == (3, 30), number
         assert not [path.name for path in directory.iterdir() if path.suffix]
         shutil.rmtree(directory)
+    # The rank that creates the directory of the save syncs its parent: one operation more or less.
+    assert abs(len(seen) - len(operations)) <= 1
     # Up to the commit the old one, from there on the new one; only rank 0 commits.
     assert seen == sorted(seen)
     assert seen[0] == before

@@ -394,7 +394,9 @@ MISFITS = {
     "head": Misfit(
         build=other_head, given="Net with", found=r"head.weight: \(3, 8\) instead of \(5, 8\)"
     ),
-    "optimizer": Misfit(optimizer=torch.optim.SGD, given="Step with SGD", found="one with AdamW"),
+    "optimizer": Misfit(
+        optimizer=torch.optim.SGD, given="Step with SGD", found="the checkpoint has the state of AdamW"
+    ),
     "averages": Misfit(averaged=False, given=r"state \[\]", found=r"state \['ema'\]"),
 }
 

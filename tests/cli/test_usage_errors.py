@@ -41,7 +41,12 @@ def test_all_problems_are_told_at_once(folder: Path, start: list[str]) -> None:
 
 
 ONE = [
-    ("run train.py", "shoal run train.py", "no number of processes", "shoal run -n 2 train.py"),
+    (
+        "run train.py",
+        "shoal run train.py",
+        "the number of processes is missing",
+        "shoal run -n 2 train.py",
+    ),
     ("run -n 0 train.py", "-n 0", "0 is less than 1", "-n 1 or more"),
     ("run --nproc_per_node 0 train.py", "--nproc-per-node 0", "less than 1", "1 or more"),
     ("run -n 2", "shoal run", "SCRIPT is missing", "shoal run -n 4 train.py"),
@@ -79,9 +84,19 @@ def test_a_single_problem(words: str, given: str, found: str, fix: str) -> None:
 @pytest.mark.parametrize(
     ("words", "problems"),
     [
-        ("run", ["SCRIPT is missing", "no number of processes"]),
+        ("run", ["SCRIPT is missing", "the number of processes is missing"]),
         ("run -n", ["-n: the option needs a value", "SCRIPT is missing"]),
         ("run -n x --restarts -1 gone.py", ["x is not an integer", "less than 0", "no file"]),
+        (
+            "run --nodes 4:2 --rendezvous node01 --port 99999 gone.py",
+            [
+                "minimum, 4, is above",
+                "not a host and a port",
+                "99999",
+                "no file",
+                "number of processes",
+            ],
+        ),
         ("submit --nodes 0 gone.py", ["0 is less than 1", "there is no file", "no time limit"]),
         ("report --textt a b", ["did you mean --text?", "b: an argument"]),
         ("bench scaling --limit 0 --steps x", ["less than 1", "not an integer", "MODEL is missing"]),

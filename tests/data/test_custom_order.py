@@ -240,7 +240,7 @@ def test_a_sample_beyond_the_budget_is_a_batch_of_its_own(world: shoal.World) ->
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"batch_size": shoal.TokenBudget([1] * 9, 5)}, "the order has sample"),
+        ({"batch_size": shoal.TokenBudget([1] * 9, 5)}, "the order contains sample"),
         (
             {"batch_size": shoal.TokenBudget(LENGTHS, 5), "drop_last": True},
             "batches vary in size, so no batch is short",

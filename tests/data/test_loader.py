@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import shoal
-from shoal.data.loader import check_sizes
+from shoal.data.loader_arguments import check_sizes
 from shoal.telemetry.step_timer import OTHER
 from shoal.util.errors import DataError
 
@@ -228,7 +228,7 @@ def test_batches_that_cannot_be_cut(
 def test_a_dataset_smaller_than_a_batch(world: shoal.World) -> None:
     loader = shoal.Loader(torch.arange(3), world, batch_size=8)
     assert [batch.size for batch in loader.epochs(2)] == [3, 3]
-    with pytest.raises(DataError, match="every batch would be dropped"):
+    with pytest.raises(DataError, match="an epoch has no full batch"):
         shoal.Loader(torch.arange(3), world, batch_size=8, drop_last=True)
 
 

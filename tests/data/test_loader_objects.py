@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import shoal
-from shoal.data.loader import check_fetch
+from shoal.data.loader_arguments import check_fetch
 from shoal.util.errors import DataError
 
 SIZE, BATCH = 13, 4

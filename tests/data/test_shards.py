@@ -198,7 +198,10 @@ def test_shards_of_one_length_in_another_order_are_refused(world: shoal.World) -
 
 @pytest.mark.parametrize(
     ("options", "found"),
-    [({"lengths": [1]}, "not one number"), ({"interleave": 0}, "no shards, or interleave below 1")],
+    [
+        ({"lengths": [1]}, "lengths has one number of samples"),
+        ({"interleave": 0}, "no shards, or interleave below 1"),
+    ],
 )
 def test_what_is_no_stream(options: Any, found: str) -> None:
     with pytest.raises(DataError, match=found):

@@ -127,7 +127,7 @@ def long(*values: object) -> Any:
 @pytest.mark.parametrize(
     ("body", "who", "leave", "place"),
     [
-        (IN_A_RUN, 1, "sys.exit(0)", "leaves"),
+        full(IN_A_RUN, 1, "sys.exit(0)", "leaves"),
         long(IN_A_RUN, 0, "sys.exit()", "leaves"),
         long(WITHOUT_WITH, 1, "sys.exit(0)", "leaves"),
         full(IN_A_RUN, 1, "break", "init() as world:"),

@@ -54,7 +54,7 @@ def test_every_call(program: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("program", mpirun.PROGRAMS)
-def test_every_way_trains_like_one_process(program: str, size: int, tmp_path: Path) -> None:
+def test_strategies_over_mpi_train_like_one_process(program: str, size: int, tmp_path: Path) -> None:
     ways = WAYS if size == 2 else FOUR
     ranks = mpirun.call(program, size, tmp_path, trainings.train_all, "mpi", ways, STEPS)
     for way, (layout, row, _) in enumerate(ways):

@@ -194,3 +194,19 @@ def test_an_error_that_leaves_the_world_says_where() -> None:
 def test_worlds_that_cannot_be(options: dict[str, object], error: type[Exception], found: str) -> None:
     with pytest.raises(error, match=found):
         shoal.init(**options)  # type: ignore[arg-type]
+
+
+def test_a_process_group_that_exists_is_an_error_before_ranks_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(LaunchError, match="already has a default process group") as caught:
+            shoal.init(device="cpu")
+    finally:
+        dist.destroy_process_group()
+    before = "call shoal.init() before TrainingArguments, Accelerator or init_process_group"
+    assert caught.value.fix.startswith(before)

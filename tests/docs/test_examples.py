@@ -226,6 +226,7 @@ def test_the_notebook_runs(repository: Path, tmp_path: Path) -> None:
     assert again.splitlines()[-1] == two.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_the_demo_kills_a_process_in_a_save(tmp_path: Path) -> None:
     """Whenever it runs: the checkpoint of step 80 is under way, and never comes to be."""
     demo = runpy.run_path("examples/demo.py")
@@ -233,5 +234,5 @@ def test_the_demo_kills_a_process_in_a_save(tmp_path: Path) -> None:
         text = demo["kill_in_a_save"](tmp_path / name)
         assert "killed by SIGKILL" in text
         assert "while rank 1 wrote its part of step-80" in text
-        assert text.endswith("latest checkpoint: step-60")
+        assert text.endswith("latest complete checkpoint: step-60")
         assert demo["newest"](tmp_path / name).name == "step-60"

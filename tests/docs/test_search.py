@@ -80,7 +80,7 @@ def site(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """The address of the built site, served on 127.0.0.1."""
     folder = tmp_path_factory.mktemp("site")
     subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=repository,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         check=True,

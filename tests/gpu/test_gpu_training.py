@@ -71,7 +71,7 @@ def test_two_ranks_share_it(started: Callable[[str], Ranks]) -> None:
     [pytest.param(case, marks=() if case in FEW else pytest.mark.long) for case in SMALL],
     ids=lambda case: "-".join(map(str, case)),
 )
-def test_every_way_trains_like_one_process(started: Callable[[str], Ranks], case: Case) -> None:
+def test_every_strategy_trains_like_one_process(started: Callable[[str], Ranks], case: Case) -> None:
     check(started(case.layout), case)
 
 
@@ -161,7 +161,7 @@ class Distinct(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_copied_beside_computation_and_are_right(workers: int) -> None:
+def test_batches_are_copied_during_computation_and_are_correct(workers: int) -> None:
     """The GPU is kept busy, so that a copy which nobody waits for would be read too early or late."""
     with shoal.init(seed=SEED) as world:
         data = shoal.Loader(Distinct(), world, batch_size=16, num_workers=workers, pin_memory=True)

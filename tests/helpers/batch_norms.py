@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from helpers.reference import LEARNING_RATE, SEED, Trained, _arrays
+from helpers.reference import LEARNING_RATE, SEED, Trained, _arrays, take_custom_step
 from shoal.strategies.batch_norm import BATCH_NORMS
 
 BATCH, SAMPLES, STEPS = 16, 42, 20
@@ -158,15 +158,7 @@ def train(world: shoal.World, case: Case, steps: int = STEPS) -> Trained:
     model, optimizer, step, loader = _made(world, case)
     norms, losses = [], []
     for batch in itertools.islice(loader.epochs(10_000), steps):
-        if case.own:
-            for micro in batch:
-                total, count = loss(model(micro[0]), micro)
-                batch.backward(total=total, count=count, model=model)
-            result = batch.finish(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            result = step(batch)
+        result = take_custom_step(model, optimizer, batch, loss) if case.own else step(batch)
         norms.append(result.norm)
         losses.append(result.loss)
     return trained(model, norms, losses)

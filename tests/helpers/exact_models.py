@@ -15,17 +15,21 @@ WIDTH, WORDS, CLASSES, IGNORE = 8, 10, 3, -100
 LENGTH = 5
 """Some micro-batches have as many samples, so that one size fits two dimensions."""
 
+EVEN = 4
+"""Positions, and heads, of a network that can be split over two axes of two ranks."""
+
 
 class Attention(nn.Module):
     """Causal attention with dropout of its weights and of its result, as GPT-2 has it."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, heads: int) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.dropout, self.last = dropout, nn.Dropout(dropout)
+        self.dropout, self.last, self.size = dropout, nn.Dropout(dropout), WIDTH // heads
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(2, (3, 2, -1)).transpose(1, 3).unbind(2)
+        heads = self.qkv(x).unflatten(2, (-1, 3, self.size))  # of this rank, if it has some of them
+        query, key, value = heads.transpose(1, 2).unbind(3)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         found: Tensor = self.last(self.out(mixed.transpose(1, 2).flatten(2)))
@@ -33,9 +37,9 @@ class Attention(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, heads: int) -> None:
         super().__init__()
-        self.before, self.attention = nn.LayerNorm(WIDTH), Attention(dropout)
+        self.before, self.attention = nn.LayerNorm(WIDTH), Attention(dropout, heads)
         self.between, self.wide = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
         self.narrow, self.drop = nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
 
@@ -48,16 +52,22 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """Dropout 0.1 everywhere: embedding, attention, residual branches."""
 
-    def __init__(self, dropout: float = 0.1) -> None:
+    order: Tensor
+
+    def __init__(
+        self, length: int = LENGTH, heads: int = 2, dropout: float = 0.1, *, tied: bool = True
+    ) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.register_buffer("order", torch.arange(length), persistent=False)
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(length, WIDTH)
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(GPTBlock(dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(GPTBlock(dropout, heads) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.words.weight
+        if tied:
+            self.head.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.drop(self.words(tokens) + self.places.weight)
+        x = self.drop(self.words(tokens) + self.places(self.order))
         for block in self.blocks:
             x = block(x)
         found: Tensor = self.head(self.norm(x))
@@ -133,20 +143,29 @@ class ViTBlock(nn.Module):
         return x + self.path(self.mlp(self.between(x)), self.p, self.training)
 
 
-class ViT(nn.Module):
-    """A vision transformer whose branches are dropped by sample (Huang et al. 2016)."""
-
+class Patches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(1, WIDTH, 2, 2)
         self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
         self.places = nn.Parameter(torch.randn(1, 10, WIDTH) * 0.1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        return torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+
+
+class ViT(nn.Module):
+    """A vision transformer whose branches are dropped by sample (Huang et al. 2016)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Patches()
         self.blocks = nn.ModuleList([ViTBlock(stochastic_depth, 0.2), ViTBlock(drop_path, 0.4)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+        x = self.stem(images)
         for block in self.blocks:
             x = block(x)
         found: Tensor = self.head(self.norm(x[:, 0]))
@@ -219,6 +238,32 @@ class Drops(nn.Module):
         return output.mean(1)
 
 
+class Branch(nn.Module):
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.drop(torch.tanh(self.layer(x)))
+        return found
+
+
+class Shared(nn.Module):
+    """One dropout layer inside of all blocks, one between them, and noise outside of all modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inside = nn.Dropout(0.2)
+        self.blocks = nn.ModuleList(Branch(inside) for _ in range(4))
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.drop(block(x)) + 0.1 * torch.rand_like(x)
+        found: Tensor = self.last(x)
+        return found.mean(1)
+
+
 class Contrastive(nn.Module):
     """An encoder that runs twice: two views of a sample by dropout alone (SimCSE, Gao et al. 2021)."""
 
@@ -248,10 +293,13 @@ class Example(NamedTuple):
 
 EXAMPLES = {
     "GPT": Example(GPT, (LENGTH,)),
+    "Even GPT": Example(lambda: GPT(EVEN, EVEN), (EVEN,)),
+    "Untied GPT": Example(lambda: GPT(tied=False), (LENGTH,)),
     "ResNet": Example(ResNet, (1, 6, 6), normalizes=True),
     "ViT": Example(ViT, (1, 6, 6)),
     "UNet": Example(UNet, (1, 4, 4), normalizes=True),
     "Drops": Example(Drops, (LENGTH, WIDTH)),
+    "Shared": Example(Shared, (LENGTH, WIDTH)),
     "Contrastive": Example(Contrastive, (WIDTH,), micro_batches=(1,)),  # its loss couples them
 }
 
@@ -265,12 +313,13 @@ def dataset(name: str, samples: int) -> tuple[Tensor, Tensor]:
     """Inputs and labels; some tokens have no label."""
     generator = torch.Generator().manual_seed(1)
     shape = (samples, *EXAMPLES[name].shape)
-    if name == "GPT":
+    if name.endswith("GPT"):
+        length = shape[1]
         tokens = torch.randint(0, WORDS, shape, generator=generator)
-        ends = torch.randint(2, LENGTH, (samples, 1), generator=generator)
-        return tokens, tokens.roll(-1, 1).masked_fill(torch.arange(LENGTH) >= ends, IGNORE)
+        ends = torch.randint(2, length, (samples, 1), generator=generator)
+        return tokens, tokens.roll(-1, 1).masked_fill(torch.arange(length) >= ends, IGNORE)
     inputs = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if name == "Drops":
+    if name in ("Drops", "Shared"):
         return inputs, torch.randn(samples, 1, generator=generator, dtype=torch.float64)
     of = (samples, *shape[2:]) if name == "UNet" else (samples,)
     return inputs, torch.randint(0, CLASSES, of, generator=generator)

@@ -139,7 +139,7 @@ class Undisturbed:
 
 
 def load(world: shoal.World, directory: Path) -> tuple[int, str, tuple[str, ...]]:
-    """The step of the newest whole checkpoint, a digest of its tensors, and what was passed over."""
+    """The step of the latest complete checkpoint, a digest of its tensors, and what was passed over."""
     loaded = Checkpoints(directory / "checkpoints", world).restore()
     assert loaded is not None
     digest = hashlib.sha256()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.compiling import compiler_with
 from helpers.reference import LEARNING_RATE, SEED, Trained
 from shoal.strategies.dtensor import whole
 
@@ -25,7 +26,7 @@ STEPS, SAVED, CLIP, DECAY = 4, 2, 0.05, 0.5
 Names = Collection[str]
 """Features by name, ways of spreading among them."""
 
-COMPILED = partial(torch.compile, backend="aot_eager")
+COMPILED = compiler_with("aot_eager")
 """All of torch.compile but the compiler, which takes half a minute."""
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -48,8 +48,11 @@ class Ranks:
         timeout: float = 120.0,
         prepare_timeout: float = 120.0,
         device: str | None = None,
+        exact: str = "rounding",
+        call_seconds: float = CALL_SECONDS,
     ) -> None:
         self.size = size
+        self._call_seconds = call_seconds
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         division = _Division(layout, free_port())
@@ -59,7 +62,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, size, division, seed, timeout, prepare_timeout, device),
+                args=(theirs, rank, size, division, seed, timeout, prepare_timeout, device, exact),
                 daemon=True,
             )
             process.start()
@@ -83,7 +86,7 @@ class Ranks:
             pipe.send((function, arguments))
         results = []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(CALL_SECONDS):
+            if not pipe.poll(self._call_seconds):
                 self.kill()
                 raise AssertionError(f"rank {rank} of {self.size} gave no answer")
             try:
@@ -101,7 +104,7 @@ class Ranks:
             pipe.send((function, arguments))
         silent = dict(enumerate(self._pipes))
         results: list[Any] = [None] * self.size
-        deadline = time.monotonic() + CALL_SECONDS
+        deadline = time.monotonic() + self._call_seconds
         while silent:
             sentinels = [process.sentinel for process in self.processes]
             ready = wait([*silent.values(), *sentinels], deadline - time.monotonic())
@@ -171,6 +174,7 @@ def _serve(
     timeout: float,
     prepare_timeout: float,
     device: str | None,
+    exact: str,
 ) -> None:
     os.setpgid(0, 0)
     multiprocessing.set_start_method(None, force=True)  # of its own workers: that of any process
@@ -190,6 +194,7 @@ def _serve(
             seed=seed,
             timeout=timeout,
             prepare_timeout=prepare_timeout,
+            exact=exact,
         ) as world:
             division = _answer(pipe, world)
 

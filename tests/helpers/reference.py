@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +146,23 @@ def specification(row: Row, steps: int = STEPS) -> Trained:
     return Trained(_arrays(model), norms, losses)
 
 
+def take_custom_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: shoal.Batch,
+    loss: Callable[[Any, Any], tuple[Tensor, Any]],
+    clip: float | None = None,
+) -> shoal.StepResult:
+    """One step of a custom training loop. `loss` returns the sum and the count of a micro-batch."""
+    for micro in batch:
+        total, count = loss(model(micro[0]), micro)
+        batch.backward(total=total, count=count, model=model)
+    finished = batch.finish(model, clip=clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return finished
+
+
 def train(
     world: shoal.World,
     row: Row,
@@ -170,18 +188,11 @@ def train(
     norms, losses = [], []
     for batch in itertools.islice(data.epochs(10_000), steps):
         if step is None:
-            for micro in batch:
-                total, count = loss(row, model(micro[0]), micro[1])
-                batch.backward(total=total, count=count, model=model)
-            finished = batch.finish(model, clip=row.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            norms.append(finished.norm)
-            losses.append(finished.loss)
+            result = take_custom_step(model, optimizer, batch, task.loss, row.clip)
         else:
             result = step(batch)
-            norms.append(result.norm)
-            losses.append(result.loss)
+        norms.append(result.norm)
+        losses.append(result.loss)
     return Trained(_arrays(model), norms, losses)
 
 
@@ -222,3 +233,11 @@ def distance(found: Trained, expected: Trained, floor: float = LEARNING_RATE) ->
     for ours, theirs in ((found.norms, expected.norms), (found.losses, expected.losses)):
         worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)))
     return worst
+
+
+def together(results: list[Trained]) -> list[Trained]:
+    """The results, each with the stages of the other ranks of a pipeline."""
+    every = {name: value for result in results for name, value in result.parameters.items()}
+    for result in results:
+        result.parameters = every | result.parameters
+    return results

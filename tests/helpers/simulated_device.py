@@ -310,11 +310,11 @@ def without_neighbours(engine: Any) -> None:
     from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining._utils import InferenceMode
 
-    from shoal.strategies.pipeline import runner
+    from shoal.strategies.pipeline import flow
 
     form = ((torch.Size((8, 64)), torch.float32),)
     objects = SimpleNamespace(send=lambda *_: None, receive=lambda *_: form)
-    vars(runner)["objects"] = objects
+    vars(flow)["objects"] = objects
     engine.runner._proof = SimpleNamespace(check=lambda *_: None)
 
     def agree(schedule: object, stages: Any, *_: object) -> None:
@@ -409,7 +409,7 @@ def main() -> None:
             )
     devices = sorted({p.device.type for p in model.parameters() if not p.is_meta})
     found = {"blocking": simulation.found, "devices": devices, "memory": memory}
-    print(json.dumps(found | {"repeated": repeated_groups()}))
+    print(json.dumps(found | {"repeated": repeated_groups()}), flush=True)
     os._exit(0)
 
 

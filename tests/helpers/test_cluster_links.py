@@ -173,3 +173,15 @@ def test_a_host_drops_what_it_is_told_to_from_whom_it_is_told_to(links: Links) -
     finally:
         links.accept("b", f"{PORT - 1}-{PORT + 1}", source="a")
     assert links.connects("a")
+
+
+@pytest.mark.usefixtures("server")
+def test_a_switch_loses_doubles_and_reorders_frames(links: Links) -> None:
+    links.plug(kernel=False)
+    try:
+        with running(links.delay(0.0, "--lose=1")):
+            assert not links.connects("a")
+        with running(links.delay(0.0, "--lose=0.1", "--double=0.5", "--reorder=0.5")):
+            assert links.on("a", SEND, address("b"), 1).returncode == 0
+    finally:
+        links.plug(kernel=True)

@@ -73,7 +73,7 @@ def test_the_scheduler_names_the_address_and_the_job() -> None:
     ("wait", "silence"), [(0.0, 5.0), (float("nan"), 5.0), (60.0, 0.5), (1e9, 5.0)]
 )
 def test_times_that_are_none(wait: float, silence: float) -> None:
-    with pytest.raises(LaunchError, match="it is a number of seconds"):
+    with pytest.raises(LaunchError, match="the time is a number of seconds"):
         choose_nodes("2", "n1:500", ALONE, {}, wait=wait, silence=silence)
 
 

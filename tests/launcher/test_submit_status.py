@@ -130,9 +130,9 @@ def test_an_interpreter_is_looked_at_before_the_queue(fakes: Fakes, tmp_path: Pa
     python.write_text("#!/bin/sh\necho shoal 0.0.1\n")
     assert refused(*given).found == "it is not executable"
     python.chmod(0o755)
-    assert refused(*given).found.startswith("it has shoal 0.0.1, and this is shoal ")
+    assert refused(*given).found.startswith("it has shoal 0.0.1, and this command is shoal ")
     python.write_text("#!/bin/sh\necho importlib.metadata.PackageNotFoundError: shoal >&2\nexit 1\n")
-    assert refused(*given).found.startswith("it has no Shoal, and this is shoal ")
+    assert refused(*given).found.startswith("it has no Shoal, and this command is shoal ")
     Path("train.py").write_text("print('plain')\n")
     assert shoal(*given).exit_code == 0
 

@@ -351,7 +351,7 @@ def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:
 def test_a_run_that_has_ended_is_asked_for_nothing(tmp_path: Path) -> None:
     end = {"event": "end", "t": 11.0, "step": 10, "reason": "closed"}
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6), end)
-    with pytest.raises(CheckpointError, match="the run has ended, and its newest step is 10"):
+    with pytest.raises(CheckpointError, match="the run has ended, and its last step is 10"):
         make_timeline(str(tmp_path), "20:25")
     assert window.read_request(tmp_path / "traces") is None
     assert "steps 9:25 up to 10, coarse" in make_timeline(str(tmp_path), "9:25")

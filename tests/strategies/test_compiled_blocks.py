@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from helpers.compiling import compiler_with, counting
 from helpers.ranks import Ranks
 from shoal.util.errors import StepError
 
@@ -68,19 +68,9 @@ def losses(
     return found
 
 
-def counting() -> dict[str, int]:
-    """Numbers of dynamo, "unique_graphs" among them, from now on."""
-    from torch._dynamo.utils import counters
-
-    torch.compiler.reset()
-    counters.clear()
-    stats: dict[str, int] = counters["stats"]
-    return stats
-
-
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", compiler_with("eager"))
     return counting()
 
 
@@ -107,7 +97,7 @@ def test_blocks_of_a_class_are_compiled_once(
 
 
 def graphs(world: shoal.World, how: str) -> tuple[list[float], int]:
-    stats, torch.compile = counting(), partial(torch.compile, backend="eager")
+    stats, torch.compile = counting(), compiler_with("eager")
     return losses(world, net(encoder), how), stats["unique_graphs"]
 
 
@@ -145,8 +135,8 @@ def none(world: shoal.World) -> None:
 @pytest.mark.parametrize(
     ("case", "words", "fix"),
     [
-        (whole, "as one unit if it recomputes parts", "compile='blocks'"),
-        (parts, "cannot compile a block if it recomputes parts", "recomputes whole blocks"),
+        (whole, "as one unit if parts of it are recomputed", "compile='blocks'"),
+        (parts, "cannot compile a block if only parts of it", "recomputes whole blocks"),
         (none, "no repeated blocks", "compile='inductor'"),
     ],
 )

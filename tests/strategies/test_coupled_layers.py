@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
 from shoal.strategies import engine_of
 from shoal.strategies.coupled_layers import say_division
+from shoal.training.coupling_check import _first_difference
 
 pytestmark = pytest.mark.processes
 
@@ -173,3 +177,151 @@ def test_declared_layers_and_random_draws_are_not_named(
     layers: tuple[nn.Module, ...], ranks: Ranks
 ) -> None:
     assert ranks.call(found_coupled, layers, 2) == ["", ""]
+
+
+class Views(nn.Module):
+    """Drops parts of two views of each sample, which are far from each other in the tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = F.dropout(torch.cat([x, x + 1]), 0.3).chunk(2)
+        return first + second
+
+
+class Chosen(nn.Module):
+    """Draws for the samples that have a property, as a mixture of experts does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = (x[:, 0] > 0).nonzero()[:, 0]
+        return x.index_add(0, at, F.dropout(x[at], 0.3))
+
+
+class Each(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([F.dropout(row, 0.3) for row in x])
+
+
+class Shuffled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x[torch.randperm(len(x))]
+
+
+class Skipped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.5 else x + torch.from_numpy(np.random.rand(len(x), 1)).to(x)
+
+
+class NoisyGradient(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+        return x
+
+
+class Normalized(nn.Module):
+    """Moves its state in each forward pass, by the values of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(2, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x.view(-1, 2, 2))
+        return found.flatten(1)
+
+
+class DrawnBuffer(nn.Module):
+    """Its buffer is new in each step, and the same in all its micro-batches."""
+
+    noise: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.noise.normal_()
+
+
+def spectral() -> nn.Module:
+    """Improves its estimate of a norm in each forward pass."""
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+
+def found_in_one_micro_batch(world: shoal.World, make: Callable[[], nn.Module]) -> str:
+    return found_coupled(world, (make(),), 1)
+
+
+NOT_OF_SAMPLES = ", or of a module before it, do not belong to samples"
+FOUND: list[tuple[Callable[[], nn.Module], str]] = [
+    (Views, f"1 (Views){NOT_OF_SAMPLES}"),
+    (Chosen, f"1 (Chosen){NOT_OF_SAMPLES}"),
+    (Each, f"1 (Each){NOT_OF_SAMPLES}"),
+    (Shuffled, f"1 (Shuffled){NOT_OF_SAMPLES}"),
+    (Skipped, "draws from the random generators of Python or NumPy"),
+    (Normalized, "1.norm (InstanceNorm1d) changes its buffers"),
+    (spectral, "(_SpectralNorm) changes its buffers"),
+    (DrawnBuffer, ""),
+    (lambda: nn.BatchNorm1d(4, track_running_stats=False), ""),
+    (lambda: nn.Sequential(nn.Dropout(0.3), nn.AlphaDropout(0.3)), ""),
+]
+
+
+@pytest.mark.parametrize(("make", "found"), FOUND)
+def test_what_depends_on_the_split_is_printed(make: Callable[[], nn.Module], found: str) -> None:
+    with shoal.init(device="cpu") as world:
+        printed = found_coupled(world, (make(),), 2)
+    assert found in printed
+    assert printed.count("\n") == bool(found)
+
+
+def test_draws_of_backward_are_printed_once(ranks: Ranks) -> None:
+    first, second = ranks.call(found_coupled, (NoisyGradient(),), 1)
+    assert first == "shoal: each rank draws its own random numbers in backward\n"
+    assert second == ""
+
+
+class Padded(nn.Module):
+    """Drops weights of attention over sequences whose length is that of the longest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = 2 + int(x[0, 0] > 0)
+        h = x[:, :length, None].expand(-1, -1, 4)
+        found: Tensor = F.scaled_dot_product_attention(h, h, h, dropout_p=0.3)
+        return found.mean(1)
+
+
+def found_padded(world: shoal.World) -> str:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(64, 4, generator=generator)
+    model = shoal.parallelize(nn.Sequential(Padded(), nn.Linear(4, 2)), world)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for batch in shoal.Loader((values,), world, batch_size=4).epochs(1):
+            step(batch)
+    return printed.getvalue()
+
+
+def test_draws_for_sequences_of_several_lengths_are_printed_once(ranks: Ranks) -> None:
+    first, second = ranks.call(found_padded)
+    assert first.count("random numbers were drawn for samples of several sizes") == 1
+    assert "such as padded sequences, in 0\n" in first
+    assert second == ""
+
+
+def test_state_that_depends_on_the_number_of_micro_batches_is_that_of_one_process(
+    ranks: Ranks,
+) -> None:
+    assert ranks.call(found_in_one_micro_batch, spectral) == ["", ""]
+
+
+def test_faint_noise_of_a_rank_is_not_taken_for_coupled_samples() -> None:
+    """Its two runs may differ by less than the error of half precision, and its halves by more."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.ones(8, 2, dtype=torch.float64)
+    noise = torch.rand(2, 8, 2, generator=generator, dtype=torch.float64)
+    key = ("", 0, 4)
+    model = nn.Identity()
+    halves = [{key: half} for half in (rows + 0.03 * noise[0]).chunk(2)]
+    assert _first_difference(model, {key: rows}, {key: rows}, halves) == "the model (Identity)"
+    assert _first_difference(model, {key: rows}, {key: rows + 0.015 * noise[1]}, halves) == ""

@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 
 import shoal
-from helpers.exact_layers import GROUP, Case, cases, train, train_on, train_until_killed
-from helpers.exact_models import EXAMPLES
+from helpers.exact_layers import (
+    COMPILED,
+    GROUP,
+    PIPELINES,
+    Case,
+    cases,
+    train,
+    train_on,
+    train_until_killed,
+)
+from helpers.exact_models import EXAMPLES, build
 from helpers.pairwise import cover
 from helpers.ranks import RankError, Ranks
-from helpers.reference import SEED, TOLERANCE, Trained, distance
+from helpers.reference import SEED, TOLERANCE, Trained, distance, together
 
 pytestmark = pytest.mark.processes
 
@@ -25,13 +34,42 @@ FEW = {
     Case("UNet", "DDP", 2, 1),
     Case("Drops", "Recomputed, FSDP", 2, 3),
     Case("Contrastive", "DDP", 2, 1, then=1),
+    Case("GPT", "Sequence", 2, 3, then=1),
+    Case("ViT", "Tensor", 2, 1),
+    Case("Even GPT", "Context", 2, 3),
+    Case("Untied GPT", "Pipeline", 2, 3),
 }
+SPLIT = {
+    Case("GPT", "Recomputed, Sequence, FSDP", 4, 3, then=3),
+    Case("ViT", "Recomputed, Tensor, FSDP", 4, 3),
+    Case("ViT", "Context, FSDP", 2, 1, then=1),
+    Case("Even GPT", "Recomputed, Context, FSDP", 4, 3, then=3),
+    Case("Even GPT", "Recomputed, Context, Tensor", 4, 3),
+    Case("Shared", "Interleaved", 2, 3, then=3),
+    Case("ViT", "Recomputed, Pipeline", 2, 3),
+    Case("UNet", "ZBV", 2, 3, statistics=GROUP),
+    Case("Untied GPT", "RPC", 2, 3),
+}
+"""Those of `make test-rest` whose activations or layers are split over ranks; others take longer."""
 
 
 def _parameters() -> list[object]:
-    """All cells; those of `make test`, and a cover of all pairs of values."""
+    """All cells; those of `make test`, and a cover of all pairs of values.
+
+    Of pipelines only a cover.
+    """
     every = sorted(cases(), key=lambda case: (case.size, case.layout))
-    more = cover(every, lambda c: (c.way, c.size, c.model, c.micro_batches, c.samples, c.then))
+    split = {"tensor=2", "context=2"}
+    whole = [
+        case
+        for case in every
+        if not split & {*case.layout.split(",")} and case.way not in PIPELINES and case not in COMPILED
+    ]
+    staged = [case for case in every if case.way in PIPELINES]
+    key = lambda c: (c.way, c.size, c.model, c.micro_batches, c.samples, c.then)  # noqa: E731
+    more = SPLIT | cover(whole, key)
+    left_out = set(staged) - cover(staged, key) - FEW - SPLIT
+    every = [case for case in every if case not in left_out]
     return [
         pytest.param(
             case,
@@ -76,8 +114,37 @@ def test_training_equals_one_process(
         found = started(after.size, after.layout).call(train_on, after, str(tmp_path), before)
     else:
         found = started(case.size, case.layout).call(train, case)
-    for each in found:
+    for each in together(found):
         assert distance(each, expected(case.specification)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_a_run_continues_in_a_pipeline(started: Callable[[int, str], Ranks], tmp_path: Path) -> None:
+    begun = Case("Shared", "DDP", 3)
+    before = started(3, begun.layout).call(train_until_killed, begun, str(tmp_path))[0]
+    after = Case("Shared", "Interleaved", 2, micro_batches=3)
+    for each in together(started(2, after.layout).call(train_on, after, str(tmp_path), before)):
+        assert distance(each, expected(after.specification)) < TOLERANCE
+
+
+def parallelized(world: shoal.World, model: str, split_point: str) -> None:
+    shoal.parallelize(build(model), world, shoal.Pipeline(split_points=(split_point,)))
+
+
+@pytest.mark.parametrize(
+    ("model", "split_point", "found"),
+    [
+        ("GPT", "blocks.1", "words.weight and head.weight are one parameter in two stages"),
+        ("Drops", "recurrent", "its forward cannot be split at"),
+        ("Contrastive", "blocks.1", "is used in two stages on different ranks"),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused(
+    started: Callable[[int, str], Ranks], model: str, split_point: str, found: str
+) -> None:
+    for result in started(2, "pipeline=2").attempt(parallelized, model, split_point):
+        assert isinstance(result, RankError)
+        assert found in str(result.error), result.text
 
 
 def first_step(world: shoal.World, case: Case) -> None:

@@ -248,7 +248,7 @@ def test_binomial_is_an_error() -> None:
     def drawn() -> Tensor:
         return torch.binomial(torch.ones(8, 3), torch.full((8, 3), 0.5))
 
-    with pytest.raises(shoal.StepError, match=r"a sum of torch\.bernoulli"):
+    with pytest.raises(shoal.StepError, match=r"add up torch\.bernoulli draws"):
         draw(drawn, samples=8)
     drawn()  # outside a step it is torch's
 

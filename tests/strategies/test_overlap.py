@@ -70,7 +70,7 @@ def plain(world: shoal.World) -> Arrivals:
 
 
 def through_shoal(world: shoal.World, directory: str, static: bool, compiles: bool = False) -> Arrivals:
-    """The first backward of a run in `directory`, from its latest checkpoint if it has one."""
+    """The first backward of a run in `directory`, from its latest complete checkpoint if it has one."""
     model = build()
     data = shoal.Loader((torch.randn(64, WIDTH),), world, batch_size=16)
     forward = torch.compile(model, backend="aot_eager") if compiles else model

@@ -71,7 +71,9 @@ def started() -> Iterator[Callable[[str, int], Ranks]]:
 
 
 @pytest.mark.parametrize("case", _parameters())
-def test_every_way_trains_like_one_process(started: Callable[[str, int], Ranks], case: Case) -> None:
+def test_every_strategy_trains_like_one_process(
+    started: Callable[[str, int], Ranks], case: Case
+) -> None:
     check(started(case.layout, case.size), case)
 
 

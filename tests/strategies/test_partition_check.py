@@ -92,6 +92,20 @@ class Noisy(Net):
         return h + torch.rand_like(h)
 
 
+class Inner(Noisy):
+    """Draws between its blocks, which are split: in one process the numbers belong to this module."""
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        return found
+
+
 class Masked(Net):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
         return super().forward(2 * x if mask is None else x)
@@ -197,6 +211,11 @@ def test_what_draws_is_the_whole_model_too(
 ) -> None:
     """Both runs draw the same numbers, in training as in evaluation, wherever a module is."""
     two.call(log, strategy, make, precision)
+
+
+def test_draws_in_the_forward_of_a_module_that_is_split_are_refused(two: Ranks) -> None:
+    strategy = shoal.Pipeline(split_points=("inner.blocks.1",))
+    refused(two.attempt(log, strategy, Outer), f"{NOT_WHOLE}the input of inner.blocks.0 differs")
 
 
 def test_modules_that_work_in_place_are_the_whole_model_too(two: Ranks) -> None:

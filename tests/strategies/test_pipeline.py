@@ -13,7 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from helpers.pipeline_model import CLASSES, PIPELINE, STEPS, Net, build, dataset, log, parts, tied
+from helpers.pipeline_model import (
+    CLASSES,
+    PIPELINE,
+    STEPS,
+    WIDTH,
+    Net,
+    build,
+    dataset,
+    log,
+    parts,
+    tied,
+)
 from helpers.ranks import RankError, Ranks
 
 pytestmark = pytest.mark.processes
@@ -165,6 +176,31 @@ def test_a_folded_schedule_carries_tied_parameters(two: Ranks) -> None:
         expected = log(world, None, tied)
     strategy = shoal.Pipeline(split_points=("chain.1", "chain.2", "chain.4"), schedule="zbv")
     for losses in two.call(log, strategy, tied):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class Joined(Net):
+    """The gradients of what it joins are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        first = self.blocks[0](self.first(values) + self.places)
+        return {"scores": self.head(torch.cat([first, self.blocks[2](self.blocks[1](first))], 1))}
+
+
+def joined() -> nn.Module:
+    torch.manual_seed(3)
+    return Joined().double()
+
+
+def test_backward_in_two_parts_of_joined_tensors(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = log(world, None, joined)
+    strategy = shoal.Pipeline(split_points=("blocks.1", "blocks.2", "head"), schedule="zero-bubble")
+    for losses in two.call(log, strategy, joined):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 

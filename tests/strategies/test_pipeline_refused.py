@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from helpers.pipeline_model import CLASSES, PIPELINE, Net, build, dataset, log, loss, parts, tied
+from helpers.pipeline_model import CLASSES, PIPELINE, WIDTH, Net, build, dataset, log, loss, parts, tied
 from helpers.ranks import RankError, Ranks
 from shoal.util.errors import LayoutError, StepError
 
@@ -187,7 +191,7 @@ def split_and_compiled(world: shoal.World) -> None:
         (called, "each rank has only some of the stages"),
         (own_loop, "the strategy of the model needs shoal.Step"),
         (unequal, "inputs of different shapes"),
-        (with_an_option, "arguments with defaults keep them"),
+        (with_an_option, "arguments with defaults keep their defaults"),
         (few, "micro_batches=4"),
         (scripted, "TorchScript cannot call"),
         (split_and_compiled, "the schedule runs backward in two parts"),
@@ -198,6 +202,69 @@ def test_what_a_pipeline_cannot_do_is_said(two: Ranks, task: Any, found: str) ->
         assert isinstance(result, RankError)
         assert isinstance(result.error, StepError)
         assert found in str(result.error)
+
+
+class Unlearnable(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("no gradient here")
+
+
+class Scored(nn.Linear):
+    def forward(self, values: Tensor) -> Tensor:
+        scores: Tensor = Unlearnable.apply(super().forward(values))
+        return scores
+
+
+class Failing(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Scored(WIDTH, CLASSES)
+
+
+def failed(world: shoal.World, make: Any, fails: Any, directory: Path) -> None:
+    """Write the error of a step, and end the process as the error would end a script."""
+    step, data = parts(world, one_way(split_points=BLOCKS, schedule="zero-bubble"), make)
+    step.task = shoal.Task(fails)
+    try:
+        step(next(data.epochs(1)))
+    except Exception as error:
+        text = "".join(traceback.format_exception_only(error))
+        (directory / f"rank {world.rank}").write_text(text)
+        os._exit(1)
+
+
+def failing() -> Net:
+    return Failing().double()
+
+
+def late(output: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    if torch.is_grad_enabled():
+        raise ValueError("no loss here")
+    return loss(output, batch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("make", "fails", "found"),
+    [(build, late, "ValueError: no loss here"), (failing, loss, "in two parts")],
+    ids=["forward", "backward"],
+)
+def test_the_other_rank_does_not_wait_for_one_that_failed_in_the_schedule(
+    make: Any, fails: Any, found: str, tmp_path: Path
+) -> None:
+    with Ranks(2, layout="pipeline=2", seed=0, call_seconds=60) as ranks:
+        ranks.attempt(failed, make, fails, tmp_path)
+    first, second = ((tmp_path / f"rank {rank}").read_text() for rank in (0, 1))
+    assert found in second
+    assert re.search(r"(closed|reset) by peer", first)  # known for the end of another rank
+    assert "in two parts" not in first
 
 
 @pytest.mark.parametrize(
@@ -241,7 +308,7 @@ def test_a_mean_over_samples_that_fill_up_is_refused_on_all_ranks(two: Ranks) ->
     two.call(its_own_loss, 10)
     for result in two.attempt(its_own_loss, 11):
         assert isinstance(result, RankError)
-        assert "some of which are padding of a short micro-batch" in str(result.error)
+        assert "that include the padding of a short micro-batch" in str(result.error)
     two.call(its_own_loss, 10)
 
 

@@ -216,6 +216,7 @@ def test_layouts_are_learned_from_several_sizes() -> None:
     assert known.dimension("d", (8, 3), 4) is None
 
 
+@pytest.mark.full
 def test_a_model_after_all_others_were_deleted() -> None:
     program = """
 import gc, torch, shoal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,35 @@ def test_known_answers(line: str) -> None:
     assert [int(column[0]) for column in columns] == expected
 
 
+SLICES = [
+    philox.Slice((5, 7, 3), (0, 0, 0), (5, 7, 3)),
+    philox.Slice((2, 7, 3), (3, 0, 0), (5, 7, 3)),  # consecutive elements
+    philox.Slice((1, 3, 3), (4, 2, 0), (5, 7, 3)),
+    philox.Slice((5, 3, 3), (0, 4, 0), (5, 7, 3)),
+    philox.Slice((5, 7, 1), (0, 0, 2), (5, 7, 3)),
+    philox.Slice((2, 4, 2), (1, 3, 1), (5, 7, 3)),
+]
+
+
+@pytest.mark.parametrize("part", SLICES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_slice_has_the_numbers_of_the_full_row(part: philox.Slice, dtype: torch.dtype) -> None:
+    places = tuple(slice(at, at + size) for size, at, _ in zip(*part, strict=True))
+    count = math.prod(part.sizes)
+
+    def chosen(full: torch.Tensor) -> torch.Tensor:
+        return full.reshape(4, *part.full)[(slice(None), *places)].reshape(4, count)
+
+    full = philox.uniform((7, 8), 5, 4, math.prod(part.full), CPU, dtype)
+    assert torch.equal(philox.uniform((7, 8), 5, 4, count, CPU, dtype, part), chosen(full))
+    below = philox.below(0.3, (7, 8), 5, 4, math.prod(part.full), CPU)
+    assert torch.equal(philox.below(0.3, (7, 8), 5, 4, count, CPU, part), chosen(below))
+    blocks, columns = philox._elements(count, 4, part)
+    words = torch.stack(philox._on_device((7, 8), 5, 4, blocks, CPU), -1).view(4, -1)
+    full = torch.stack(philox._on_device((7, 8), 5, 4, slice(0, 27), CPU), -1).view(4, -1)
+    assert torch.equal(words[:, columns], chosen(full[:, : math.prod(part.full)]))
+
+
 @pytest.mark.parametrize("first", [0, 2**32 - 2])
 def test_words_are_those_of_philox(first: int) -> None:
     key = (7, 2**32 - 3)
@@ -60,7 +90,7 @@ def test_words_are_those_of_philox(first: int) -> None:
         [word for b in range(3) for word in reference([b, 0, p & 0xFFFFFFFF, p >> 32], list(key))]
         for p in range(first, first + 5)
     ]
-    words = torch.stack(philox._on_device(key, first, 5, 3, CPU), -1).view(5, 12)
+    words = torch.stack(philox._on_device(key, first, 5, slice(0, 3), CPU), -1).view(5, 12)
     assert words.tolist() == expected
     numbers = philox.uniform(key, first, 5, 11, CPU, torch.float32)
     assert torch.equal(numbers, (words[:, :11] >> 8) * 2.0**-24)
@@ -110,7 +140,9 @@ def test_short_rows_are_uniform_too() -> None:
 
 
 def test_every_bit_is_set_half_of_the_time() -> None:
-    words = torch.stack(philox._on_device((3, 4), 0, ROWS, COUNT // 4, CPU), -1).numpy().ravel()
+    words = (
+        torch.stack(philox._on_device((3, 4), 0, ROWS, slice(0, COUNT // 4), CPU), -1).numpy().ravel()
+    )
     set_bits = ((words[:, None] >> np.arange(32)) & 1).sum(0)
     deviations = (set_bits - len(words) / 2) / (len(words) / 4) ** 0.5
     assert stats.kstest(deviations, "norm").pvalue > LEAST_P

@@ -27,7 +27,6 @@ EVALUATED = {
     "item in shoal/training/evaluation.py:evaluate": 1,
 }
 FEW: list[tuple[int, str, str, tuple[str, ...], dict[str, int]]] = [
-    (1, "replicate=1", "shoal.SingleProcess()", (), ONE_READ),
     (1, "replicate=1", "shoal.SingleProcess()", ("--fused",), {}),
     (8, "shard=8", "shoal.FSDP()", ("--fused",), {}),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, (), ONE_READ),
@@ -47,6 +46,7 @@ MORE = [
     (1024, "replicate=256,pipeline=4", PIPELINE, EIGHT, ONE_READ),
 ]
 REST = [
+    (1, "replicate=1", "shoal.SingleProcess()", (), ONE_READ),
     (8, "shard=8", "shoal.FSDP()", (), ONE_READ),
     (8, "tensor=8", "shoal.TensorParallel()", ("--fused",), {}),
     (1024, "shard=1024", "shoal.FSDP(param_dtype='bf16')", ("--fused",), {}),

@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.strategies.tensor_parallel.plan import check_divisible, derived_plan, planned
+from shoal.strategies.tensor_parallel.plan import (
+    check_divisible,
+    check_sequences,
+    derived_plan,
+    planned,
+)
 
 
 class Gated(nn.Module):
@@ -108,6 +113,14 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused(
         with pytest.raises(shoal.LayoutError, match=words) as caught:
             check_divisible(model, layers, 2)
         assert "attention.q_proj" in caught.value.given
+
+
+def test_two_axes_that_split_sequences_are_refused() -> None:
+    layers = {"norm": "sequence", "wide": "column"}
+    check_sequences(layers, shoal.Layout.parse("shard=2,tensor=2"))
+    check_sequences({"wide": "column"}, shoal.Layout.parse("context=2,tensor=2"))
+    with pytest.raises(shoal.LayoutError, match="splits the sequences already"):
+        check_sequences(layers, shoal.Layout.parse("context=2,tensor=2"))
 
 
 class Linear(nn.Module):

@@ -154,7 +154,7 @@ TABLE = [
     ),
     Bad(
         "more micro-batches than samples", sized(2, micro_batches=4),
-        DataError, "batch_size=2, micro_batches=4", "2 of them would never get one", "batch_size=4",
+        DataError, "batch_size=2, micro_batches=4", "2 of them would never get", "batch_size=4",
     ),
     Bad(
         "drop_last", sized(32, drop_last=True),
@@ -196,7 +196,7 @@ TABLE = [
     ),
     Bad(
         "names", data(np.array(["a", "b"])),
-        DataError, "dtype <U1", "no tensor", r"astype\('float32'\)",
+        DataError, "dtype <U1", "no such dtype", r"astype\('float32'\)",
     ),
     Bad("tensor and list", data((X, [1] * 20)), DataError, "tuple", "holds a list", "tensor"),
     Bad("splits", data({"train": [1]}), DataError, "dict", "holds a list", r"dataset\['train'\]"),

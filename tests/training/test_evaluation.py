@@ -197,7 +197,7 @@ def test_targets_may_be_named(world: shoal.World) -> None:
     values, labels = dataset()
     step = build(world, task)
     data = {"x": values, "y": labels}
-    with pytest.raises(DataError, match="neither a second element nor 'labels'"):
+    with pytest.raises(DataError, match="neither a second element nor an entry 'labels'"):
         shoal.evaluate(step, data, metrics={"accuracy": shoal.Accuracy()})
     found = shoal.evaluate(
         step, data, metrics={"accuracy": shoal.Accuracy()}, targets=lambda batch: batch["y"]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from shoal.data.step_result import LateResult
 from shoal.strategies import engine_of
 from shoal.training.loss_scale import LossScale
 from shoal.training.pending_step import could_fuse
+from shoal.util.accelerator import HostCopy
 from shoal.util.errors import StepError
 
 SAMPLES, BATCH = 40, 8
@@ -235,6 +239,63 @@ def test_the_end_of_the_world_looks_at_the_last_result() -> None:
         in_a_world(None)
     with pytest.raises(KeyError, match="mine"):  # an error of the script is not covered up
         in_a_world(KeyError("mine"))
+
+
+@pytest.mark.processes
+def test_a_script_without_a_with_block_ends_with_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        dedent("""
+        import torch, shoal
+        world = shoal.init(device="cpu")
+        model = shoal.parallelize(torch.nn.Linear(1, 1), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        task = shoal.Task(lambda output, batch: (output.sum(), len(output)))
+        step = shoal.Step(model, optimizer, task, result="late")
+        inputs = torch.tensor([[1.0], [1.0], [torch.nan]])
+        for batch in shoal.Loader((inputs,), world, batch_size=1, shuffle=False).epochs(1):
+            step(batch)
+        print("trained")
+        """)
+    )
+    ended = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.stdout, ended.returncode) == ("trained\n", 1), ended.stderr
+    assert "found: a loss of nan" in ended.stderr
+
+
+def trained(world: shoal.World, *, bad: int) -> nn.Module:
+    training = Training(world, bad=bad)
+    train(training)
+    return training.model
+
+
+def test_a_failed_step_is_raised_after_its_step_is_gone(world: shoal.World, tmp_path: Path) -> None:
+    model = trained(world, bad=4)
+    with pytest.raises(StepError, match="late"):
+        shoal.export(model, tmp_path / "model.pt")
+    shoal.export(model, tmp_path / "model.pt")  # it is raised once
+
+
+def test_a_run_ends_even_if_its_last_result_cannot_be_read(
+    world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(copied: HostCopy) -> list[float]:
+        raise RuntimeError("device-side assert")
+
+    def train() -> None:
+        training = Training(world)
+        batches = training.loader.epochs(1)
+        with shoal.Run(tmp_path, training.step, training.loader, trackers=()) as run:
+            training.step(next(batches))
+            run.tick()
+            training.step(next(batches))
+            monkeypatch.setattr(HostCopy, "read", fail)
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        train()
+    assert read(tmp_path)[-1]["error"] == "RuntimeError"
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

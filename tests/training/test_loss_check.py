@@ -294,10 +294,10 @@ def test_a_loss_that_could_not_be_tried_is_named(capsys: pytest.CaptureFixture[s
     train(nn.Linear(6, 5), of_sum_of_columns, Flowing(), **COLUMNS)
     said = capsys.readouterr().out
     assert "the loss function of_sum_of_columns (" in said
-    assert "could not be tried: its batches hold a Columns that can't be cut in halves" in said
+    assert "could not be checked: its batches hold a Columns that can't be cut in halves" in said
     assert "not their mean" in said
     train(nn.Linear(6, 5), cross_entropy)
-    assert "could not be tried" not in capsys.readouterr().out
+    assert "could not be checked" not in capsys.readouterr().out
 
 
 def of_sum_of_columns(output: Tensor, batch: Columns) -> tuple[Tensor, int]:

@@ -337,7 +337,7 @@ def test_a_model_compiled_after_is_known_by_its_bare_model(world: shoal.World, t
 
 def test_models_that_can_only_be_compiled_in_parts_raise(world: shoal.World) -> None:
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-    with pytest.raises(StepError, match="if it recomputes parts in backward"):
+    with pytest.raises(StepError, match="if parts of it are recomputed in backward"):
         shoal.parallelize(compiled(net, []), world, shoal.ActivationCheckpointing(modules=("0", "1")))
 
 
@@ -425,7 +425,11 @@ def test_a_run_says_once_what_would_be_faster(
         for batch in parts.data.epochs(1):
             parts.take(batch)
             run.tick()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "off, and faster" in line]
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "off and would make training faster" in line
+    ]
     assert len(lines) == 1
     assert "SGD(…, fused=True)" in lines[0]
     assert "set_float32_matmul_precision" in lines[0]

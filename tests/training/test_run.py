@@ -289,6 +289,23 @@ def test_nothing_whole_is_an_error_that_names_all(world: shoal.World, tmp_path: 
         Fit(world, tmp_path).run.restore()
 
 
+def test_a_restore_that_finds_only_an_interrupted_save_says_so(
+    world: shoal.World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Fit(world, tmp_path).train(2, every=2)
+    saved_at = tmp_path / "checkpoints" / "step-2"
+    (saved_at / "manifest.json").unlink()
+    saved_at.rename(saved_at.with_name("step-2.partial"))
+    capsys.readouterr()
+    assert Fit(world, tmp_path).run.restore() is None
+    assert capsys.readouterr().out == (
+        f"no complete checkpoint in {tmp_path / 'checkpoints'}, only interrupted saves "
+        "(step-2.partial): training starts from the beginning\n"
+    )
+    assert Fit(world, tmp_path).run.restore() is None
+    assert capsys.readouterr().out == ""
+
+
 def test_the_newest_are_kept(world: shoal.World, tmp_path: Path) -> None:
     fit = Fit(world, tmp_path, keep=2)
     fit.train(5, every=1)

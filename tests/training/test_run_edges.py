@@ -215,7 +215,7 @@ def test_a_directory_of_an_earlier_training_is_not_trained_in_from_the_start(
     with shoal.Run(tmp_path, step, data) as run:
         step(next(data.epochs(1)))
         for use in (run.tick, run.save):
-            with pytest.raises(CheckpointError, match=r"newest step-1(.|\n)*run.restore\(\)"):
+            with pytest.raises(CheckpointError, match=r"the latest: step-1(.|\n)*run.restore\(\)"):
                 use()
         assert run.restore() is not None
 

@@ -102,8 +102,9 @@ def goes_on(world: shoal.World, directory: Path) -> dict[str, Any]:
             run.tick(every=2 if run.step == 2 else None)
             if run.step == 2:
                 then = weights(run)
-        world.barrier()
-        during = list((directory / "checkpoints").glob("step-*"))
+        checkpoints = directory / "checkpoints"
+        wait_for(lambda: any(checkpoints.glob("step-*")))  # the saving thread has begun
+        during = list(checkpoints.glob("step-*"))
         now = weights(run)
         world.barrier()  # all have looked
         barrier.mkdir(exist_ok=True)

@@ -47,6 +47,18 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], type[shoal.ShoalError], str]]
     "epochs as text": (lambda g: g.loader.epochs("2"), shoal.DataError, "loader.epochs(10)"),
     "negative epochs": (lambda g: g.loader.epochs(-1), shoal.DataError, "loader.epochs(10)"),
     "half an epoch": (lambda g: g.loader.epochs(0.5), shoal.DataError, "loader.epochs(10)"),
+    "whole epochs as a float": (lambda g: g.loader.epochs(3.0), shoal.DataError, "loader.epochs(3)"),
+    "train, whole epochs as a float": (lambda g: train(g, epochs=3.0), shoal.StepError, "epochs=3,"),
+    "a batch size as a float": (
+        lambda g: shoal.Loader(DATA, g.world, batch_size=64.0),  # type: ignore[arg-type]
+        shoal.DataError,
+        "batch_size=64,",
+    ),
+    "warm-up steps as a float": (
+        lambda g: shoal.LRSchedule(warmup_steps=50.0),  # type: ignore[arg-type]
+        shoal.StepError,
+        "warmup_steps=50)",
+    ),
     "Loader, arguments swapped": (
         lambda g: shoal.Loader(g.world, DATA, batch_size=4),  # type: ignore[arg-type]
         shoal.DataError,

@@ -30,6 +30,20 @@ def in_backward() -> bool:
     return required(torch._C, "_current_autograd_node", "a recomputed forward pass")() is not None
 
 
+def last_node_number() -> int:
+    """Return the number of the node that autograd made last in this thread.
+
+    An operation that autograd records makes its node ahead of its kernel.
+    """
+    return int(required(torch.autograd, "_get_sequence_nr", "shoal verify")()) - 1
+
+
+def running_node_number() -> int | None:
+    """Return the number of the node that this thread's backward pass runs, or None outside of one."""
+    node = required(torch._C, "_current_autograd_node", "shoal verify")()
+    return None if node is None else int(required(node, "_sequence_nr", "shoal verify")())
+
+
 def version(tensor: Tensor) -> int:
     """Return the number of in-place changes of `tensor`. Raises an error for inference tensors.
 
@@ -43,9 +57,10 @@ def is_view(tensor: Tensor) -> bool:
     return bool(required(tensor, "_is_view", "Pipeline")())
 
 
-def storage_key(tensor: Tensor) -> int:
+def storage_key(holder: Tensor | torch.UntypedStorage) -> int:
     """Return a number that tensors share while they share memory; unlike `data_ptr`, meta ones too."""
-    return int(required(tensor.untyped_storage(), "_cdata", "a deferred model"))
+    storage = holder.untyped_storage() if isinstance(holder, Tensor) else holder
+    return int(required(storage, "_cdata", "a deferred model"))
 
 
 def averages(loss: Tensor) -> bool | None:

@@ -1,4 +1,7 @@
-"""Private names of torch.distributed: the default store, process groups, their records, RPC's agent."""
+"""Names of torch.distributed that are private or differ between versions.
+
+The default store, process groups, their records, RPC's agent, the all-gather of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from shoal._torch.versions import required
+
+
+def all_gather_tensor(output: Tensor, part: Tensor, **options: Any) -> Any:
+    """Gather a part of one size from each rank; options are those of torch.
+
+    Newer versions of torch rename it, and warn of the old name.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, part, **options)
 
 
 def default_store() -> Any:
@@ -44,14 +57,15 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     change = getattr(dist, "set_timeout", None)  # public from torch 2.15 on
     if change is None:
         change = getattr(distributed_c10d, "_set_pg_timeout", None)
-    if change is not None:
+    if change is not None and dist.get_backend(group) != "fake":  # of `shoal plan`: it never waits
         change(timeout, group)
 
 
 def operations_begun(group: Any) -> int:
-    """Return the number of operations that `group` has begun, including sends and receives.
+    """Return the number of operations that `group` has begun.
 
-    The public flight recorder does not record sends over Gloo. 0 where torch lacks the name.
+    Gloo counts sends and receives, which the public flight recorder does not record. By torch's source,
+    NCCL counts collectives only. 0 where torch lacks the name.
     """
     count = getattr(group, "_get_sequence_number_for_group", None)
     return 0 if count is None else int(count())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-from torch.utils.data import _utils
+from torch.utils.data import _utils, dataloader
 
 
 def worker_processes(iterator: Any) -> list[BaseProcess]:
@@ -25,3 +28,56 @@ def leave_worker() -> None:
     worker: Any = getattr(_utils, "worker", None)
     if worker is not None:
         worker._worker_info = None
+
+
+def observe_batches(
+    started: Callable[[Any, Any], None],
+    delivered: Callable[[Any, Any], None],
+    ended: Callable[[Any], None],
+) -> None:
+    """Report the batches of all DataLoaders of this process, for the rest of the process.
+
+    `started(iterator, loader)` is called when a pass begins, `delivered(iterator, indices)` with the
+    sampler's indices of a batch when the loop receives it, `ended(iterator)` at the end of the pass.
+    Batches arrive in the order of the sampler, also from workers.
+    """
+    base = dataloader._BaseDataLoaderIter
+    create, next_index, next_batch, reset = (
+        base.__init__,
+        base._next_index,
+        base.__next__,
+        base._reset,
+    )
+    fresh: WeakSet[Any] = WeakSet()
+    waiting: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
+
+    def index(self: Any) -> Any:
+        found = next_index(self)
+        waiting.setdefault(self, deque()).append(found)
+        return found
+
+    def build(self: Any, loader: Any) -> None:
+        create(self, loader)
+        fresh.add(self)  # with workers, the first reset follows
+        started(self, loader)
+
+    def begin(self: Any, loader: Any, first_iter: bool = False) -> None:
+        waiting[self] = deque()
+        if self not in fresh:
+            started(self, loader)
+        fresh.discard(self)
+        reset(self, loader, first_iter)
+
+    def batch(self: Any) -> Any:
+        try:
+            found = next_batch(self)
+        except StopIteration:
+            ended(self)
+            raise
+        if waiting.get(self):
+            delivered(self, waiting[self].popleft())
+        return found
+
+    replaced = {"__init__": build, "_next_index": index, "__next__": batch, "_reset": begin}
+    for name, method in replaced.items():
+        setattr(base, name, method)

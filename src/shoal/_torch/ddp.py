@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.autograd import after_backward
+from shoal._torch.dispatch import RealIntegers
 from shoal._torch.versions import required
 
 _OF_REDUCERS = (
@@ -33,10 +34,12 @@ class _AnyNorm(nn.parallel.DistributedDataParallel):
 class GradientReducer:
     """Reducer of the gradients of a module's parameters, in buckets during backward.
 
-    `options` are those of DistributedDataParallel, which replicates rank 0's parameters and buffers.
+    `options` are those of DistributedDataParallel, which replicates rank 0's parameters and buffers
+    unless `init_sync` is false.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
+        self._fake = not options.get("init_sync", True)
         with warnings.catch_warnings():
             # torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
             warnings.simplefilter("ignore", FutureWarning)
@@ -72,7 +75,9 @@ class GradientReducer:
 
         Raises RuntimeError if a bucket still waits for a gradient.
         """
-        self._reducer._rebuild_buckets()
+        # It reads the order of the buckets, integers, from tensors that it makes.
+        with RealIntegers() if self._fake else nullcontext():
+            self._reducer._rebuild_buckets()
 
     def reduce_after_backward(self) -> None:
         """Start all reductions after the current backward, as the first one of a static graph needs."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
@@ -26,10 +27,12 @@ from torch.utils._pytree import (
 from shoal._torch.versions import required
 
 __all__ = [
+    "RealIntegers",
     "TorchDispatchMode",
     "TreeSpec",
     "UncompiledMode",
     "intercept",
+    "is_wrapper",
     "overloads_of",
     "schema_of",
     "tree_flatten",
@@ -54,6 +57,26 @@ class UncompiledMode(TorchDispatchMode):
         return False
 
 
+class RealIntegers(UncompiledMode):
+    """Dispatch mode in which new tensors of integers are not fake, but have values."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        """Run an operation without other modes if all of its tensors have values."""
+        named = named or {}
+        tensors = [each for each in tree_iter((arguments, named)) if isinstance(each, Tensor)]
+        if all(type(each) is Tensor for each in tensors) if tensors else _is_integer(named):
+            with without_modes():
+                return function(*arguments, **named)
+        return function(*arguments, **named)
+
+
+def _is_integer(named: Any) -> bool:
+    dtype = named.get("dtype")
+    return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+
+
 def overloads_of(operation: Any) -> Any:
     """Return the operation of which `operation` is an overload, the key of torch's flop formulas.
 
@@ -65,6 +88,11 @@ def overloads_of(operation: Any) -> Any:
 def schema_of(operation: Any) -> Any:
     """Return the schema of an operation, which marks the arguments that it changes."""
     return required(operation, "_schema", "a deferred model")
+
+
+def is_wrapper(kind: type) -> bool:
+    """Return whether tensors of a class hold other tensors and have no memory, as DTensor."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -19,8 +19,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the direct parameters of `module` by attribute. Changing the dict changes the module."""
-    return module._parameters
+    """Return the direct parameters of `module` by attribute. Changing the dict changes the module.
+
+    The parameters of TorchScript are in C++, and the dict is a copy.
+    """
+    table: Any = module._parameters
+    return table if isinstance(table, dict) else dict(table.items())
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -83,6 +83,16 @@ NAMES: dict[str, tuple[str, ...]] = {
     "models wrapped by torch.compile are not unwrapped": (
         "torch._dynamo.eval_frame:OptimizedModule()._orig_mod",
     ),
+    "models with compile=… stop with an error in their first step": (
+        "torch._dynamo:lookup_backend",
+        "torch._guards:detect_fake_mode",
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv.ignore_fresh_unbacked_symbols",
+    ),
+    "random numbers in compiled models are computed outside of fused loops": (
+        "torch._inductor.ir:Pointwise",
+        "torch._inductor.lowering:register_lowering",
+        "torch._inductor.virtualized:ops",
+    ),
     "strategies can't be imported": (
         f"{_DISPATCH}TorchDispatchMode",
         "torch.utils:_pytree",
@@ -90,6 +100,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "deferred models stop with an error when they are built": (
         "torch:UntypedStorage._cdata",
         "torch:ops.aten.add.Tensor._schema",
+    ),
+    "`shoal plan` can't trace a module": (
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "torch.testing._internal.distributed.fake_pg:FakeStore",
+        "torch:ops.aten._local_scalar_dense.default",
+        "torch._C._distributed_c10d:_create_work_from_future",
     ),
     "no floating-point operations are counted": ("torch:ops.aten.add.Tensor._overloadpacket",),
     "counting floating-point operations imports torch's compiler": (
@@ -125,6 +141,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "how a worker died is not said": (
         "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter()._workers",
+    ),
+    "`shoal verify` ends with an error": (
+        "torch.utils.data.dataloader:_BaseDataLoaderIter._next_index",
+        "torch.utils.data.dataloader:_BaseDataLoaderIter._reset",
+        "torch.autograd:_get_sequence_nr",
+        "torch.autograd.graph:Node()._sequence_nr",
     ),
     "metrics of torchmetrics can't be evaluated": ("torchmetrics:Metric()._reductions",),
     "torchmetrics warns of metrics without an update": ("torchmetrics:Metric()._update_count",),

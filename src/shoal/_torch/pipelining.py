@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,14 @@ def splits_backward() -> bool:
     torch 2.11 fails where an input of a stage is not a tensor; 2.13 has a function for such inputs.
     """
     return hasattr(_backward, "_autograd_grad_for_inputs")
+
+
+def failed_to_split(error: BaseException) -> bool:
+    """Return whether an error of a schedule comes from backward in two parts, for which torch has no
+    class of errors.
+    """
+    parts = {_backward.stage_backward_input.__code__, _backward.stage_backward_weight.__code__}
+    return any(frame.f_code in parts for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def step_micro_batches(

@@ -24,10 +24,12 @@ def replace_draws(instead: Mapping[str, Instead]) -> bool:
     if keyset is None:
         return False
     below = keyset(getattr(torch._C.DispatchKey, _KEY))
+    # Graphs that run as they are, with backend="eager", would otherwise have torch compile the kernel.
+    uncompiled: Any = torch.compiler.disable(_call)
     for name, call in instead.items():
         packet, _, overload = name.partition(".")
         kernel = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        _LIBRARY.impl(name, partial(_call, call, kernel, below), _KEY, with_keyset=True)
+        _LIBRARY.impl(name, partial(uncompiled, call, kernel, below), _KEY, with_keyset=True)
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from contextlib import suppress
@@ -60,6 +61,21 @@ class DiskStore(Store[Path]):
             if replaced is not None:
                 self.remove_tree(replaced)
         return partial if partial.exists() else final
+
+    def confirm(self, path: Path) -> None:
+        """See Store."""
+        there = {child.name for child in path.iterdir()}
+        # A stopped process can remove or rename, but neither replace a file nor write into it.
+        missing = (
+            sorted({MANIFEST, *manifest_of(path).files} - there) if MANIFEST in there else [MANIFEST]
+        )
+        if missing:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"{missing[0]} was removed while it was saved: an earlier attempt that was stopped has "
+                "finished an operation",
+                str(path),
+            )
 
     def remove(self, path: Path) -> None:
         """See Store."""
@@ -133,6 +149,9 @@ class RemoteStore(Store[RemotePath]):
                 if name.step == step and path != new:
                     self.remove(path)
         return new
+
+    def confirm(self, path: RemotePath) -> None:
+        """See Store. No other attempt uses this directory."""
 
     def remove(self, path: RemotePath) -> None:
         """See Store."""

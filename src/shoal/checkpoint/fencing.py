@@ -116,9 +116,9 @@ class Fence:
         if self.number and (newest > self.number or self._is_anothers(taken)):
             raise CheckpointError(
                 given=f"checkpoints in {self._directory.parent}, by attempt {self.number}",
-                found=f"{self._who(newest)}, has taken over: what this one saves now would be lost or "
-                "damage the other's",
-                fix="end this process; the newer attempt resumes from the last checkpoint",
+                found=f"{self._who(newest)}, has taken over: a save by attempt {self.number} would "
+                "be lost or would damage the newer attempt's checkpoints",
+                fix="end this process; the newer attempt resumes from the latest complete checkpoint",
             )
 
     def _claim(self, number: int) -> bool:

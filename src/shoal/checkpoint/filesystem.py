@@ -37,9 +37,22 @@ class Files:
         return 0
 
     def make_directory(self, path: AnyPath) -> None:
-        """Create a directory and its parents, unless it exists. Remote directories need no creation."""
-        if isinstance(path, Path):
-            path.mkdir(parents=True, exist_ok=True)
+        """Create a directory and its parents, unless it exists. Remote directories need no creation.
+
+        Each is synced into its parent, or a power failure could lose it with all checkpoints in it.
+        """
+        if isinstance(path, RemotePath) or path.is_dir():
+            return
+        try:
+            self.create_directory(path)
+        except FileNotFoundError:
+            self.make_directory(path.parent)
+            self.create_directory(path)
+        self.sync_directory(path.parent)
+
+    def create_directory(self, path: Path) -> None:
+        """Create one directory, unless another rank creates it at the same moment."""
+        path.mkdir(exist_ok=True)
 
     def create(self, path: AnyPath) -> BinaryIO:
         """Open a new file.

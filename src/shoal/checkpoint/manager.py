@@ -13,7 +13,7 @@ import torch
 from shoal.checkpoint.async_save import BackgroundSave, BackgroundSaver
 from shoal.checkpoint.collective_errors import Agreement, Ranks
 from shoal.checkpoint.commit import store_in
-from shoal.checkpoint.directory_names import step_of
+from shoal.checkpoint.directory_names import TRASH, step_of
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, open_file
 from shoal.checkpoint.state_tree import (
@@ -104,6 +104,8 @@ class Checkpoints:
         self.background = BackgroundSaver(world)
         # Steps whose files this process has seen verified, by writing or by reading them.
         self._verified: set[int] = set()
+        self.interrupted: tuple[str, ...] = ()
+        """Names of the interrupted saves that the last restore found; on rank 0 only."""
 
     def check(self) -> None:
         """Raise CheckpointError unless every rank can write into the directory."""
@@ -192,7 +194,7 @@ class Checkpoints:
     def restore(
         self, template: Tree | None = None, elsewhere: Collection[str] = ()
     ) -> RestoredCheckpoint | None:
-        """Load the newest complete checkpoint; return None if there are no checkpoints.
+        """Load the latest complete checkpoint; return None if there are no checkpoints.
 
         Tensors are loaded on the CPU. Where `template` has a tensor of the same path and shape, that
         tensor is filled in place (a DTensor by its shards) and appears in the result. Where it has a
@@ -260,6 +262,8 @@ class Checkpoints:
 
     def _survey(self) -> list[tuple[str, str | None, str]]:
         """Return the name of each candidate with its manifest, or with None and the reason."""
+        left = self._store.leftovers()
+        self.interrupted = tuple(path.name for path in left if not path.name.endswith(TRASH))
         with suppress(OSError):
             # A restore works without tidying: the directory may be another user's, or read-only.
             self._store.tidy()

@@ -305,7 +305,7 @@ def connect(url: str) -> Path | RemotePath:
     if not _URL.fullmatch(url):
         raise CheckpointError(
             given=given,
-            found="not a URL of a single place, without *, ? or [ and without a chain of protocols",
+            found="the URL must name one place: without *, ? or [ and without a chain of protocols",
             fix="pass a URL such as s3://bucket/run",
         )
     try:

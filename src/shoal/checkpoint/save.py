@@ -158,7 +158,9 @@ class SaveAttempt:
             records[STATE] = self._store.write(self._step, STATE, [text.encode()])
             # A rank may have ended since it wrote its part: the world is smaller then.
             self._store.seal(self._step, Manifest(self._step, len(parts), contents.info, records))
-        return str(self._store.publish(self._step).name)
+        published = self._store.publish(self._step)
+        self._store.confirm(published)
+        return str(published.name)
 
     @contextmanager
     def _discarded_on_error(self) -> Iterator[None]:

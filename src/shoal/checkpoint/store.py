@@ -183,6 +183,14 @@ class Store(ABC, Generic[P]):
         """
 
     @abstractmethod
+    def confirm(self, path: P) -> None:
+        """Raise OSError if a file of a published checkpoint is missing.
+
+        An operation of an earlier attempt that was stopped after its check of the fence may have
+        removed it.
+        """
+
+    @abstractmethod
     def remove(self, path: P) -> None:
         """Remove a checkpoint so that at no moment a part of it looks complete."""
 
@@ -231,6 +239,8 @@ class Store(ABC, Generic[P]):
     def seal(self, step: int, manifest: Manifest) -> None:
         """Commit: the checkpoint exists from the moment at which the manifest is on the disk."""
         target = self.unfinished(step)
+        # A power failure must not keep the manifest and lose a file that it lists.
+        self.files.sync_directory(target)
         self._write(target / MANIFEST, [manifest.render()])
         self.files.sync_directory(target)
         self.files.sync_directory(self.directory)

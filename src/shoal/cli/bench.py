@@ -35,7 +35,7 @@ _Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="dense, resnet-small, resnet18, resnet50, resnet101 or gpt, with sizes as in "
+        help="A model: dense, resnet-small, resnet18, resnet50, resnet101 or gpt, with sizes as in "
         "gpt:layers=8,width=512; module:function; or SCRIPT.py.",
     ),
 ]
@@ -43,7 +43,7 @@ _Args = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="ARGS",
-        help="Arguments of a script; {run}, {batch}, {steps}, {backend} … are replaced per job.",
+        help="Arguments of a script; each job replaces {run}, {batch}, {steps}, {backend} ….",
     ),
 ]
 _Processes = Annotated[
@@ -53,13 +53,14 @@ _Processes = Annotated[
 _Scaling = Annotated[
     str,
     typer.Option(
-        metavar="LIST", help="strong (the processes split one batch), weak (one batch per process)."
+        metavar="LIST",
+        help="Strong scaling (processes split one batch) or weak (one batch each): strong,weak.",
     ),
 ]
-_Backends = Annotated[str, typer.Option(metavar="LIST", help="auto, gloo, nccl, mpi.")]
-_Strategies = Annotated[str, typer.Option(metavar="LIST", help="ddp, fsdp.")]
-_Precisions = Annotated[str, typer.Option(metavar="LIST", help="fp32, bf16, fp16.")]
-_Ways = Annotated[str, typer.Option(metavar="LIST", help="eager, script, inductor.")]
+_Backends = Annotated[str, typer.Option(metavar="LIST", help="Backends: auto, gloo, nccl, mpi.")]
+_Strategies = Annotated[str, typer.Option(metavar="LIST", help="Strategies: ddp, fsdp.")]
+_Precisions = Annotated[str, typer.Option(metavar="LIST", help="Precisions: fp32, bf16, fp16.")]
+_Ways = Annotated[str, typer.Option(metavar="LIST", help="Execution modes: eager, script, inductor.")]
 _Batch = Annotated[
     int,
     typer.Option(
@@ -83,11 +84,12 @@ _Mpirun = Annotated[
     str | None, typer.Option(metavar="COMMAND", help="Command that starts MPI ranks, with its options.")
 ]
 _Submit = Annotated[
-    bool, typer.Option("--submit", help="Submit cluster jobs; the options below need it.")
+    bool,
+    typer.Option("--submit", help="Submit the study as cluster jobs; the options below need this."),
 ]
 _Time = Annotated[
     str | None,
-    typer.Option(metavar="HH:MM:SS", help="Time limit of each job (default: the sum of its limits)."),
+    typer.Option(metavar="HH:MM:SS", help="Time limit of each job (default: enough for all its runs)."),
 ]
 _Gpus = Annotated[
     int | None,
@@ -95,7 +97,7 @@ _Gpus = Annotated[
 ]
 _Tasks = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Processes per node (default: its GPUs or cores)."),
+    typer.Option(min=1, metavar="N", help="Processes per node (default: one per GPU or core)."),
 ]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the batch scripts and submit nothing.")]
 
@@ -137,7 +139,7 @@ def scaling(
     """Measure the speed-up on 1, 2, 4 … processes.
 
     Each configuration runs several times as a separate job, in an order that changes. Jobs that have
-    a result do not run again. The report explains the limits of the speed-up.
+    a result do not run again. The report explains what limits the speed-up.
     """
     from shoal.bench.scaling import allocations, configurations
 
@@ -310,3 +312,9 @@ benches.command(
 benches.command(epilog=examples("shoal bench modes", "shoal bench modes gpt:layers=2"))(
     bench_machine.modes
 )
+benches.command(
+    epilog=examples(
+        "shoal bench machine --comm comm.json --network 12.5 -o mine.toml",
+        "shoal plan --model llama-7b --machine mine.toml",
+    )
+)(bench_machine.machine)

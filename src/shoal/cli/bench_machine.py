@@ -1,7 +1,8 @@
-"""The commands `shoal bench comm`, `data` and `modes`: options in, results out."""
+"""The commands `shoal bench comm`, `data`, `modes` and `machine`: options in, results out."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,10 @@ def comm(
         ),
     ] = None,
     backend: Annotated[
-        str, typer.Option(metavar="LIST", help="gloo, nccl, mpi (default: the backend of a script).")
+        str,
+        typer.Option(
+            metavar="LIST", help="Backends: gloo, nccl, mpi (default: the backend of training)."
+        ),
     ] = "",
     operations: Annotated[
         str,
@@ -33,7 +37,10 @@ def comm(
         ),
     ] = "",
     sizes: Annotated[
-        str, typer.Option(metavar="SIZES", help="For example 1KiB,1MiB; 1KiB:1MiB multiplies by four.")
+        str,
+        typer.Option(
+            metavar="SIZES", help="Message sizes: 1KiB,1MiB; or 1KiB:1MiB, each four times the last."
+        ),
     ] = "1KiB:64MiB",
     repeats: Annotated[int, typer.Option(metavar="N", help="Samples per point.")] = 20,
     seconds: Annotated[float, typer.Option(metavar="SECONDS", help="Total time.")] = 30.0,
@@ -44,7 +51,7 @@ def comm(
     csv: _Csv = None,
     json: _Json = False,
 ) -> None:
-    """Measure collectives by size.
+    """Measure the speed of collectives by message size.
 
     It writes the results to a machine file. With -n, it starts processes on this node. Under srun,
     mpirun or torchrun, it measures the ranks of the job.
@@ -71,8 +78,8 @@ def data(
         str,
         typer.Argument(
             metavar="FACTORY",
-            help="package.module:name or train.py:name; a dataset, or a function that returns one or a "
-            "Loader and may take the World.",
+            help="package.module:name or train.py:name of a dataset, a Loader, or a function that "
+            "returns one; the function may take the World.",
         ),
     ],
     workers: Annotated[
@@ -129,8 +136,8 @@ def modes(
         str,
         typer.Argument(
             metavar="[MODEL]",
-            help="dense, resnet-small, gpt …, with sizes as for `shoal bench scaling`; or "
-            "package.module:name, a function that returns (model, task, dataset); or none.",
+            help="A model: dense, resnet-small, gpt …, with sizes as for `shoal bench scaling`; or "
+            "module:function, which returns (model, task, dataset); or none.",
         ),
     ] = "dense",
     batch: Annotated[int, typer.Option(metavar="N", help="Samples in a batch of the model.")] = 32,
@@ -149,3 +156,49 @@ def modes(
     chosen = None if model == "none" else model
     asked = measuring.CompileOptions(model=chosen, batch=batch, seconds=seconds, csv=csv, json=json)
     raise typer.Exit(measuring.benchmark_modes(asked))
+
+
+def machine(
+    *,
+    comm: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A file of `shoal bench comm`; several are possible."),
+    ] = None,
+    link: Annotated[
+        float | None, typer.Option(min=1e-6, metavar="GB/S", help="Bandwidth within a node.")
+    ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(min=1e-6, metavar="GB/S", help="Bandwidth between nodes, per device."),
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Devices of a node.")] = 1,
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the machine.")] = "measured",
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="FILE", help="Write to FILE instead of the terminal."),
+    ] = None,
+) -> None:
+    """Measure a device for `shoal plan --machine`.
+
+    It measures matrix products, memory, attention and the host, and takes the bandwidth between ranks
+    from files of `shoal bench comm`. The result has the form of the catalogue.
+    """
+    from shoal.plan.measure import machine_toml, measure_machine, read_rates
+
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise LaunchError(
+            given=f"--name {name}",
+            found="a name has letters, digits, - and _",
+            fix="--name my-cluster",
+        )
+    found = measure_machine(name, read_rates(comm or [], link, network), devices)
+    text = machine_toml(found)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            given=f"-o {out}", found=str(error), fix="use a directory where you have permission"
+        ) from None

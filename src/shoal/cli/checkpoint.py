@@ -67,7 +67,7 @@ def list_checkpoints(
 def show_checkpoint(path: Directory) -> None:
     """Show metadata, tensors and state of a checkpoint.
 
-    For a run directory, it shows the newest complete checkpoint.
+    For a run directory, it shows the latest complete checkpoint.
     """
     from shoal.checkpoint.inspect import display, locate
     from shoal.util.tables import plain_console
@@ -84,7 +84,7 @@ def verify_checkpoints(
         list[str], typer.Argument(metavar="PATH...", help="Run directories or checkpoints.")
     ],
 ) -> None:
-    """Verify every byte; exit with 1 if one is damaged."""
+    """Verify every byte; exit with 1 if any is damaged."""
     from shoal.checkpoint.inspect import display, locate
     from shoal.checkpoint.inspect import verify as soundness
     from shoal.util.tables import plain_console
@@ -112,7 +112,7 @@ def compare_checkpoints(
 ) -> None:
     """Compare two checkpoints.
 
-    It exits with 1 if they differ. For run directories, it compares the latest checkpoints.
+    It exits with 1 if they differ. For run directories, it compares the latest complete checkpoints.
     Metadata such as the time may differ.
     """
     from shoal.checkpoint.inspect import diff, display, locate
@@ -148,7 +148,7 @@ def export_checkpoint(
 ) -> None:
     """Export the model of a checkpoint to one file.
 
-    It needs neither the code of the model nor the number of processes that saved it.
+    It needs neither the code of the model nor the processes that saved the checkpoint.
     """
     from shoal.checkpoint.inspect import display, locate
     from shoal.checkpoint.inspect import extract as extraction

@@ -12,11 +12,14 @@ import typer
 
 from shoal.cli import bench as measuring
 from shoal.cli import submit as jobs
+from shoal.cli.chaos import chaos
 from shoal.cli.checkpoint import checkpoints
 from shoal.cli.examples import examples
+from shoal.cli.plan import plan
 from shoal.cli.report import report
 from shoal.cli.submit_options import ScriptArgs
 from shoal.cli.usage import report_all_problems
+from shoal.cli.verify import verify
 from shoal.util.errors import LaunchError, ShoalError
 
 app = typer.Typer(
@@ -30,7 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TRAIN, OBSERVE, CLUSTERS, MEASURE = "Train", "Observe", "Clusters", "Measure"
+TRAIN, OBSERVE, CLUSTERS = "Train", "Observe", "Clusters"
+MEASURE, VERIFY = "Measure", "Verify"
 """The panels of `shoal --help`."""
 SCRIPT_LAST = {
     "allow_interspersed_args": False,
@@ -75,10 +79,28 @@ def _check_processes(ctx: typer.Context, processes: int | None) -> int | None:
         script = ctx.params.get("script")
         raise LaunchError(
             given=f"shoal run {option}{shlex.quote(script)}" if script else "shoal run",
-            found="no number of processes; usual are one per GPU, or one per few CPU cores",
+            found="the number of processes is missing; use one per GPU, or one per few CPU cores",
             fix=f"shoal run -n 2 {option}{shlex.quote(script or 'train.py')}",
         )
     return processes
+
+
+def _check_numbers(nodes: str | None) -> str | None:
+    """Raise LaunchError if the value of --nodes is not a number or MIN:MAX."""
+    from shoal.launcher.nodes import parse_numbers
+
+    if nodes is not None:
+        parse_numbers(nodes)
+    return nodes
+
+
+def _check_address(rendezvous: str | None) -> str | None:
+    """Raise LaunchError if the value of --rendezvous is not HOST:PORT."""
+    from shoal.launcher.nodes import parse_address
+
+    if rendezvous is not None:
+        parse_address(rendezvous)
+    return rendezvous
 
 
 _Script = Annotated[
@@ -134,7 +156,8 @@ _Grace = Annotated[
 _Logs = Annotated[
     str | None,
     typer.Option(
-        metavar="DIR", help="Append the output of rank R to DIR/rank-R.log; print rank 0's output."
+        metavar="DIR",
+        help="Append the output of each rank R to DIR/rank-R.log; print only rank 0's.",
     ),
 ]
 _Nodes = Annotated[
@@ -144,6 +167,7 @@ _Nodes = Annotated[
         "--nnodes",
         metavar="N or MIN:MAX",
         help="Number of nodes; MIN:MAX for elastic training.",
+        callback=_check_numbers,
     ),
 ]
 _Rendezvous = Annotated[
@@ -153,6 +177,7 @@ _Rendezvous = Annotated[
         "--rdzv-endpoint",
         metavar="HOST:PORT",
         help="Address of the rendezvous (default: from the scheduler).",
+        callback=_check_address,
     ),
 ]
 _Wait = Annotated[
@@ -193,8 +218,8 @@ def run(
 ) -> None:
     """Launch a script on N processes.
 
-    The script gets the environment variables of torchrun, and need not use Shoal. The exit code is the
-    first failed process's.
+    The script gets the environment variables of torchrun, and need not use Shoal. It exits with
+    the exit code of the process that failed first.
     """
     from shoal.launcher import local
 
@@ -260,13 +285,16 @@ def doctor(
         typer.Option(metavar="FILE.zip", help="Write an archive for support."),
     ] = None,
     redact_hosts: Annotated[
-        bool, typer.Option("--redact-hosts", help="Replace host names, user and home in the archive.")
+        bool,
+        typer.Option(
+            "--redact-hosts", help="Replace hosts, users and home directories in the archive."
+        ),
     ] = False,
     limit: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit of one check.")
     ] = 10.0,
     wait: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of waiting for other ranks.")
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit for other ranks to arrive.")
     ] = 60.0,
 ) -> None:
     """Check the nodes of a job before training.
@@ -316,7 +344,7 @@ def watch(
     """Show a run live: progress, curves, time per rank.
 
     On a terminal, the page updates until you press q. Elsewhere, it prints one plain page.
-    It only reads.
+    It does not change the run.
     """
     from shoal.report.dashboard import watch as watch_run
 
@@ -345,7 +373,29 @@ app.command(
     rich_help_panel=CLUSTERS, epilog=examples("shoal cancel runs/a", "shoal cancel --now runs/a")
 )(jobs.cancel)
 app.add_typer(jobs.sites, rich_help_panel=CLUSTERS)
+app.command(
+    rich_help_panel=MEASURE,
+    epilog=examples(
+        "shoal plan --model llama-70b --machine h100-sxm -n 64",
+        "shoal plan --model llama-7b,seq=8192 --machine a100-80 -n 8 --json",
+        "shoal plan --model train.py:build --layout shard=8 -n 8 --batch 64",
+    ),
+)(plan)
 app.add_typer(measuring.benches, rich_help_panel=MEASURE)
+app.command(
+    rich_help_panel=VERIFY,
+    context_settings=SCRIPT_LAST,
+    epilog=examples(
+        "shoal verify train.py --epochs 3", "shoal verify --ranks 1,2,3 --kills 2 train.py"
+    ),
+)(verify)
+app.command(
+    rich_help_panel=VERIFY,
+    context_settings=SCRIPT_LAST,
+    epilog=examples(
+        "shoal chaos -n 4 train.py --epochs 3", "shoal chaos --faults all --count 20 --seed 7 train.py"
+    ),
+)(chaos)
 
 
 report_all_problems(app)

@@ -41,7 +41,7 @@ def _check_time(ctx: typer.Context, time: str) -> str:
         script = ctx.params.get("script")
         raise LaunchError(
             given=f"shoal submit {script}" if script else "shoal submit",
-            found="no time limit; the default of clusters differs, from minutes to days",
+            found="no time limit; the default differs between clusters, from minutes to days",
             fix=f"shoal submit --time 20:00:00 {script or 'train.py'}",
         )
     parse_time(time)
@@ -56,7 +56,9 @@ _Time = Annotated[
     typer.Option(metavar="HH:MM:SS", help="Time limit of the job; required.", callback=_check_time),
 ]
 _Nodes = Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes.")]
-_Gpus = Annotated[int, typer.Option(min=0, metavar="N", help="GPUs per node, one process each.")]
+_Gpus = Annotated[
+    int, typer.Option(min=0, metavar="N", help="GPUs per node, with one process per GPU.")
+]
 _Processes = Annotated[
     int | None,
     typer.Option("-n", "--processes", min=1, metavar="N", help="Total number of processes."),
@@ -74,10 +76,13 @@ _RunOption = Annotated[
 ]
 _Sweep = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Submit an array: one job per line, whose words follow ARGS."),
+    typer.Option(
+        metavar="FILE", help="Submit an array: one job per line of FILE, which is added to ARGS."
+    ),
 ]
 _AtOnce = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Limit of array jobs that run at the same time.")
+    int | None,
+    typer.Option(min=1, metavar="N", help="Largest number of array jobs that run at the same time."),
 ]
 _Chain = Annotated[
     int, typer.Option(min=1, metavar="N", help="Submit a chain of N jobs, on clusters without requeue.")
@@ -87,13 +92,15 @@ _Restarts = Annotated[
 ]
 _Launcher = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="torchrun or mpirun (default: the scheduler's)."),
+    typer.Option(
+        metavar="NAME", help="Launcher, such as torchrun or mpirun (default: the scheduler's)."
+    ),
 ]
 _Container = Annotated[
     str | None, typer.Option(metavar="IMAGE", help="Run inside this image with Apptainer.")
 ]
 _Python = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Python interpreter (default: this one).")
+    str | None, typer.Option(metavar="PATH", help="Python interpreter of the job (default: this one).")
 ]
 _Stage = Annotated[
     list[str] | None,
@@ -233,7 +240,7 @@ def logs(
         int | None, typer.Option(metavar="N", help="Array element (default: all).")
     ] = None,
 ) -> None:
-    """Print the log of the newest job of a run."""
+    """Print the log of the latest job of a run."""
     import shlex
     import subprocess
 
@@ -262,7 +269,7 @@ def cancel(
         bool, typer.Option("--now", help="Cancel immediately, without a checkpoint.")
     ] = False,
 ) -> None:
-    """Cancel the newest job of a run.
+    """Cancel the latest job of a run.
 
     A running job saves a checkpoint first, and does not return to the queue.
     """

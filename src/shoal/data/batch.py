@@ -26,11 +26,20 @@ IN_A_LOOP = "for micro in batch: batch.backward(total=loss_sum, count=n)"
 class BatchSource(Protocol):
     """The methods of a Loader that its batches call."""
 
+    @property
+    def measures_speed(self) -> bool:
+        """See `Loader.measures_speed`."""
+        ...
+
     def compare_ranks(self) -> None:
         """See `Loader.compare_ranks`."""
 
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
         """See `Loader.again`."""
+        ...
+
+    def micros_of(self, rank: int, first: int, size: int) -> list[MicroBatch]:
+        """See `Loader.micros_of`."""
         ...
 
 
@@ -70,8 +79,8 @@ class Batch:
         size: Number of samples in the global batch, over all ranks.
         share: Positions `(start, stop)` of this rank's samples, without `stop`; an empty range if it
             has only padding samples. With groups of samples and several micro-batches, samples of other
-            ranks may lie between them; see `ranges`.
-        ranges: Bounds of the ranges of positions of this rank's samples.
+            ranks may be between these positions; see `ranges`.
+        ranges: Ranges of positions that this rank's samples have: start, stop, start, stop, ….
         ends_epoch: True for the last batch of an epoch.
         processed: True once a step has processed the batch.
         wait: Seconds that the rank waited for this batch.
@@ -149,7 +158,7 @@ class Batch:
 
     @property
     def ranges(self) -> tuple[int, ...]:
-        """The bounds of the ranges of positions of this rank's samples: start, stop, start, stop, …."""
+        """The ranges of positions that this rank's samples have: start, stop, start, stop, …."""
         found: list[int] = []
         for micro in self.micros:
             if micro.weight:
@@ -242,10 +251,10 @@ class Batch:
             model: Model to train; required if several have been parallelized. Default: None.
 
         Raises:
-            StepError: If neither `total` nor `mean` is given, or the last operation of the loss is the
-                other reduction; if the previous batch was not finished; if its gradients were not
-                cleared after `optimizer.step()`, or were cleared before it; if a Step over the model
-                has options that a loop ignores.
+            StepError: If neither `total` nor `mean` is given, or if the last operation of the loss
+                shows that `total` is a mean or `mean` is a sum; if the previous batch was not finished;
+                if its gradients were not cleared after `optimizer.step()`, or were cleared before it;
+                if a Step over the model has options that a loop ignores.
             AgreementError: On all ranks, at the first batch of a Loader, if the ranks have different
                 data.
         """
@@ -262,9 +271,10 @@ class Batch:
             The global mean loss, the gradient norm before clipping and the count.
 
         Raises:
-            StepError: If `backward` was not called once for each micro-batch; if the loss or the
-                gradients are not finite: the gradients are dropped and the parameters do not change; at
-                the first batch, if the loss function of a Step over this model returns a mean.
+            StepError: If `backward` was not called once for each micro-batch; if the loss function
+                of a Step over this model returns a mean (at the first batch); or if the loss or the
+                gradients are not finite. In the last case, the gradients are dropped and the
+                parameters do not change.
         """
         return self._manual_loop.finish(self, model, clip=clip)
 
@@ -276,6 +286,17 @@ class Batch:
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
         """Return micro-batches of `sizes` samples each, collated again; see `Loader.again`."""
         return None if self._loader is None else self._loader.again(first, sizes)
+
+    @property
+    def measures_speed(self) -> bool:
+        """Whether the Loader gives slower ranks fewer samples."""
+        return self._loader is not None and self._loader.measures_speed
+
+    def micros_of(self, rank: int) -> list[MicroBatch]:
+        """Return the virtual ranks that another rank computes; see `Loader.micros_of`."""
+        if self._loader is None:
+            raise NotImplementedError("a batch that no Loader has made")
+        return self._loader.micros_of(rank, self.first, self.size)
 
     @property
     def _manual_loop(self) -> ManualLoop:

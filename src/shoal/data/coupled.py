@@ -81,15 +81,9 @@ class CoupledStep:
         sizes = [coupling.size for coupling in self._couplings if coupling.size is not None]
         return math.lcm(*sizes) if sizes else None
 
-    @contextmanager
-    def processing(self, micro: MicroBatch | None, rows: int = 0) -> Iterator[None]:
-        """Use `micro` inside the block, for its forward or its backward."""
-        before = self.micro, self.rows
-        self.begin(micro, rows)
-        try:
-            yield
-        finally:
-            self.micro, self.rows = before
+    def processing(self, micro: MicroBatch | None, rows: int = 0) -> Processing:
+        """Return a context that uses `micro`, for its forward or its backward."""
+        return Processing(self, micro, rows)
 
     def begin(self, micro: MicroBatch | None, rows: int = 0) -> None:
         """Use `micro` from now on."""
@@ -101,16 +95,29 @@ class CoupledStep:
         number = self.calls[module] = self.calls.get(module, -1) + 1
         return number
 
+    @contextmanager
+    def recording_nothing(self) -> Iterator[None]:
+        """Forget the sums that layers record inside the block."""
+        recorded, self.recorded = self.recorded, {}
+        try:
+            yield
+        finally:
+            self.recorded = recorded
+
     def drop(self) -> None:
         """Forget what a batch has recorded that was skipped or failed."""
         self.recorded.clear()
 
-    @torch.no_grad()
     def apply(self) -> None:
         """Update the state of the layers with the sums of the batch, the same on all ranks. Collective.
 
         Only now: no layer sees a state that depends on where the batch was cut.
         """
+        if self.recorded:  # on all ranks or on none
+            with torch.no_grad():
+                self._apply_recorded()
+
+    def _apply_recorded(self) -> None:
         recorded, self.recorded = list(self.recorded.values()), {}
         parts = [each.sums() for each in recorded]
         split = [number for number, each in enumerate(recorded) if each.coupling.split]
@@ -122,6 +129,23 @@ class CoupledStep:
                 parts[number] = each
         for each, total in zip(recorded, parts, strict=True):
             each.apply(total)
+
+
+class Processing:
+    """The context of `CoupledStep.processing`. A class is entered faster than a generator."""
+
+    __slots__ = ("_before", "_given", "_step")
+
+    def __init__(self, step: CoupledStep, micro: MicroBatch | None, rows: int) -> None:
+        self._step = step
+        self._given = micro, rows
+        self._before = step.micro, step.rows
+
+    def __enter__(self) -> None:
+        self._step.begin(*self._given)
+
+    def __exit__(self, *_: object) -> None:
+        self._step.micro, self._step.rows = self._before
 
 
 class Coupling:
@@ -156,12 +180,13 @@ class Coupling:
         if size is not None and (place.unit is None or place.unit % size):
             raise StepError(
                 given=f"{given} with statistics={size}",
-                found="the loop over the batches began before parallelize, so they are not cut at "
-                "the boundaries of groups",
+                found="the loop over the batches began before parallelize, so the batches are not "
+                "cut at the boundaries of the groups",
                 fix="call shoal.parallelize(…) first, then for batch in loader.epochs(10)",
             )
-        groups = groups_of(place, ranks=self.world.data_size, size=size)
-        held = groups.held[self.world.data_rank]
+        ranks, rank = (1, 0) if place.whole else (self.world.data_size, self.world.data_rank)
+        groups = groups_of(place, ranks=ranks, size=size)
+        held = groups.held[rank]
         real = micro.samples if micro.weight else 0
         if not real:
             segments = [(0, 0) for _ in held]
@@ -177,20 +202,21 @@ class Coupling:
                 fix="pass an input with one row for each sample; or use statistics='batch' with one "
                 "micro-batch",
             )
-        return Part(self, groups, held, segments)
+        return Part(self, groups, held, segments, place.number if place.whole else 0)
 
 
 class Part(NamedTuple):
     """The rows of a layer's input on this rank: `segments` [start, stop), one for each group `held`.
 
     Rows outside the segments are padding. There is no segment if the micro-batch has no samples on any
-    rank.
+    rank. `row` is the number of the virtual rank, or 0.
     """
 
     coupling: Coupling
     groups: MicroGroups
     held: tuple[HeldGroup, ...]
     segments: list[tuple[int, int]]
+    row: int = 0
 
     def add_up(self, sums: Tensor) -> Tensor:
         """Return the sums of this rank's groups over all ranks, given its part; shape (groups, …)."""

@@ -22,6 +22,7 @@ from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
 from shoal.data.shards import Lanes
 from shoal.data.timed_dataset import timed
 from shoal.data.worker_failure import LoaderWorkers
+from shoal.distributed.virtual_ranks import VirtualRanks
 from shoal.distributed.world import World
 from shoal.util.errors import DataError
 
@@ -70,6 +71,8 @@ class Feed(ABC):
 
     seed: int
     position: int = 0
+    proportions: tuple[int, ...] | None = None
+    """The proportions in which batches are split over ranks; None if each gets equally many."""
 
     @property
     @abstractmethod
@@ -95,6 +98,10 @@ class Feed(ABC):
         Starts earlier if the epoch would end in them. Returns None if samples can't be fetched again.
         """
         return None
+
+    def split_by(self, proportions: tuple[int, ...] | None) -> None:
+        """Give ranks samples in these proportions from now on; None is equally many."""
+        raise NotImplementedError(type(self).__name__)
 
     def held(self) -> dict[str, str]:
         """Return digests of the arrays that the user's dataset holds, by their names."""
@@ -145,6 +152,11 @@ class PositionedSource(Feed):
         """See Feed."""
         self.sampler = replace(self.sampler, unit=unit)
 
+    def split_by(self, proportions: tuple[int, ...] | None) -> None:
+        """See Feed."""
+        self.proportions = proportions
+        self.sampler = replace(self.sampler, proportions=proportions)
+
     def held(self) -> dict[str, str]:
         """See Feed."""
         return self.source.held()
@@ -164,6 +176,11 @@ class PositionedSource(Feed):
         indices = self.sampler.order.take(positions, seed=self.seed, epoch=epoch)
         share = LocalBatch(epoch * length + offset, stops[-1], cells, indices)
         return self.source[[share]][0]
+
+    def fetch(self, first: int, size: int, virtual: VirtualRanks) -> tuple[LocalBatch, list[Any]]:
+        """Fetch the local batch of other virtual ranks in the batch from position `first` on."""
+        share = replace(self.sampler, virtual=virtual).local_batch(first, size)
+        return share, self.source[[share]][0]
 
     def consumed(self, share: LocalBatch) -> None:
         """Move the position past a local batch."""
@@ -219,9 +236,14 @@ STATE_WORDS = {
     "epoch_size": ("epochs of {:,} samples (drop_last, batch_size)", ""),
     "order": ("a custom order (checksum {})", "no custom order"),
     "samples": ("samples of checksum {}", ""),
+    "virtual_ranks": ("{} virtual ranks (exact='bits')", "no virtual ranks"),
+    "threads": ("{} thread(s) per rank (exact='bits')", ""),
     "shards": ("shards and lanes of checksum {}", "a dataset without shards"),
 }
 """For each key of a state, its description in an error, and that of a missing value."""
+
+OF_BITS = ("virtual_ranks", "threads")
+"""The keys of a state on which the bits of results depend, but not the samples."""
 
 
 def check_state(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -232,6 +254,13 @@ def check_state(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         ours, theirs = (
             text.format(each[key]) if each.get(key) is not None else none for each in (here, state)
         )
+        if ours != theirs and key in OF_BITS:
+            raise DataError(
+                given=f"a Loader with {ours}",
+                found=f"a checkpoint written with {theirs}: results would not be bit-identical",
+                fix="pass the exact= and virtual_ranks= of that run to shoal.init, "
+                "and use the same number of threads",
+            )
         if ours != theirs:
             raise DataError(
                 given=f"a Loader with {ours}",

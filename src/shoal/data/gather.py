@@ -36,11 +36,11 @@ class GatheredRows(NamedTuple):
 def gather(tensor: Tensor) -> GatheredRows:
     """Return the rows of `tensor` from all data-parallel ranks, in the functions of a Task. Collective.
 
-    For losses that couple the samples of a batch, such as contrastive losses. The rows of padding
-    samples are left out. Gradients flow back to the rows of every rank: if each rank adds up the losses
-    of its own rows, loss and gradient are the same as on one process. Only samples of the same
-    micro-batch are coupled, so loss and gradient depend on the number of micro-batches. In a custom
-    training loop, call `batch.gather`.
+    Use it for losses that couple the samples of a batch, such as contrastive losses. The rows of
+    padding samples are left out. Gradients flow back to the rows of every rank: if each rank adds up
+    the losses of its own rows, loss and gradient are the same as on one process. Only samples of the
+    same micro-batch are coupled, so loss and gradient depend on the number of micro-batches. In a
+    custom training loop, call `batch.gather`.
 
     Args:
         tensor: Tensor of shape (rows, …); the number of rows may differ between ranks.
@@ -73,6 +73,12 @@ def gather(tensor: Tensor) -> GatheredRows:
 def gather_rows(tensor: Tensor, micro: MicroBatch) -> GatheredRows:
     """Return the rows of `tensor` from all data ranks, for a given micro-batch; see `gather`."""
     world = micro.world
+    if micro.place is not None and micro.place.whole:
+        raise StepError(
+            given="shoal.gather(…) with exact='bits'",
+            found="each virtual rank is computed alone, and ranks have different numbers of them",
+            fix="leave exact out: shoal.init() is exact up to rounding with shoal.gather",
+        )
     if world is None or world.data_group is None:
         return GatheredRows(tensor, 0)
     # A padding sample stays in the graph, so that its backward is collective too.

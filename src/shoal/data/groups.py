@@ -16,31 +16,37 @@ class Place(NamedTuple):
 
     With `unit`, micro-batches are cut at multiples of it, and each one has consecutive positions over
     all ranks. Without, each rank has consecutive positions over all its micro-batches.
+    A `whole` one is a virtual rank: one rank has all of it. Ranks have samples in proportion to
+    `proportions`; None is equally many.
     """
 
     size: int
     number: int
     micro_batches: int
     unit: int | None = None
+    whole: bool = False
+    proportions: tuple[int, ...] | None = None
 
 
 def piece(place: Place, *, ranks: int, rank: int) -> tuple[int, int]:
     """Return the positions [start, stop) in the batch of a rank's part of a micro-batch.
 
     With at least as many units as ranks, ranks are cut at multiples of the unit too, so that no two
-    ranks have samples of one unit. With fewer, their sizes differ by at most one.
+    ranks have samples of one unit. With fewer, and equal proportions, sizes differ by at most one.
     """
-    size, number, micro_batches, unit = place
+    size, number, micro_batches, unit, _, proportions = place
+    shares = proportions or (1,) * ranks
+    total, before, own = sum(shares), sum(shares[:rank]), shares[rank]
     if unit is None:
-        cell, cells = rank * micro_batches + number, ranks * micro_batches
-        return cell * size // cells, (cell + 1) * size // cells
+        cell, cells = before * micro_batches + number * own, total * micro_batches
+        return cell * size // cells, (cell + own) * size // cells
     units = -(-size // unit)
     first, last = (each * units // micro_batches for each in (number, number + 1))
     if last - first >= ranks:
-        cuts = [(first + each * (last - first) // ranks) * unit for each in (rank, rank + 1)]
+        cuts = [(first + each * (last - first) // total) * unit for each in (before, before + own)]
     else:
         start, stop = first * unit, min(size, last * unit)
-        cuts = [start + each * (stop - start) // ranks for each in (rank, rank + 1)]
+        cuts = [start + each * (stop - start) // total for each in (before, before + own)]
     return min(size, cuts[0]), min(size, cuts[1])
 
 

@@ -78,8 +78,8 @@ class StreamSource(Feed):
             return iter(())
         if self._offset:
             fetch.world.print(
-                f"reading and dropping {self._offset:,} samples of an IterableDataset to resume after "
-                "them; a shoal.ShardedDataset of shards seeks"
+                f"to resume, ranks read and drop {self._offset:,} samples of the IterableDataset; "
+                "a shoal.ShardedDataset seeks instead"
             )
         reading = StreamReader(
             self._dataset, self._cutting, self.position, self._epoch, self._offset, epochs

@@ -6,10 +6,9 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data import Sampler as TorchSampler
@@ -19,31 +18,44 @@ from shoal.data.coupled import CoupledStep
 from shoal.data.feed import Feed, Fetch, PositionedSource, check_state
 from shoal.data.groups import Place
 from shoal.data.iterable_dataset import BatchSplit, StreamSource
+from shoal.data.loader_arguments import (
+    MEASURED,
+    check_epoch,
+    check_fetch,
+    check_seed,
+    check_shares,
+    check_sizes,
+    check_world,
+    fixed_size,
+)
 from shoal.data.map_dataset import BlockDataset, Collate, SampleSource
 from shoal.data.micro import MicroBatch
 from shoal.data.orders import SampleOrder, Shuffled, ordering
 from shoal.data.prefetch import on_device
 from shoal.data.sampler import LocalBatch, RankSampler
 from shoal.data.shards import GROUPS, Lanes, ShardedDataset, counted
+from shoal.data.speed_balance import SpeedBalance
 from shoal.data.tensor_dataset import source
 from shoal.data.token_budget import BatchSize
+from shoal.data.virtual_micro_batches import copied, parts_of
 from shoal.distributed.consistency import check_same_data, warn_of_other_arrays
 from shoal.distributed.to_device import move
+from shoal.distributed.virtual_ranks import VirtualRanks, virtual_ranks_of
 from shoal.distributed.world import World
 from shoal.telemetry.step_timer import WAIT
 from shoal.util.accelerator import is_accelerator
-from shoal.util.arguments import is_integer
+from shoal.util.arguments import integer_like, is_integer
 from shoal.util.errors import DataError
 
 
 class Loader:
     """Data loader that splits a dataset into global batches and gives each rank its local batches.
 
-    The order of an epoch depends on (seed, epoch) only, and the random numbers of a sample on (seed,
-    epoch, position) only, not on the process that loads it: a dataset whose `__getitem__` has a
-    parameter `rng` gets a numpy.random.Generator. The state of a Loader is one number: the position, in
-    samples since the start of training. Creating a Loader for a ShardedDataset without lengths is
-    collective.
+    The order of an epoch depends on (seed, epoch) only. The random numbers of a sample depend on (seed,
+    epoch, position) only, not on the process that loads it: if `__getitem__` of the dataset has a
+    parameter `rng`, it gets a numpy.random.Generator. The state of a Loader is one number: the
+    position, in samples since the start of training. Creating a Loader for a ShardedDataset without
+    lengths is collective.
 
     Args:
         dataset: A tensor, an array, a tuple or dict of them, any map-style dataset (of torch or Hugging
@@ -51,15 +63,16 @@ class Loader:
             in the dataset's order.
         world: World that `shoal.init` returned.
         batch_size: Number of samples in a *global* batch, over all ranks and micro-batches, at least
-            one for each micro-batch of each rank; or a TokenBudget, which chooses it batch by batch.
+            one for each micro-batch of each rank; or a TokenBudget, which chooses the number for each
+            batch.
         micro_batches: Number of micro-batches in a local batch, for gradient accumulation. Default: 1.
         shuffle: Shuffle the samples, or the shards of a ShardedDataset; no effect with `order` or on an
             IterableDataset. Default: True.
         order: Replaces shuffling: a WeightedSampling, a torch Sampler that yields the same indices for
             the same epoch, or any object that implements SampleOrder. Default: None.
         drop_last: Drop the last batch of an epoch if it is short. Default: False.
-        seed: Seed of the order and of the samples' random numbers. `None` takes the World's. Default:
-            None.
+        seed: Seed of the order and of the samples' random numbers. `None` takes the World's seed.
+            Default: None.
         seed_transforms: Seed the generators of `random`, NumPy and torch before each sample. Default:
             False.
         collate_fn: Function that makes a micro-batch from a list of samples. `None` takes torch's
@@ -69,6 +82,9 @@ class Loader:
         prefetch_factor: Batches that each worker loads ahead. `None` takes torch's, 2. Default: None.
         pin_memory: Copy batches into pinned memory. `None` does so if the device of the World is CUDA
             and the samples are in host memory. Default: None.
+        shares: "equal" gives each data-parallel rank equally many samples of a batch. "measured"
+            measures the speed of the ranks and gives slower ones fewer samples; then iteration is
+            collective, and the state of the Loader includes the numbers of samples. Default: "equal".
 
     Attributes:
         position: Position of the next batch, in samples since the start of training.
@@ -78,7 +94,8 @@ class Loader:
 
     Raises:
         DataError: If the dataset has no samples, no length or tensors of different lengths, or if
-            `batch_size`, `micro_batches`, `num_workers`, `order` or `drop_last` does not fit it.
+            `batch_size`, `micro_batches`, `num_workers`, `order`, `drop_last` or `shares` does not fit
+            it.
 
     Examples:
         >>> with shoal.init() as world:
@@ -89,6 +106,10 @@ class Loader:
 
     load = 0.0
     """Seconds that loading the last batch took, in a worker if there are workers."""
+    goal: int | None = None
+    """The position at which the loop ends, in samples since the start; None if not known."""
+    balance: SpeedBalance | None = None
+    """Measures the speed of the ranks; None if each gets equally many samples."""
 
     def __init__(
         self,
@@ -106,17 +127,18 @@ class Loader:
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
+        shares: str = "equal",
     ) -> None:
-        self.world = _checked_world(dataset, world)
-        batch_size, micro_batches = check_sizes(batch_size, micro_batches, world.data_size)
-        seed = _checked_seed(shuffle, world.seed if seed is None else seed)
-        self._batch_size = batch_size
-        self._drop_last = drop_last
+        self.world = check_world(dataset, world)
+        parts = parts_of(dataset, micro_batches, world)
+        batch_size, micro_batches = check_sizes(batch_size, micro_batches, parts)
+        seed = check_seed(shuffle, world.seed if seed is None else seed)
+        self._batch_size, self._drop_last = batch_size, drop_last
         device = torch.device("cpu")
         self._feed: Feed
         if isinstance(dataset, IterableDataset):
             cutting = BatchSplit(
-                batch_size=_fixed(batch_size, order),
+                batch_size=fixed_size(batch_size, order),
                 ranks=world.data_size,
                 rank=world.data_rank,
                 micro_batches=micro_batches,
@@ -127,13 +149,8 @@ class Loader:
             )
             self._feed = StreamSource(dataset, cutting)
         else:
-            if isinstance(dataset, ShardedDataset):
-                counted(dataset, world)
-            share = -(-self.batch_size // world.data_size)
-            samples = source(dataset, collate_fn, share, seed=seed, seed_transforms=seed_transforms)
+            samples = self._source(dataset, collate_fn, seed, seed_transforms=seed_transforms)
             device = samples.device
-            if isinstance(samples, SampleSource):
-                samples.watched = world.is_rank_zero
             sampler = RankSampler(
                 order=self._order(dataset, samples, order, shuffle),
                 batch_size=batch_size,
@@ -142,8 +159,9 @@ class Loader:
                 micro_batches=micro_batches,
                 seed=seed,
                 drop_last=drop_last,
+                virtual=world.virtual_ranks,
             )
-            _check_epoch(sampler, samples, drop_last)
+            check_epoch(sampler, samples, drop_last)
             self._feed = PositionedSource(samples, sampler, shuffle=shuffle)
         if pin_memory is None:
             pin_memory = is_accelerator(world.device) and device.type == "cpu"
@@ -156,10 +174,10 @@ class Loader:
             pin_memory=pin_memory,
         )
         self.batch: Batch | None = None
-        self._loads = 0
-        self._compared = False
-        self.goal: int | None = None
-        """The position at which the loop ends, in samples since the start; None if not known."""
+        self._loads, self._compared = 0, False
+        check_shares(shares, dataset, world)
+        if shares == MEASURED:
+            self.balance = SpeedBalance(world, self.batch_size, least=micro_batches)
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch."""
@@ -198,6 +216,11 @@ class Loader:
         """Number of samples in a global batch, or in the largest possible one if sizes vary."""
         return self._batch_size if isinstance(self._batch_size, int) else self._batch_size.max_samples
 
+    @property
+    def measures_speed(self) -> bool:
+        """Whether slower ranks get fewer samples."""
+        return self.balance is not None
+
     def compare_ranks(self) -> None:
         """Raise AgreementError on all ranks if their data or orders differ. Collective.
 
@@ -209,10 +232,11 @@ class Loader:
             self._compared = True
 
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
-        """Fetch and collate micro-batches of `sizes` samples each again, on the world's device.
+        """Fetch again micro-batches of `sizes` samples each, collated and on the world's device.
 
-        They begin at position `first`, or before it if the epoch would end in them. Returns None if
-        samples can't be fetched again, as with an IterableDataset, or if an epoch has too few.
+        They begin at position `first`, or earlier if the epoch has too few samples after `first`.
+        Returns None if samples can't be fetched again, as with an IterableDataset, or if an epoch
+        has too few samples.
         """
         values = self._feed.again(first, sizes)
         return None if values is None else [move(value, self.world.device) for value in values]
@@ -246,15 +270,15 @@ class Loader:
         """Raise DataError: a loop over a loader needs a number of epochs."""
         raise DataError(
             given="for batch in loader",
-            found="no number of epochs",
+            found="a loop over a loader needs a number of epochs",
             fix="for batch in loader.epochs(10): step(batch)",
         )
 
     def epochs(self, count: int) -> Iterator[Batch]:
         """Yield the batches up to the end of epoch `count`, counted from the start of training.
 
-        After a restore, iteration continues in mid-epoch with the next sample that was not consumed. An
-        epoch ends on all ranks in the same step.
+        After a restore, iteration continues in the middle of an epoch, at the first sample that no step
+        has processed. An epoch ends on all ranks in the same step.
 
         Args:
             count: Number of epochs since the start of training, an integer, 0 or more.
@@ -269,7 +293,7 @@ class Loader:
             raise DataError(
                 given=f"loader.epochs({count!r})",
                 found="the number of epochs is an integer, 0 or more",
-                fix="loader.epochs(10)",
+                fix=f"loader.epochs({integer_like(count, 10)})",
             )
         self.goal = None if self.epoch_size is None else count * self.epoch_size
         return self._all_batches(count)
@@ -304,12 +328,19 @@ class Loader:
         unit = self.world.service(CoupledStep).unit()
         self._feed.cut_at(unit)
         shares = on_device(self._feed.shares(count, self._fetch), self.world.device, timeline)
+        balance = self.balance
+        if balance is not None:
+            balance.begin()
         while True:
             with timeline.within(WAIT):  # a sample may fail, and the caller may continue nevertheless
                 batch = self._next(shares, unit)
             if batch is None:
                 return
             yield batch
+            if balance is not None and balance.after_step(self._feed.position):
+                self._feed.split_by(balance.shares)
+                # Batches that were fetched ahead are split in the old way.
+                shares = on_device(self._feed.shares(count, self._fetch), self.world.device, timeline)
 
     def _next(self, shares: Iterator[tuple[LocalBatch, list[Any]]], unit: int | None) -> Batch | None:
         begun = time.perf_counter()
@@ -317,19 +348,7 @@ class Loader:
         if found is None:
             return None
         share, values = found
-        count = len(share.cells)
-        micros = [
-            MicroBatch(
-                value,
-                share.first + cell.start,
-                cell.stop - cell.start,
-                cell.weight,
-                self.world,
-                Place(share.size, number, count, unit),
-                share.first,
-            )
-            for number, (value, cell) in enumerate(zip(values, share.cells, strict=True))
-        ]
+        micros = self._micros(share, values, unit, self.world.virtual_ranks)
         wait = time.perf_counter() - begun
         epoch = self._feed.epoch
         self._feed.consumed(share)
@@ -346,13 +365,50 @@ class Loader:
         )
         return self.batch
 
+    def _micros(
+        self, share: LocalBatch, values: list[Any], unit: int | None, virtual: VirtualRanks | None
+    ) -> list[MicroBatch]:
+        start, count = (0, len(share.cells)) if virtual is None else (virtual.start, virtual.total)
+        return [
+            MicroBatch(
+                # A kernel may round by the alignment of its input: not as a part of a larger tensor.
+                value if virtual is None else move(value, self.world.device, copied),
+                share.first + cell.start,
+                cell.stop - cell.start,
+                cell.weight,
+                self.world,
+                Place(share.size, number, count, unit, virtual is not None, self._feed.proportions),
+                share.first,
+            )
+            for number, (value, cell) in enumerate(zip(values, share.cells, strict=True), start)
+        ]
+
+    def micros_of(self, rank: int, first: int, size: int) -> list[MicroBatch]:
+        """Fetch the virtual ranks of a batch that `rank` computes, with the samples of that rank.
+
+        The batch has `size` samples from position `first` on.
+        """
+        own, feed = self.world.virtual_ranks, self._feed
+        if own is None or not isinstance(feed, PositionedSource):
+            raise NotImplementedError("a batch without virtual ranks")
+        virtual = virtual_ranks_of(rank, ranks=self.world.size, total=own.total)
+        share, values = feed.fetch(first, size, virtual)
+        moved = [move(value, self.world.device) for value in values]
+        return self._micros(share, moved, feed.sampler.unit, virtual)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the facts about the data and its order that it depends on.
+        """Return the position, and the facts about the data and their order that must not change.
 
         Returns:
             A dict of plain values: the position, the seed, the number of samples, checksums.
         """
-        return self._feed.state()
+        state = self._feed.state()
+        virtual = self.world.virtual_ranks
+        if virtual is not None:
+            state |= {"virtual_ranks": virtual.total, "threads": torch.get_num_threads()}
+        if self.balance is not None:
+            state["shares"] = list(self.balance.shares)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position.
@@ -365,12 +421,35 @@ class Loader:
         """
         self.check_state(state)
         self._feed.load(state)
+        if self.balance is not None:
+            self._feed.split_by(self.balance.load(state.get("shares", ())))
         self._loads += 1
         self.batch = None
 
+    def replay(self, changes: Mapping[int, Sequence[int]], until: int) -> None:
+        """Split batches as an earlier attempt did, which reached the position `until`.
+
+        `changes` has its numbers of samples of each rank, by the position from which they hold.
+        """
+        balance = self.balance
+        if balance is not None and balance.replay(changes, until, position=self.position):
+            self._feed.split_by(balance.shares)
+
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise DataError if `state` belongs to different data or a different order; change nothing."""
-        check_state(state, self._feed.state())
+        check_state(state, self.state_dict())
+
+    def _source(
+        self, dataset: Any, collate: Collate | None, seed: int, *, seed_transforms: bool
+    ) -> BlockDataset:
+        """Return the samples of a dataset with random access."""
+        if isinstance(dataset, ShardedDataset):
+            counted(dataset, self.world)
+        share = -(-self.batch_size // self.world.data_size)
+        samples = source(dataset, collate, share, seed=seed, seed_transforms=seed_transforms)
+        if isinstance(samples, SampleSource):
+            samples.watched = self.world.is_rank_zero
+        return samples
 
     def _order(self, dataset: Any, samples: BlockDataset, order: Any, shuffle: bool) -> SampleOrder:
         if not isinstance(dataset, ShardedDataset):
@@ -385,92 +464,3 @@ class Loader:
             )
         chunk = max(1, GROUPS * self.batch_size // dataset.interleave)
         return Lanes(dataset.lengths or (), lanes=dataset.interleave, chunk=chunk, shuffle=shuffle)
-
-
-def _checked_world(dataset: Any, world: object) -> World:
-    """Return the second argument of a Loader; raises DataError if it is not a World."""
-    if not isinstance(world, World):
-        raise DataError(
-            given=f"Loader({type(dataset).__name__}, {type(world).__name__}, …)",
-            found="the second argument is the World that shoal.init returns",
-            fix="shoal.Loader(dataset, world, batch_size=64)",
-        )
-    return world
-
-
-def _checked_seed(shuffle: object, seed: object) -> int:
-    """Return the seed of the order. Raise DataError unless it is an integer and `shuffle` a boolean."""
-    if not isinstance(shuffle, bool):
-        raise DataError(
-            given=f"Loader(shuffle={shuffle!r})", found="shuffle is a boolean", fix="shuffle=False"
-        )
-    if not is_integer(seed, least=-(2**63)):
-        raise DataError(given=f"Loader(seed={seed!r})", found="a seed is an integer", fix="seed=0")
-    return seed
-
-
-def check_sizes(
-    batch_size: int | BatchSize, micro_batches: int, ranks: int
-) -> tuple[int | BatchSize, int]:
-    """Return both arguments as integers. Raise DataError if a batch cannot fill every micro-batch."""
-    sizes = (getattr(batch_size, "max_samples", batch_size), micro_batches)
-    if not all(is_integer(size, least=1) for size in sizes):
-        raise DataError(
-            given=f"batch_size={batch_size!r}, micro_batches={micro_batches!r}",
-            found="both must be positive integers",
-            fix="pass batch_size=512, micro_batches=4",
-        )
-    if not isinstance(batch_size, int | np.integer):
-        return batch_size, int(micro_batches)
-    if batch_size < ranks * micro_batches:
-        raise DataError(
-            given=f"batch_size={batch_size}, micro_batches={micro_batches}, on {ranks} data rank(s)",
-            found=f"{batch_size} sample(s) for {ranks} x {micro_batches} micro-batches: "
-            f"{ranks * micro_batches - batch_size} of them would never get one",
-            fix=f"batch_size={ranks * micro_batches} or more, counted over all ranks",
-        )
-    return int(batch_size), int(micro_batches)
-
-
-def _fixed(batch_size: int | BatchSize, order: Any) -> int:
-    """Return the batch size of an IterableDataset; raises DataError if it is not constant."""
-    if order is None and isinstance(batch_size, int):
-        return batch_size
-    raise DataError(
-        given="Loader(IterableDataset, …) with order= or a batch_size that varies",
-        found="an IterableDataset has no random access",
-        fix="use a map-style dataset, or yield the samples in the order that you want",
-    )
-
-
-def _check_epoch(sampler: RankSampler, samples: BlockDataset, drop_last: bool) -> None:
-    if drop_last and not sampler.fixed:
-        raise DataError(
-            given=f"batch_size={type(sampler.batch_size).__name__}, drop_last=True",
-            found="batches vary in size, so no batch is short",
-            fix="leave drop_last out",
-        )
-    if sampler.epoch_size == 0:
-        raise DataError(
-            given=f"batch_size={sampler.largest}, drop_last={drop_last}",
-            found=f"a dataset of {samples.size} samples and an order of {len(sampler.order)}: no batch "
-            "in an epoch, every batch would be dropped",
-            fix="use a smaller batch_size, or drop_last=False, which is exact too",
-        )
-
-
-def check_fetch(device: torch.device, num_workers: int, pin_memory: bool) -> None:
-    """Raise DataError for a wrong number of workers, or samples that workers cannot read."""
-    if not is_integer(num_workers):
-        raise DataError(
-            given=f"Loader(…, num_workers={num_workers!r})",
-            found="the number of worker processes is an integer, 0 or more",
-            fix="pass num_workers=4, or leave it out to load in this process",
-        )
-    if device.type != "cpu" and (num_workers or pin_memory):
-        raise DataError(
-            given=f"Loader(tensors on {device}, num_workers={num_workers}, pin_memory={pin_memory})",
-            found="worker processes can't read device memory, and only host memory can be pinned",
-            fix="use num_workers=0 without pin_memory, because the tensors are already loaded; or "
-            "call tensor.cpu()",
-        )

@@ -59,14 +59,14 @@ class SampleSource(BlockDataset):
     def __init__(self, collate: Collate, seed: int, *, seed_transforms: bool) -> None:
         self._collate = collate
         self._seed = seed
-        self._seed_transforms = seed_transforms
+        self.seed_transforms = seed_transforms
 
     def samples(self, share: LocalBatch) -> list[Any]:
         """Return the samples of all cells of a local batch, one after the other."""
         raise NotImplementedError
 
     def __getitem__(self, shares: list[LocalBatch]) -> list[list[Any]]:
-        if not self._seed_transforms:
+        if not self.seed_transforms:
             watched, self.watched = self.watched, False
             before = _generators() if watched else ()
             found = [self.samples(share) for share in shares]
@@ -110,9 +110,9 @@ class MapStyleDataset(SampleSource):
         own = draws(share, self._seed, SAMPLE_STREAM) if self._takes_rng else None
         if self._many is not None:
             return list(self._many(indices) if own is None else self._many(indices, rng=own))
-        if own is None and not self._seed_transforms:
+        if own is None and not self.seed_transforms:
             return [self._dataset[index] for index in indices]
-        everyones = draws(share, self._seed, GLOBAL_STREAM) if self._seed_transforms else None
+        everyones = draws(share, self._seed, GLOBAL_STREAM) if self.seed_transforms else None
         found = []
         for number, index in enumerate(indices):
             if everyones is not None:
@@ -184,8 +184,9 @@ def _tell_of_draws() -> None:
     if here is None or here.id == 0:
         warnings.warn(
             "the dataset draws random numbers from global generators, so results depend on the numbers "
-            "of processes and workers: def __getitem__(self, index, rng) gets a NumPy generator for "
-            "the sample; Loader(…, seed_transforms=True) seeds the global generators for each sample",
+            "of processes and workers. Write def __getitem__(self, index, rng), which gets a NumPy "
+            "generator for the sample, or pass Loader(…, seed_transforms=True), which seeds the global "
+            "generators for each sample",
             stacklevel=2,
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.data.groups import Place
@@ -34,8 +34,8 @@ class MicroBatch(NamedTuple):
 class Draws:
     """The random draws of a micro-batch: `made` counts those of each module so far.
 
-    `models` numbers the models that have drawn. `scope` separates functions of a Task, which may call
-    the same modules.
+    `models` numbers the models that have drawn. `made` has this number and the name of the module.
+    `scope` separates the functions of a Task, which may call the same modules.
     """
 
     __slots__ = ("made", "micro", "models", "scope", "seed")
@@ -44,8 +44,16 @@ class Draws:
         self.micro = micro
         self.seed = seed
         self.scope = scope
-        self.made: Counter[Any] = Counter()
+        self.made: dict[tuple[int, str], int] = {}
         self.models: dict[Any, int] = {}
+
+    def counts(self, names: Sequence[str]) -> list[int]:
+        """Return how many draws these modules of the first model have made."""
+        return [self.made.get((0, name), 0) for name in names]
+
+    def set_counts(self, names: Sequence[str], counts: Sequence[int]) -> None:
+        """Set how many draws these modules of the first model have made."""
+        self.made.update(zip([(0, name) for name in names], counts, strict=True))
 
 
 CURRENT_MICRO: ContextVar[MicroBatch | None] = ContextVar("current micro-batch", default=None)
@@ -53,3 +61,19 @@ CURRENT_MICRO: ContextVar[MicroBatch | None] = ContextVar("current micro-batch",
 
 CURRENT_DRAWS: ContextVar[Draws | None] = ContextVar("draws of the current micro-batch", default=None)
 """The draws of the running Task function, or of the current micro-batch of a custom loop."""
+
+
+class Drawing:
+    """The context in which random draws are counted and keyed as those of `draws`. None: by rank."""
+
+    __slots__ = ("_draws", "_token")
+    _token: Token[Draws | None]
+
+    def __init__(self, draws: Draws | None) -> None:
+        self._draws = draws
+
+    def __enter__(self) -> None:
+        self._token = CURRENT_DRAWS.set(self._draws)
+
+    def __exit__(self, *_: object) -> None:
+        CURRENT_DRAWS.reset(self._token)

@@ -51,13 +51,13 @@ class Noise:
         Streams of different names are independent of each other and of the numbered streams.
 
         Args:
-            name: Name of the stream, any text.
+            name: Name of the stream, any string.
 
         Returns:
             A Noise of the same samples.
 
         Raises:
-            StepError: If the name is not text.
+            StepError: If the name is not a string.
         """
         if not isinstance(name, str):
             raise StepError(

@@ -57,7 +57,8 @@ class WeightedSampling:
     """Samples drawn with replacement, each with a probability proportional to its weight.
 
     Pass one as the `order` of a Loader. The draw at a position depends only on (seed, epoch, position):
-    SplitMix64 (Steele et al. 2014) at that counter, through the inverse of the distribution function.
+    SplitMix64 (Steele et al. 2014) makes a random number from this counter, and the inverse of the
+    distribution function maps it to a sample.
 
     Args:
         weights: One finite number, 0 or more, per sample of the dataset; not all of them 0.
@@ -78,13 +79,13 @@ class WeightedSampling:
         if table.ndim != 1 or not np.isfinite(table).all() or (table < 0).any() or not table.any():
             raise DataError(
                 given=f"WeightedSampling(weights) of shape {table.shape}",
-                found="not one finite number >= 0 per sample, or only zeros",
+                found="weights are one finite number >= 0 per sample, and not all 0",
                 fix="pass one weight per sample, for example 1 / count[label] for each label",
             )
         if size is not None and size < 1:
             raise DataError(
                 given=f"WeightedSampling(weights, size={size})",
-                found="an epoch has one draw or more",
+                found="the number of draws in an epoch is 1 or more",
                 fix="leave size out for one draw per sample",
             )
         self.samples = len(table)

@@ -40,8 +40,8 @@ class Permutation:
         shuffle: False gives the identity. Default: True.
 
     Raises:
-        DataError: If the size or the epoch is out of range, or, in the methods, a position is not in
-            the order.
+        DataError: If the size or the epoch is out of range. The methods raise it if a position is
+            not in the order.
 
     Examples:
         >>> order = Permutation(10**12, seed=0, epoch=3)

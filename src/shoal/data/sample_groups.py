@@ -67,14 +67,14 @@ class SampleGroups:
     def update(self, function: Callable[..., object], *sums: Tensor) -> None:
         """Call `function(*sums)` at the end of the step, for each group of the batch, on all ranks.
 
-        The groups come in the order of their positions, so that the state of the layer is that of one
-        process. Outside a step, the call comes at once. A step that fails or is skipped makes no call,
-        and neither does a recomputed forward.
+        Shoal calls the function in the order of the groups' positions, so that the state of the layer
+        is the same as on one process. Outside a step, it calls the function directly. It does not call
+        the function after a step that fails or is skipped, or for a recomputed forward pass.
 
         Args:
             function: Function that changes the state of the layer, such as a moving average.
-            sums: Tensors of shape (groups of this rank, …); the function gets one group's, without
-                gradients.
+            sums: Tensors of shape (groups of this rank, …); the function gets the sums of one group,
+                without gradients.
         """
         if in_backward():
             return
@@ -93,8 +93,9 @@ class Coupled(nn.Module):
     """Base class of layers whose result for a sample depends on other samples of the batch.
 
     `groups` returns the groups of samples that the layer may couple: the whole batch, or groups of
-    `statistics` consecutive positions (see `parallelize`). With sums over them, a layer gives the same
-    results at any number of ranks and micro-batches. Every rank calls it equally often.
+    `statistics` consecutive positions (see `parallelize`). A layer that uses sums over these groups
+    gives the same results at any number of ranks and micro-batches. Every rank must call the layer the
+    same number of times.
 
     Examples:
         >>> class Centered(shoal.Coupled):
@@ -120,8 +121,8 @@ class Coupled(nn.Module):
             The groups; outside a step, one group of all rows.
 
         Raises:
-            StepError: If the whole batch is one group and has several micro-batches, or `x` has
-                another number of rows and this rank has samples of several groups.
+            StepError: If the whole batch is one group and has several micro-batches, or this rank
+                has samples of several groups and `x` does not have one row for each sample.
         """
         coupling = coupling_of(self)
         part = None if coupling is None else coupling.part(self, len(x))

@@ -1,9 +1,9 @@
 """The samples of each global batch that a rank processes: pure arithmetic on positions.
 
 A global batch of B samples starts at some position of the epoch's order. It is split into ranks x
-micro-batches cells, rank by rank, whose sizes differ by at most one. Only the boundaries of the cells
-depend on the number of ranks and micro-batches. If layers take statistics over groups of samples, no
-group is in two micro-batches (groups.py).
+micro-batches cells, rank by rank, whose sizes differ by at most one, or follow measured speeds. Only
+the boundaries of the cells depend on the number of ranks and micro-batches. If layers take statistics
+over groups of samples, no group is in two micro-batches (groups.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from shoal.data.groups import Place, piece
 from shoal.data.orders import Indices, SampleOrder
 from shoal.data.token_budget import BatchSize
+from shoal.distributed.virtual_ranks import VirtualRanks
 from shoal.util.errors import DataError
 
 ORDER_BLOCK = 4096
@@ -53,15 +54,29 @@ class LocalBatch(NamedTuple):
 
 
 def cut(
-    size: int, *, ranks: int, rank: int, micro_batches: int, unit: int | None = None
+    size: int,
+    *,
+    ranks: int,
+    rank: int,
+    micro_batches: int,
+    unit: int | None = None,
+    virtual: VirtualRanks | None = None,
+    proportions: tuple[int, ...] | None = None,
 ) -> tuple[PositionRange, ...]:
-    """Return the cells of `rank` in a batch of `size` samples; see `piece` in groups.py."""
-    cells = []
+    """Return the cells of `rank` in a batch of `size` samples; see `piece` in groups.py.
+
+    With `virtual` ranks, they are those of the micro-batches of one process, whose bounds do not depend
+    on the number of ranks.
+    """
+    if virtual is not None:
+        cells = cut(size, ranks=1, rank=0, micro_batches=virtual.total, unit=unit)
+        return cells[virtual.start : virtual.stop]
+    found = []
     for number in range(micro_batches):
-        place = Place(size, number, micro_batches, unit)
+        place = Place(size, number, micro_batches, unit, proportions=proportions)
         start, stop = piece(place, ranks=ranks, rank=rank)
-        cells.append(PositionRange(start, stop, 1.0) if stop > start else PositionRange(0, 1, 0.0))
-    return tuple(cells)
+        found.append(PositionRange(start, stop, 1.0) if stop > start else PositionRange(0, 1, 0.0))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +85,7 @@ class RankSampler:
 
     `batch_size` is the size of every global batch, or a function that chooses it from the next
     samples. With `drop_last` an epoch ends before a batch that would be short. Micro-batches are cut at
-    multiples of `unit` samples.
+    multiples of `unit` samples. Ranks get samples in the `proportions` given; None is equally many.
     """
 
     order: SampleOrder
@@ -81,6 +96,8 @@ class RankSampler:
     seed: int
     drop_last: bool
     unit: int | None = None
+    virtual: VirtualRanks | None = None
+    proportions: tuple[int, ...] | None = None
 
     @cached_property
     def epoch_size(self) -> int:
@@ -109,6 +126,8 @@ class RankSampler:
             rank=self.rank,
             micro_batches=self.micro_batches,
             unit=self.unit,
+            virtual=self.virtual,
+            proportions=self.proportions,
         )
 
     def shares(self, position: int, until: int, block: int) -> Iterator[list[LocalBatch]]:
@@ -122,6 +141,13 @@ class RankSampler:
             within = self._equal if isinstance(self.batch_size, int) else self._decided
             yield from within(epoch, offset, end, block)
             position = epoch * self.epoch_size + end
+
+    def local_batch(self, first: int, size: int) -> LocalBatch:
+        """Return the local batch of the batch of `size` samples from position `first` on."""
+        epoch, offset = divmod(first, self.epoch_size)
+        cells = self._cut(size)
+        positions = np.concatenate([np.arange(cell.start, cell.stop) for cell in cells])
+        return LocalBatch(first, size, cells, self._take(epoch, offset + positions))
 
     def _equal(self, epoch: int, offset: int, end: int, block: int) -> Iterator[list[LocalBatch]]:
         share = -(-self.largest // self.ranks)

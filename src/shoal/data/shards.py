@@ -31,12 +31,12 @@ SKIPPED = 1024
 class ShardedDataset(Generic[Shard]):
     """A dataset in shards (files, archives, tables), each read in sequence.
 
-    An epoch reads the shards, in an order shuffled by (seed, epoch), in `interleave` lanes at once, and
-    takes a few samples of each in turn. The lanes do not depend on the number of ranks or workers, so
-    neither changes which sample is at a position. If `interleave / 4` is a multiple of the number of
-    ranks, and there are 1, 2 or 4 workers, each process reads only its own lanes; otherwise several
-    processes read the same shards. The samples of a shard stay in order; `interleave=1` with
-    `shuffle=False` keeps the order of all samples.
+    In each epoch, the shards are in an order that is shuffled by (seed, epoch). Shoal distributes them
+    over `interleave` lanes and takes a few samples from each lane in turn. The lanes do not depend on
+    the number of ranks or workers, so these numbers do not change which sample is at a position. If
+    `interleave / 4` is a multiple of the number of ranks, and there are 1, 2 or 4 workers, each process
+    reads only its own lanes; otherwise several processes read the same shards. The samples of a shard
+    stay in order; `interleave=1` with `shuffle=False` keeps the order of all samples.
 
     For a Hugging Face IterableDataset: `ShardedDataset(range(d.num_shards), lambda i, start:
     d.shard(d.num_shards, i).skip(start))`.
@@ -44,7 +44,8 @@ class ShardedDataset(Generic[Shard]):
     Args:
         shards: Shards, such as paths, in any fixed order; at least one.
         read: Function `read(shard, start)` that yields the samples of a shard from number `start` on:
-            by a seek if the format allows it, otherwise by `itertools.islice(samples, start, None)`.
+            it seeks if the format allows it, and otherwise uses `itertools.islice(samples, start,
+            None)`.
         lengths: Number of samples of each shard. A shard with a different number raises DataError
             while it is read. `None`: the ranks count the samples together when the Loader is made.
             Default: None.
@@ -86,7 +87,7 @@ class ShardedDataset(Generic[Shard]):
         ):
             raise DataError(
                 given=f"ShardedDataset of {len(self.shards)} shards with {len(self.lengths)} lengths",
-                found="not one number of samples >= 0 for each",
+                found="lengths has one number of samples, 0 or more, for each shard",
                 fix="leave lengths out, and Shoal counts the samples",
             )
 
@@ -186,7 +187,7 @@ class ShardSource(SampleSource):
         """Return the samples of all cells of a local batch, one after the other."""
         shards = np.searchsorted(self._ends, share.indices, side="right")
         offsets = share.indices - (self._ends - self._lengths)[shards]
-        generators = draws(share, self._seed, GLOBAL_STREAM) if self._seed_transforms else None
+        generators = draws(share, self._seed, GLOBAL_STREAM) if self.seed_transforms else None
         found = []
         for number, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
             samples = self._open.pop((shard, offset), None) or self._at(shard, offset)
@@ -224,7 +225,7 @@ class ShardSource(SampleSource):
             given=f"ShardedDataset: shard {self._stream.shards[shard]!r} (number {shard}) of "
             f"{self._lengths[shard]:,} samples",
             found=found,
-            fix="pass in lengths the number of samples that `read` yields for each shard, or leave "
+            fix="let lengths give the number of samples that `read` yields for each shard, or leave "
             "lengths out; `read(shard, start)` starts at sample number `start`, counted from 0",
         )
 
@@ -248,13 +249,14 @@ def counted(stream: ShardedDataset[Any], world: World) -> list[int]:
         for rank, (_, failure) in enumerate(parts):
             if failure is not None:
                 raise DataError(
-                    given=f"ShardedDataset of {len(stream.shards)} shards, counted",
+                    given=f"counting the samples of {len(stream.shards)} shards of a ShardedDataset",
                     found=f"rank {rank} could not read one: {failure}",
-                    fix="see that rank's own error; ShardedDataset(…, lengths=…) needs no counting",
+                    fix="see that rank's own error; with ShardedDataset(…, lengths=…), no rank has "
+                    "to count",
                 )
         stream.lengths = [parts[n % world.size][0][n // world.size] for n in range(len(stream.shards))]
         world.print(
             f"counted {sum(stream.lengths):,} samples in {len(stream.shards):,} shards in "
-            f"{time.perf_counter() - begun:.1f} s; shoal.ShardedDataset(…, lengths=…) saves that"
+            f"{time.perf_counter() - begun:.1f} s; shoal.ShardedDataset(…, lengths=…) saves this time"
         )
     return stream.lengths

@@ -98,8 +98,8 @@ def source(
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",
             found="it lacks __len__ or __getitem__, which random access needs",
-            fix="pass a map-style dataset, tensors or NumPy arrays, for example list(samples); of a "
-            "DataLoader, pass its .dataset",
+            fix="pass a map-style dataset, tensors or NumPy arrays, for example list(samples); "
+            "instead of a DataLoader, pass its .dataset",
         )
     if found.size == 0:
         raise DataError(
@@ -123,8 +123,8 @@ def _arrays(dataset: Any) -> tuple[Any, dict[Any, Tensor]] | None:
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",
             found=f"it holds a {type(others[0]).__name__}, which is neither a tensor nor an array",
-            fix="pass only tensors or arrays, as in (torch.tensor(images), torch.tensor(labels)); of "
-            "a DatasetDict, pass one split: dataset['train']",
+            fix="pass only tensors or arrays, as in (torch.tensor(images), torch.tensor(labels)); "
+            "instead of a DatasetDict, pass one split: dataset['train']",
         )
     if others:
         return None
@@ -140,7 +140,7 @@ def _tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
     except TypeError:
         raise DataError(
             given=f"Loader with an array of dtype {value.dtype}",
-            found="torch has no tensor for it",
+            found="torch has no such dtype",
             fix="use array.astype('float32') for numbers, np.unique(array, return_inverse=True)[1] "
             "for names",
         ) from None

@@ -31,14 +31,15 @@ class TokenBudget:
     """A batch size in tokens: each global batch has as many samples as fit into `max_tokens`.
 
     Pass one as the batch size of a Loader. A sample longer than `max_tokens` is a batch by itself. The
-    samples of a batch are consecutive in the order, so batches are the same on any number of ranks and
-    resume from a position like all others.
+    samples of a batch are consecutive in the order, so batches are the same on any number of ranks, and
+    a run resumes at a position as usual.
 
     Args:
         lengths: Number of tokens of each sample of the dataset, integers of shape (samples,).
         max_tokens: Largest number of tokens in a global batch, 1 or more.
         max_samples: Largest number of samples in a global batch, 1 or more. Default: 1024.
-        padded: Count each sample as long as the longest of its global batch. Default: False.
+        padded: Count each sample with the length of the longest one in its global batch. Default:
+            False.
 
     Raises:
         DataError: If `lengths` does not have one integer, 0 or more, per sample, or a limit is below 1.
@@ -60,7 +61,7 @@ class TokenBudget:
             raise DataError(
                 given=f"TokenBudget(lengths of shape {table.shape}, dtype {table.dtype}, {max_tokens}, "
                 f"max_samples={max_samples})",
-                found="not one integer >= 0 per sample, or a limit below 1",
+                found="lengths needs one integer >= 0 per sample, and the limits must be at least 1",
                 fix="shoal.TokenBudget([len(text) for text in texts], 8192)",
             )
         self._lengths = table.astype(np.int64)
@@ -73,7 +74,7 @@ class TokenBudget:
         if int(indices.max()) >= len(self._lengths):
             raise DataError(
                 given=f"TokenBudget of {len(self._lengths):,} lengths",
-                found=f"the order has sample {int(indices.max()):,}",
+                found=f"the order contains sample {int(indices.max()):,}",
                 fix="pass one length per sample: print(len(lengths), len(dataset))",
             )
         lengths = self._lengths[indices]

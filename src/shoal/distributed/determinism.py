@@ -9,22 +9,30 @@ from shoal.util.decision import GIVEN, Decision
 
 
 class DeterministicMode:
-    """torch's mode of deterministic algorithms, set if `enabled` until `restore`."""
+    """torch's mode of deterministic algorithms, set if `enabled` or for `bits` until `restore`.
 
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+    With `bits`, for `exact="bits"`, `restore` sets the number of torch's threads to that of now.
+    """
+
+    def __init__(self, *, enabled: bool, bits: bool = False) -> None:
+        self._enabled = enabled or bits
+        self._reason = "the default: deterministic algorithms are slower"
+        if self._enabled:
+            self._reason = GIVEN if enabled else "exact='bits': algorithms must add up in a fixed order"
+        self._threads = torch.get_num_threads() if bits else None
         self._former = torch.get_deterministic_debug_mode()
-        if enabled:
+        if self._enabled:
             env_vars.write_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
             torch.use_deterministic_algorithms(True)
 
     @property
     def decision(self) -> Decision[bool]:
         """The decision about deterministic algorithms."""
-        reason = GIVEN if self._enabled else "the default: deterministic algorithms are slower"
-        return Decision(what="deterministic", value=self._enabled, reason=reason)
+        return Decision(what="deterministic", value=self._enabled, reason=self._reason)
 
     def restore(self) -> None:
         """Restore torch's previous mode."""
         if self._enabled:
             torch.set_deterministic_debug_mode(self._former)
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)

@@ -11,6 +11,7 @@ from shoal.distributed import env_vars
 from shoal.distributed.determinism import DeterministicMode
 from shoal.distributed.initialize import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, join
 from shoal.distributed.layout import Layout
+from shoal.distributed.virtual_ranks import BITS, VIRTUAL_RANKS, check_exact
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.world import World
 from shoal.util.arguments import is_integer
@@ -27,18 +28,21 @@ def init(
     timeout: float = TIMEOUT,
     prepare_timeout: float = PREPARE_TIMEOUT,
     deterministic: bool = False,
+    exact: str = "rounding",
+    virtual_ranks: int = VIRTUAL_RANKS,
 ) -> World:
     """Join the process group that a launcher started, or create a world of size 1.
 
-    Use the result as a context manager: leaving it leaves the process group and restores the settings
-    that `init` changed. With several ranks, `init` sets the number of torch's threads to the number of
-    cores of this rank, unless OMP_NUM_THREADS is set by the user (torchrun's OMP_NUM_THREADS=1 does not
-    count). Rank 0 prints the number on stderr; `torch.set_num_threads` changes it afterwards.
+    Use the result as a context manager: at the end of its block, this process leaves the process group
+    and Shoal restores the settings that `init` changed. With several ranks, `init` sets the number of
+    torch's threads to the number of cores of this rank, unless OMP_NUM_THREADS is set by the user
+    (torchrun's OMP_NUM_THREADS=1 does not count). Rank 0 prints the number on stderr;
+    `torch.set_num_threads` changes it afterwards.
 
     `World.decisions` lists every decision with its reason, and `shoal info` prints them.
 
     Args:
-        layout: Degrees of the axes of the device mesh, as a Layout or its text. Default:
+        layout: Degrees of the axes of the device mesh, as a Layout or a string. Default:
             `"replicate=-1"`, data parallelism over all ranks.
         backend: `"nccl"`, `"gloo"`, `"mpi"` (under an MPI launcher) or another backend of torch.
             Default: None, which means NCCL if each rank has its own GPU, and Gloo otherwise.
@@ -52,14 +56,21 @@ def init(
         prepare_timeout: The same limit before the first optimizer step and within `World.preparing`,
             in seconds. Default: 3600.
         deterministic: Whether to use deterministic algorithms of torch. Default: False.
+        exact: "rounding": results on different numbers of ranks differ by rounding only. "bits":
+            results have the same bits, with data parallelism (EasyScale, Li et al. 2023). It also sets
+            `deterministic` and one thread per rank. Default: "rounding".
+        virtual_ranks: Number of parts of each global batch with `exact="bits"`, and the largest number
+            of ranks. Each part is one micro-batch, the same on any number of ranks. Results depend on
+            it. Default: 8.
 
     Returns:
         The world of this process.
 
     Raises:
         LaunchError: If the environment variables contradict each other, the device or backend is not
-            available, or the process group can't form.
-        LayoutError: If the layout does not fit the number of processes.
+            available, the process group can't form, or torch already has one.
+        LayoutError: If the layout does not fit the number of processes, or does not allow
+            `exact="bits"`.
 
     Examples:
         >>> with shoal.init(device="cpu") as world:
@@ -70,7 +81,9 @@ def init(
         raise LaunchError(
             given=f"shoal.init(seed={seed!r})", found="a seed is an integer", fix="seed=0"
         )
-    deterministic_mode = DeterministicMode(enabled=deterministic)  # NCCL's groups read it
+    check_exact(exact, virtual_ranks)
+    bits = exact == BITS
+    deterministic_mode = DeterministicMode(enabled=deterministic, bits=bits)  # NCCL's groups read it
     try:
         joined = join(
             layout=layout,
@@ -79,6 +92,7 @@ def init(
             devices_per_rank=devices_per_rank,
             timeout=timeout,
             prepare_timeout=prepare_timeout,
+            virtual_ranks=virtual_ranks if bits else None,
         )
     except BaseException:
         deterministic_mode.restore()

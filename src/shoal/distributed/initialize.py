@@ -25,6 +25,7 @@ from shoal.distributed.backend import MPI, backends, choose_backend, why_shared
 from shoal.distributed.cluster_env import Placement
 from shoal.distributed.device import RankDevice, choose_device, neighbours
 from shoal.distributed.layout import Layout
+from shoal.distributed.virtual_ranks import VirtualRanks, choose_virtual_ranks
 from shoal.util import accelerator
 from shoal.util.arguments import is_number
 from shoal.util.decision import GIVEN, Decision
@@ -55,6 +56,7 @@ class JoinedWorld:
     told: str
     host: str = "127.0.0.1"
     variables: tuple[str, ...] = ()
+    virtual_ranks: VirtualRanks | None = None
 
 
 def join(
@@ -65,11 +67,14 @@ def join(
     devices_per_rank: int,
     timeout: float,
     prepare_timeout: float,
+    virtual_ranks: int | None = None,
 ) -> JoinedWorld:
     """Join the process group that a launcher started; see `shoal.init` for the arguments."""
     placement = env_vars.placement()
+    _check_no_group(placement)
     division = choose_layout(layout, placement.size)
     limits = check_limits(timeout, prepare_timeout)
+    virtual, numbers = choose_virtual_ranks(division.value, placement.rank, virtual_ranks)
     store = None
     if placement.unsettled:  # the device depends on the local rank, which ranks exchange
         store = _meet(placement, prepare_timeout)
@@ -89,9 +94,7 @@ def join(
     written: dict[str, str] = {}
     variable, now = env_vars.threads_variable(), torch.get_num_threads()
     if store is None:
-        count = Decision(
-            what="threads", value=now, reason="torch's own number, which is kept for a single process"
-        )
+        count = _choose_threads(placement, now, variable, virtual)
     else:
         name = means.value
         if name == MPI:
@@ -100,13 +103,12 @@ def join(
         way, written = _choose_way(placement, store, name, prepare_timeout)
         group = _form(placement, store, backends(name, place.value), prepare_timeout)
         placement, machines = _share_machine(placement, place.value, group)
-        count = cpu_affinity.threads(
-            placement.cores, now=now, variable=variable, launcher=placement.launcher
-        )
-        torch.set_num_threads(count.value)
+        count = _choose_threads(placement, now, variable, virtual)
         if placement.rank == 0:
             told = _tell(placement, machines, count.value, variable)
             told += "".join(f"; {name}={value}" for name, value in written.items())
+    if virtual is not None and placement.rank == 0:
+        told = "; ".join(filter(None, (told, _tell_bits(virtual.total))))
     untested = note_untested(torch.__version__)
     if untested is not None and placement.rank == 0:
         told = "; ".join(filter(None, (told, f"torch {untested.value} is {untested.reason}")))
@@ -119,13 +121,26 @@ def join(
         choices=(
             *placement.choices,
             *([] if way is None else [way.choice]),
-            *(count, place, means, division, limits),
+            *(count, place, means, division, limits, *numbers),
             *([] if untested is None else [untested]),
         ),
         told=told,
         host="127.0.0.1" if way is None else way.address,
         variables=tuple(written),
+        virtual_ranks=virtual,
     )
+
+
+def _check_no_group(placement: Placement) -> None:
+    """Raise LaunchError, before ranks wait for each other, if torch has a process group already."""
+    if placement.size > 1 and dist.is_initialized():
+        raise LaunchError(
+            given=f"shoal.init() on rank {placement.rank} of {placement.size} ({placement.launcher})",
+            found="torch.distributed already has a default process group, which Accelerator, "
+            "TrainingArguments, init_process_group or an earlier shoal.init() has created",
+            fix="call shoal.init() before TrainingArguments, Accelerator or init_process_group; close "
+            "an earlier World before you call shoal.init() again",
+        )
 
 
 def choose_layout(layout: str | Layout, size: int) -> Decision[Layout]:
@@ -282,6 +297,33 @@ def _share_machine(
             os.sched_setaffinity(0, own)
         placement = placement.with_cores(cpu_affinity.share(own, bound, pci=pci, near=mine[2]))
     return placement, len(machines)
+
+
+def _choose_threads(
+    placement: Placement, now: int, variable: str, virtual: VirtualRanks | None
+) -> Decision[int]:
+    """Return the number of torch's threads, and set it."""
+    if virtual is not None:
+        count = Decision(
+            what="threads",
+            value=1,
+            reason="exact='bits': kernels sum in another order with another number of threads",
+        )
+    elif placement.size == 1:
+        return Decision(
+            what="threads", value=now, reason="torch's own number, which is kept for a single process"
+        )
+    else:
+        count = cpu_affinity.threads(
+            placement.cores, now=now, variable=variable, launcher=placement.launcher
+        )
+    torch.set_num_threads(count.value)
+    return count
+
+
+def _tell_bits(virtual_ranks: int) -> str:
+    """Return the settings of exact="bits", which results depend on."""
+    return f"exact='bits': {virtual_ranks} virtual ranks, 1 thread per rank, deterministic algorithms"
 
 
 def _tell(placement: Placement, machines: int, threads: int, variable: str) -> str:

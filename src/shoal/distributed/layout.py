@@ -178,7 +178,7 @@ class Layout:
             rank: Global rank.
 
         Returns:
-            The data-parallel rank, from 0. Model-parallel peers have the same.
+            The data-parallel rank, from 0. Model-parallel peers have the same number.
         """
         result = 0
         for axis in DATA_AXES:

@@ -62,14 +62,14 @@ class Survivors:
                 found="the store of their rendezvous can't be reached any more: "
                 f"{str(error).splitlines()[0]}",
                 fix="see the error of rank 0, which hosts the store unless `shoal run` does; the same "
-                "command resumes from the latest checkpoint",
+                "command resumes from the latest complete checkpoint",
             ) from None
         if self.rank not in here:
             raise LaunchError(
                 given=f"rank {self.rank}, which rejoins the other ranks",
                 found="they could not reach its machine, and have continued without it",
                 fix="check the network; when the other ranks have ended, run the same command again: "
-                "it resumes from the latest checkpoint",
+                "it resumes from the latest complete checkpoint",
             )
         lost = [member for member in self.members if member not in here]
         self.members = here

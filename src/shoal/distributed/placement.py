@@ -63,13 +63,13 @@ class Placement:
             `meeting`.
         port: Port of rank 0 for the rendezvous; 0 if none is needed.
         launcher: Name of the program that started the ranks, such as `"torchrun"`.
-        attempt: Number of this attempt at the same job; a restart adds 1 to the first, 0.
+        attempt: Number of this attempt at the same job: 0 for the first, and 1 more after each restart.
         job: Name of the job, the same in all its attempts, for launchers that may leave ranks of an
             earlier attempt running; empty otherwise.
         meeting: Parameters of the rendezvous if the launcher sets no address and port; else None.
         unsettled: Names of the fields that the launcher does not set, since it does not report which
-            ranks are on the same node. They hold a guess until the rendezvous and are empty in
-            `World.placement`, which has the right values.
+            ranks are on the same node. Until the rendezvous, these fields hold guesses.
+            `World.placement` has their final values, and its `unsettled` is empty.
         warning: Warning that rank 0 prints about a launch that is valid but may not be intended.
         reason: Environment variables that the placement was read from.
         choices: Decisions about the launcher, the cores and the address.
@@ -101,7 +101,7 @@ class Placement:
     def settled(self, machines: Sequence[str], local_ranks: Sequence[int]) -> Placement:
         """Return the same placement after all ranks reported machine and local rank, in rank order.
 
-        Raises LaunchError if given local ranks do not number the ranks of a machine.
+        Raises LaunchError if the launcher set local ranks that are not 0, 1, 2 … on each machine.
         """
         here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
         order = list(dict.fromkeys(machines))

@@ -67,16 +67,16 @@ class RankZeroFirst:
         while not self._store.check([key]):
             if time.monotonic() > until:
                 raise LaunchError(
-                    given="a section that rank 0 runs first",
+                    given="a block of world.rank_zero_first()",
                     found=f"rank 0 has not entered it within {within:g} s",
-                    fix="let rank 0 enter it too, or only rank 0",
+                    fix="enter the block on rank 0 too, or on rank 0 only",
                 )
             time.sleep(_POLL_SECONDS)
         outcome = self._store.get(key).decode()
         self._store.add(f"{key}/heard", 1)
         if outcome != "done":
             raise LaunchError(
-                given="a section that rank 0 runs first",
+                given="a block of world.rank_zero_first()",
                 found=f"rank 0 {outcome}",
                 fix="see rank 0's own error",
             )

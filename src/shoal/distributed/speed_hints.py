@@ -72,7 +72,10 @@ class SpeedHints:
         new = [hint for hint in speed_hints(facts) if hint not in self._said]
         self._said.update(new)
         if new:
-            self._world.print(f"shoal: off, and faster on {device.type}: {'; '.join(new)}")
+            self._world.print(
+                f"shoal: settings that are off and would make training faster on {device.type}: "
+                f"{'; '.join(new)}"
+            )
 
     def close(self) -> None:
         """Do nothing; see `World.service`."""

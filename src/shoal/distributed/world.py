@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from shoal.distributed.membership import Membership
 from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.run_log import RunLog
 from shoal.distributed.seeds import derive_seed
+from shoal.distributed.watchdog import abort
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.watchdog.world_watchdog import Watchdog
 from shoal.telemetry.flight_recorder import RecordingGroup
@@ -59,7 +60,7 @@ class World:
         rank: Number of this process among them, from 0.
         is_rank_zero: Whether this is rank 0.
         data_size: Number of ranks with different samples: the number of local batches per global batch.
-        data_rank: Number of this rank among them. Model-parallel peers have the same.
+        data_rank: Number of this rank among them. Model-parallel peers have the same number.
         device: The `torch.device` of this rank.
         devices: All devices of this rank, in order; `device` is the first.
         layout: Resolved Layout: the degrees of the axes of the device mesh.
@@ -69,6 +70,7 @@ class World:
             process.
         placement: Placement of this process: its node, local rank and launcher.
         seed: Root of every random stream.
+        virtual_ranks: With `exact="bits"`, their total and those of this rank; else None.
         decisions: Every Decision that `shoal.init` made.
 
     Examples:
@@ -76,6 +78,9 @@ class World:
         ...     print(world.size, world.gather({"loss": 0.5}))
         1 [{'loss': 0.5}]
     """
+
+    simulated: ClassVar[bool] = False
+    """Whether the other ranks do not exist, as in a trace of `shoal plan`."""
 
     def __init__(
         self,
@@ -97,6 +102,7 @@ class World:
         self._variables = joined.variables
         self.data_rank = layout.data_rank(placement.rank)
         self.data_size = layout.data_size
+        self.virtual_ranks = joined.virtual_ranks
         self.timeline = timeline_of(self.device)
         self._mesh: DeviceMesh | None = None
         self._data_group: dist.ProcessGroup | None = None
@@ -109,7 +115,7 @@ class World:
         self.reseed("weights", by_rank=False)
         self.run_log: Final = RunLog()
         self.watchdog: Final = Watchdog(
-            self.group,
+            None if self.simulated else self.group,
             limits=limits,
             address=joined.host,
             directory=lambda: self.run_log.directory,
@@ -144,7 +150,7 @@ class World:
         """torch's device mesh over all axes of the layout, outermost first. First use: collective.
 
         Raises:
-            LayoutError: If there is only one process without a process group.
+            LayoutError: If the world has only one process and no process group.
         """
         if self.group is None:
             raise LayoutError(
@@ -167,8 +173,8 @@ class World:
     def group_along(self, *axes: str, name: str) -> dist.ProcessGroup:
         """Return the process group of the ranks along `axes`, for `name`. Collective, once.
 
-        It is the group of a single axis where the others have a degree of 1: on a GPU, each group that
-        is used has a communicator, with memory of its own.
+        If only one axis has a degree above 1, this is the group of that axis. Shoal then
+        creates no new group, because on a GPU each group in use has a communicator, which takes memory.
         """
         wide = [axis for axis in axes if self.layout.degree(axis) > 1]
         along = self.mesh[wide[0]] if len(wide) == 1 else self.flat_mesh(*axes, name=name)
@@ -279,8 +285,8 @@ class World:
     def rank_zero_first(self) -> Iterator[bool]:
         """Run the body of a `with` block on rank 0 first, and then on the others.
 
-        Use it to download or prepare files once. The wait has no time limit, since the other ranks
-        poll a key and start no collective. If rank 0 fails, they raise within a second.
+        Use it to download or prepare files once. The wait has no time limit, since the other ranks poll
+        a key and start no collective. If rank 0 fails, the others raise an error within a second.
 
             with world.rank_zero_first():
                 data = prepare("cache/")
@@ -372,7 +378,7 @@ class World:
     def preparing(self) -> AbstractContextManager[None]:
         """Apply `prepare_timeout` in place of `timeout` within a `with` block.
 
-        Use it if ranks wait in a collective for one that prepares something. All ranks enter the
+        Use it if ranks wait in a collective for a rank that prepares something. All ranks enter the
         block. See `rank_zero_first` if they need no collective.
 
             with world.preparing():
@@ -386,7 +392,7 @@ class World:
         return self.watchdog.preparing()
 
     def before_closing(self, method: Callable[[], None]) -> None:
-        """Call a method before the world leaves its process group, if its object is still alive."""
+        """Let the world call a method before it leaves its process group; keep a weak reference."""
         self._before_closing.append(weakref.WeakMethod(method))
 
     def service(self, kind: Callable[[World], S]) -> S:
@@ -409,14 +415,19 @@ class World:
     def close(self) -> None:
         """Leave the process group and restore what `init` changed. A second call has no effect.
 
-        While an exception is handled, in `except` or `finally`, collectives that have not ended are
-        aborted.
+        If it is called while an exception is handled, in `except` or `finally`, it aborts collectives
+        that have not ended.
         """
         self._close(sys.exception())
 
     def _close_at_exit(self) -> None:
         """Close when Python exits, and has printed the traceback of an error that ends it."""
-        self._close(getattr(sys, "last_value", None), exiting=True)
+        try:
+            self._close(getattr(sys, "last_value", None), exiting=True)
+        except ShoalError:
+            # Python ignores errors of exit functions, and would end with the code of success.
+            traceback.print_exc()
+            abort.exit_process((), 1)
 
     def _close(self, error: BaseException | None, *, exiting: bool = False) -> None:
         if self._closed:

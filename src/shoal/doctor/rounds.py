@@ -94,7 +94,7 @@ class Rounds:
         except RuntimeError:
             raise LaunchError(
                 given=f"rank {self.rank} of {self.size} in shoal doctor, at {key}",
-                found=f"rank 0 did not continue within {limit:.0f} s, or is gone",
+                found=f"rank 0 did not continue within {limit:.0f} s, or has ended",
                 fix="read the output of rank 0",
             ) from None
 

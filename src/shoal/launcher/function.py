@@ -39,12 +39,12 @@ def launch(
 ) -> list[_T]:
     """Run a function in several processes on this machine and return its results.
 
-    It works in notebooks, and in scripts without an `if __name__ == "__main__"` guard. The function
-    may be defined there. It calls `shoal.init()` as a script under `shoal run` does, and its output
-    appears in the caller's. The processes are new: they have the caller's environment variables,
-    `sys.path`, `sys.argv` and current directory, but not its open files, its GPU memory or settings
-    such as torch's default dtype. The function, its arguments and its results are pickled, in memory
-    only. Ctrl-C is forwarded to the ranks; a second Ctrl-C kills them.
+    It works in notebooks, and in scripts without an `if __name__ == "__main__"` guard. The function may
+    be defined in the notebook or the script. It calls `shoal.init()` as a script under `shoal run`
+    does, and its output appears in the output of the caller. The processes are new: they have the
+    caller's environment variables, `sys.path`, `sys.argv` and current directory, but not its open
+    files, its GPU memory or settings such as torch's default dtype. The function, its arguments and its
+    results are pickled, in memory only. Ctrl-C is forwarded to the ranks; a second Ctrl-C kills them.
 
     Args:
         function: Function to run on each rank: picklable, or defined in a script or notebook.

@@ -71,7 +71,7 @@ def choose_nodes(
         if not low <= value <= 86400.0:
             raise LaunchError(
                 given=f"{option} {value:g}",
-                found=f"it is a number of seconds, {low:g} to 86400",
+                found=f"the time is a number of seconds, from {low:g} to 86400",
                 fix=f"pass {option} {(WAIT if option == '--wait' else SILENCE):g}, which is the "
                 "default",
             )
@@ -96,13 +96,15 @@ def parse_numbers(text: str) -> tuple[int, int]:
     """Return the limits in `2:4`, or in `2` for exactly that number. Raises LaunchError."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     if match is None:
-        found = "it is a number of nodes, or a minimum and a maximum"
+        found = "the value is a number of nodes, or MIN:MAX"
     else:
         least, most = int(match[1]), int(match[2] or match[1])
         if 1 <= least <= most:
             return least, most
         found = (
-            "at least one node" if least < 1 else f"the minimum, {least}, is above the maximum, {most}"
+            "a run needs at least one node"
+            if least < 1
+            else f"the minimum, {least}, is above the maximum, {most}"
         )
     raise LaunchError(given=f"--nodes {text}", found=found, fix="pass --nodes 2, or --nodes 2:4")
 

@@ -219,7 +219,7 @@ def usual_rank(means: Array) -> Array:
 
 
 def usual_of_others(means: Array) -> Array:
-    """Return for each rank (the last axis) the usual value of the others; for the faster it is more."""
+    """Return for each rank (the last axis) the median of the others; the lower of two."""
     count = means.shape[-1]
     place = max(0, (count - 2) // 2)
     following = min(place + 1, count - 1)

@@ -8,7 +8,8 @@ from dataclasses import replace
 from shoal.report.advice import losses
 from shoal.report.breakdown import COMPUTING, LABELS
 from shoal.report.causes import AttemptProfile, Costs, Culprit, Finding, culprit_of, rank_names
-from shoal.report.history import History
+from shoal.report.event_fields import integer_in
+from shoal.report.history import Event, History
 from shoal.report.stragglers import Straggler
 from shoal.util.grouping import group_by
 from shoal.util.units import duration
@@ -33,7 +34,33 @@ def list_findings(
     most = max((each.cost for each in found), default=1.0)
     found += [each for each in small if each.cost > most]
     found.sort(key=lambda each: -each.cost)
-    return [*found, *unread_findings(history), *_left_out(history, judged[-1])]
+    corrupt = _corruptions(history)
+    return [*corrupt, *found, *unread_findings(history), *_left_out(history, judged[-1])]
+
+
+def _corruptions(history: History) -> Iterator[Finding]:
+    """Yield a finding for each corruption of the state that a guard found, once for all ranks."""
+    told = dict.fromkeys(
+        (integer_in(event, "step"), _ranks_in(event), _tensor_in(event))
+        for attempt in history.attempts
+        for _, event in attempt.said("corruption")
+    )
+    for step, ranks, tensor in told:
+        yield Finding(
+            f"The state of {rank_names(ranks) if ranks else 'a rank'} was corrupt at step "
+            f"{'?' if step is None else format(step, ',')}: {tensor or 'an unknown tensor'}.",
+            "test the memory of its host, and look for code that depends on the rank",
+        )
+
+
+def _ranks_in(event: Event) -> tuple[int, ...]:
+    ranks = event.get("ranks")
+    return tuple(r for r in ranks if type(r) is int) if isinstance(ranks, list) else ()
+
+
+def _tensor_in(event: Event) -> str:
+    tensors = event.get("tensors")
+    return str(tensors[0])[:200] if isinstance(tensors, list) and tensors else ""
 
 
 def unread_findings(history: History) -> Iterator[Finding]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from shoal.report import SHOWN, Attempt, BottleneckReport, History, Profile
 from shoal.report.attempts import describe_outcome, last_kept_steps, list_saves
+from shoal.report.batch_splits import list_splits
 from shoal.report.event_fields import number_in
 from shoal.telemetry.events import Plain
 
@@ -89,6 +90,7 @@ def summarize_run(history: History, verdict: BottleneckReport) -> dict[str, Plai
             _attempt(attempt, last, attempt is history.latest)
             for attempt, last in last_kept_steps(history)
         ],
+        "splits": [dict(asdict(each), samples=list(each.samples)) for each in list_splits(history)],
         "unreadable_lines": history.skipped,
     }
     if verdict.judged:

@@ -34,16 +34,16 @@ class ActivationCheckpointing:
     """Activation checkpointing (gradient checkpointing): recompute activations in backward.
 
     Each unit keeps only its inputs and runs its forward pass again in the backward pass, with the same
-    random numbers (Chen et al. 2016). Put this strategy before the one that sums gradients. If it is
-    given alone, the strategy of the layout follows. BatchNorm updates its running statistics once;
-    other state that a unit changes in forward is changed twice.
+    random numbers (Chen et al. 2016). Put this strategy before the one that sums gradients. If you pass
+    it alone, Shoal adds the default strategy of the layout. BatchNorm updates its running statistics
+    once; other state that a unit changes in its forward pass is changed twice.
 
     Args:
         modules: Patterns of module names, such as "blocks.*". Each match is recomputed as a unit. None
             means the repeated blocks of the model. Default: None.
-        save: Results to keep, so that only the rest is recomputed (Korthikanti et al. 2022):
-            "products" for those of matrix products and convolutions, "attention" for those of fused
-            attention. Default: (), which keeps none.
+        save: Results to keep, so that only the rest is recomputed (Korthikanti et al. 2022): "products"
+            keeps the results of matrix products and convolutions, "attention" those of fused attention.
+            Default: (), which keeps none.
 
     Raises:
         StepError: If `save` contains another value, or the model has no such units.

@@ -31,7 +31,9 @@ def normalize(
         moments = list(zip(means.unbind(), variances.unbind(), strict=True))
     else:
         y, moments = _each_alone(x, weight, bias, eps, part)
-    if moments and module.running_mean is not None and module.training and not in_backward():
+    # All ranks record: a rank may have empty virtual ranks only, and the sums are collective.
+    records = bool(moments) or part.coupling.world.virtual_ranks is not None
+    if records and module.running_mean is not None and module.training and not in_backward():
         recorded = part.coupling.step.recorded
         if module not in recorded:
             recorded[module] = _Running(part, module)
@@ -66,7 +68,8 @@ def _each_alone(
         pieces.append(F.batch_norm(segment, mean, variance, weight, bias, True, 1.0, eps))
         moments.append((mean, variance))
     if stop < len(x):  # padding
-        mean, variance = moments[-1] if moments else (x.new_zeros(x.shape[1]), x.new_ones(x.shape[1]))
+        ones = torch.ones(x.shape[1], dtype=dtype, device=x.device)
+        mean, variance = moments[-1] if moments else (torch.zeros_like(ones), ones)
         pieces.append(F.batch_norm(x[stop:], mean, variance, weight, bias, False, 0.0, eps))
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)), moments
 
@@ -189,6 +192,8 @@ def _rows(part: Part, rows: int) -> list[tuple[int, int, int]]:
 class _Running:
     """The running statistics of a layer after a batch: a weighted sum of those of its groups.
 
+    Virtual ranks have a row each, so that rows are added in the same order on any number of ranks.
+
     As in one process, each group moves them by `momentum`, in the order of positions. With n groups,
     the one with number i has the weight momentum · (1 - momentum)^(n - 1 - i).
     """
@@ -197,20 +202,24 @@ class _Running:
         self.coupling = part.coupling
         self._module = module
         self._groups = part.groups.total
+        virtual = part.coupling.world.virtual_ranks
+        self._rows = 1 if virtual is None else virtual.total
         self._calls: list[Tensor] = []
 
     def add(self, number: int, part: Part, moments: Moments) -> None:
         """Record the groups that this rank leads, or the only one, for a call of the layer."""
         if number == len(self._calls):
             like = self._module.running_mean
-            self._calls.append(torch.zeros(2, len(like), dtype=torch.float64, device=like.device))
+            shape = (self._rows, 2, len(like))
+            self._calls.append(torch.zeros(shape, dtype=torch.float64, device=like.device))
+        row = self._calls[number][part.row]
         momentum = self._module.momentum
         for held, (mean, variance) in zip(part.held, moments, strict=True):
             if held.leads or not self.coupling.split:
                 after = self._groups - 1 - held.group
                 weight = 1.0 if momentum is None else momentum * (1.0 - momentum) ** after
-                self._calls[number][0].add_(mean, alpha=weight)
-                self._calls[number][1].add_(variance, alpha=weight)
+                row[0].add_(mean, alpha=weight)
+                row[1].add_(variance, alpha=weight)
 
     def sums(self) -> Tensor:
         """See Recorded."""
@@ -219,7 +228,10 @@ class _Running:
     def apply(self, total: Tensor) -> None:
         """See Recorded."""
         module, groups = self._module, self._groups
-        for sums in total.view(len(self._calls), 2, -1):
+        for rows in total.view(len(self._calls), self._rows, 2, -1):
+            sums = rows[0]
+            for row in rows[1:]:
+                sums = sums + row
             momentum = module.momentum
             counter = module.num_batches_tracked
             if momentum is None:  # the mean over all groups so far

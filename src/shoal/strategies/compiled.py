@@ -11,6 +11,7 @@ from torch import nn
 from shoal._torch.modules import call_uncompiled, compiled_module, set_compiled_call
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.module_patterns import find_units
+from shoal.strategies.random_draws.graphs import keyed_backend
 from shoal.util.errors import StepError
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -30,7 +31,8 @@ def compile_parts(parts: Iterable[nn.Module]) -> None:
     Hooks of a module stay outside, as torch breaks the graph at those of FSDP and of checkpointing.
     """
     for part in parts:
-        set_compiled_call(part, _with_hooks(part, torch.compile(_in_own_frame(part.forward))))
+        forward = torch.compile(_in_own_frame(part.forward), backend=keyed_backend())
+        set_compiled_call(part, _with_hooks(part, forward))
 
 
 def _in_own_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +78,7 @@ class RepeatedBlocks:
         elif any(runs_again(child) for block in self._blocks for child in block.children()):
             self._error = StepError(
                 given="compile='blocks' with shoal.ActivationCheckpointing(modules=…)",
-                found="torch cannot compile a block if it recomputes parts of it in backward",
+                found="torch cannot compile a block if only parts of it are recomputed in backward",
                 fix="shoal.ActivationCheckpointing(), which recomputes whole blocks",
             )
 
@@ -96,6 +98,6 @@ def recomputed_refused(given: str) -> StepError:
     """Return the error of a model that is to be compiled as one unit and recomputes activations."""
     return StepError(
         given=f"{given} with shoal.ActivationCheckpointing()",
-        found="torch cannot compile a model as one unit if it recomputes parts in backward",
+        found="torch cannot compile a model as one unit if parts of it are recomputed in backward",
         fix="shoal.Step(model, …, compile='blocks'), which compiles each block that is recomputed",
     )

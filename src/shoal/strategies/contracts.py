@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,29 @@ class ModelTransform(Protocol):
         ...
 
 
+PartialSums: TypeAlias = Sequence[Sequence[Tensor]]
+"""The gradients of the subtrees that one rank has added up, in the order of the parameters."""
+
+
+class RepeatableGradients(Protocol):
+    """Gradients of a rank that another rank can recompute, with the same bits."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the parameters, in the order of the partial sums."""
+        ...
+
+    def observed(self, observer: Callable[[PartialSums], None]) -> AbstractContextManager[None]:
+        """Call `observer` with the partial sums of this rank in the batch inside the block."""
+        ...
+
+    def compute(
+        self, rank: int, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> PartialSums:
+        """Return the partial sums that `rank` computes in the batch, and change nothing else."""
+        ...
+
+
 class Engine(ABC):
     """The live counterpart of a Strategy: computes gradients and updates parameters for Step.
 
@@ -87,10 +111,12 @@ class Engine(ABC):
     waits_because: str = "its engine updates the parameters in a way of its own"
     """Why the totals of a step must be known on the host before its update; empty if they need not be.
     """
-    unsettled: weakref.WeakMethod[Callable[[], None]] | None = None
+    unsettled: Callable[[], None] | None = None
     """Looks at the result of the last step of a Step, if no one has done so; see `settle`."""
     gathered_dtype: torch.dtype | None = None
     """The dtype in which sharded parameters are gathered, if that is not their own."""
+    repeatable: RepeatableGradients | None = None
+    """The gradients that other ranks can recompute, with `exact="bits"`; else None."""
     division_reported: bool = False
     """Whether the layers whose results depend on the split of the batch have been reported."""
     noise_stream: str = "noise"
@@ -121,8 +147,7 @@ class Engine(ABC):
 
         Raises StepError if it was not finite.
         """
-        look = None if self.unsettled is None else self.unsettled()
-        self.unsettled = None
+        look, self.unsettled = self.unsettled, None
         if look is not None:
             look()
 

@@ -60,6 +60,8 @@ class HeldParameters:
         if not may_be_empty:
             check_learns(module)
         self.losses: list[tuple[Tensor, Count, float]] = []
+        self._backward_said = False
+        self._resized_said: set[str] = set()
         """Loss sum, count and weight of the micro-batches of this batch so far."""
         self.unused_checked = False
         """Whether the first batch has been checked for parameters that the loss does not use."""
@@ -98,9 +100,25 @@ class HeldParameters:
     def clear(self) -> None:
         """Clear the gradients and drop the losses of their batch."""
         self.losses.clear()
-        random_draws.forget()
+        self._say_draws(in_backward=random_draws.forget())
         for parameter in self.parameters:
             parameter.grad = None
+
+    def _say_draws(self, *, in_backward: bool) -> None:
+        """Print once, on rank 0, random numbers that do not belong to samples, as a step shows it."""
+        if not random_draws.is_registered(self.module) or self.world.data_size == 1:
+            return
+        if in_backward and not self._backward_said:
+            self._backward_said = True
+            self.world.print("shoal: each rank draws its own random numbers in backward")
+        resized = random_draws.layouts_of(self.module).resized - self._resized_said
+        if resized:
+            self._resized_said |= resized
+            self.world.print(
+                "shoal: results depend on how the batch is split, because random numbers were drawn "
+                "for samples of several sizes, such as padded sequences, in "
+                + ", ".join(sorted(name or "the model" for name in resized))
+            )
 
     def leaves(self) -> list[nn.Parameter] | None:
         """Return the leaves to pass to backward as `inputs`, or None if that is not needed.

@@ -23,6 +23,7 @@ from shoal.strategies.correction import AnyTotals
 from shoal.strategies.device_placement.multi_device import DeviceSpan
 from shoal.strategies.engine import Runner, SynchronousEngine
 from shoal.strategies.held_parameters import HeldParameters
+from shoal.strategies.random_draws.graphs import keyed_backend
 from shoal.strategies.reducer import LocalReducer, Reducer
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import BACKWARD, FORWARD, UPDATE
@@ -60,7 +61,7 @@ class LocalRunner(Runner):
             RepeatedBlocks(self._module).compile()
             return
         if how == "inductor":
-            self.call = self.reducer.compiled(torch.compile(self._module))
+            self.call = self.reducer.compiled(torch.compile(self._module, backend=keyed_backend()))
             return
         if self._world.layout.degree("context") > 1:
             raise StepError(
@@ -101,6 +102,13 @@ class LocalRunner(Runner):
         set_compiled_call(module, self.call)  # as in module.compile(), for custom training loops
 
     def _check_compilable(self, given: str, *, blocks: bool = False) -> None:
+        if self._world.virtual_ranks is not None:
+            raise StepError(
+                given=f"{given} with exact='bits'",
+                found="for micro-batches of another size, torch.compile generates code that adds "
+                "numbers in another order",
+                fix="leave compile out, or exact='bits'",
+            )
         if self._held.span is not None and self._held.span.hooked:
             raise StepError(
                 given=f"{given} with shoal.DevicePlacement(…)",
@@ -124,7 +132,7 @@ class LocalRunner(Runner):
             losses: deque[tuple[Tensor, Count]] = deque()
             for micro in micros[start : start + ahead]:
                 with coupled.processing(micro):
-                    losses.append(self._forward(task, micro, batch.seed, autocast))
+                    losses.append(self.loss(task, micro, batch.seed, autocast))
             enter(BACKWARD)
             for index in range(start, start + len(losses)):
                 loss, count = losses.popleft()
@@ -136,9 +144,10 @@ class LocalRunner(Runner):
             enter(UPDATE if last else FORWARD)
         return self.reducer.totals()
 
-    def _forward(
+    def loss(
         self, task: Task, micro: MicroBatch, seed: int, autocast: torch.dtype | None
     ) -> tuple[Tensor, Count]:
+        """Run the forward pass of a micro-batch; return its loss sum and its count."""
         with self._running(autocast):
             output = task.forward(self.call, micro, seed)
             return task.reduce(output, self.move_targets(output, micro), seed)

@@ -142,7 +142,7 @@ class CheckedGradients(LoopGradients):
             raise StepError(
                 given="batch.backward on a new batch",
                 found="the optimizer stepped on the previous batch without batch.finish: its gradients "
-                "were not those of the mean over the global batch",
+                "were not the gradients of the mean over the global batch",
                 fix="call batch.finish(model) before optimizer.step()",
             )
 

@@ -17,7 +17,7 @@ from shoal.distributed.world import World
 from shoal.strategies.compiled import bare
 from shoal.strategies.contracts import Engine, LoopGradients
 from shoal.strategies.correction import check_clip, correct, not_finite
-from shoal.strategies.coupled_layers import say_division
+from shoal.strategies.coupled_layers import say_division, say_draws
 from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import check_loss
@@ -117,6 +117,7 @@ def _begin(engine: Engine, gradients: LoopGradients, batch: Batch) -> None:
     check_same_environment(engine.world)
     batch.compare_ranks()
     say_division(engine, len(batch), compiled=has_compiled_call(engine.module))
+    say_draws(engine.module, engine.world)
 
 
 def _check_backwards(engine: Engine, batch: Batch) -> None:
@@ -172,7 +173,7 @@ def _check_reduction(loss: Tensor, count: Count, *, named_mean: bool) -> None:
     found, other = ("a mean, not a sum", "mean") if averaged else ("a sum, not a mean", "total")
     raise StepError(
         given=f"batch.backward({'mean' if named_mean else 'total'}=loss, count={float(count):g})",
-        found=f"by the operation that computed the loss, it is {found}",
+        found=f"the last operation of the loss shows that it is {found}",
         fix=f"call batch.backward({other}=loss, count=n), or "
         f"reduction='{('sum' if averaged else 'mean')}' in the loss function",
     )

@@ -42,9 +42,6 @@ _SERVING = {
 }
 """The strategy for each axis of a layout, as code."""
 
-_SPLIT_AXES = ("context", "tensor", "pipeline")
-"""Axes whose ranks see parts of a model's activations, for which draws are not keyed by samples."""
-
 
 class Attachment:
     """Holder of the engine of a module. Copied or pickled modules have no engine."""
@@ -76,22 +73,23 @@ def parallelize(
     Args:
         model: A module, a compiled module, or a function without arguments that creates a module. With
             a function, strategies that shard the model (FSDP) never hold the complete model, and its
-            parameters get the same values. With `torch.compile(model)`, the model runs compiled.
+            parameters still get the same values. With `torch.compile(model)`, the model runs compiled.
         world: The World that `shoal.init` returned.
         strategy: A strategy, or several, applied in order; the last one sums gradients. None means
             `FSDP()` if the layout has a `shard` axis, else `DDP()`. Default: None.
         random: "samples" keys the random numbers that modules draw in a step, such as those of dropout,
             by the position of each sample, so they are the same at any number of ranks and
             micro-batches (Philox 4x32-10, Salmon et al. 2011). "ranks" leaves them to torch's
-            generators, as do compiled models and layouts with a `context`, `tensor` or
-            `pipeline` axis. Default: "samples".
-        statistics: Samples over which BatchNorm, SyncBatchNorm and `Coupled` layers take statistics:
-            "batch", the global batch, which must be one micro-batch; a number of consecutive positions
-            of it, such as 64 (ghost batches, Hoffer et al. 2017), the same at any number of ranks and
-            micro-batches; or "rank", the micro-batch of one rank, as in torch's DDP. Default: "batch".
+            generators, as do models that you compile yourself, custom training loops with a `tensor`
+            axis, and compiled models with a `tensor`, `context` or `pipeline` axis. Default: "samples".
+        statistics: Samples over which BatchNorm, SyncBatchNorm and `Coupled` layers compute statistics:
+            "batch", the global batch, which must be one micro-batch; a number such as 64, for groups
+            of 64 consecutive positions, which are the same at any number of ranks and micro-batches
+            (ghost batches, Hoffer et al. 2017); or "rank", the micro-batch of one rank, as in
+            torch's DDP. Default: "batch".
 
     Returns:
-        The same module, with the same names of modules and parameters. With a function, the new module.
+        The same module, with the same names; if `model` is a function, the module that it returned.
 
     Raises:
         StepError: If `model` is not a module, `strategy` is not a strategy, or the model shares
@@ -129,9 +127,11 @@ def parallelize(
         module = model() if deferred is None else deferred.module
     compiler, module = compiler_of(module), bare(module)
     _check_model(module, world, statistics)
+    _check_bits(module, world, strategies, random, statistics)
     _check_same(module, world)
-    if random == "samples" and not any(world.layout.degree(axis) > 1 for axis in _SPLIT_AXES):
-        random_draws.register(module)
+    if random == "samples":
+        split = any(world.layout.degree(axis) > 1 for axis in ("context", "tensor"))
+        random_draws.register(module, split=split)
     coupled = _couple(module, world, statistics)
     engine = _apply(strategies, module, world)
     engine.whole_batches = coupled and statistics == "batch"
@@ -255,6 +255,33 @@ def _check_model(model: object, world: World, statistics: int | str) -> None:
             fix="call parallelize once, on the module that contains all of them, or on a "
             "copy.deepcopy(model)",
         )
+
+
+def _check_bits(
+    model: nn.Module, world: World, strategies: Sequence[Any], random: str, statistics: int | str
+) -> None:
+    """Raise StepError for arguments with which results depend on the number of ranks in their bits."""
+    if world.virtual_ranks is None:
+        return
+    layers = coupled_layers(model)
+    if not isinstance(strategies[-1], DDP):
+        given, found = repr(strategies[-1]), "only shoal.DDP() sums gradients in a fixed order"
+        fix = "leave the strategy out, or exact='bits'"
+    elif random != "samples":
+        given, found = f"random={random!r}", "random numbers of ranks depend on their number"
+        fix = "leave random out"
+    elif layers and not isinstance(statistics, int):
+        name = next(iter(layers.values())) or type(model).__name__
+        given = f"statistics={statistics!r} and the layer {name}"
+        found = "the statistics of a virtual rank are those of groups of a fixed number of samples"
+        fix = "pass statistics=8, the number of samples of a group"
+    else:
+        return
+    raise StepError(
+        given=f"parallelize({type(model).__name__}, …) with exact='bits' and {given}",
+        found=found,
+        fix=fix,
+    )
 
 
 def _sharing(model: nn.Module, world: World) -> list[nn.Module]:

@@ -142,7 +142,7 @@ class RPCAgent:
                 given=f"rank {self._rank} of {self._size}, which calls others through torch RPC",
                 found=f"{who} {verb} gone: its process has ended, or it has left the world",
                 fix="see the first error of all ranks; with shoal run --restarts N, or when you run "
-                "the same command again, Run.restore resumes from the latest checkpoint",
+                "the same command again, Run.restore resumes from the latest complete checkpoint",
             ) from error
 
     def close(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextvars import Token
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from shoal.data.batch import Count
-from shoal.data.micro import CURRENT_DRAWS, CURRENT_MICRO, Draws, MicroBatch
+from shoal.data.micro import CURRENT_DRAWS, CURRENT_MICRO, Drawing, Draws, MicroBatch
 from shoal.data.noise import Noise
 from shoal.util.errors import DataError, StepError
 
@@ -22,16 +22,16 @@ from shoal.util.errors import DataError, StepError
 class Task:
     """The computation of a step: the inputs of the model, and the loss as (sum, count).
 
-    If a function has a parameter `noise`, Shoal passes it the `Noise` of the samples. The two draw
-    different numbers, except from `noise.named(…)`.
+    If a function has a parameter `noise`, Shoal passes it the `Noise` of the samples. `loss` and
+    `inputs` draw different numbers, except from `noise.named(…)`.
 
     Args:
         loss: `loss(output, batch)` returns (sum, count): the *sum* of the losses of the samples, a
             0-dimensional tensor, and the divisor, a number of samples or tokens. The loss of a step is
             the sum over the global batch, divided by the count over the global batch.
         inputs: `inputs(batch)` returns the arguments of the model: a tuple for positional arguments, a
-            mapping for keyword arguments, any other value as the only argument. None means the first
-            element of a tuple or list, and a mapping as keyword arguments. Default: None.
+            mapping for keyword arguments, any other value as the only argument. None passes the first
+            element of a tuple or list, or the entries of a mapping as keyword arguments. Default: None.
 
     Raises:
         StepError: If an argument is not callable.
@@ -66,7 +66,7 @@ class Task:
         Returns:
             The output of the model.
         """
-        with _current(micro, Draws(micro, seed)):
+        with _Current(micro, Draws(micro, seed)):
             positional, named = self.arguments(micro, seed)
             return model(*positional, **named)
 
@@ -74,10 +74,13 @@ class Task:
         """Return the positional and keyword arguments of the model for a micro-batch."""
         if self.inputs is None:
             arguments = default_inputs(micro.value)
-        elif self._inputs_take_noise:
-            arguments = self.inputs(micro.value, noise=Noise(seed, micro.first, micro.samples))
         else:
-            arguments = self.inputs(micro.value)
+            noise = {}
+            if self._inputs_take_noise:
+                noise["noise"] = Noise(seed, micro.first, micro.samples)
+            # Counted apart from the model's: a stage of a pipeline may run without these inputs.
+            with Drawing(Draws(micro, seed, scope="inputs ")):
+                arguments = self.inputs(micro.value, **noise)
         if isinstance(arguments, tuple):
             return arguments, {}
         if isinstance(arguments, Mapping):
@@ -86,7 +89,7 @@ class Task:
 
     def reduce(self, output: Any, micro: MicroBatch, seed: int) -> tuple[Tensor, Count]:
         """Return the loss of a micro-batch as (sum, count). Raise StepError for another form."""
-        with _current(micro, Draws(micro, seed, scope="loss ")):
+        with _Current(micro, Draws(micro, seed, scope="loss ")):
             if self._loss_takes_noise:
                 noise = Noise(seed, micro.first, micro.samples, stream=1)
                 result = self.loss(output, micro.value, noise=noise)
@@ -103,14 +106,23 @@ class Task:
         return _takes_noise(self.loss)
 
 
-@contextmanager
-def _current(micro: MicroBatch, draws: Draws) -> Iterator[None]:
-    token, other = CURRENT_MICRO.set(micro), CURRENT_DRAWS.set(draws)
-    try:
-        yield
-    finally:
-        CURRENT_MICRO.reset(token)
-        CURRENT_DRAWS.reset(other)
+class _Current:
+    """The context of a call of a Task function: its micro-batch, and the draws so far."""
+
+    __slots__ = ("_draws", "_micro", "_tokens")
+    _tokens: tuple[Token[MicroBatch | None], Token[Draws | None]]
+
+    def __init__(self, micro: MicroBatch, draws: Draws) -> None:
+        self._micro = micro
+        self._draws = draws
+
+    def __enter__(self) -> None:
+        self._tokens = CURRENT_MICRO.set(self._micro), CURRENT_DRAWS.set(self._draws)
+
+    def __exit__(self, *_: object) -> None:
+        micro, draws = self._tokens
+        CURRENT_MICRO.reset(micro)
+        CURRENT_DRAWS.reset(draws)
 
 
 def check_loss(

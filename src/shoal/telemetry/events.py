@@ -58,6 +58,9 @@ EventKind: TypeAlias = Literal[
     "preempted",
     "interrupted",
     "failed",
+    "corruption",
+    "guards",
+    "shares",
     "end",
 ]
 """The kinds of events that readers know; a script may record others with `Run.note`."""
@@ -330,9 +333,9 @@ def _single_steps(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def steps_by_rank(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
     """Return the record of each rank of each step, by (name, step), from the last attempt that took it.
 
-    The next attempt repeats the steps that a killed one took after its last checkpoint, and may have
-    fewer ranks. So a record counts if it is of the same attempt as rank 0's last one. `directory` is a
-    run directory, or the `events` in it.
+    The next attempt repeats the steps that a killed one took after its latest complete
+    checkpoint, and may have fewer ranks. So a record counts if it is of the same attempt as
+    rank 0's last one. `directory` is a run directory, or the `events` in it.
     """
     found: dict[tuple[str, int], dict[int, tuple[Any, dict[str, Any]]]] = {}
     for rank, path in paths_in(directory).items():

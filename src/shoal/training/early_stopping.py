@@ -29,8 +29,8 @@ class Validation:
             the complete output. Default: None.
         batch_size: Number of samples in a global batch. `None` takes 256 per data-parallel rank.
             Default: None.
-        collate_fn: Function that makes a micro-batch from a list of samples. `None` takes that of
-            `shoal.train`; pass `torch.utils.data.default_collate` for torch's. Default: None.
+        collate_fn: Function that makes a micro-batch from a list of samples. `None` takes the function
+            of `shoal.train`; pass `torch.utils.data.default_collate` for torch's. Default: None.
         num_workers: Worker processes of each rank that load samples. Default: 0.
         monitor: Metric by which evaluations are compared: "loss" or a name in `metrics`. Default:
             "loss".
@@ -66,14 +66,14 @@ class Validation:
             raise StepError(
                 given=f"Validation(monitor={self.monitor!r})",
                 found=f"the metrics are {', '.join(('loss', *self.metrics))}",
-                fix="pass monitor='loss', or the name of a metric, with mode='max' where more is "
-                "better",
+                fix="pass monitor='loss', or the name of a metric, with mode='max' if a higher "
+                "value is better",
             )
         if self.mode not in ("min", "max"):
             raise StepError(
                 given=f"Validation(mode={self.mode!r})",
                 found="the mode is 'min' or 'max'",
-                fix="pass mode='max' where more is better",
+                fix="pass mode='max' if a higher value is better",
             )
         for name, value in (("every", self.every), ("patience", self.patience)):
             if value is not None and value < 1:

@@ -20,8 +20,8 @@ class EMA:
 
     `update()` after each optimizer step: average = decay * average + (1 - decay) * parameter. Buffers
     are always the model's own. Passed to a Run as state, `Run(…, state={"ema": ema})`, it is saved and
-    restored with the run. It is the same on all ranks, since the parameters are; of sharded parameters
-    each rank keeps the averages of its shards.
+    restored with the run. It is the same on all ranks, since the parameters are the same. If they
+    are sharded, each rank keeps the averages of its shards.
 
     Args:
         model: Parallelized model whose parameters are averaged.
@@ -106,7 +106,7 @@ class EMA:
             state: State of an EMA over the same model.
 
         Raises:
-            CheckpointError: If it is of another model.
+            CheckpointError: If the state is of another model.
         """
         averages: Mapping[str, Tensor] = state["averages"]
         here = {name: tuple(self._averages[first].shape) for name, first in self._names.items()}
@@ -115,7 +115,7 @@ class EMA:
             odd = sorted(name for name in here.keys() | there if here.get(name) != there.get(name))
             raise CheckpointError(
                 given=f"an EMA over {len(here)} parameters",
-                found=f"a checkpoint of one over {len(there)} that differs in {odd[0]}",
+                found=f"the checkpoint has an EMA over {len(there)}, which differs in {odd[0]}",
                 fix="build the model that the checkpoint was saved from, or start a new run: "
                 "shoal.Run('runs/b', …)",
             )

@@ -95,8 +95,8 @@ def evaluate(
     restored afterwards. Means are sums over all samples divided by counts, at any number of ranks.
 
     Args:
-        model: A Step, which is evaluated in its precision, or, in a custom training loop, a
-            parallelized model, in the precision of a `torch.autocast` around the call.
+        model: A Step, evaluated in its own precision; or, in a custom training loop, a
+            parallelized model, evaluated in the precision of a `torch.autocast` around the call.
         dataset: Dataset to visit; all kinds that a Loader takes.
         task: Task with the loss function, required for a model; None for a Step. Default: None.
         metrics: Metrics by name: functions `(output, target) -> (sum, count)`, such as
@@ -117,8 +117,8 @@ def evaluate(
         ranks.
 
     Raises:
-        StepError: If `model` and `task` do not fit, or a metric is not one or does not return (sum,
-            count).
+        StepError: If `model` and `task` do not fit, or a metric is not a function or does not return
+            (sum, count).
         DataError: If the dataset has no samples, or `targets` is required.
 
     Examples:
@@ -141,20 +141,23 @@ def evaluate(
     with world.timeline.during(EVALUATION):
         # First, since fewer ranks may be left afterwards, and the dataset is split over them.
         engine.synchronize(subject.optimizer)
+        parts = world.data_size if world.virtual_ranks is None else world.virtual_ranks.total
         loader = Loader(
             dataset,
             world,
-            batch_size=BATCH * world.data_size if batch_size is None else batch_size,
+            batch_size=BATCH * parts if batch_size is None else batch_size,
             shuffle=False,
             collate_fn=collate_fn,
             num_workers=num_workers,
         )
         kinds = _Metrics(metrics, world)
-        sums = MetricSums(["loss", *kinds.own])
+        sums = MetricSums(["loss", *kinds.own], parts if world.virtual_ranks else 1)
         samples = 0
         with evaluation(engine.module), torch.no_grad():
             for batch in islice(loader.epochs(1), batches):
                 for micro in batch.micros:
+                    if micro.place is not None and micro.place.whole:
+                        sums.row = micro.place.number
                     with world.service(CoupledStep).processing(micro):
                         output = subject.infer(micro, batch.seed)
                     samples += micro.samples if micro.weight else 0
@@ -224,10 +227,17 @@ def _subject(model: Step | nn.Module, task: Task | None) -> _Subject:
 
 
 class MetricSums:
-    """Sums and counts, keyed by name, in float64, reduced over ranks once at the end."""
+    """Sums and counts, keyed by name, in float64, reduced over ranks once at the end.
 
-    def __init__(self, names: list[str]) -> None:
-        self._totals: dict[str, list[Tensor | float]] = {name: [0.0, 0.0] for name in names}
+    `add` adds to the current `row`. Each virtual rank has one, so that their order is fixed.
+    """
+
+    def __init__(self, names: list[str], rows: int = 1) -> None:
+        self.row = 0
+        self._names = names
+        self._rows: list[dict[str, list[Tensor | float]]] = [
+            {name: [0.0, 0.0] for name in names} for _ in range(rows)
+        ]
 
     def add(self, name: str, result: tuple[Tensor, Count], weight: float = 1.0) -> None:
         """Add one (sum, count), or nothing for a weight of 0."""
@@ -242,18 +252,20 @@ class MetricSums:
                 "lambda output, target: ((output - target).abs().sum(), len(target))",
             ) from None
         if weight:
-            total = self._totals[name]
+            total = self._rows[self.row][name]
             total[0] += value
             total[1] += count
 
     def means(self, world: World) -> dict[str, float]:
         """Return Σ sum / Σ count over all ranks; NaN if the count is 0."""
         zero = torch.zeros((), dtype=torch.float64, device=world.device)
-        table = torch.stack([as_scalar(n, zero) for each in self._totals.values() for n in each])
-        world.all_reduce(table)
+        numbers = [n for row in self._rows for each in row.values() for n in each]
+        table = torch.stack([as_scalar(n, zero) for n in numbers]).view(len(self._rows), -1)
+        world.all_reduce(table)  # exact with virtual ranks: all but one of the addends are 0
+        sums = [sum(column) for column in zip(*table.tolist(), strict=True)]
         return {
             name: total / count if count else float("nan")
-            for name, (total, count) in zip(self._totals, table.view(-1, 2).tolist(), strict=True)
+            for name, total, count in zip(self._names, sums[::2], sums[1::2], strict=True)
         }
 
 
@@ -272,7 +284,7 @@ def default_targets(value: Any) -> Any:
         return value[1]
     raise DataError(
         given=f"metrics over batches of type {type(value).__name__}",
-        found="neither a second element nor 'labels' to compare with",
+        found="the batch has neither a second element nor an entry 'labels'",
         fix="evaluate(step, data, metrics=…, targets=lambda batch: "
         + ("batch['y'])" if isinstance(value, Mapping) else "batch.y)"),
     )

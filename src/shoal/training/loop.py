@@ -30,12 +30,12 @@ from shoal.training.evaluation import evaluate as evaluate_on
 from shoal.training.run import Run
 from shoal.training.save_policy import Every, check_every
 from shoal.training.step import Step
-from shoal.util.arguments import is_integer, is_number
+from shoal.util.arguments import integer_like, is_integer, is_number
 from shoal.util.errors import StepError
 
 
 class TrainingStatus(NamedTuple):
-    """The argument of a callback: after each step, after each evaluation, and at the end.
+    """The argument of a callback, which Shoal calls after each step and evaluation, and at the end.
 
     Attributes:
         kind: "step", "evaluation" or "end".
@@ -116,14 +116,14 @@ def train(
     """Train a model on a dataset for `epochs` or `steps`, resuming from `directory`. Collective.
 
     With validation, Shoal evaluates one batch before the first step, so that errors in the validation
-    appear early. A last checkpoint is saved at the end.
+    appear early. A final checkpoint is saved at the end.
 
     Args:
         model: Module to train, or a function that returns one: Shoal calls it with the random streams
             of `seed`, the same on all ranks.
         task: Inputs and loss of the model.
         dataset: Training data; all kinds that a Loader takes.
-        directory: Run directory. If it has checkpoints, training resumes from the newest.
+        directory: Run directory. If it has checkpoints, training resumes from the latest complete one.
         optimizer: Function of the parallelized model that returns a torch optimizer.
         batch_size: Number of samples in a global batch, over all ranks and micro-batches.
         epochs: Number of epochs since the start of training. Required without `steps`. Default: None.
@@ -157,8 +157,8 @@ def train(
         keep: Number of latest checkpoints to keep, 1 or more. Default: 3.
         ema: Decay of an EMA of the parameters, at least 0 and below 1; evaluations use the averaged
             parameters. `None` has no EMA. Default: None.
-        callbacks: Functions of a TrainingStatus, called on all ranks. One that returns True at an
-            evaluation, on any rank, ends training. Default: ().
+        callbacks: Functions that take a TrainingStatus, called on all ranks. If one returns True at
+            an evaluation, on any rank, training ends. Default: ().
         max_time: Seconds after which training ends with a checkpoint, above 0. Default: None.
 
     Returns:
@@ -246,7 +246,7 @@ def _check(
             raise StepError(
                 given=f"shoal.train(…, {name}={value!r})",
                 found=f"the number of {name} is an integer, 1 or more",
-                fix=f"pass {name}=10, or leave it out",
+                fix=f"pass {name}={integer_like(value, 10)}, or leave it out",
             )
     if save is not None:
         check_every(save, "shoal.train(…, save={})")

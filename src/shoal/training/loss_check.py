@@ -17,7 +17,7 @@ from shoal.distributed.to_device import values_kept
 from shoal.strategies.batch_norm import coupled_layers
 from shoal.strategies.contracts import Engine
 from shoal.strategies.eval_mode import each_in_eval_mode, evaluation, random_states_kept, untouched
-from shoal.strategies.random_draws.draws import is_keyed, layouts_of
+from shoal.strategies.random_draws.draws import is_registered, layouts_of
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import Task, place
 from shoal.util.errors import ShoalError, StepError
@@ -57,7 +57,7 @@ def check_loss_adds_up(
         # Running the model is collective: if one rank has to do it again, all do.
         if any(world.gather(trial.again)):
             trial.on_all_ranks(trial.in_parts)
-    if is_keyed(engine.module):
+    if is_registered(engine.module):
         with torch.no_grad(), ExitStack() as stack:
             for one in engines_of(world):
                 stack.enter_context(untouched(one.module))
@@ -72,8 +72,8 @@ def check_loss_adds_up(
     reason = next(filter(None, obstacles), None)
     if reason is not None and not any(tried):
         world.print(
-            f"shoal: the loss function {place(task.loss)} could not be tried: {reason}. Make sure that "
-            "it returns the sum of the losses of its samples, not their mean"
+            f"shoal: the loss function {place(task.loss)} could not be checked: {reason}. Make sure "
+            "that it returns the sum of the losses of its samples, not their mean"
         )
 
 
@@ -222,7 +222,7 @@ class _Trial:
                 f"{self._parts[0].samples} samples",
                 found=f"its halves give {first[0]:.6g} and {second[0]:.6g}: it is a mean, not a sum",
                 fix="use reduction='sum' in the loss function, with the number of samples as the "
-                "count; where the model itself returns a mean, return output.loss * n, n",
+                "count; if the model itself returns a mean, return output.loss * n, n",
             )
 
     def _cut_for(self, part: MicroBatch, output: Any) -> Any:
@@ -251,7 +251,9 @@ def _first(micro: MicroBatch, samples: int) -> MicroBatch:
 def part_of(micro: MicroBatch, rows: slice) -> MicroBatch:
     """Return some samples of a micro-batch; ValueError if it holds something that cannot be cut."""
     value = _cut(micro.value, rows, micro.samples)
-    return MicroBatch(value, micro.first + rows.start, rows.stop - rows.start, micro.weight)
+    size = rows.stop - rows.start
+    first = micro.first + rows.start
+    return MicroBatch(value, first, size, micro.weight, batch_first=micro.batch_first)
 
 
 def _cut(value: Any, rows: slice, size: int) -> Any:

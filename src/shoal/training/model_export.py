@@ -44,14 +44,14 @@ def export(
     *,
     example: tuple[Any, ...] | None = None,
 ) -> Path:
-    """Write the model for use without Shoal, under the user's names for its entries. Rank 0 writes.
+    """Write the model to a file for use without Shoal, with the names of your module. Rank 0 writes.
 
     Call it on all ranks. If each rank has the complete model (as under DDP), rank 0 may call it alone;
     if the model is sharded or split (FSDP, TensorParallel, Pipeline, RPCPipeline), it is collective.
     The write is atomic.
 
     Args:
-        source: Parallelized model, a Step, or a Run, whose first model is written.
+        source: Parallelized model, a Step, or a Run. Of a Run, the first model is written.
         path: File to write. The extension sets the format: `.safetensors` and `.pt` (by torch.save)
             hold the state_dict, `.ts` is TorchScript and `.pt2` a torch.export program, both in eval
             mode. Entries of the state_dict that are not tensors are kept in `.pt` if `torch.load(…,
@@ -142,7 +142,7 @@ def _first_alone(world: World, given: str, path: Path, save: Callable[[], None])
         raise CheckpointError(
             given=given,
             found=error.found,
-            fix="see rank 0's own error; all ranks call shoal.export, or rank 0 alone",
+            fix="see rank 0's own error; call shoal.export on all ranks, or on rank 0 only",
         ) from None
 
 
@@ -189,8 +189,8 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
         source: Path of a safetensors file, or a mapping from names to tensors.
 
     Raises:
-        CheckpointError: Before anything changes, if names or shapes differ or two names become one, or
-            the file is not a complete safetensors file.
+        CheckpointError: Before anything changes, if names or shapes differ, two names become the same,
+            or the file is not a complete safetensors file.
 
     Examples:
         >>> model = torch.nn.Linear(4, 1)
@@ -410,7 +410,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             given=f"shoal.load(model, {str(path)!r})",
             found="there is no such file",
-            fix="pass the path of a safetensors file; shoal checkpoint export writes one of a run",
+            fix="pass the path of a safetensors file; shoal checkpoint export writes one from a run",
         )
     if path.suffix != ".safetensors":
         raise CheckpointError(

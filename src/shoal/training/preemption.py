@@ -285,14 +285,15 @@ class PreemptionHandler:
         return LaunchError(
             given=f"{reason}: all ranks stop after the same step",
             found=f"rank {names} of {self._size} did not answer within {ANSWER_SECONDS:g} s",
-            fix="see that rank's own error; the same command resumes from the latest checkpoint",
+            fix="see that rank's own error; the same command resumes from the latest complete "
+            "checkpoint",
         )
 
     def _fail(self, error: RuntimeError) -> None:
         self._error = LaunchError(
             given="a request to stop, through the store of rank 0 or its launcher",
             found=f"the store can't be reached any more: {str(error).splitlines()[0]}",
-            fix="see rank 0's own error; the same command resumes from the latest checkpoint",
+            fix="see rank 0's own error; the same command resumes from the latest complete checkpoint",
         )
         self._settled.set()
 

@@ -19,6 +19,8 @@ from shoal.distributed.world import World
 from shoal.telemetry.profiler.window import check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
+from shoal.training.guards.create import create_guards
+from shoal.training.guards.options import Guards
 from shoal.training.logged_values import LogQueue, check_names, check_trackers
 from shoal.training.named_states import train_states
 from shoal.training.preemption import PreemptionHandler, StoppedExit, StopReason
@@ -37,8 +39,8 @@ class Run:
     """One training run in one directory: its checkpoints, events and progress.
 
     Use it as a context manager, on all ranks. The directory gets `checkpoints/step-N/` and
-    `events/rank-R.jsonl`. The Run's step number is the first Step's or model's: a Step counts
-    its own steps, and for a model each `batch.finish` counts.
+    `events/rank-R.jsonl`. `step` is the number of steps of the first Step, or of calls of
+    `batch.finish` for the first model.
 
     While the Run is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank makes all ranks save in the
     same tick and exit: with code 75, which requests a restart, or 130 after Ctrl-C.
@@ -50,8 +52,9 @@ class Run:
         loader: Loader whose position the checkpoints hold.
         optimizer: Optimizer of a model that is not in a Step; for several, a dict with the same names.
             Default: None.
-        schedule: Scheduler of such a model; a dict for several. The loop steps it, once after each
-            optimizer step or once after each epoch; the Run saves and restores it. Default: None.
+        schedule: Scheduler of a model that is not in a Step; a dict for several. The loop steps it,
+            once after each optimizer step or once after each epoch; the Run saves and restores it.
+            Default: None.
         state: Other objects with `state_dict` and `load_state_dict`, by name. Their state must be the
             same on all ranks: if it differs, a save raises CheckpointError. Default: None.
         config: Plain values that checkpoints record for users: learning rates, paths. Default: None.
@@ -66,6 +69,8 @@ class Run:
             TensorBoard if it is installed. Default: None.
         profile: First and last step that torch's profiler records, for a timeline of all ranks (`shoal
             report runs/a --trace 100:105`). Default: None.
+        guards: Checks for silent data corruption while the Run is open. `None` checks nothing.
+            Default: None.
 
     Attributes:
         step: Number of optimizer steps since the start of training.
@@ -74,8 +79,8 @@ class Run:
         world: World of the loader.
 
     Raises:
-        StepError: If `model`, `optimizer` or `schedule` do not fit each other, or `profile` is out of
-            range.
+        StepError: If `model`, `optimizer` or `schedule` do not fit each other, `profile` is out of
+            range, or the strategy has no state that `guards` could compare.
         DataError: If `loader` is not a Loader.
         CheckpointError: On all ranks, if a directory can't be written, another run is open in it,
             `state` or `config` can't be saved, or a model's state_dict has an entry that a checkpoint
@@ -116,6 +121,7 @@ class Run:
         must_save: bool = False,
         trackers: Sequence[Tracker] | None = None,
         profile: tuple[int, int] | None = None,
+        guards: Guards | None = None,
     ) -> None:
         call = f"shoal.Run(…, profile={profile})"
         window = None if profile is None else check_length(check_window(profile, call), call)
@@ -151,6 +157,7 @@ class Run:
         self._begun = self._closed = False
         self._first = self._numbers()
         self._recording = RunEvents(self.events, self.train_states, loader)
+        self._guards = create_guards(self.train_states, guards, self.events)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, BackgroundSave[AnyPath]] | None = None
         self.world.before_closing(self.close)
         self._stopping = PreemptionHandler(self.world)
@@ -167,11 +174,12 @@ class Run:
         return next(iter(self.train_states.values())).number
 
     def restore(self) -> RestorePoint | None:
-        """Resume from the newest complete checkpoint, if there is one. Collective.
+        """Resume from the latest complete checkpoint, if there is one. Collective.
 
-        Rank 0 prints which damaged checkpoints were skipped, and why. On the same number of ranks,
-        random states are restored too, and the run ends bit-equal to an uninterrupted one. On a
-        different number, the data continue from the exact sample.
+        Rank 0 prints which damaged checkpoints were skipped, and why. If there are only interrupted
+        saves, it prints their names. On the same number of ranks, random states are restored too, and
+        the run ends bit-identical to an uninterrupted one. On a different number of ranks, the data
+        continue at the exact next sample.
 
         Returns:
             The step, the position in the data, the epoch and the path of the checkpoint; None if there
@@ -192,10 +200,16 @@ class Run:
         loaded = self.files.restore(self.contents.template(), self.contents.elsewhere())
         self._saved = None
         if loaded is None:
+            if saves := ", ".join(self.files.checkpoints.interrupted):
+                self.world.print(
+                    f"no complete checkpoint in {self.files.checkpoints.directory}, only interrupted "
+                    f"saves ({saves}): training starts from the beginning"
+                )
             return None
         for skipped in loaded.skipped:
             self.world.print(f"skipped {skipped.path}: {skipped.reason}")
         restored = self.contents.load(loaded, f"a Run in {self.directory}")
+        self._recording.replay(restored.position)
         self._first = self._numbers()
         self._curves.begins = restored.step
         self.events.write(
@@ -222,6 +236,7 @@ class Run:
         Raises:
             SystemExit: After a save, if a signal on any rank requested a stop.
             StepError: If no Step or `batch.finish` has processed a batch, or the Run is closed.
+            CorruptionError: On all ranks, if `guards` find replicas that differ.
             CheckpointError: With `must_save`, if a save failed; if `every` is not an interval.
         """
         timeline = self.world.timeline
@@ -254,6 +269,8 @@ class Run:
         for each in self.train_states.values():
             each.check_schedule(epoch_ended=batch is not None and batch.ends_epoch)
         moved = self._recording.tick(now)
+        for guard in self._guards:
+            guard.tick()  # before a save, which would keep what it finds
         self._logged.write(wait=False)
         self._observer.tick()
         if self._progress is not None and self._progress.due(now):
@@ -267,18 +284,18 @@ class Run:
     def save(self, *, to: str | None = None, wait: bool = True) -> AnyPath:
         """Commit a complete checkpoint of the run. Collective.
 
-        If no step was taken since the last save, it returns that checkpoint; with user state, which may
-        have changed, it replaces the checkpoint.
+        If no step was taken since the last save, it returns that checkpoint. If the Run has user state,
+        which may have changed, it saves again and replaces that checkpoint.
 
         Args:
             to: Name of a directory next to `checkpoints/`, such as "best": the checkpoint replaces the
                 previous one there, and `restore` does not read it. `None` saves into `checkpoints/`.
                 Default: None.
-            wait: False returns once the state has been copied; the directory appears when the
-                background save has committed. Default: True.
+            wait: If False, the call returns once the state has been copied, and the directory appears
+                when the background save has committed. Default: True.
 
         Returns:
-            The directory of the checkpoint; for a checkpoint at a URL, `str` of it is the URL.
+            The directory of the checkpoint; for a checkpoint at a URL, `str(directory)` is the URL.
 
         Raises:
             CheckpointError: On all ranks, if the checkpoint can't be written, user state differs
@@ -393,11 +410,13 @@ class Run:
         if reason is None:
             try:
                 self._settle()
-            except StepError as found:
+            except Exception as found:  # the device may have failed
                 error = reason = late = found
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
         self._stopping.stop()  # not before: a signal would cut the save short
         self._observer.end()
+        for guard in self._guards:
+            guard.close()
         self._logged.write(wait=reason is None)
         if self._begun:
             self._recording.end(reason)
@@ -447,7 +466,7 @@ class Run:
             raise CheckpointError(
                 given=f"a Run in {self.directory}",
                 found="a Run that this process opened there later has taken the directory over",
-                fix="close a Run before you open another in its directory, or give each its own: "
+                fix="close a Run before you open another in its directory, or use another directory: "
                 "shoal.Run('runs/b', …)",
             )
 

@@ -89,7 +89,7 @@ class RunDirectory:
         return self._siblings[folder]
 
     def restore(self, template: Tree, elsewhere: Collection[str]) -> RestoredCheckpoint | None:
-        """Load the newest complete checkpoint, with which the run continues; None if there is none."""
+        """Load the latest complete checkpoint, with which the run continues; None if there is none."""
         loaded = self.checkpoints.restore(template, elsewhere)
         self._continues = True
         return loaded
@@ -97,7 +97,7 @@ class RunDirectory:
     def check_unused(self) -> None:
         """Raise CheckpointError if there are checkpoints of a run that this one does not continue.
 
-        The next restore would take the latest checkpoint of either run.
+        The next restore would take the latest complete checkpoint of either run.
         """
         if self._continues:
             return
@@ -105,8 +105,8 @@ class RunDirectory:
         if there is not None:
             raise CheckpointError(
                 given=f"training from the start in {self._place}",
-                found=f"checkpoints of an earlier run, the newest {there.name}, which the next restore "
-                "would load as this run's",
+                found=f"checkpoints of an earlier run (the latest: {there.name}), which the next "
+                "restore would load as checkpoints of this run",
                 fix="call run.restore() before the first batch, or use another directory; or, to "
                 f"start a new run, {how_to_remove(self._place)}",
             )

@@ -15,6 +15,7 @@ from shoal.data.step_result import LateResult
 from shoal.telemetry.events import FORMAT, Events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Spent, TickTimes
 from shoal.training.preemption import StoppedExit
+from shoal.training.recorded_splits import recorded_splits
 from shoal.util import accelerator
 from shoal.util.packages import versions
 
@@ -57,7 +58,8 @@ class RunEvents:
         """Record the placement, versions and options of this rank. Collective."""
         world = self._loader.world
         step = next(iter(self._steps.values()))
-        found = versions()
+        found, balance = versions(), self._loader.balance
+        started: dict[str, Any] = {} if balance is None else {"samples": list(balance.shares)}
         self._events.write(
             "start",
             {
@@ -87,6 +89,7 @@ class RunEvents:
                 "goal": self._loader.goal,
                 "workers": self._loader.workers,
                 "config": dict(config),
+                **started,
             },
         )
 
@@ -110,7 +113,24 @@ class RunEvents:
                 self._late.append(_LateRow(name, number, where, each, result, self._loader.load))
             else:
                 self._events.step(name, (*where, each, *result[:3], self._loader.load))
+        self._write_changes()
         return taken[0] == self._first
+
+    def replay(self, position: int) -> None:
+        """Split batches from `position` on as an earlier attempt has recorded. Collective."""
+        world = self._loader.world
+        if self._loader.measures_speed:
+            found = recorded_splits(self._events.path, position) if world.is_rank_zero else None
+            self._loader.replay(*world.broadcast(found))
+
+    def _write_changes(self) -> None:
+        """Record on rank 0 how batches are split since the last tick, if that has changed."""
+        balance = self._loader.balance
+        for change in [] if balance is None else balance.take_changes():
+            if self._loader.world.is_rank_zero:
+                values: dict[str, Any] = {"step": self._steps[self._first].number}
+                values |= {"position": change.position, "samples": list(change.shares)}
+                self._events.write("shares", values | {"predicted": change.gain})
 
     def write_settled(self) -> None:
         """Record the late steps whose results have been looked at; drop those that were taken back."""

@@ -134,7 +134,8 @@ class RunState:
             "time": time.time(),
             "layout": str(self._world.layout),
             "batch_size": self._loader.batch_size,
-            "versions": versions(),
+            # With its build, such as +cu130, which the metadata of the package lacks.
+            "versions": versions() | {"torch": str(torch.__version__)},
             "config": dict(self._config),
         }
 
@@ -229,8 +230,8 @@ class RunState:
         ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {spans(odd)}"
         raise CheckpointError(
             given=f"shoal.Run(…, state={{{name!r}: {type(self._state[name]).__name__}}}), at {path}",
-            found=f"{ranks} of {self._world.size} would save a different value than the first "
-            "rank that has it, and a checkpoint keeps one value for all ranks",
+            found=f"{ranks} of {self._world.size} would save a different value than the first rank "
+            "with this entry, and a checkpoint keeps one value for all ranks",
             fix="save a dict keyed by parameter name, as shoal.EMA does: the checkpoint then keeps the "
             "entries of all stages"
             if self.in_parts

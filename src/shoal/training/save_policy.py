@@ -86,8 +86,8 @@ def check_every(every: object, call: str) -> Every:
     raise CheckpointError(
         given=call.format(repr(every)),
         found="the interval between saves is a number of steps, 1 or more, or a time",
-        fix=f"use {call.format(500)}, or instead of the number timedelta(minutes=10) or "
-        "shoal.YoungDaly(mtbf=timedelta(hours=8))",
+        fix=f"use {call.format(500)}, {call.format('timedelta(minutes=10)')} or "
+        f"{call.format('shoal.YoungDaly(mtbf=timedelta(hours=8))')}",
     )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shoal.util.arguments import is_integer, is_number
+from shoal.util.arguments import integer_like, is_integer, is_number
 from shoal.util.errors import StepError
 
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -65,7 +65,8 @@ class LRSchedule:
             raise StepError(
                 given=f"LRSchedule(warmup_steps={self.warmup_steps!r})",
                 found="warmup_steps is a number of optimizer steps: an integer, 0 or more",
-                fix="use LRSchedule(warmup_steps=100), or a fraction of all steps: "
+                fix=f"use LRSchedule(warmup_steps={integer_like(self.warmup_steps, 100)}), or a "
+                "fraction of all steps: "
                 f"LRSchedule(warmup_ratio={ratio})",
             )
         for name, value in (("warmup_ratio", self.warmup_ratio), ("min_ratio", self.min_ratio)):

@@ -86,7 +86,7 @@ def check_optimizer(
     if state["type"] != kind:
         raise CheckpointError(
             given=f"a Step with {kind}",
-            found=f"a checkpoint of one with {state['type']}",
+            found=f"the checkpoint has the state of {state['type']}",
             fix=f"torch.optim.{state['type']}, or start a new run: shoal.Run('runs/b', …)",
         )
     saved: Mapping[str, int] = state["members"]
@@ -94,7 +94,7 @@ def check_optimizer(
     if groups != len(optimizer.param_groups):
         raise CheckpointError(
             given=f"{kind} with {len(optimizer.param_groups)} parameter group(s)",
-            found=f"a checkpoint of one with {groups}",
+            found=f"the checkpoint has {groups} parameter group(s)",
             fix="use the same parameter groups, or start a new run: shoal.Run('runs/b', …)",
         )
     if saved != here:
@@ -103,7 +103,7 @@ def check_optimizer(
         moved = [name for name in here if name in saved and saved[name] != here[name]]
         raise CheckpointError(
             given=f"{kind} over {len(here)} parameters",
-            found=f"a checkpoint of one over {len(saved)}; missing in it: {_first(missing)}; "
+            found=f"the checkpoint has {len(saved)} parameters; missing in it: {_first(missing)}; "
             f"unexpected: {_first(unexpected)}; in another group: {_first(moved)}",
             fix="use the same parameters in the same groups, or start a new run: "
             "shoal.Run('runs/b', …)",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
-from weakref import WeakMethod
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from shoal.strategies.correction import (
     not_finite,
 )
 from shoal.strategies.coupled_layers import say_division
+from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import CHECKPOINT, FORWARD
 from shoal.training.coupling_check import say_coupled
@@ -43,6 +44,9 @@ from shoal.util.errors import StepError
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILERS = ("inductor", "blocks", "script")
 RESULTS = ("now", "late")
+
+Checking: TypeAlias = Callable[[Batch, torch.dtype | None, float], AbstractContextManager[None]]
+"""Returns the context of the gradients of a batch, given the dtype of autocast and the loss scale."""
 
 
 class Step(TrainState):
@@ -60,9 +64,9 @@ class Step(TrainState):
         compile: Compiler: "inductor" (torch.compile), "blocks" (torch.compile of each repeated block,
             once for all of a class) or "script" (TorchScript). `None` does not compile. Default: None.
         result: "now" waits for loss and gradient norm in each step. "late" does not wait for the
-            device: the next step looks at them, and a loss that is not finite raises then. It needs a
-            fused optimizer (`fused=True`). `None` is "late" on an accelerator where that is possible,
-            and else "now". Default: None.
+            device: the next step reads both, and raises if the loss was not finite. It needs a fused
+            optimizer (`fused=True`). `None` is "late" on an accelerator where that is possible, and
+            else "now". Default: None.
 
     Attributes:
         number: Number of optimizer steps since the start of training.
@@ -70,7 +74,8 @@ class Step(TrainState):
         result_mode: Decision between "now" and "late", with its reason.
 
     Raises:
-        StepError: If an argument has no such value, or the optimizer has parameters of another model.
+        StepError: If an argument has an invalid value, or the optimizer has parameters of another
+            model.
 
     Examples:
         >>> def loss(output, batch):
@@ -135,6 +140,8 @@ class Step(TrainState):
         self.result_mode = result_mode(result, self.engine, optimizer, fp16=self._scale is not None)
         self._result_given = result
         self._pending: PendingStep | None = None
+        self.checking: Checking | None = None
+        """Checks the gradients of a batch, if a guard does so."""
         if self.result_mode.value == "late":
             self.engine.world.before_closing(self._end)
         self._prepared = False
@@ -151,13 +158,12 @@ class Step(TrainState):
 
         Raises:
             StepError: On all ranks, if loss or gradients are not finite; the parameters do not change.
-                With `result="late"` the next step raises it, or what comes first of a save, an
-                evaluation and the end of the run; the step after the failed one is skipped too, and
-                both count as not taken. With fp16 the step is skipped and the loss scale is halved
-                instead. Under strategies in which each rank takes independent steps (Hogwild,
-                LocalSGD, DiLoCo), only that rank raises it; if the caller catches it, the step counts
-                as one without samples. On the first batch, also if the loss function returns a mean
-                instead of a sum.
+                With `result="late"`, it is raised by the next step, save or evaluation, or at the end
+                of the run; the step after the failed one is skipped too, and neither counts as taken.
+                With fp16 the step is skipped and the loss scale is halved instead. Under strategies
+                in which each rank takes independent steps (Hogwild, LocalSGD, DiLoCo), only that rank
+                raises it; if the caller catches it, the step counts as a step without samples. On the
+                first batch, also if the loss function returns a mean instead of a sum.
             AgreementError: On all ranks, at the first batch of a Loader, if the ranks have different
                 data.
         """
@@ -203,7 +209,9 @@ class Step(TrainState):
     def _correct(self, batch: Batch) -> Correction | DeviceCorrection:
         """Compute the gradients of the batch and their correction, late ones on the device."""
         scale = 1.0 if self._scale is None else self._scale.value
-        with self.counting:
+        checking = self.checking
+        checked = nullcontext() if checking is None else checking(batch, self._autocast, scale)
+        with checked, self.counting:
             totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
         if self.result_mode.value == "late":
             before = None if self._pending is None else self._pending.skip
@@ -242,7 +250,7 @@ class Step(TrainState):
         self.engine.world.service(CoupledStep).apply()
         self._settle(batch)
         self._pending = pending
-        self.engine.unsettled = WeakMethod(self._settle)
+        self.engine.unsettled = self._settle  # keeps this Step, if the script drops it
         self._follow_schedule()
         batch.processed = True
         return pending.result_after
@@ -334,7 +342,7 @@ class Step(TrainState):
         """Return a state as `state_dict` does, without synchronizing values over ranks. Collective.
 
         Returns:
-            The entries of `state_dict`, with values that may differ between ranks.
+            The entries of `state_dict`. Their values may differ between ranks.
         """
         state = super().form()
         if self._scale is not None:
@@ -348,7 +356,7 @@ class Step(TrainState):
             state: State of a Step with the same model, optimizer, schedule and precision.
 
         Raises:
-            CheckpointError: Before anything changes, if it is of another one.
+            CheckpointError: Before anything changes, if the state does not fit this Step.
         """
         super().load_state_dict(state)
         self._pending = None
@@ -362,6 +370,13 @@ class Step(TrainState):
         return self._compile is not None or super().compiled
 
     @property
+    def _draws_compiled(self) -> bool:
+        """True if compiled code draws random numbers itself, which then don't belong to samples."""
+        staged = self.engine.world.layout.degree("pipeline") > 1
+        split = staged or slices_of(self.engine.module) is not None
+        return super().compiled or self._compile == "script" or (self._compile is not None and split)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The compute dtype of most of the model: that of mixed precision, or of its parameters."""
         return self._autocast or super().dtype
@@ -370,10 +385,16 @@ class Step(TrainState):
         return {**super()._options(), "scale": self._scale}
 
     def _prepare(self, batch: Batch) -> None:
+        if self.engine.independent_steps and batch.measures_speed:
+            raise StepError(
+                given=f"shoal.Loader(…, shares='measured') with {self.engine.strategy}",
+                found="its ranks take their steps separately, so that no step waits for a slow rank",
+                fix="leave shares out",
+            )
         check_same_environment(self.engine.world)
         batch.compare_ranks()
         self.try_loss(batch)
-        say_division(self.engine, len(batch), compiled=self.compiled)
+        say_division(self.engine, len(batch), compiled=self._draws_compiled)
         say_coupled(self.engine, self.task, batch, autocast=self._autocast)
         waits = self.result_mode.value == "now" and self._result_given is None
         self.tell_hints(self.result_mode.reason if waits else "")

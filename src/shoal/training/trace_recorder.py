@@ -76,7 +76,7 @@ class Recorder:
         elif asked is not None:
             self._world.print(
                 f"shoal: steps {asked[0]} are not recorded: not all ranks saw the request in time; "
-                "ask for later ones"
+                "request later steps"
             )
 
     def end(self) -> None:

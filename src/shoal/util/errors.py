@@ -62,3 +62,7 @@ class CheckpointError(ShoalError):
 
 class AgreementError(ShoalError):
     """An error of ranks that should have the same value and do not."""
+
+
+class CorruptionError(ShoalError):
+    """An error of memory or arithmetic that changed the state of a run, found by a guard."""

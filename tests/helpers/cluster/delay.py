@@ -1,19 +1,22 @@
 """A switch that keeps each frame for a while, for kernels without netem.
 
-`delay.py SECONDS PORT…`, in the network namespace of the ports: joins them, and says `ready`. Ports
+`delay.py SECONDS PORT…`, in the network namespace of the ports: joins them, and says `ready`. With
+`--lose`, `--double` or `--reorder` and a probability, it loses frames, sends them twice, or keeps them
+5 ms longer than those that come after them. Ports
 are packet sockets (packet(7)), so the hosts' own devices stay as they are when it comes and goes.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import heapq
 import os
+import random
 import select
 import socket
 import struct
-import sys
 import time
-from collections import deque
 from contextlib import suppress
 
 # Of linux/if_packet.h, if_ether.h, prctl.h and asm-generic/socket.h; the size of a virtio_net_hdr.
@@ -29,6 +32,8 @@ _BUFFER = 1 << 25
 _AT_ONCE = 64
 _EARLY = 0.0003
 """Seconds for which it asks again and again before a frame is due: to be woken takes its time."""
+_LATER = 0.005
+"""Seconds by which a frame comes too late that is reordered."""
 _NOTES = socket.CMSG_SPACE(_TIME.size)
 
 
@@ -50,7 +55,9 @@ def _open(name: str) -> socket.socket:
     return port
 
 
-def switch(seconds: float, names: list[str]) -> None:
+def switch(
+    seconds: float, names: list[str], *, lose: float, double: float, reorder: float, seed: int
+) -> None:
     """Pass frames on, each `seconds` after the kernel had it, until this process is killed."""
     # A switch waits for no other process of this machine, where that can be had.
     with suppress(OSError):
@@ -59,7 +66,8 @@ def switch(seconds: float, names: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     ports = [_open(name) for name in names]
     behind: dict[bytes, socket.socket] = {}
-    kept: deque[tuple[float, socket.socket, bytes]] = deque()
+    kept: list[tuple[float, int, socket.socket, bytes]] = []
+    draw, count = random.Random(seed), 0
     print("ready", flush=True)
     while True:
         patience = max(0.0, kept[0][0] - _EARLY - time.time()) if kept else None
@@ -69,9 +77,14 @@ def switch(seconds: float, names: list[str]) -> None:
                     frame, notes, _, _ = port.recvmsg(_LONGEST_FRAME, _NOTES)
                     behind[frame[_HEADER + 6 : _HEADER + 12]] = port
                     whole, parts = _TIME.unpack(notes[0][2])
-                    kept.append((whole + parts / 1e9 + seconds, port, frame))
+                    if draw.random() < lose:
+                        continue
+                    due = whole + parts / 1e9 + seconds + _LATER * (draw.random() < reorder)
+                    for _ in range(1 + (draw.random() < double)):
+                        count += 1  # frames of the same time stay in order
+                        heapq.heappush(kept, (due, count, port, frame))
         while kept and kept[0][0] <= time.time():
-            _, source, frame = kept.popleft()
+            _, _, source, frame = heapq.heappop(kept)
             known = behind.get(frame[_HEADER : _HEADER + 6])
             for port in [known] if known is not None else ports:
                 if port is not source:
@@ -80,5 +93,19 @@ def switch(seconds: float, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("ports", nargs="+")
+    for name in ("lose", "double", "reorder"):
+        parser.add_argument(f"--{name}", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
     with suppress(KeyboardInterrupt):
-        switch(float(sys.argv[1]), sys.argv[2:])
+        switch(
+            given.seconds,
+            given.ports,
+            lose=given.lose,
+            double=given.double,
+            reorder=given.reorder,
+            seed=given.seed,
+        )

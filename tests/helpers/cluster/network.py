@@ -84,10 +84,13 @@ class Network:
         _tc(space, *f"add dev {name} root tbf rate {rate} {_BUCKET}".split())
         ip(*f"-n {space} route add {there} dev {name} src {own}".split())
 
-    def delay(self, round_trip: float) -> list[str]:
-        """The command that delays all frames for as long as it runs: `round_trip` in seconds."""
+    def delay(self, round_trip: float, *faults: str) -> list[str]:
+        """The command that delays all frames for as long as it runs: `round_trip` in seconds.
+
+        `faults` are options of delay.py, such as `--lose=0.01`.
+        """
         enter = ["ip", "netns", "exec", self.space(_SWITCH), sys.executable, str(DELAY)]
-        return [*enter, str(round_trip / 2), *(f"v{host}" for host in self.hosts)]
+        return [*enter, str(round_trip / 2), *(f"v{host}" for host in self.hosts), *faults]
 
     def plug(self, *, kernel: bool) -> None:
         """Plug all cables into the kernel's switch, or unplug them for a command that is one."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from shoal._torch.c10d import all_gather_tensor
 from shoal.bench.collectives.machine_file import CollectiveSeries, Point, fit_line
 from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
 from shoal.distributed.world import World
@@ -76,11 +77,10 @@ class BackendGroup:
         group, count = self.group, self.elements(bytes)
         whole, other = self._mine[:count], self._others[:count]
         part = other[: count // self.ranks]
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
-            "all_gather": lambda: gather(whole, part, group=group),
+            "all_gather": lambda: all_gather_tensor(whole, part, group=group),
             "reduce_scatter": lambda: scatter(part, whole, group=group),
             "broadcast": lambda: dist.broadcast(whole, 0, group=group),
             "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),

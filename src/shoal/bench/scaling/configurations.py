@@ -170,7 +170,7 @@ def _check_script(options: StudyOptions) -> None:
         if needed and f"{{{name}}}" not in text:
             raise LaunchError(
                 given=f"{options.model} -- {text}",
-                found=f"no argument passes the script its {name}, which the study chooses",
+                found=f"the benchmark varies the {name}, but no argument passes it to the script",
                 fix=f"{options.model} -- {text} --{name} {{{name}}}".replace("--  ", "-- "),
             )
 

@@ -218,10 +218,14 @@ def _call(subject: Factory) -> Workload:
             fix="use a function in a module that Python can import from this directory: "
             f"python -c 'from {subject.module} import {subject.name}'",
         ) from error
-    made = function()
+    return workload_of(function(), str(subject))
+
+
+def workload_of(made: object, given: str) -> Workload:
+    """Return the workload that the function `given` has returned; LaunchError for other values."""
     if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[1], Task):
         raise LaunchError(
-            given=str(subject),
+            given=given,
             found=f"it returned {type(made).__name__}, not (model, task, dataset)",
             fix="return model, shoal.Task(loss), dataset",
         )

@@ -67,7 +67,7 @@ def print_study(study: Study, console: Console) -> None:
     if not found:
         raise LaunchError(
             given=str(study.path),
-            found="no job of it has a result yet",
+            found="none of its jobs has a result yet",
             fix=f"shoal bench scaling {study.options.model} … --study {study.path}",
         )
     word, each = throughput_unit(study.options.subject)
@@ -142,7 +142,7 @@ def collect_study(study: Study, console: Console) -> bool:
     if left:
         total = len(list_configurations(study.options)) * study.options.rounds
         count = sum(each.trainings for each in left)
-        print_line(console, f"{count} of {total} trainings have no result yet:")
+        print_line(console, f"{count} of {total} training runs have no result yet:")
         for each in left:
             job = f"job {', '.join(each.numbers)}: " if each.numbers else ""
             print_path(console, f"{job}{each.trainings} {each.state}: {each.more}")

@@ -82,7 +82,7 @@ class DCPReader(ChunkReader):
             if other != name:
                 raise CheckpointError(
                     given=given,
-                    found=f"{other} and {name}, which DCP both calls {_dcp_name(name)}",
+                    found=f"DCP has the same name, {_dcp_name(name)}, for {other} and {name}",
                     fix="use shoal checkpoint export, which writes the model to a file without DCP's "
                     "names",
                 )

@@ -53,7 +53,7 @@ def extract(
     if path.suffix not in ENDINGS:
         raise CheckpointError(
             given=f"shoal checkpoint export … {path}",
-            found=f"the extensions are {' and '.join(ENDINGS)}; a program needs the model's code",
+            found=f"the extensions are {' and '.join(ENDINGS)}; other formats need the model's code",
             fix="use OUT.safetensors; for .ts and .pt2 load that file into the model, then call "
             "shoal.export",
         )

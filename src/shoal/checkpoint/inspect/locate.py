@@ -64,7 +64,7 @@ def checkpoints(given: AnyPath) -> list[AnyPath]:
 
 
 def newest(given: AnyPath) -> AnyPath:
-    """Return `given` if it is a checkpoint, or else the newest complete one in its first folder."""
+    """Return `given` if it is a checkpoint, or else the latest complete one in its first folder."""
     if is_checkpoint(given):
         return given
     store = store_in(folders(given)[0], Files())
@@ -99,7 +99,7 @@ def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
 
 
 def read_newest(given: Sequence[AnyPath], action: Callable[[list[CheckpointManifest]], R]) -> R:
-    """Return the result of `action` for the latest checkpoint of each of `given`.
+    """Return the result of `action` for the latest complete checkpoint of each of `given`.
 
     Calls it again if a live run has renamed or removed one of them.
     """
@@ -121,6 +121,6 @@ def _name(path: AnyPath) -> str:
 def _unfinished(given: AnyPath) -> CheckpointError:
     return CheckpointError(
         given=str(given),
-        found="no save has finished in it",
+        found="it contains no finished save",
         fix=f"list its contents: shoal checkpoint ls {given}",
     )

@@ -53,7 +53,7 @@ def flux(env: Mapping[str, str], cpus: int) -> Placement:
     if nodes < 1 or size % nodes:
         raise LaunchError(
             given=spell(env, ("FLUX_JOB_SIZE", "FLUX_JOB_NNODES")),
-            found="Flux does not set the number of tasks of each node, and they are not the same",
+            found="the nodes have different numbers of tasks, and Flux does not publish these numbers",
             fix="flux run -N NODES --tasks-per-node=N, the same on every node",
         )
     return _place(

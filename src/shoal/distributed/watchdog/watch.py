@@ -231,6 +231,7 @@ class Watch:
         """
         if time.monotonic() < self._left + _LEFT_SECONDS:
             return
+        counts = self._counts()
         answers = await self._ask(range(self._size), {"judge": self._rank})
         found = [self._understand(rank, answer) for rank, answer in enumerate(answers)]
         decided = diagnosis.decide(found, seconds=seconds)
@@ -238,6 +239,8 @@ class Watch:
             return
         if seconds < decided.due(self._limits, self.limit):
             return
+        if self._ending is not None or not self._still_waits(counts):
+            return  # a rank that answered after the wait had ended looks as if it had not arrived
         report = self._put_into_words(decided, found)
         self._decided = True
         there = [one.rank for one in found if isinstance(one, RankReport) and one.rank != self._rank]

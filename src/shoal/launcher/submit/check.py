@@ -75,7 +75,7 @@ def check_interpreter(request: JobRequest, source: str) -> None:
     if said != here and (done.returncode == 0 or "PackageNotFoundError" in done.stderr):
         raise LaunchError(
             given=f"--python {python}",
-            found=f"it has {said}, and this is {here}",
+            found=f"it has {said}, and this command is {here}",
             fix=f"install the same version with {python} -m pip, or leave --python out",
         )
 

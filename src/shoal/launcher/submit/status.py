@@ -108,7 +108,7 @@ def log_files(run: Path, element: int | None) -> list[Path]:
         there = f"has elements 0 to {count - 1}" if count else "is not an array"
         raise LaunchError(
             given=f"--element {element}",
-            found=f"the newest job of {run} {there}",
+            found=f"the latest job of {run} {there}",
             fix="--element 0" if count else "leave --element out",
         )
     return logs(folder, range(count) if element is None else [element])

@@ -156,8 +156,8 @@ def _check_alone(run: Path) -> None:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         raise LaunchError(
             given=f"--run {run}",
-            found=f"job {names}{more} of this run has not ended: of two jobs with one directory, the "
-            "older one fails and loses its progress since its last save",
+            found=f"job {names}{more} of this run has not ended: if two jobs use one directory, the "
+            "older job fails and loses its progress since its last save",
             fix=f"run shoal cancel {shlex.quote(str(run))} first, or use --run DIR with another "
             "directory (--force submits it anyway)",
         )

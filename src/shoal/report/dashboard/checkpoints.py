@@ -1,4 +1,4 @@
-"""The last checkpoint of a run, and an estimate of the next one from the events."""
+"""The latest checkpoint of a run, and an estimate of the next one from the events."""
 
 from __future__ import annotations
 

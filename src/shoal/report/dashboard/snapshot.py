@@ -97,7 +97,7 @@ class Slowest:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointStatus:
-    """The last checkpoint and the next; `due` is in seconds from now, negative if it is late."""
+    """The latest checkpoint and the next one; `due` is in seconds from now, negative if it is late."""
 
     step: int | None = None
     ago: float = 0.0

@@ -35,7 +35,10 @@ def run_page(history: History, verdict: BottleneckReport) -> Page:
             ),
             ("Stragglers", _unless_empty(tables.stragglers_table(verdict))),
         ]
-    sections.append(("Loss and throughput", [*drawn["progress"]]))
+    sections += [
+        ("Measured speed", _unless_empty(tables.splits_table(history))),
+        ("Loss and throughput", [*drawn["progress"]]),
+    ]
     if latest is not None:
         sections += [
             ("Collectives", _unless_empty(tables.collectives_table(latest))),

@@ -18,6 +18,7 @@ from shoal.report import (
     History,
 )
 from shoal.report.attempts import describe_outcome, last_kept_steps, list_saves
+from shoal.report.batch_splits import has_changed, list_splits
 from shoal.report.html import Table
 from shoal.report.summary import compute_rates
 from shoal.util.grouping import group_by
@@ -197,6 +198,28 @@ def stragglers_table(verdict: BottleneckReport) -> Table:
         head=["rank", "host", "part", "since step", "until step", "others", "this one", "cost"],
         rows=rows,
         right=["rank", "since step", "until step", "others", "this one", "cost"],
+    )
+
+
+def splits_table(history: History) -> Table:
+    """Return how batches were split by measured speed; no rows if they never were."""
+    splits = list_splits(history)
+    rows = [
+        [
+            f"{each.step:,}",
+            ", ".join(map(str, each.samples[:MOST])),
+            "" if each.predicted is None else f"{each.predicted:.2f} x",
+            "" if each.speed is None else f"{each.speed:,.4g}",
+            "" if each.gained is None else f"{each.gained:.2f} x",
+        ]
+        for each in splits
+    ]
+    numbers = ["from step", "predicted", "samples per second", "of the equal split"]
+    return Table(
+        caption="Samples of each rank in a full batch, by measured speed",
+        head=[numbers[0], "samples by rank", *numbers[1:]],
+        rows=rows if has_changed(splits) else [],
+        right=numbers,
     )
 
 

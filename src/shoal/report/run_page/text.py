@@ -27,6 +27,9 @@ def print_report(console: Console, history: History, verdict: BottleneckReport) 
             _print(console, tables.main_parts_table(verdict.judged[-1], MOST))
     if verdict.stragglers:
         _print(console, tables.stragglers_table(verdict))
+    splits = tables.splits_table(history)
+    if splits.rows:
+        _print(console, splits)
     if len(history.attempts) > 1:
         _print(console, tables.attempts_table(history, verdict), without="warm-up")
     if history.skipped:

@@ -52,7 +52,7 @@ def _made(run: str, wanted: Window) -> str:
         if over:
             raise CheckpointError(
                 given=f"shoal report {run} --trace {wanted}",
-                found=f"the run has ended, and its newest step is {taken:,}",
+                found=f"the run has ended, and its last step is {taken:,}",
                 fix="use steps that it has taken; or record them when it resumes: "
                 f"shoal.Run(…, profile=({wanted.first}, {wanted.last}))",
             )

@@ -127,10 +127,11 @@ class HogwildEngine(Engine):
         world.membership.survive(essential=choice.value == SERVED and world.is_rank_zero)
         survivors = world.membership.survivors
         self._ranks = [0] if survivors is None else list(survivors.members)
-        bound = "no bound" if self._bound is None else f"at most {self._bound} steps"
+        bound = "any number of" if self._bound is None else f"at most {self._bound}"
         world.print(
-            "shoal: Hogwild, whose results differ from those of one process: parameters in "
-            f"{choice.value}, because {choice.reason}; {bound} ahead of the slowest worker"
+            "shoal: Hogwild, whose results differ from those of one process: parameters are in "
+            f"{choice.value}, because {choice.reason}; a worker may be {bound} steps ahead of the "
+            "slowest"
         )
 
     @property

@@ -69,7 +69,8 @@ class Client(ParameterStorage):
             raise StepError(
                 given="shoal.Hogwild(…) with a parameter server on rank 0",
                 found=f"the server does not answer any more: {reason}",
-                fix="see the error of rank 0; the same command resumes from the latest checkpoint",
+                fix="see the error of rank 0; the same command resumes from the latest complete "
+                "checkpoint",
             ) from None
 
 

@@ -26,14 +26,15 @@ class ContextParallel:
     other operation must act on each position separately. `is_causal` stays exact; other masks raise
     `StepError`.
 
-    Put this strategy before the one that sums gradients. If it is given alone, the strategy of the
-    layout follows.
+    Put this strategy before the one that sums gradients. If you pass it alone, Shoal adds the default
+    strategy of the layout.
 
     Args:
         modules: Patterns of module names, such as "blocks.*". Each match is a unit. None means the
             repeated blocks of the model. Default: None.
-        check: Run the first forward pass two more times, split and unsplit, and compare the outputs.
-            Default: True.
+        check: Run the first forward pass two more times, split and unsplit, and compare the outputs;
+            four more times if the model draws random numbers, to find which of them belong to the slice
+            of each rank. With False, each rank draws different ones. Default: True.
 
     Raises:
         StepError: If the model has no such units, or one unit contains another.

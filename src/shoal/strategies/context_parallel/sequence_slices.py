@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from shoal._torch.autograd import in_backward, made_by
 from shoal._torch.dispatch import tree_leaves, tree_map
+from shoal._torch.modules import has_compiled_call
+from shoal.data.micro import CURRENT_DRAWS
 from shoal.distributed.world import World
+from shoal.strategies.batch_norm import coupled_layers
 from shoal.strategies.comm_timing import waiting
 from shoal.strategies.context_parallel.ulysses import HeadParallelAttention, SlicePeers
-from shoal.strategies.eval_mode import evaluation, untouched
+from shoal.strategies.coupled_layers import say_draws
+from shoal.strategies.eval_mode import each_in_eval_mode, evaluation, untouched
+from shoal.strategies.random_draws.draws import constant_draws, draws_of_another_pass, slices_of
+from shoal.strategies.random_draws.slices import Slices
 from shoal.strategies.tolerance import TOLERANCES, distance
 from shoal.util.errors import StepError
 
@@ -37,7 +44,12 @@ def slice_units(model: nn.Module, units: Mapping[str, nn.Module], world: World, 
         stack = stacks.setdefault(name.rpartition(".")[0], _Stack())
         stack.names.append(name)
         _replace(unit, _SlicedForward(unit, name, stack, peers, view))
-    _replace(model, _ModelForward(model, list(stacks.values()), view, check=check))
+    forward = _ModelForward(model, list(stacks.values()), view, check=check)
+    _replace(model, forward)
+    slices = slices_of(model)
+    if slices is not None:
+        slices.allowed = check
+        slices.split_over("context", peers.size, peers.index, forward)
 
 
 def _replace(module: nn.Module, forward: _Forward) -> None:
@@ -68,6 +80,10 @@ class _View:
     def whole(self) -> bool:
         """Whether sequences are not sliced: in a comparison, and after the world is closed."""
         return self.comparing or self.world.group is None
+
+
+_Noted: TypeAlias = tuple[Any, list[tuple[str, Tensor]]]
+"""The output of the model, and the norms of the outputs of its units."""
 
 
 class _Forward:
@@ -177,10 +193,25 @@ class _ModelForward(_Forward):
         self._unchecked = check
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        if self._unchecked and not self._view.whole:
+        view = self._view
+        slices = None if view.whole or torch.compiler.is_compiling() else slices_of(self._module)
+        if slices is not None and slices.finding:
+            return self._run(args, named)
+        if self._unchecked and not view.whole:
             self._compare(args, named)
             self._unchecked = False
-        return self._run(args, named)
+        if slices is None:
+            return self._run(args, named)
+        if self._module.training and CURRENT_DRAWS.get() is not None and self._finds_slices():
+            slices.find(self._module, view.world, partial(self._run, args, named), (args, named))
+        output = self._run(args, named)
+        say_draws(self._module, view.world)
+        return output
+
+    def _finds_slices(self) -> bool:
+        """Return False for compiled units, and with a plan, whose runner finds the slices."""
+        sharded = self._view.world.layout.degree("tensor") > 1
+        return not sharded and not any(map(has_compiled_call, self._module.modules()))
 
     def _run(self, args: Any, named: Any) -> Any:
         for stack in self._stacks:
@@ -195,36 +226,61 @@ class _ModelForward(_Forward):
                 )
         return output
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compare(self, args: Any, named: Any) -> None:
         """Raise StepError on all ranks if slicing the sequences changes the output."""
-        cut, noted = self._noted(args, named, whole=False)
-        whole, expected = self._noted(args, named, whole=True)
+        call, values = partial(self._run, args, named), (args, named)
+        with evaluation(self._module), constant_draws():
+            cut = self._noted(call, values, whole=False)
+            difference = self._difference(cut, self._noted(call, values, whole=True))
+        if difference:
+            raise self._differing(difference)
+
+    def compare_draws(
+        self,
+        model: nn.Module,
+        slices: Slices,
+        call: Callable[[], Any],
+        values: Any,
+        needed: Callable[[], bool],
+    ) -> str:
+        """Compare the model on slices and on full sequences in its mode; see `Split`. Collective."""
+        with each_in_eval_mode(coupled_layers(model)):
+            with draws_of_another_pass():
+                cut = self._noted(call, values, whole=False)
+            if not needed():
+                return ""
+            with draws_of_another_pass(), slices.without("context"):
+                return self._difference(cut, self._noted(call, values, whole=True))
+
+    def _difference(self, one: _Noted, other: _Noted) -> str:
+        """Return how the outputs differ, the same on all ranks; empty if they are equal."""
+        (cut, noted), (whole, expected) = one, other
         found, meant = _numbers(cut), _numbers(whole)
         if not found:
-            raise self._differing(f"it returns a {type(cut).__name__}, which cannot be compared")
+            return f"it returns a {type(cut).__name__}, which cannot be compared"
         pairs = list(zip(found, meant, strict=True)) if len(found) == len(meant) else []
         distances = [distance(*pair) for pair in pairs] or [math.inf]
         dtypes = self._view.dtypes | {value.dtype for value in found}
         tolerance = max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
         worst = self._reduce(max(distances), "max")
         if worst <= tolerance:
-            return
+            return ""
         apart = [
             number
             for number, ((_, one), (_, other)) in enumerate(zip(noted, expected, strict=False))
             if distance(one, other) > tolerance
         ]
         first = self._reduce(min(apart, default=math.inf), "min")
-        place = f"first in {noted[int(first)][0]}" if math.isfinite(first) else "outside the units"
-        raise self._differing(
-            f"its output differs by {worst:.2g} (relative) when sequences are sliced, {place}"
-        )
+        unit = noted[int(first)][0] or "the model" if math.isfinite(first) else ""
+        place = f"first in {unit}" if unit else "outside the units"
+        return f"its output differs by {worst:.2g} (relative) when sequences are sliced, {place}"
 
-    def _noted(self, args: Any, named: Any, *, whole: bool) -> tuple[Any, list[tuple[str, Tensor]]]:
+    def _noted(self, call: Callable[[], Any], values: Any, *, whole: bool) -> _Noted:
         self._view.comparing, self._view.seen = whole, []
         try:
-            with self._isolated((args, named)):
-                return self._run(args, named), self._view.seen
+            with self._isolated(values):
+                return call(), self._view.seen
         finally:
             self._view.comparing, self._view.seen = False, None
 
@@ -235,7 +291,7 @@ class _ModelForward(_Forward):
         kind = self._view.world.device.type
         enabled = torch.is_autocast_enabled(kind) and isinstance(self._module, FSDPModule)
         autocast = torch.autocast(kind, enabled=enabled, cache_enabled=False)
-        with torch.no_grad(), autocast, untouched(self._module, values), evaluation(self._module):
+        with torch.no_grad(), autocast, untouched(self._module, values):
             yield
 
     def _reduce(self, value: float, how: str) -> float:

@@ -39,8 +39,9 @@ class HeadParallelAttention(TorchFunctionMode):
     """Function mode in which each rank computes attention for some heads, over the full sequence.
 
     A function mode intercepts calls however they are imported, and keeps torch's layers from using
-    special kernels in evaluation. Dropout draws separate numbers for each slice. All other random
-    numbers are the same on all ranks of a sequence, because decisions must be the same.
+    special kernels in evaluation. Where random numbers do not belong to samples, dropout draws separate
+    numbers for each slice, and all other random numbers are the same on all ranks of a sequence,
+    because decisions must be the same.
     """
 
     def __init__(self, unit: str, peers: SlicePeers) -> None:
@@ -135,8 +136,10 @@ class HeadParallelAttention(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _own_noise(self, device: torch.device) -> Iterator[None]:
-        """Draw random numbers of this rank only, from a seed that all ranks draw in sync."""
-        seed = int(torch.randint(2**62, (), device="cpu"))
+        """Draw random numbers that differ between ranks, from a seed that is the same on all ranks."""
+        # A draw of torch, which does not count as a draw of the module.
+        generator = None if torch.compiler.is_compiling() else torch.default_generator
+        seed = int(torch.randint(2**62, (), device="cpu", generator=generator))
         with accelerator.random_state_kept(device):
             torch.manual_seed(seed + self._peers.index)
             yield

@@ -28,6 +28,8 @@ from shoal.strategies.correction import AnyTotals, DeviceTotals, Factor, Totals
 from shoal.strategies.data_parallel import choose_compression, compression
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, finished
 from shoal.strategies.data_parallel.compression import Compress
+from shoal.strategies.data_parallel.fixed_order import FixedOrderReducer
+from shoal.strategies.data_parallel.recomputation import Recomputation
 from shoal.strategies.data_parallel.tally import tally_dtype, whole, whole_on_device
 from shoal.strategies.device_placement.multi_device import bring, check_replicas
 from shoal.strategies.dtensor import is_divided
@@ -126,6 +128,18 @@ class DDP:
             )
         bring(model, world)
         check_replicas(model, world)
+        if world.virtual_ranks is not None:
+            if self.compression is not None:
+                raise StepError(
+                    given=f"shoal.DDP(compression={self.compression!r}) with exact='bits'",
+                    found="compressed gradients depend on the number of ranks",
+                    fix="leave compression out, or exact='bits'",
+                )
+            reducer = FixedOrderReducer(HeldParameters(model, world), world.virtual_ranks)
+            runner = LocalRunner(reducer)
+            engine = SynchronousEngine(runner)
+            engine.repeatable = Recomputation(runner, reducer)
+            return engine
         if world.size == 1:
             return local_engine(model, world)
         return SynchronousEngine(LocalRunner(DDPReducer(HeldParameters(model, world), self)))
@@ -157,6 +171,7 @@ class DDPReducer(Reducer):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
+            init_sync=not world.simulated,
         )
         # Layers that take statistics over all ranks have the same buffers on all of them.
         parts = (part for part in held.module.modules() if not is_covered(part))
@@ -253,7 +268,7 @@ class DDPReducer(Reducer):
         if how == "auto":
             some = list(choose_compression.first_bytes(named, self.options.bucket_cap_mb * (1 << 20)))
             if not some:
-                self.world.print("shoal: compression of gradients: none, because all are complex")
+                self.world.print("shoal: gradients are not compressed, because all of them are complex")
                 return
             choice = choose_compression.choose(some, self.wire)
             self.world.print(f"shoal: {choice.what}: {choice.value or 'none'}, because {choice.reason}")
@@ -324,8 +339,8 @@ class DDPReducer(Reducer):
             some = f": {first(names)}" if names else ""
             raise StepError(
                 given=f"shoal.DDP() around {type(self.held.module).__name__}",
-                found="parameters that earlier batches used got no gradient in the last micro-batch "
-                f"of this one{some}; the parameters were not changed",
+                found="the last micro-batch gave no gradient to some parameters that earlier batches "
+                f"used{some}; no parameter was changed",
                 fix="use shoal.DDP(find_unused_parameters=True) if the loss does not always use all "
                 "parameters; freeze or convert parameters before parallelize",
             ) from None
@@ -427,7 +442,7 @@ class _Holder(nn.Module):
 class DataParallel:
     """Data parallelism over the GPUs of one process, with torch.nn.DataParallel.
 
-    Each forward scatters the inputs, replicates the model and gathers the outputs. `DDP` with one
+    Each forward pass scatters the inputs, replicates the model and gathers the outputs. `DDP` with one
     process per GPU is faster. With fewer than two GPUs, the model runs on one device, and Shoal prints
     a line about it.
 

@@ -159,7 +159,7 @@ def _named(model: nn.Module, entries: Mapping[str, DeviceSlot], given: str) -> d
 def _contradiction(given: str, found: str, spot: DeviceSlot) -> StepError:
     return StepError(
         given=given,
-        found=f"{found}; one places it on {spot.device}, and the other on another device",
+        found=f"{found}: one of them places it on {spot.device}, the other on another device",
         fix="map each module to one device; the entry of a submodule overrides its parent's entry",
     )
 

@@ -25,20 +25,20 @@ MAP = 'shoal.DevicePlacement({"encoder": 0, "decoder": 1})'
 class DevicePlacement:
     """Modules on several devices of one process (`device_map`, naive model parallelism).
 
-    Hooks move the inputs of these modules to their devices. Outputs stay where they are, and the loss
-    gets its micro-batch on the device of the model's output. Put this strategy before the one that sums
-    gradients. If it is given alone, `DDP` follows.
+    Hooks move the inputs of these modules to their devices. Outputs stay on the device of their module,
+    and the loss gets its micro-batch on the device of the model's output. Put this strategy before the
+    one that sums gradients. If you pass it alone, Shoal adds `DDP`.
 
     Args:
         device_map: A mapping from modules to devices, or a sequence of devices over which Shoal
             balances the memory of parameters and buffers. A device is a name such as "cuda:1", or the
-            number of a device of the rank, so that one map is right on every rank. Modules are names
-            as in `named_modules()`, in which `*` stands for one part of a name. A submodule is on the
-            device of its parent unless the map contains it too; "" is the model itself. None means
-            all devices of the rank, `shoal.init(devices_per_rank=2)`. Default: None.
-        in_flight: Number of micro-batches that run forward before the first of them runs backward, so
-            that the devices compute different ones at the same time (GPipe: Huang et al. 2019). None
-            means all of a batch if there are several devices. Default: None.
+            number of a device of the rank, so that one map is right on every rank. A module is given by
+            its name, as in `named_modules()`; `*` stands for one part of a name. A submodule is on the
+            device of its parent unless the map contains it too; "" is the model itself. None means all
+            devices of the rank, `shoal.init(devices_per_rank=2)`. Default: None.
+        in_flight: Number of forward passes before the first backward pass, so that the devices compute
+            different micro-batches at the same time (GPipe: Huang et al. 2019). None means all
+            micro-batches of a batch if there are several devices. Default: None.
 
     Raises:
         StepError: If the map is malformed, or a device does not exist or belongs to another rank.

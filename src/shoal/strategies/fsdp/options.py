@@ -30,11 +30,12 @@ class FSDP:
     """Fully sharded data parallelism (FSDP2, ZeRO): ranks shard parameters and optimizer state.
 
     Each rank of the layout's `shard` axis keeps a shard of every parameter, of its gradient and of its
-    optimizer state. With the `replicate` axis too, each shard has that many copies, and gradients are
-    summed over both axes (HSDP). Rajbhandari et al. 2020; Zhao et al. 2023.
+    optimizer state. If the layout also has a `replicate` axis, its degree is the number of copies of
+    each shard, and gradients are summed over both axes (HSDP). Rajbhandari et al. 2020; Zhao et al.
+    2023.
 
-    `parallelize(Model, world, FSDP())`, with a function that creates the model in place of the model,
-    never has the complete model in memory. Its parameters get the same values.
+    With `parallelize(Model, world, FSDP())`, that is, with a function that creates the model, no rank
+    ever has the complete model in memory. The parameters get the same values.
 
     Args:
         modules: Patterns of module names, such as "blocks.*". The parameters of each match are

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal._torch.dispatch import tree_leaves
+from shoal.data.micro import Draws
 from shoal.distributed.to_device import tensors_in as batch_tensors
 from shoal.distributed.to_device import version
 from shoal.distributed.world import World
@@ -43,12 +45,14 @@ class SplitCheck:
         batch: object,
         inputs: Callable[[], Inputs],
         flow: Callable[[], Any],
+        draws: Callable[[], Draws],
         autocast: torch.dtype | None,
     ) -> None:
         """Raise StepError on all ranks if the two differ on a batch of a new structure. Collective.
 
-        `structure` is that of the batch, the same on all ranks of the pipeline. Also raises StepError
-        if the stages change a tensor of the user's `batch` in place.
+        `structure` is that of the batch, the same on all ranks of the pipeline. `draws` returns new
+        ones of the micro-batch, for the original model. Also raises StepError if the stages change a
+        tensor of the user's `batch` in place.
         """
         key = (structure_of(structure), self._model.training, autocast)
         if key in self._proved:
@@ -56,7 +60,8 @@ class SplitCheck:
         # All ranks make the first comparison at the same time; later ones are per pipeline.
         gather = self._uncut.members.gather if self._proved else self._world.gather
         output = self._run(batch, inputs, flow, gather)
-        found = self._found(output, inputs, flow, autocast)
+        expected = partial(self._expected, inputs, draws, autocast)
+        found = self._found(output, expected, inputs, flow, autocast)
         found = next(filter(None, gather(found)), None)
         if found is not None:
             raise StepError(
@@ -108,13 +113,14 @@ class SplitCheck:
     def _found(
         self,
         output: Any,
+        original: Callable[[], Any],
         inputs: Callable[[], Inputs],
         flow: Callable[[], Any],
         autocast: torch.dtype | None,
     ) -> str | None:
         """Return the first difference, or None; the same on all ranks of the pipeline."""
         try:
-            expected = self._expected(inputs, autocast)
+            expected = original()
         except DiffersError as error:
             return str(error)
         except CannotTravelError as error:
@@ -129,14 +135,18 @@ class SplitCheck:
             return f"it runs, but fails in one process: {text}"
         if not self._anywhere(self._apart(output, expected, autocast)):
             return None
-        return self._place(inputs, flow, output, autocast)
+        return self._place(original, inputs, flow, output, autocast)
 
-    def _expected(self, inputs: Callable[[], Inputs], autocast: torch.dtype | None) -> Any:
+    def _expected(
+        self, inputs: Callable[[], Inputs], draws: Callable[[], Draws], autocast: torch.dtype | None
+    ) -> Any:
+        """Return the output of the original model."""
         with untouched(self._model, inputs()), mixed(self._world.device, autocast):
-            return self._uncut(inputs())
+            return self._uncut(inputs(), draws())
 
     def _place(
         self,
+        original: Callable[[], Any],
         inputs: Callable[[], Inputs],
         flow: Callable[[], Any],
         output: Any,
@@ -147,7 +157,7 @@ class SplitCheck:
         with untouched(self._model, inputs()), _noting(self._uncut, found):
             again = flow()
         self._uncut.seen = []
-        self._expected(inputs, autocast)
+        original()
         seen, self._uncut.seen = self._uncut.seen, None
         if self._anywhere(self._apart(again, output, autocast)):
             self._say("its stages return different results in each run")

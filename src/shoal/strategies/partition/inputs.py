@@ -52,7 +52,7 @@ def by_name(
         raise StepError(
             given=f"the inputs of a {kind} in stages: {len(positional)} positional, "
             f"{sorted(named)} by keyword",
-            found=f"{error}; arguments with defaults keep them",
+            found=f"{error}; arguments with defaults keep their defaults",
             fix=f"use shoal.Task(loss, inputs=…) with {', '.join(signature.parameters)}",
         ) from None
 

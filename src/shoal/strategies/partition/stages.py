@@ -21,10 +21,14 @@ from torch import Tensor, fx, nn
 from shoal._torch.dispatch import tree_map
 from shoal._torch.modules import buffers, children, parameters
 from shoal.strategies.partition.trace import IN_PLACE, expect_tensor, graph_of
+from shoal.strategies.random_draws.draws import adopt
 from shoal.util import accelerator
 from shoal.util.errors import StepError
 
-_DRAWING = ("dropout", "rand", "bernoulli", "normal", "multinomial")
+_DRAWING = (
+    *("attention", "bernoulli", "cauchy", "dropout", "exponential", "geometric", "gumbel"),
+    *("multinomial", "normal", "poisson", "rand", "rrelu", "uniform"),
+)
 """Parts of the names of random functions: two stages must not draw the same numbers twice."""
 
 
@@ -149,14 +153,23 @@ def _local(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the nodes computed from the model's inputs alone, without modules and parameters."""
     local: set[fx.Node] = set()
     for node in nodes:
-        draws = any(word in str(node.target) for word in _DRAWING)
-        computed = node.op in ("call_function", "call_method") and not draws
+        computed = node.op in ("call_function", "call_method") and not _draws(node)
         computed = computed and node.target is not expect_tensor  # each stage would repeat it
         if node.op == "placeholder" or (
             computed and node.all_input_nodes and local.issuperset(node.all_input_nodes)
         ):
             local.add(node)
     return local
+
+
+def draws_itself(stage: Stage) -> bool:
+    """Return whether a stage may draw random numbers outside its modules."""
+    nodes = stage.body.graph.nodes
+    return any(node.op in ("call_function", "call_method") and _draws(node) for node in nodes)
+
+
+def _draws(node: fx.Node) -> bool:
+    return any(word in str(node.target) for word in _DRAWING)
 
 
 class _Part:
@@ -194,6 +207,7 @@ class _Part:
         if not self._last:
             self._graph.output(tuple(self._copy(node) for node in sent))
         body = fx.GraphModule(self._outer.model, self._graph)
+        adopt(self._outer.model, body)
         return Stage(
             body,
             tuple(node.name for node in received),

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.dispatch import tree_flatten, tree_leaves, tree_unflatten
-from shoal._torch.modules import buffers, children, copied_attributes, parameters, set_tables
+from shoal._torch.modules import (
+    buffers,
+    call_uncompiled,
+    children,
+    copied_attributes,
+    parameters,
+    set_tables,
+)
+from shoal.data.micro import Drawing, Draws
 from shoal.distributed.to_device import version
 from shoal.strategies.deferred_init import like
 from shoal.strategies.dtensor import whole
@@ -26,6 +34,7 @@ from shoal.strategies.partition.inputs import Inputs
 from shoal.strategies.partition.members import CannotTravelError, StageRanks
 from shoal.strategies.partition.stages import OuterGraph, Stage
 from shoal.strategies.partition.trace import by_kind
+from shoal.strategies.random_draws.draws import adopt
 from shoal.util import accelerator
 
 _META = torch.device("meta")
@@ -71,14 +80,19 @@ class UnsplitModel:
         self._shell = self._made(outer.model, "", {})
         self._needed = self._aliases(self._read | self._outside())
         self._made_calls: Counter[str] = Counter()
+        self._draws: Draws
         self._running = 0
         self._states: list[Tensor] = []
         self.seen: list[tuple[int, list[Tensor]]] | None = None
         """Inputs of each module of this rank, by the index of the call; None: not recorded."""
 
-    def __call__(self, inputs: Inputs) -> Any:
-        """Return the output of the forward. Collective, with the same errors on all ranks."""
+    def __call__(self, inputs: Inputs, draws: Draws) -> Any:
+        """Return the output of the forward. Collective, with the same errors on all ranks.
+
+        Its random numbers are those of `draws`, which has made none yet.
+        """
         self._made_calls.clear()
+        self._draws = draws
         self._running = self.members.owners[0]
         self._states = _random_states(self.members.device)
         self._fill()
@@ -86,7 +100,8 @@ class UnsplitModel:
             _set_random_states(self.members.device, self.members.tell(self._running, self._states))
             positional, named = by_kind(self._signature, inputs)
             try:
-                output = self._shell.forward(*positional, **named)
+                with Drawing(draws):
+                    output = call_uncompiled(self._shell, *positional, **named)
             except (DiffersError, UnsplitModelError, CannotTravelError):
                 raise  # as on the other ranks
             except Exception as error:  # maybe on this rank only, while the others call a module
@@ -147,14 +162,17 @@ class UnsplitModel:
                 self.seen.append((index, tensors_in((args, kwargs))))
             try:
                 found = self._compute(stage, name, args, kwargs)
-                result = found, given.changes(found), _random_states(members.device), None
+                states, made = _random_states(members.device), self._draws.made
+                result = found, given.changes(found), states, made, None
             except Exception as error:
                 failure = error
-                result = None, ({}, {}), [], f"{type(error).__name__}: {error}".partition("\n")[0]
-        output, changes, states, text = members.tell(owner, result)
+                text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                result = None, ({}, {}), [], {}, text
+        output, changes, states, made, text = members.tell(owner, result)
         if text is not None:
             raise UnsplitModelError(f"{name}: {text}") from failure
         _set_random_states(members.device, states)
+        self._draws.made = made
         return output if owner == members.place else given.follow(output, *changes)
 
     def _made(self, module: nn.Module, name: str, memo: dict[int, nn.Module]) -> nn.Module:
@@ -185,6 +203,7 @@ class UnsplitModel:
         elif isinstance(forward, MethodType) and forward.__self__ is module:
             own["forward"] = MethodType(forward.__func__, shell)
         self._shells[name] = shell
+        adopt(self._model, shell, name)
         return shell
 
     def _outside(self) -> set[str]:

@@ -48,16 +48,16 @@ class Pipeline:
         schedule: Order of forward and backward passes: "gpipe", "1f1b" or, with several stages per
             rank, "interleaved", "looped", "zero-bubble", "zbv", "dualpipev" (Huang 2019; Narayanan
             2019, 2021; Lamy-Poirier 2022; Qi 2023, 2024; DeepSeek 2025). Default: "1f1b".
-        stages_per_rank: Number of stages per rank, for schedules with any number of them. None means
-            the number that `split_points` defines or, with `example_args`, 1 for "gpipe" and "1f1b"
-            and 2 for the others. Default: None.
+        stages_per_rank: Number of stages per rank, for schedules that allow several. None means the
+            number that `split_points` defines or, with `example_args`, 1 for "gpipe" and "1f1b" and 2
+            for the others. Default: None.
         stage_strategy: How the `shard` axis shards the parameters of each stage.
             Default: `FSDP(reshard_after_forward=False, accumulate="whole")`.
 
     Raises:
-        StepError: If an option has no such value, or the model cannot be split at these points.
-        LayoutError: If the layout has no `pipeline` axis, has the `context` axis, or its degree does
-            not fit the number of stages.
+        StepError: If an option has an invalid value, or the model cannot be split at these points.
+        LayoutError: If the layout has no `pipeline` axis, if it has a `context` axis, or if the degree
+            of `pipeline` does not fit the number of stages.
 
     Examples:
         >>> strategy = shoal.Pipeline(split_points=("blocks.4",), schedule="1f1b")
@@ -114,7 +114,7 @@ class Pipeline:
 
     @property
     def defers(self) -> bool:
-        """Whether the model can be created later: only with split points, without measuring it."""
+        """Whether the model may get its values later: yes, unless `example_args` run it first."""
         return self.example_args is None
 
     def timetable(self, ranks: int, micro_batches: int) -> Timetable:
@@ -128,7 +128,7 @@ class Pipeline:
             A timetable to `print`, or to draw into an SVG file with `draw(path)`.
 
         Raises:
-            StepError: If the schedule cannot run these numbers.
+            StepError: If the schedule does not support these numbers.
         """
         return timetable(self.schedule, ranks, micro_batches, self.stages_per_rank)
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from shoal._torch.dispatch import tree_flatten, tree_map
-from shoal._torch.pipelining import step_micro_batches
+from shoal._torch.pipelining import failed_to_split, step_micro_batches
 from shoal.data.batch import Batch
-from shoal.data.micro import MicroBatch
-from shoal.distributed import objects
+from shoal.data.micro import Draws, MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.compiled import RepeatedBlocks, compile_parts, recomputed_refused
 from shoal.strategies.contracts import no_gradient
 from shoal.strategies.correction import AnyTotals
+from shoal.strategies.coupled_layers import say_draws
 from shoal.strategies.engine import Runner
 from shoal.strategies.eval_mode import untouched
 from shoal.strategies.fsdp.options import FSDP
@@ -38,20 +37,20 @@ from shoal.strategies.mesh_reducer import (
 )
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.partition.check import SplitCheck
+from shoal.strategies.partition.draw_counts import DrawCounts
 from shoal.strategies.partition.inputs import Inputs, bring, by_name, hold
 from shoal.strategies.partition.members import StageRanks
 from shoal.strategies.partition.stages import OuterGraph, Stage, keep_only, tied
 from shoal.strategies.partition.unsplit import UnsplitModel
+from shoal.strategies.pipeline.flow import Form, Forms, StageFlow
 from shoal.strategies.pipeline.schedules import SCHEDULES, micro_batches_refused
 from shoal.strategies.pipeline.stage import StageModule, learns
-from shoal.strategies.pipeline.timed_stage import MarkedStage, schedule_marked
+from shoal.strategies.pipeline.timed_stage import MarkedStage, StagedBatch, schedule_marked, staged
+from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.task import Task
 from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers, division_of
 from shoal.telemetry.step_timer import BACKWARD, FORWARD, UPDATE
 from shoal.util.errors import ShoalError, StepError
-
-Form = tuple[tuple[torch.Size, torch.dtype], ...]
-"""Shapes and dtypes of tensors."""
 
 
 class PipelineRunner(Runner):
@@ -89,9 +88,11 @@ class PipelineRunner(Runner):
         self._group = world.mesh["pipeline"].get_group()
         mine = [number for number, owner in enumerate(owners) if owner == self._place]
         last = len(stages) - 1
+        counts = DrawCounts(stages, world.device)
         self._parts = {
-            number: StageModule(stages[number], world, last=number == last) for number in mine
+            number: StageModule(stages[number], world, counts, last=number == last) for number in mine
         }
+        self._flow = StageFlow(type(module).__name__, world, self._parts, self._owners)
         self._sharded = world.layout.degree("shard") > 1
         self._precisions: list[GatheredPrecision] = []
         """Those of the sharded stages of this rank."""
@@ -113,11 +114,10 @@ class PipelineRunner(Runner):
             buffer_group=data_group(world),
             norm=norm_of_parts,
         )
-        self._forms: dict[object, dict[int, tuple[Form, Form]]] = {}
+        self._forms: dict[object, Forms] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
         self._compiled = False
-        self._current: tuple[Sequence[MicroBatch], int] = ((), 0)
-        """The micro-batches of the batch, and the number of rows to which they are padded."""
+        self._current = StagedBatch((), 0, ())
         self._sums_up = False
         """Whether the model returned a sum over the samples of a padded micro-batch."""
         self._loss_of: Callable[[Any, int], Tensor]
@@ -133,10 +133,12 @@ class PipelineRunner(Runner):
         self._held.check_converted()
         self._compute_in(autocast)
         inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
+        self._find_slices(inputs[0], batch.micros[0], batch.seed)
         for one, micro in zip(inputs, batch.micros, strict=True):
-            self._prove(one, micro, autocast)
-        # Of this batch only: a run that resumes here does not know the batches before.
-        rows = max(micro.samples for micro in batch.micros)
+            self._prove(one, micro, batch.seed, autocast)
+        self._current = _, rows, _ = staged(
+            batch, keyed=not self._compiled
+        )  # stages of compiled code share no counts
         for one, micro in zip(inputs, batch.micros, strict=True):
             one.update(_filled_up(one, micro.samples, rows))
         schedule, stages = self._schedule(inputs, autocast)
@@ -147,7 +149,6 @@ class PipelineRunner(Runner):
             stage.clear_runtime_states()
         self._sums_up = False
         self._loss_of = partial(self._loss, task, batch, scale, rows)
-        self._current = batch.micros, rows
         timeline.enter(BACKWARD)
         tensors = self._division is not None and not self._compiled
         with other_gradients_kept(self._held), schedule_marked(timeline, tensors=tensors):
@@ -159,15 +160,16 @@ class PipelineRunner(Runner):
                 self._built = None  # the schedule was interrupted
                 if isinstance(error.__cause__, ShoalError):
                     raise error.__cause__ from None
-                if self._kind.splits and isinstance(error, RuntimeError):
+                if failed_to_split(error):
                     raise self._not_split(error) from error
                 raise
         self._check_sums(batch)
+        say_draws(self._module, self._world)
         self._reducer.reduce()
         timeline.enter(UPDATE)
         return self._reducer.totals()
 
-    def _not_split(self, error: RuntimeError) -> StepError:
+    def _not_split(self, error: Exception) -> StepError:
         return StepError(
             given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self._module).__name__}",
             found="torch failed to run backward in two parts, which only some models support: "
@@ -180,9 +182,16 @@ class PipelineRunner(Runner):
         self._compute_in(autocast)
         inputs = self._inputs(task, micro, seed)
         if self._division is not None and not self._division.proved:
-            self._division.prove(self._module, self._world, lambda: self._flow(inputs)[0], inputs)
-        self._prove(inputs, micro, autocast)
-        output, _ = self._flow(inputs)
+            call = partial(self._output, inputs, micro, seed)
+            self._division.prove(self._module, self._world, call, inputs)
+        self._find_slices(inputs, micro, seed)
+        if not self._module.training:  # in a trial, some layers are in eval mode; a step compares them
+            self._prove(inputs, micro, seed, autocast)
+        return self._output(inputs, micro, seed)
+
+    def _output(self, inputs: Inputs, micro: MicroBatch, seed: int) -> Any:
+        """Return the output on the rank of the last stage, None on others. Collective."""
+        output, _ = self._flow.run(inputs, Draws(micro, seed))
         return output
 
     def compile(self, how: str) -> None:
@@ -232,15 +241,25 @@ class PipelineRunner(Runner):
         else:
             hold(module, kept, world.device)
 
-    def _prove(self, inputs: Inputs, micro: MicroBatch, autocast: torch.dtype | None) -> None:
+    def _find_slices(self, inputs: Inputs, micro: MicroBatch, seed: int) -> None:
+        """Find which slices of activations a rank draws numbers for, once. Collective."""
+        slices, training = slices_of(self._module), self._module.training
+        if slices is None or self._compiled or not training:
+            return
+        call = partial(self._output, inputs, micro, seed)
+        # The mode of the model alone: ranks do not know the modes of the modules of other stages.
+        slices.find(self._module, self._world, call, inputs, (training,))
+
+    def _prove(
+        self, inputs: Inputs, micro: MicroBatch, seed: int, autocast: torch.dtype | None
+    ) -> None:
         """Compare the stages with the original model, for the first inputs of this structure."""
         if self._compiled and self._module.training:
             return  # compiled code draws other random numbers
         # Ranks with other samples gather sharded stages too, and may have compared them already.
         structure = None if self._sharded else inputs
-        self._proof.check(
-            structure, micro.value, lambda: inputs, lambda: self._flow(inputs)[0], autocast
-        )
+        flow, draws = partial(self._output, inputs, micro, seed), partial(Draws, micro, seed)
+        self._proof.check(structure, micro.value, lambda: inputs, flow, draws, autocast)
 
     def _compute_alone(self, number: int, name: str, args: Any, kwargs: Any) -> Any:
         """Call one module of a stage as the stage does."""
@@ -277,18 +296,17 @@ class PipelineRunner(Runner):
         return self._built[1], self._built[2]
 
     @torch.no_grad()
-    def _learned(self, inputs: Inputs) -> dict[int, tuple[Form, Form]]:
+    def _learned(self, inputs: Inputs) -> Forms:
         """Return the forms of the tensors between stages, from a forward pass without side effects.
 
         Uses the current mode, because layers may compute in another dtype in the other mode.
         """
+        first = self._current.draws[0]
         with untouched(self._module, inputs):
-            _, forms = self._flow(inputs)
+            _, forms = self._flow.run(inputs, first and Draws(first.micro, first.seed))
         return forms
 
-    def _build(
-        self, forms: Mapping[int, tuple[Form, Form]], micro_batches: int
-    ) -> tuple[Any, list[PipelineStage]]:
+    def _build(self, forms: Forms, micro_batches: int) -> tuple[Any, list[PipelineStage]]:
         stages: list[PipelineStage] = [
             MarkedStage(
                 self._world,
@@ -344,74 +362,10 @@ class PipelineRunner(Runner):
             return
         raise StepError(
             given=f"a number among the outputs of a {type(self._module).__name__} in a pipeline",
-            found="it was computed over samples some of which are padding of a short micro-batch",
+            found="it was computed over samples that include the padding of a short micro-batch",
             fix="compute it in the loss, from outputs with a row for each sample; or use "
             "shoal.Loader(…, drop_last=True) with equal micro-batches",
         )
-
-    def _flow(self, inputs: Inputs) -> tuple[Any, dict[int, tuple[Form, Form]]]:
-        """Run all stages forward once. Return the output and the forms of this rank's stages."""
-        forms: dict[int, tuple[Form, Form]] = {}
-        handed: tuple[Tensor, ...] = ()
-        result = None
-        failure: Exception | None = None
-        for number, part in self._parts.items():
-            before = self._owners[number - 1] if number else self._place
-            part.inputs = [inputs]
-            try:
-                if before == self._place and failure is not None:
-                    raise failure
-                received = handed if before == self._place else self._receive(before)
-                output = part(*received, micro=0)
-            except Exception as error:  # later stages of this rank get it too, and pass it on
-                failure = failure or error
-                if number < len(self._owners) - 1 and self._owners[number + 1] != self._place:
-                    self._send_failure(error, self._owners[number + 1])
-                continue
-            forms[number] = (_form(received), _form(output))
-            if number == len(self._owners) - 1:
-                result = part.whole(output)
-            elif self._owners[number + 1] == self._place:
-                handed = output
-            else:
-                self._send(output, self._owners[number + 1])
-        if failure is not None:
-            raise failure
-        return result, forms
-
-    def _send_failure(self, error: Exception, to: int) -> None:
-        """Make later stages fail too, so that they do not wait."""
-        if not isinstance(error, ShoalError):
-            # `watchdog.peer_errors` recognizes this fix.
-            error = StepError(
-                given=f"a stage of a {type(self._module).__name__} on rank {self._world.rank}",
-                found=f"{type(error).__name__}: {error}",
-                fix="see that rank's own error; python train.py in one process may show more",
-            )
-        objects.send(error, self._group, to)
-
-    def _send(self, tensors: Sequence[Tensor], to: int) -> None:
-        objects.send(_form(tensors), self._group, to)
-        self._exchange(dist.isend, tensors, to)
-
-    def _receive(self, source: int) -> tuple[Tensor, ...]:
-        found: ShoalError | Form = objects.receive(self._group, source)
-        if isinstance(found, ShoalError):
-            raise found
-        tensors = tuple(
-            torch.empty(size, dtype=dtype, device=self._world.device) for size, dtype in found
-        )
-        self._exchange(dist.irecv, tensors, source)
-        return tensors
-
-    def _exchange(self, operation: Any, tensors: Sequence[Tensor], peer: int) -> None:
-        """Send tensors to a rank of the pipeline, or receive them from it.
-
-        At once, as schedules do: for a single send, NCCL would make a communicator of two ranks.
-        """
-        pairs = [dist.P2POp(operation, each, group=self._group, group_peer=peer) for each in tensors]
-        for work in dist.batch_isend_irecv(pairs) if pairs else ():
-            work.wait()
 
 
 def _check_sharded_activations(division: ShardedLayers | None) -> None:
@@ -422,10 +376,6 @@ def _check_sharded_activations(division: ShardedLayers | None) -> None:
             found="stages send each other full activations, and this plan leaves them sharded",
             fix='use "head" instead of "logits" in the plan, and leave the norm layers out of it',
         )
-
-
-def _form(tensors: Sequence[Tensor]) -> Form:
-    return tuple((tensor.size(), tensor.dtype) for tensor in tensors)
 
 
 def _form_of(inputs: Inputs) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
@@ -466,7 +416,7 @@ def _forbid_calls(module: nn.Module) -> None:
 
     def forward(*_: Any, **__: Any) -> NoReturn:
         raise StepError(
-            given=f"a call of the {kind} itself, which is split into a pipeline",
+            given=f"a direct call of {kind}, whose stages are on different ranks",
             found="each rank has only some of the stages of the model",
             fix="step = shoal.Step(model, optimizer, task); step(batch) and shoal.evaluate(step, data) "
             "run all of them",

@@ -13,6 +13,7 @@ from shoal._torch.dispatch import TreeSpec, tree_flatten, tree_unflatten
 from shoal._torch.modules import call_uncompiled
 from shoal.distributed.world import World
 from shoal.strategies.local import mixed
+from shoal.strategies.partition.draw_counts import DrawCounts
 from shoal.strategies.partition.inputs import Inputs
 from shoal.strategies.partition.stages import Stage
 from shoal.util.errors import StepError
@@ -24,13 +25,14 @@ _TENSOR = object()
 class StageModule(nn.Module):
     """Module for torch's pipelining that runs a stage: tensors in, tensors out."""
 
-    def __init__(self, stage: Stage, world: World, *, last: bool) -> None:
+    def __init__(self, stage: Stage, world: World, counts: DrawCounts, *, last: bool) -> None:
         super().__init__()
         self.body = stage.body
         self.autocast: torch.dtype | None = None
         self.inputs: Sequence[Inputs] = []
         """Inputs of the model per micro-batch. torch would compute gradients of passed arguments."""
         self._needed = stage.needed
+        self._counts = counts
         self._last = last
         self._device = world.device
         self._spec: TreeSpec
@@ -49,14 +51,14 @@ class StageModule(nn.Module):
         """Run the stage on the received tensors and the inputs of the model that it needs."""
         if self._alone is not None:
             return self._alone()
-        inputs = self.inputs[micro]
+        inputs, values = self.inputs[micro], self._counts.taken_from(received)
         with mixed(self._device, self.autocast):
-            output = self.body(*received, *(inputs[name] for name in self._needed))
+            output = self.body(*values, *(inputs[name] for name in self._needed))
         if self._last:
             leaves, self._spec = tree_flatten(output)
             self._others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return tuple(_sendable(value, received) for value in output)
+        return self._counts.added_to([_sendable(value, values) for value in output])
 
     def whole(self, tensors: Sequence[Tensor] | Tensor) -> Any:
         """Return the output of the model, given its tensors."""

@@ -10,86 +10,143 @@ number of that generator, its ticket.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from types import FrameType
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from shoal._torch.modules import module_called_in
+from shoal._torch.graphs import has_no_values
+from shoal._torch.modules import compiled_module, module_called_in
 from shoal._torch.random_operations import in_backward, replace_attention, replace_draws
-from shoal.data.micro import CURRENT_DRAWS
+from shoal.data.micro import CURRENT_DRAWS, Drawing, Draws, MicroBatch
 from shoal.strategies.random_draws import philox
 from shoal.strategies.random_draws.layouts import Layouts, sample_dimension
-from shoal.strategies.random_draws.operations import REPLACED, attention
+from shoal.strategies.random_draws.operations import (
+    CONSTANT,
+    REPLACED,
+    Constants,
+    Numbers,
+    attention,
+)
+from shoal.strategies.random_draws.slices import Slices, row_slice
 
+T = TypeVar("T")
 _STEPS = 1 << 62
 """Offset of the positions of draws that belong to a step and not to samples."""
 _TICKETS = 1 << 62
 
 
-class _Model:
+class RegisteredModel:
     """A registered model: what is known of its draws."""
 
-    def __init__(self) -> None:
+    def __init__(self, slices: Slices | None = None) -> None:
         self.layouts = Layouts()
+        self.slices = slices
+        """None if each rank has complete activations."""
 
 
-_OUTSIDE = _Model()
+_OUTSIDE = RegisteredModel()
 """Takes the place of the model for draws outside of all modules, such as those of a loss function."""
 
 
 @dataclass
-class _Site:
-    """The rows of one draw: the key, the first position, their number and their dimension."""
+class DrawRows:
+    """The rows of one draw: their number and their dimension."""
 
-    key: philox.Key
-    first: int
     rows: int
     dim: int
 
-    def below(self, limit: float, tensor: Tensor) -> Tensor:
-        """Return for each element of `tensor` whether its number is below `limit`."""
-        count = tensor.numel() // self.rows
-        found = philox.below(limit, self.key, self.first, self.rows, count, tensor.device)
-        return self._like(found, tensor)
+    def numbers(self, tensor: Tensor, count: int, each: int, dtype: torch.dtype) -> Tensor:
+        """Return `count` numbers in [0, 1) for each row, `each` of them for each element."""
+        raise NotImplementedError
 
     def uniform(self, tensor: Tensor, dtype: torch.dtype | None = None, each: int = 1) -> Tensor:
         """Return numbers in [0, 1): `each` of them per element, in a last dimension if not 1."""
         count = each * tensor.numel() // self.rows
-        dtype = dtype or tensor.dtype
-        found = philox.uniform(self.key, self.first, self.rows, count, tensor.device, dtype)
+        found = self.numbers(tensor, count, each, dtype or tensor.dtype)
         if each == 1:
-            return self._like(found, tensor)
+            return self.like(found, tensor)
         parts = found.reshape(self.rows, count // each, each)
-        return torch.stack([self._like(parts[..., i], tensor) for i in range(each)], -1)
+        return torch.stack([self.like(parts[..., i], tensor) for i in range(each)], -1)
 
-    def _like(self, rows: Tensor, tensor: Tensor) -> Tensor:
+    def like(self, rows: Tensor, tensor: Tensor) -> Tensor:
+        """Return the numbers of the rows in the shape of `tensor`."""
         shape = list(tensor.shape)
         if not shape:
             return rows.reshape(())
         return rows.reshape(shape.pop(self.dim), *shape).movedim(0, self.dim)
 
 
-_MODULES: WeakKeyDictionary[nn.Module, tuple[_Model, str]] = WeakKeyDictionary()
+@dataclass
+class _Site(DrawRows):
+    """The rows of one draw, their key, the first position, and the slice of each row."""
+
+    key: philox.Key
+    first: int
+    part: philox.Slice | None = None
+
+    def below(self, limit: float, tensor: Tensor) -> Tensor:
+        """Return for each element of `tensor` whether its number is below `limit`."""
+        count = tensor.numel() // self.rows
+        found = philox.below(limit, self.key, self.first, self.rows, count, tensor.device, self.part)
+        return self.like(found, tensor)
+
+    def numbers(self, tensor: Tensor, count: int, each: int, dtype: torch.dtype) -> Tensor:
+        """Return `count` numbers in [0, 1) for each row, `each` of them for each element."""
+        part = self.part
+        if part is not None and each > 1:
+            part = philox.Slice(*((*a, b) for a, b in zip(part, (each, 0, each), strict=True)))
+        return philox.uniform(self.key, self.first, self.rows, count, tensor.device, dtype, part)
+
+
+_MODULES: WeakKeyDictionary[nn.Module, tuple[RegisteredModel, str]] = WeakKeyDictionary()
 """The model and the name of each module of the registered models."""
-_tickets: dict[int, _Site] = {}
+_NO_TICKET = object()
 
 
-def register(model: nn.Module) -> None:
-    """Key the draws of a model's modules by samples."""
+@dataclass
+class _Record:
+    """The draws of a step so far: the results by ticket, and whether backward made draws of its own."""
+
+    tickets: dict[int, Any] = field(default_factory=dict)
+    in_backward: bool = False
+
+
+_record = _Record()
+
+
+def register(model: nn.Module, *, split: bool = False) -> None:
+    """Key the draws of a model's modules by samples. With `split`, once its slices are known."""
     _intercept()
-    registered = _Model()
+    registered = RegisteredModel(Slices() if split else None)
     for name, module in model.named_modules():
         _MODULES[module] = registered, name
+
+
+def adopt(model: nn.Module, module: nn.Module, name: str = "") -> None:
+    """Key the draws of `module` as those of the module `name` of a registered model.
+
+    It runs in the place of that module. Does nothing for a model that is not registered.
+    """
+    if model in _MODULES:
+        _MODULES[module] = _MODULES[model][0], name
+
+
+def name_of(module: nn.Module) -> str | None:
+    """Return the name of a module in its registered model; None if it is in none."""
+    return _MODULES[module][1] if module in _MODULES else None
 
 
 @cache
 def _intercept() -> None:
     """Replace torch's random operations, once in a process."""
-    if replace_draws({name: partial(call, _site) for name, call in REPLACED.items()}):
+    if replace_draws({name: partial(call, _numbers) for name, call in REPLACED.items()}):
         replace_attention(partial(attention, _is_drawing))
 
 
@@ -98,14 +155,54 @@ def layouts_of(model: nn.Module) -> Layouts:
     return _MODULES[model][0].layouts
 
 
-def is_keyed(module: nn.Module) -> bool:
-    """Return whether the draws of a module belong to samples."""
+def slices_of(model: nn.Module) -> Slices | None:
+    """Return the slices that this rank draws for a model; None if it has complete activations."""
+    return _MODULES[model][0].slices if model in _MODULES else None
+
+
+def names_of(model: RegisteredModel) -> dict[int, str]:
+    """Return the names of the modules of a model, by their `id`."""
+    return {id(module): name for module, (owner, name) in _MODULES.items() if owner is model}
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Return whether the draws of a module are to belong to samples."""
     return module in _MODULES
 
 
-def forget() -> None:
-    """Drop the record of the draws of a step, whose backward has ended."""
-    _tickets.clear()
+def draws_of_another_pass() -> Drawing:
+    """Count the draws inside separately, for another forward pass of the current micro-batch."""
+    now = CURRENT_DRAWS.get()
+    return Drawing(now and Draws(now.micro, now.seed, now.scope))
+
+
+@contextmanager
+def constant_draws() -> Iterator[None]:
+    """Draw constants inside, in all modules, to compare models that would draw different numbers."""
+    _intercept()
+    token = CONSTANT.set(True)
+    try:
+        yield
+    finally:
+        CONSTANT.reset(token)
+
+
+def forget() -> bool:
+    """Drop the record of the draws of a step, whose backward has ended.
+
+    Return whether backward made draws of its own, as hooks of gradients and autograd functions may.
+    """
+    found = _record.in_backward
+    _record.tickets.clear()
+    _record.in_backward = False
+    return found
+
+
+def _numbers(tensor: Tensor, generator: torch.Generator | None, **options: bool) -> Numbers | None:
+    """Return the numbers of a draw: constants, or those of its site, with the options of `_site`."""
+    if CONSTANT.get() and not has_no_values(tensor):
+        return Constants()
+    return _site(tensor, generator, **options)
 
 
 def _site(tensor: Tensor, generator: torch.Generator | None, *, of_step: bool = False) -> _Site | None:
@@ -113,47 +210,87 @@ def _site(tensor: Tensor, generator: torch.Generator | None, *, of_step: bool = 
 
     A draw `of_step` belongs to no sample, regardless of its shape.
     """
-    if generator is not None or not tensor.numel():
+    if generator is not None or has_no_values(tensor):  # DTensors find shapes with meta tensors
         return None
-    if _tickets and in_backward():
-        return _tickets.get(_ticket())
+    return first_time(partial(_new_site, tensor, of_step))
+
+
+def _new_site(tensor: Tensor, of_step: bool) -> tuple[_Site | None] | None:
+    """Return the site of a draw that is not recomputed: (None,) if it is counted and torch draws."""
     draws = CURRENT_DRAWS.get()
-    if draws is None:
-        return None
-    found = _innermost()
-    if found is None:
+    found = None if draws is None else running_module()
+    if draws is None or found is None:
         return None
     model, module, trains = found
-    number = draws.models.setdefault(model, len(draws.models))
-    name = f"{draws.scope}{module}#{draws.made[model, module]}"
-    draws.made[model, module] += 1
+    name, key = next_draw(draws, model, module)
+    if not tensor.numel():  # a slice may be empty; the next draw has the same number on all ranks
+        return (None,)
     micro = draws.micro
-    key = philox.site_key(draws.seed, f"{number} {name}")
+    slices = model.slices
     if of_step:
         dim = None
+        if trains:
+            model.layouts.possible[name] = []
     else:  # in eval mode, a module may draw less often, and the same number may be another draw
-        known = model.layouts if trains else Layouts()
+        known = model.layouts if trains and not (slices and slices.is_whole) else Layouts()
         dim = sample_dimension(known, name, tensor.shape, micro.samples)
-    if dim is None:
-        site = _Site(key, _STEPS + micro.batch_first, 1, 0)
-    else:
-        site = _Site(key, micro.first, micro.samples, dim)
-    _tickets[_ticket()] = site
-    return site
+    part = None
+    if slices is not None:
+        if trains:
+            dim = slices.record(name, tensor.shape, dim)
+        drawn = slices.part(name, tensor.shape) if trains else None
+        if drawn is None:
+            slices.by_rank.add(module or "the model")
+            return (None,)
+        part = row_slice(drawn, dim, micro.samples)
+    rows, place = (1, 0) if dim is None else (micro.samples, dim)
+    return (_Site(rows, place, key, first_position(micro, dim), part),)
+
+
+def next_draw(draws: Draws, model: RegisteredModel, module: str) -> tuple[str, philox.Key]:
+    """Count a draw of a module, and return the name of its site and its key."""
+    number = draws.models.setdefault(model, len(draws.models))
+    made = draws.made.get((number, module), 0)
+    draws.made[number, module] = made + 1
+    name = f"{draws.scope}{module}#{made}"
+    return name, philox.site_key(draws.seed, f"{number} {name}")
+
+
+def first_position(micro: MicroBatch, dim: int | None) -> int:
+    """Return the position of the first row of a draw; without a sample dimension, that of the step."""
+    return micro.first if dim is not None else _STEPS + micro.batch_first
+
+
+def first_time(make: Callable[[], tuple[T | None] | None]) -> T | None:
+    """Return the result of `make`, or in backward that of the forward pass, part of which runs again.
+
+    `make` returns None for a draw that is not counted.
+    """
+    if in_backward():
+        found = _record.tickets.get(_ticket(), _NO_TICKET) if _record.tickets else _NO_TICKET
+        if found is not _NO_TICKET:
+            return cast(T | None, found)
+        _record.in_backward |= running_module() is not None
+        return None
+    made = make()
+    if made is None:
+        return None
+    _record.tickets[_ticket()] = made[0]
+    return made[0]
 
 
 def _is_drawing() -> bool:
     """Return whether the numbers of a draw that happened now would belong to samples."""
-    if _tickets and in_backward():
+    if CONSTANT.get() or (_record.tickets and in_backward()):
         return True
-    return CURRENT_DRAWS.get() is not None and _innermost() is not None
+    return CURRENT_DRAWS.get() is not None and running_module() is not None
 
 
 def _ticket() -> int:
     return int(torch.randint(_TICKETS, (), generator=torch.default_generator))
 
 
-def _innermost() -> tuple[_Model, str, bool] | None:
+def running_module() -> tuple[RegisteredModel, str, bool] | None:
     """Return the model, the name and the mode of the innermost registered module that is running.
 
     The name is empty outside of all modules. Return None inside modules none of which is registered.
@@ -163,6 +300,7 @@ def _innermost() -> tuple[_Model, str, bool] | None:
     while frame is not None:
         module = module_called_in(frame)
         if module is not None:
+            module = compiled_module(module) or module
             found = _MODULES.get(module)
             if found is not None:
                 return *found, module.training

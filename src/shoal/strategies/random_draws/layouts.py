@@ -29,6 +29,11 @@ class Layouts:
 
     def __init__(self) -> None:
         self.possible: dict[str, list[Fit]] = {}
+        """By site, the most likely fit first. Empty if no dimension counts samples."""
+        self.declared: set[str] = set()
+        """Sites whose fit `shoal.samples` declares."""
+        self.resized: set[str] = set()
+        """Modules that have drawn for samples of several sizes, not only in their first dimension."""
         self._seen: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def dimension(self, site: str, shape: Sequence[int], samples: int) -> int | None:
@@ -43,7 +48,17 @@ class Layouts:
         else:
             found = [each for each in found if each in known] or found
         self.possible[site] = found
-        return found[0][0] if found else None
+        if not found:
+            return None
+        dim, each = found[0]
+        later = 1 if each > 1 else 2  # dimensions on whose sizes the number of an element depends
+        if before[later:] != tuple(shape[later:]):
+            self.resized.add(_module_of(site))
+        return dim
+
+    def modules(self) -> list[str]:
+        """Return the names of the modules that have drawn, each once."""
+        return list(dict.fromkeys(map(_module_of, self.possible)))
 
     def merge(self, others: Iterable[Mapping[str, list[Fit]]]) -> None:
         """Keep at each site the fits of all ranks that have seen it."""
@@ -53,13 +68,19 @@ class Layouts:
                 self.possible[site] = fits and ([each for each in known if each in fits] or known)
 
 
+def _module_of(site: str) -> str:
+    """Return the name of the module of a site, whose draws in a loss function count separately."""
+    return site.partition("#")[0].rpartition(" ")[2]
+
+
 @contextmanager
 def samples(*, dim: int | None) -> Iterator[None]:
     """Declare which dimension counts samples in random operations such as dropout.
 
-    For code in a model or a loss function whose tensors have another layout than `(samples, …)`,
-    `(samples * length, …)` or `(length, samples, …)`, which Shoal recognizes by their sizes. Outside a
-    training step, and in compiled code, it has no effect.
+    Shoal recognizes the layouts `(samples, …)`, `(samples * length, …)` and `(length, samples, …)` by
+    the sizes of a tensor. Use `samples` for tensors of other layouts in a model or a loss function.
+    Outside a training step it has no effect. Before the first step, Shoal runs a model
+    without compilation to find its layouts; compiled code uses them.
 
     Args:
         dim: The dimension of the tensors that are drawn. Its size is the number of samples of the
@@ -102,13 +123,16 @@ def sample_dimension(layouts: Layouts, site: str, shape: Sequence[int], number: 
     if chosen is None:
         return layouts.dimension(site, shape, number)
     (dim,) = chosen
+    layouts.declared.add(site)
     if dim is None:
+        layouts.possible[site] = []
         return None
     if not -len(shape) <= dim < len(shape) or shape[dim] % number:
         raise StepError(
             given=f"shoal.samples(dim={dim}), and a draw for a tensor of shape {tuple(shape)}",
             found=f"the micro-batch has {number} samples, and this dimension does not count them",
-            fix="the dimension whose size is a multiple of the number of samples, or dim=None if the "
-            "tensor has no such dimension",
+            fix="pass the dimension whose size is a multiple of the number of samples, or dim=None if "
+            "there is none",
         )
+    layouts.possible[site] = [(dim % len(shape), shape[dim] // number)]
     return dim % len(shape)

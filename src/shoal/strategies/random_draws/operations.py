@@ -7,6 +7,7 @@ operation has the gradient of torch's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,23 @@ class Numbers(Protocol):
         """Return numbers in [0, 1): `each` of them per element, in a last dimension if not 1."""
         ...
 
+
+class Constants:
+    """The same number for each element, and dropout keeps all: `Numbers` that no split changes."""
+
+    def below(self, limit: float, tensor: Tensor) -> Tensor:
+        """Return True for each element, unless `limit` is 0."""
+        return torch.full(tensor.shape, limit > 0, device=tensor.device)
+
+    def uniform(self, tensor: Tensor, dtype: torch.dtype | None = None, each: int = 1) -> Tensor:
+        """Return 0.5 for each element, `each` times in a last dimension if not 1."""
+        double = (dtype or tensor.dtype) == torch.float64
+        shape = tensor.shape if each == 1 else (*tensor.shape, each)
+        dtype = torch.float64 if double else torch.float32
+        return torch.full(shape, 0.5, dtype=dtype, device=tensor.device)
+
+
+CONSTANT: ContextVar[bool] = ContextVar("whether draws are constants", default=False)
 
 SiteOf = Callable[..., Numbers | None]
 """Called with a tensor and a generator: the numbers of this draw, or None if torch draws."""
@@ -274,7 +292,7 @@ def _binomial(
     raise StepError(
         given="torch.binomial in the forward of a parallelized model",
         found="its random numbers can't belong to samples",
-        fix="torch.binomial(…, generator=…), to draw by rank, or a sum of torch.bernoulli",
+        fix="use torch.binomial(…, generator=…), which draws by rank, or add up torch.bernoulli draws",
     )
 
 
@@ -291,7 +309,7 @@ def attention(
 ) -> Any:
     """Compute attention whose dropout belongs to samples by torch's kernel that calls `dropout`.
 
-    The fused kernels of GPUs draw by themselves. Compiled code draws by rank, so it keeps them.
+    The fused kernels of GPUs draw by themselves. In code that is compiled, `graphs.py` replaces them.
     """
     if dropout_p > 0 and not torch.compiler.is_compiling() and is_drawing():
         with sdpa_kernel(SDPBackend.MATH):

@@ -169,6 +169,6 @@ def _check(model: nn.Module, stages: Sequence[Stage], names: Sequence[str], give
         if not any(True for _ in stage.body.parameters()):
             raise StepError(
                 given=given,
-                found=f"stage {name!r} has no parameters, so its rank has nothing for an optimizer",
+                found=f"stage {name!r} has no parameters, so its rank has nothing to optimize",
                 fix="put its modules into an adjacent stage; frozen parameters are enough",
             )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.data.batch import Batch
-from shoal.data.micro import MicroBatch
+from shoal.data.micro import Drawing, Draws, MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.compiled import RepeatedBlocks, compile_parts
 from shoal.strategies.contracts import no_gradient
@@ -35,6 +35,7 @@ from shoal.strategies.local import mixed
 from shoal.strategies.mesh_reducer import MeshReducer
 from shoal.strategies.partition.assignment import StageAssignment
 from shoal.strategies.partition.check import SplitCheck
+from shoal.strategies.partition.draw_counts import DrawCounts
 from shoal.strategies.partition.groups import members_of, peers_of
 from shoal.strategies.partition.inputs import Inputs, by_name, evaluating, hold
 from shoal.strategies.partition.stages import OuterGraph, Stage, keep_only
@@ -83,6 +84,7 @@ class RPCPipelineRunner(Runner):
         self._stage = stages[self._number]
         self.signature = outer.signature
         self._calls = world.service(RPCAgent)
+        self._counts = DrawCounts(stages, _CPU)
         self._proof = SplitCheck(
             UnsplitModel(outer, stages, members_of(world, crew), self._compute_alone),
             module,
@@ -167,7 +169,8 @@ class RPCPipelineRunner(Runner):
         for micro in work.micros:
             alone, value = replace(work, micros=[micro], factor=None), micro.value
             inputs, flow = partial(self._inputs, work, micro), partial(self._output, alone)
-            self._proof.check(value, value, inputs, flow, work.autocast)
+            draws = partial(Draws, micro, work.seed)
+            self._proof.check(value, value, inputs, flow, draws, work.autocast)
 
     def _output(self, work: TurnWork) -> Any:
         """Return the output of a single micro-batch on the driver, None on other ranks."""
@@ -314,7 +317,8 @@ class RPCPipelineRunner(Runner):
         if work.factor is not None:
             self._mark(job.received, job.micro, over=True)
         with mixed(device, work.autocast):
-            output = self._run(self._stage.body, job.received, inputs)
+            with Drawing(None if self._compiled else Draws(micro, work.seed)):
+                output = self._run(self._stage.body, job.received, inputs)
             if work.factor is not None:
                 self._mark(output, job.micro, over=False)
             if self._number < self._crew.last:
@@ -338,7 +342,9 @@ class RPCPipelineRunner(Runner):
 
     def _run(self, body: nn.Module, received: Sequence[Any], inputs: Inputs) -> Any:
         needed = (inputs[name] for name in self._stage.needed)
-        return body(*_on(self._world.device, received), *needed)
+        values = self._counts.taken_from(received)
+        output = body(*_on(self._world.device, values), *needed)
+        return output if self._number == self._crew.last else self._counts.added_to(output)
 
     def _carry(self, work: TurnWork, turn: int, micro: int, carriers: MicroBatchThreads) -> Any:
         """Run one micro-batch through all stages and back, in a separate thread of the driver."""
@@ -453,7 +459,7 @@ def _call_from_here(runner: ref[RPCPipelineRunner], *args: Any, **kwargs: Any) -
     kind = type(here.module).__name__
     if torch.is_grad_enabled():
         raise StepError(
-            given=f"a call of the {kind} itself, whose stages are on different ranks",
+            given=f"a direct call of {kind}, whose stages are on different ranks",
             found="gradients cannot flow back through such a call",
             fix="step = shoal.Step(model, optimizer, task); step(batch) trains; for the output only: "
             "with torch.no_grad(): model(inputs)",

@@ -53,5 +53,5 @@ def logits_refused(found: str) -> StepError:
         given='a loss of logits that stay sharded, as with shoal.TensorParallel(plan={…: "logits"})',
         found=found,
         fix="call F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction='sum') without "
-        'label smoothing; or use "head" instead of "logits", which gathers them',
+        'label smoothing; or use "head", which gathers the logits, instead of "logits"',
     )

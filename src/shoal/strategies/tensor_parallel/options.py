@@ -15,6 +15,7 @@ from shoal.strategies.tensor_parallel.plan import (
     KINDS,
     carried_plan,
     check_divisible,
+    check_sequences,
     derived_plan,
     planned,
 )
@@ -30,15 +31,15 @@ class TensorParallel:
     model with the original one and raises `StepError` if the plan changes the results.
 
     Args:
-        plan: Mapping from patterns of module names to the kind of sharding: "column" shards the
-            outputs of a Linear and leaves them sharded, "row" shards its inputs and sums its outputs,
-            "head" shards its outputs and gathers them, "vocabulary" shards the rows of an Embedding.
-            "logits" is a head whose outputs stay sharded in a `Step`, for a loss with
+        plan: Mapping from patterns of module names to the kind of sharding: "column" shards the outputs
+            of a Linear and leaves them sharded, "row" shards its inputs and sums its outputs, "head"
+            shards its outputs and gathers them, "vocabulary" shards the rows of an Embedding. "logits"
+            is a head whose outputs stay sharded in a `Step`, for a loss with
             `torch.nn.functional.cross_entropy`. "sequence", for norms and dropout, splits activations
             outside the sharded layers along the sequence, dimension 1 (sequence parallelism,
             Korthikanti et al. 2022): row layers scatter their sums, and column layers gather their
-            inputs. If the plan is empty, Shoal uses that of a Hugging Face model, or derives and
-            prints one for feed-forward pairs, an embedding and its head. Default: {}.
+            inputs. If the plan is empty, Shoal uses the plan that a Hugging Face model defines, or
+            derives and prints a plan for feed-forward pairs, an embedding and its head. Default: {}.
 
     Raises:
         StepError: If the plan contains another kind, or does not fit the model.
@@ -74,6 +75,7 @@ class TensorParallel:
             world.print(f"shoal: derived shoal.TensorParallel(plan={plan!r})")
         layers = planned(model, plan)
         check_divisible(model, layers, degree)
+        check_sequences(layers, world.layout)
         if degree > 1:
             from shoal.strategies.tensor_parallel.sharded_modules import divide
 

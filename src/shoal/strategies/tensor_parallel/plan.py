@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from shoal.distributed.layout import Layout
 from shoal.strategies.module_patterns import named_like
 from shoal.util.errors import LayoutError, StepError
 
@@ -54,7 +55,7 @@ def planned(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
                 raise StepError(
                     given=given,
                     found=f"another pattern shards {name} by {layers[name]!r}",
-                    fix="use patterns of which only one matches each layer",
+                    fix="change the patterns so that each layer matches only one",
                 )
             if not isinstance(layer, KINDS[way]):
                 raise StepError(
@@ -176,6 +177,17 @@ def check_divisible(model: nn.Module, layers: Mapping[str, str], degree: int) ->
                     found=f"{thing} = {size}, not divisible by {degree}",
                     fix=f"use tensor=N with an N that divides {size}, or a plan without {name}",
                 )
+
+
+def check_sequences(layers: Mapping[str, str], layout: Layout) -> None:
+    """Raise LayoutError if two axes split the sequences."""
+    split = [name for name, way in layers.items() if way == "sequence"]
+    if split and layout.degree("context") > 1:
+        raise LayoutError(
+            given=f"layout '{layout}' and {split[0]} sharded by sequence",
+            found="shoal.ContextParallel splits the sequences already",
+            fix='leave "sequence" out of the plan, or the context axis out of the layout',
+        )
 
 
 def _heads(model: nn.Module, name: str) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal._torch.dispatch import tree_leaves
 from shoal._torch.modules import parameters
+from shoal.strategies.batch_norm import coupled_layers
 from shoal.strategies.dtensor import whole
-from shoal.strategies.eval_mode import untouched
+from shoal.strategies.eval_mode import each_in_eval_mode, untouched
+from shoal.strategies.random_draws.draws import constant_draws
+from shoal.strategies.random_draws.slices import DTensorDraws, Slices
 
 
 class PlanCheck:
@@ -22,10 +25,20 @@ class PlanCheck:
     Inputs are compared and not only outputs, because a layer that starts with weights of zero would
     hide differences of its input. In the original model, each layer has its full parameters only while
     it runs.
+
+    With `slices`, both run in the mode of the model, and the shapes of their random draws are recorded.
+    The original runs only if `needed`, called after the sharded one, returns True.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        slices: Slices | None = None,
+        needed: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._mesh = mesh
+        self._slices = slices
+        self._needed = needed
         self._whole = False
         self._seen: list[tuple[str, Tensor]] = []
         self._replaced: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
@@ -41,7 +54,7 @@ class PlanCheck:
             with untouched(model, values):
                 return call()
 
-        with _calm(model):
+        with _calm(model) if self._slices is None else _drawing(model):
             self._run(without_trace)
 
     def _run(self, call: Callable[[], Any]) -> None:
@@ -50,10 +63,16 @@ class PlanCheck:
             self._see("the output of the model", call())
         except Exception as caught:
             error = caught
+        if not self._needed():
+            return
         self._seen.reverse()
         self._whole = True
+        stack = ExitStack()
+        if self._slices is not None:
+            stack.enter_context(self._slices.without("tensor"))
         try:
-            self._compare("the output of the model", call())
+            with stack:
+                self._compare("the output of the model", call())
         except Exception:
             return
         finally:
@@ -61,7 +80,9 @@ class PlanCheck:
                 self.leave(layer)
         if error is not None:
             text = str(error).partition("\n")[0]
-            self.found = f"it fails, and the original does not: {type(error).__name__}: {text}"
+            self.found = (
+                f"it raises an error that the original does not raise: {type(error).__name__}: {text}"
+            )
 
     def enter(self, name: str, layer: nn.Module, arguments: Any) -> bool:
         """Record or compare the inputs of a layer. Return whether it runs with full parameters."""
@@ -114,13 +135,16 @@ class PlanCheck:
 
 @contextmanager
 def _calm(model: nn.Module) -> Iterator[None]:
-    """Set eval mode without gradients. Sets only the flags, since `train` may do more, as in LoRA."""
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    """Set eval mode without gradients. Sets only the flags, since `train` may do more, as in LoRA.
+
+    Functions that draw in eval mode too draw constants: sharded activations would get other numbers.
+    """
+    with each_in_eval_mode(model.modules()), constant_draws(), torch.no_grad():
+        yield
+
+
+@contextmanager
+def _drawing(model: nn.Module) -> Iterator[None]:
+    """Run without gradients in the mode of the model, with the draws of DTensors known."""
+    with each_in_eval_mode(coupled_layers(model)), DTensorDraws(), torch.no_grad():
+        yield

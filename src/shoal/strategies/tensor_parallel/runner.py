@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from shoal.distributed.world import World
 from shoal.strategies.comm_timing import tensors_awaited
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.correction import AnyTotals
+from shoal.strategies.coupled_layers import say_draws
 from shoal.strategies.engine import Runner, SynchronousEngine
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import LocalRunner
@@ -26,6 +28,8 @@ from shoal.strategies.mesh_reducer import (
     norm_of_parts,
     summing_group,
 )
+from shoal.strategies.random_draws.draws import slices_of
+from shoal.strategies.random_draws.slices import DTensorDraws
 from shoal.strategies.reducer import Reducer
 from shoal.strategies.task import Task
 from shoal.strategies.tensor_parallel.divided_loss import logits_refused
@@ -89,22 +93,42 @@ class PlannedRunner(Runner):
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
         """Run as on one process, with sharded logits if the plan has them; see the contract."""
+        self._find_slices(task, batch.micros[0], batch.seed)
         with ExitStack() as stack:
             if not self._local.compiled:  # compiled code cannot be marked
                 stack.enter_context(tensors_awaited(self._world.timeline))
+                stack.enter_context(self._draws_of_slices())
             if self._division.logits:
                 stack.enter_context(self._division.logits_kept())
                 stack.enter_context(_divided_losses())
-            return self._local.gradients(task, batch, autocast=autocast, scale=scale)
+            totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
+        say_draws(self._module, self._world)
+        return totals
+
+    def _draws_of_slices(self) -> AbstractContextManager[object]:
+        slices = slices_of(self._module)
+        known = slices is not None and slices.known and self._division.sequence
+        return DTensorDraws() if known else nullcontext()
+
+    def _find_slices(self, task: Task, micro: MicroBatch, seed: int) -> None:
+        slices = slices_of(self._module)
+        if slices is None or self._local.compiled or not self._module.training:
+            return
+        call = partial(self._local.infer, task, micro, seed, autocast=None)
+        with self._exact():
+            slices.find(self._module, self._world, call, micro.value)
 
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output, and check the plan the first time, even if the sharded model fails."""
+        self._find_slices(task, micro, seed)
         try:
-            output = self._local.infer(task, micro, seed, autocast=autocast)
+            with self._draws_of_slices():
+                output = self._local.infer(task, micro, seed, autocast=autocast)
         except Exception:
             self.check_model()
             raise
         self.check_model()
+        say_draws(self._module, self._world)
         return output
 
     def check_model(self) -> None:

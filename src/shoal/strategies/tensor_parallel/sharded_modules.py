@@ -17,6 +17,8 @@ from shoal._torch.autograd import version
 from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import is_divided
+from shoal.strategies.random_draws.draws import slices_of
+from shoal.strategies.random_draws.slices import Slices
 from shoal.strategies.tensor_parallel.plan_check import PlanCheck
 from shoal.util.errors import StepError
 
@@ -117,6 +119,22 @@ class ShardedLayers:
                 "plan",
             )
 
+    def compare_draws(
+        self,
+        model: nn.Module,
+        slices: Slices,
+        call: Callable[[], Any],
+        values: Any,
+        needed: Callable[[], bool],
+    ) -> str:
+        """Compare the sharded `model` with the original in its mode; see `Split`. Collective."""
+        proof = self.proof = PlanCheck(self.mesh, slices, needed)
+        try:
+            proof.run(model, call, values)
+        finally:
+            self.proof = None
+        return proof.found or ""
+
     def _remember(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.proved:
             self.arguments = (args, kwargs)
@@ -216,7 +234,11 @@ def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str],
     for first, *others in names.values():
         for other in others:
             _tie(model, first, other)
-    object.__setattr__(model, ATTRIBUTE, ShardedLayers(model, plan, layers, mesh))
+    sharded = ShardedLayers(model, plan, layers, mesh)
+    object.__setattr__(model, ATTRIBUTE, sharded)
+    slices = slices_of(model)
+    if slices is not None:
+        slices.split_over("tensor", mesh.size(), mesh.get_local_rank(), sharded)
 
 
 def _divide_parameters(layer: nn.Module, way: str, mesh: DeviceMesh) -> None:

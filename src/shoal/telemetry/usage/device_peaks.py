@@ -88,7 +88,8 @@ def peak_here(device: torch.device, dtype: torch.dtype) -> Peak:
 def tf32_allowed() -> bool:
     """Return whether products of float32 may be computed in TF32 on CUDA, by either torch switch.
 
-    torch.get_float32_matmul_precision knows only the older switches, and raises after the newer.
+    torch.get_float32_matmul_precision knows only the older switch, and raises an error if the newer
+    one was used.
     """
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 

@@ -1,0 +1,273 @@
+"""The same storm over Shoal and other libraries: each script is killed in steps and in saves.
+
+    python benchmarks/chaos_peers.py [--seeds 0,1,2] [--peers Shoal,Accelerate] [--json]
+
+The scripts in benchmarks/peers/ train the same model on two ranks with the checkpoints that each
+library's documentation recommends. If the command fails, it starts again, as by a scheduler. If it
+fails before its first step, the latest checkpoint is removed, as a user would do. Needs a C compiler,
+and torchdata, accelerate, lightning and transformers for the scripts that use them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from shoal.util.tables import plain_console, print_rows
+
+SCRIPTS = Path(__file__).resolve().parent / "peers"
+sys.path.insert(0, str(SCRIPTS))
+
+from task import EPOCHS, EVERY, RANKS, SAMPLES, STEPS, STEPS_PER_EPOCH  # noqa: E402
+
+KILLS = 4
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
+SHOAL = ("-m", "shoal", "run", "-n", str(RANKS))
+PEERS = {
+    "Shoal": (SHOAL, "run_shoal.py", "shoal"),
+    "torchrun + DCP": (TORCHRUN, "run_dcp.py", "torchdata"),
+    "Accelerate": (TORCHRUN, "run_accelerate.py", "accelerate"),
+    "Fabric": (TORCHRUN, "run_fabric.py", "lightning"),
+    "Lightning": (TORCHRUN, "run_lightning.py", "lightning"),
+    "HF Trainer": (TORCHRUN, "run_trainer.py", "transformers"),
+}
+HEAD = (
+    "library",
+    "storms",
+    "kills",
+    "in saves",
+    "steps needed",
+    "steps taken",
+    "samples repeated",
+    "samples skipped",
+    "checkpoints that did not load",
+    "equal ends",
+    "largest difference",
+    "median restart",
+)
+LIMIT = 900.0
+MOST_STARTS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A training: its final parameters, and the figures of its way there."""
+
+    digest: str
+    parameters: list[float]
+    kills: int
+    in_saves: int
+    taken: int
+    repeated: int
+    skipped: int
+    removed: int
+    restarts: list[float]
+    operations: list[str]
+    problem: str
+
+
+class Peer:
+    """One library: starts its script in empty directories, under kills."""
+
+    def __init__(self, name: str, shim: Path, folder: Path) -> None:
+        self._launcher, self._script, _ = PEERS[name]
+        self._shim, self._folder = shim, folder
+
+    def train(self, name: str, kills: Sequence[str]) -> Ended:
+        """Start the script until it ends."""
+        home, control = self._folder / name / "home", self._folder / name / "control"
+        home.mkdir(parents=True)
+        control.mkdir()
+        removed, problem, code = 0, "", 1
+        for _ in range(MOST_STARTS):
+            taken = count_lines(control)
+            code, output = self._start(home, control, kills)
+            if not code:
+                break
+            latest = latest_checkpoint(home)
+            if code == 124:
+                problem = f"exit code {code}: {output[-2000:]}"
+                break
+            if count_lines(control) > taken or latest is None:
+                continue
+            print(f"removed {latest} after: {output[-1500:]}", file=sys.stderr, flush=True)
+            removed += 1
+            if latest.is_dir():
+                shutil.rmtree(latest)
+            else:
+                latest.unlink()
+        if code and not problem:
+            problem = f"it did not end in {MOST_STARTS} starts"
+        return summarize(control, kills, removed, problem)
+
+    def _start(self, home: Path, control: Path, kills: Sequence[str]) -> tuple[int, str]:
+        variables = {
+            "LD_PRELOAD": str(self._shim),
+            "OMP_NUM_THREADS": "1",
+            "STORM_CONTROL": str(control),
+            "STORM_DIR": f"{home}/",
+            "STORM_KILLS": ",".join(kills),
+        }
+        with (control / "output.txt").open("a") as output:
+            process = subprocess.Popen(
+                [sys.executable, *self._launcher, str(SCRIPTS / self._script)],
+                cwd=home,
+                env=os.environ | variables,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                code = 124
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return code, (control / "output.txt").read_text(errors="replace")
+
+
+def count_lines(control: Path) -> int:
+    """Return how many steps ranks have begun."""
+    return sum(len(file.read_text().splitlines()) for file in control.glob("steps-*.jsonl"))
+
+
+def latest_checkpoint(home: Path) -> Path | None:
+    """Return the checkpoint that was written last, complete or not."""
+    return max(home.glob("checkpoints/*"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def summarize(control: Path, kills: Sequence[str], removed: int, problem: str) -> Ended:
+    """Return the figures of a training that has ended."""
+    lines: list[tuple[int, int, int, float, list[int]]] = []
+    for rank in range(RANKS):
+        text = (control / f"steps-{rank}.jsonl").read_text()
+        lines += [(rank, *json.loads(line)) for line in text.splitlines()]
+    last: dict[int, int] = {}
+    for _, attempt, step, _, _ in lines:
+        last[step] = max(attempt, last.get(step, 0))
+    counts = Counter(
+        ((step - 1) // STEPS_PER_EPOCH, index)
+        for _, attempt, step, _, indices in lines
+        if attempt == last[step]
+        for index in indices
+    )
+    happened = sorted(control.glob("killed-*"), key=lambda path: int(path.name.split("-")[1]))
+    restarts = []
+    for file in happened:
+        at = file.stat().st_mtime
+        later = [when for _, attempt, _, when, _ in lines if attempt > int(file.name.split("-")[1])]
+        restarts += [min(later) - at] if later else []
+    end = control / "end.json"
+    digest, parameters = json.loads(end.read_text()) if end.exists() else ("", [])
+    operations = control / "operations.txt"
+    return Ended(
+        digest=digest,
+        parameters=parameters,
+        kills=len(happened),
+        in_saves=sum(kill.startswith("save") for kill in kills[: len(happened)]),
+        taken=sum(rank == 0 for rank, *_ in lines),
+        repeated=sum(count - 1 for count in counts.values()),
+        skipped=EPOCHS * SAMPLES - len(counts),
+        removed=removed,
+        restarts=restarts,
+        operations=operations.read_text().splitlines() if operations.exists() else [],
+        problem=problem,
+    )
+
+
+def draw_kills(seed: int, calm: Ended) -> list[str]:
+    """Draw two kills in steps, and two at operations of the second or third save of an attempt."""
+    draw = random.Random(seed)
+    mine = [line for line in calm.operations if line.startswith("0 ")]
+    save = len(mine) * EVERY // STEPS
+    step = f"step:1:{draw.randint(EVERY + 3, 3 * EVERY)}"
+    return [step, f"save:0:{draw.randrange(save, 3 * save)}"] * (KILLS // 2)
+
+
+def row(name: str, calm: Ended, storms: Sequence[Ended]) -> tuple[str, ...]:
+    """Return the row of a library; samples in addition to those of its undisturbed run."""
+    restarts = sorted(seconds for storm in storms for seconds in storm.restarts)
+    ended = [storm for storm in storms if not storm.problem]
+    equal = sum(storm.digest == calm.digest for storm in storms)
+    distances = [
+        max(abs(a - b) for a, b in zip(calm.parameters, storm.parameters, strict=True))
+        for storm in storms
+        if storm.parameters
+    ]
+    numbers = (
+        len(storms),
+        sum(storm.kills for storm in storms),
+        sum(storm.in_saves for storm in storms),
+        STEPS * len(ended),
+        sum(storm.taken for storm in ended),
+        sum(storm.repeated - calm.repeated for storm in ended),
+        sum(storm.skipped - calm.skipped for storm in ended),
+        sum(storm.removed for storm in storms),
+    )
+    return (
+        name,
+        *map(str, numbers),
+        f"{equal} of {len(storms)}",
+        f"{max(distances):.1e}" if distances else "",
+        f"{restarts[len(restarts) // 2]:.1f} s" if restarts else "",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows, problems = [], []
+    with tempfile.TemporaryDirectory() as temporary:
+        shim = Path(temporary, "kill_at_write.so")
+        source = str(SCRIPTS / "kill_at_write.c")
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(shim), source, "-ldl"], check=True)
+        for name in options.peers.split(","):
+            peer = Peer(name, shim, Path(temporary, PEERS[name][1]))
+            calm = peer.train("calm", [])
+            if calm.problem:
+                raise SystemExit(f"{name} failed by itself: {calm.problem}")
+            seeds = [*map(int, options.seeds.split(","))]
+            storms = [peer.train(f"storm-{seed}", draw_kills(seed, calm)) for seed in seeds]
+            problems += [f"{name}: {storm.problem}" for storm in storms if storm.problem]
+            rows.append(row(name, calm, storms))
+            details = [{**asdict(each), "parameters": [], "operations": []} for each in storms]
+            print(json.dumps(details))
+            print(rows[-1], flush=True)
+    versions = describe_versions([PEERS[name][2] for name in options.peers.split(",")])
+    print_rows(plain_console(), versions, HEAD, rows)
+    print("\n".join(problems))
+    if options.json:
+        print(json.dumps({"rows": rows, "versions": versions}))
+
+
+def describe_versions(packages: Sequence[str]) -> str:
+    found: dict[str, Any] = {}
+    for name in ("shoal", "torch", *packages):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    listed = ", ".join(f"{name} {number}" for name, number in found.items())
+    return f"{listed}, Linux {platform.release()}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""The error of the predicted step times, on published measurements.
+
+Tables are CSV files that Shoal does not ship; --tables names their directory. For each table it prints
+the mean, median and worst absolute error, the rank correlation of predicted and measured times, and the
+regret: how much slower than the best measured configuration the best of the predicted top 1 and top 3
+is, over configurations of one workload on one number of GPUs. Once with the catalogue's figures, and
+once with N parameters fitted on other rows than those that are predicted.
+
+    python benchmarks/plan_accuracy.py --tables DIR [--peers DIR] [--json]
+
+--peers adds other planners on the same rows; plan_peers.py says which, and how they are run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from plan_bands import Case, print_bands
+from plan_peers import Predict, find_peers
+from shoal.distributed.layout import Layout
+from shoal.plan.bands import step_kind
+from shoal.plan.calibration import fit_efficiency
+from shoal.plan.configuration import PlannedStep, Recompute
+from shoal.plan.machines import Efficiency, Machine, find_machine
+from shoal.plan.model import Transformer
+from shoal.plan.step_time import estimate_step
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step. `workload` is the same for configurations that compete."""
+
+    model: Transformer
+    plan: PlannedStep
+    machine: Machine
+    seconds: float
+    workload: tuple[Any, ...]
+
+
+def table_rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def megatron(folder: Path) -> list[Row]:
+    machine = find_machine("a100-80")
+    rows = []
+    for each in table_rows(folder / "megatron2021_table1.csv"):
+        number = {key: int(value) for key, value in each.items() if value.isdigit()}
+        model = gpt(number, vocab=number["vocab"])
+        plan = PlannedStep(
+            layout=Layout(tensor=number["tp"], pipeline=number["pp"], replicate=number["dp"]),
+            global_batch=number["global_batch"],
+            micro_batch=number["microbatch"],
+            recompute="full",
+            stages=number.get("virtual_stages", 1),
+            overlap=each["ddp_impl"] == "torch",
+            precision="fp16",
+        )
+        seconds = float(each["iter_time_s_derived"])
+        rows.append(Row(model, plan, machine, seconds, (each["model"],)))
+    return rows
+
+
+def korthikanti(folder: Path) -> list[Row]:
+    machine = find_machine("a100-80")
+    rows = []
+    for each in table_rows(folder / "korthikanti2022_table5.csv"):
+        number = {key: int(value) for key, value in each.items() if value.isdigit()}
+        plan = PlannedStep(
+            layout=Layout(tensor=number["tp"], pipeline=number["pp"], replicate=number["dp"]),
+            global_batch=number["global_batch"],
+            micro_batch=number["microbatch"],
+            recompute=cast("Recompute", each["recompute"]),
+            sequence_parallel=each["sequence_parallel"] == "yes",
+            tensor_overlap=True,
+            precision="fp16",
+            stages=number.get("virtual_stages", 1),
+            overlap=False,
+        )
+        model = gpt(number, vocab=number["vocab"])
+        rows.append(
+            Row(model, plan, machine, float(each["iter_time_s"]), (each["model"], number["dp"]))
+        )
+    return rows
+
+
+def mosaicml(folder: Path) -> list[Row]:
+    rows = []
+    for each in table_rows(folder / "mosaicml_a100.csv"):
+        if each["gpu"] not in ("a100_80gb", "a100_40gb"):
+            continue
+        machine = find_machine(each["gpu"].replace("_", "-").removesuffix("gb"))
+        model = Transformer(
+            hidden=int(each["d_model"]),
+            layers=int(each["n_layers"]),
+            heads=int(each["n_heads"]),
+            ffn=int(each["ffn"]),
+            vocab=int(each["vocab"]),
+            seq=int(each["seq_len"]),
+            dropout=0,
+        )
+        sharded = each["sharding"] == "FULL_SHARD"
+        gpus = int(each["gpus"])
+        plan = PlannedStep(
+            layout=Layout(shard=gpus) if sharded else Layout(replicate=gpus),
+            global_batch=int(each["global_batch_seqs"]),
+            micro_batch=int(each["microbatch_per_gpu"]),
+            recompute="full" if each["act_ckpt"] == "True" else "none",
+            precision="half" if each["mp_mode"] == "PURE" else "mixed",
+        )
+        seconds = float(each["step_time_s_derived"])
+        workload = (each["model"], model.seq, gpus, each["gpu"], each["global_batch_tokens"])
+        rows.append(Row(model, plan, machine, seconds, workload))
+    return rows
+
+
+def vtrain(folder: Path) -> list[Row]:
+    machine = find_machine("a100-80")
+    rows = []
+    for each in table_rows(folder / "vtrain_single_node_a100.csv"):
+        number = {key: int(value) for key, value in each.items() if value.isdigit()}
+        model = gpt(number, vocab=50257)
+        plan = PlannedStep(
+            layout=Layout(tensor=number["tp"], pipeline=number["pp"], replicate=number["dp"]),
+            global_batch=number["global_batch"],
+            micro_batch=number["microbatch"],
+            recompute="none",
+            overlap=False,
+            precision="fp16",
+        )
+        seconds = float(each["iter_time_ms"]) / 1e3
+        workload = tuple(number[key] for key in ("hidden", "layers", "seq", "gpus", "global_batch"))
+        rows.append(Row(model, plan, machine, seconds, workload))
+    return rows
+
+
+def gpt(number: dict[str, int], vocab: int) -> Transformer:
+    return Transformer(
+        hidden=number["hidden"],
+        layers=number["layers"],
+        heads=number["heads"],
+        seq=number["seq"],
+        vocab=vocab,
+        flash=0,
+    )
+
+
+def predicted(row: Row, efficiency: Efficiency | None = None) -> float:
+    machine = row.machine if efficiency is None else replace(row.machine, efficiency=efficiency)
+    return estimate_step(row.model, row.plan, machine).total
+
+
+def band_cases(name: str, rows: Sequence[Row], times: Sequence[float]) -> list[Case]:
+    """Return the errors of predictions with the kind of each step."""
+    cases = []
+    for number, (row, time) in enumerate(zip(rows, times, strict=True)):
+        if math.isnan(time):
+            continue
+        kind = step_kind(row.plan, estimate_step(row.model, row.plan, row.machine))
+        # The one-node table has few different layers, each in many rows.
+        layer = row.model.hidden, row.plan.layout.tensor, row.plan.micro_batch
+        group = (name, *layer) if name == ONE_NODE else (name, number)
+        cases.append(Case(name, kind, group, math.log(row.seconds / time)))
+    return cases
+
+
+def cross_validated(rows: Sequence[Row], names: Sequence[str], folds: int, eighth: bool) -> list[float]:
+    """Return predictions of each row, by parameters that were fitted without it.
+
+    With `eighth`, a fold is fitted on instead of held out.
+    """
+    order = list(range(len(rows)))
+    random.Random(0).shuffle(order)
+    result = [math.nan] * len(rows)
+    for fold in range(folds):
+        part = set(order[fold::folds])
+        train = [number for number in order if (number in part) == eighth]
+        held = [number for number in order if number not in train]
+        efficiency = fit_efficiency(
+            [(rows[number].model, rows[number].plan, rows[number].machine) for number in train],
+            [rows[number].seconds for number in train],
+            names,
+        )
+        for number in held:
+            result[number] = predicted(rows[number], efficiency)
+        if eighth:
+            # The rows that were fitted on are left out.
+            for number in train:
+                result[number] = math.nan
+            break
+    return result
+
+
+def peer_times(rows: Sequence[Row], predictions: Sequence[Predict], folds: int) -> list[list[float]]:
+    """Return the times by a planner's default, and those by the input that is best on other rows."""
+    tables = [[each(row.model, row.plan, row.machine) for row in rows] for each in predictions]
+    if len(tables) == 1:
+        return tables
+    order = list(range(len(rows)))
+    random.Random(0).shuffle(order)
+    held = [math.nan] * len(rows)
+    for fold in range(folds):
+        part = set(order[fold::folds])
+        train = [number for number in order if number not in part]
+
+        def loss(times: Sequence[float], train: Sequence[int] = train) -> float:
+            known = [number for number in train if not math.isnan(times[number])]
+            return sum(abs(math.log(times[number] / rows[number].seconds)) for number in known)
+
+        best = min(tables[1:], key=loss)
+        for number in part:
+            held[number] = best[number]
+    return [tables[0], held]
+
+
+def ranks(values: Sequence[float]) -> list[int]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    result = [0] * len(values)
+    for position, number in enumerate(order):
+        result[number] = position
+    return result
+
+
+def regret(rows: Sequence[Row], times: Sequence[float], top: int) -> float:
+    """Return the mean regret over workloads with at least four configurations."""
+    groups: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
+    for row, seconds in zip(rows, times, strict=True):
+        groups[row.workload].append((seconds, row.seconds))
+    losses = []
+    for group in groups.values():
+        if len(group) >= 4:
+            best = min(measured for _, measured in group)
+            losses.append(min(measured for _, measured in sorted(group)[:top]) / best - 1)
+    return statistics.mean(losses) if losses else math.nan
+
+
+def figures(rows: Sequence[Row], times: Sequence[float]) -> dict[str, float]:
+    kept = [(row, time) for row, time in zip(rows, times, strict=True) if not math.isnan(time)]
+    rows, times = [row for row, _ in kept], [time for _, time in kept]
+    errors = [abs(time / row.seconds - 1) for row, time in kept]
+    logs = sorted(math.log(time / row.seconds) for row, time in kept)
+    return {
+        "rows": len(rows),
+        "mean": statistics.mean(errors),
+        "median": statistics.median(errors),
+        "worst": max(errors),
+        "rank_correlation": statistics.correlation(ranks(times), ranks([row.seconds for row in rows])),
+        "regret_1": regret(rows, times, 1),
+        "regret_3": regret(rows, times, 3),
+        "bias": statistics.mean(logs),
+        "low": logs[len(logs) // 10],
+        "high": logs[-1 - len(logs) // 10],
+    }
+
+
+COMPUTE = ("product", "attention", "memory", "launch", "host")
+ALL = (*COMPUTE, "link", "network", "step", "spread")
+ONE_NODE = "vTrain, one node"
+TABLES: dict[str, tuple[Callable[[Path], list[Row]], tuple[str, ...], int, bool]] = {
+    "Megatron 2021, Table 1": (megatron, ("product",), 10, False),
+    "Korthikanti 2022, Table 5": (korthikanti, ("product",), 9, False),
+    "MosaicML, A100": (mosaicml, ALL, 5, False),
+    ONE_NODE: (vtrain, COMPUTE, 8, True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", type=Path, required=True)
+    parser.add_argument("--peers", type=Path, help="clones of other planners")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    report: dict[str, dict[str, dict[str, float]]] = {}
+    catalogue: list[Case] = []
+    calibrated: list[Case] = []
+    peers = find_peers(options.peers) if options.peers else {}
+    for name, (revision, _) in peers.items():
+        print(f"{name} {revision}")
+    print(
+        f"{'table':28}{'planner':14}{'fitted':>7}{'rows':>6}{'mean':>8}{'median':>8}{'worst':>8}"
+        f"{'rank':>7}{'top 1':>8}{'top 3':>8}{'80 % of log errors':>20}"
+    )
+    for name, (read, names, folds, eighth) in TABLES.items():
+        rows = read(options.tables)
+        plain = [predicted(row) for row in rows]
+        fitted = cross_validated(rows, names, folds, eighth)
+        report[name] = {
+            "shoal 0": figures(rows, plain),
+            f"shoal {len(names)}": figures(rows, fitted),
+        }
+        catalogue += band_cases(name, rows, plain)
+        calibrated += band_cases(name, rows, fitted)
+        for peer, (_, predictions) in peers.items():
+            for number, times in enumerate(peer_times(rows, predictions, folds)):
+                if not all(map(math.isnan, times)):
+                    report[name][f"{peer} {number}"] = figures(rows, times)
+        for key, each in report[name].items():
+            planner, count = key.split()
+            regrets = [
+                "-" if math.isnan(each[top]) else f"{each[top]:.1%}" for top in ("regret_1", "regret_3")
+            ]
+            print(
+                f"{name:28}{planner:14}{count:>7}{each['rows']:6.0f}{each['mean']:8.1%}"
+                f"{each['median']:8.1%}{each['worst']:8.1%}{each['rank_correlation']:7.3f}"
+                f"{regrets[0]:>8}{regrets[1]:>8}{each['low']:+10.3f}{each['high']:+10.3f}"
+            )
+    bands = {
+        "catalogue": print_bands("from the catalogue", catalogue),
+        "fitted": print_bands("with fitted parameters", calibrated),
+    }
+    if options.json:
+        print(json.dumps({"tables": report, "bands": bands}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`shoal chaos`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli.submit import script_arguments
+from shoal.cli.submit_options import ScriptArgs
+from shoal.util.errors import LaunchError
+
+if TYPE_CHECKING:
+    from shoal.chaos.storm import StormRequest
+
+
+def chaos(
+    *,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
+    args: ScriptArgs = None,
+    processes: Annotated[
+        int, typer.Option("-n", "--processes", min=1, metavar="N", help="Number of ranks.")
+    ] = 2,
+    faults: Annotated[
+        str, typer.Option(metavar="LIST", help="Kinds of faults, such as kill,disk-full, or all.")
+    ] = "kill,kill-in-save,kill-launcher,kill-all,stop",
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="Number of faults.")] = 5,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Seed of the kinds and places of the faults.")
+    ] = 0,
+    limit: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of one attempt.")
+    ] = 600.0,
+    shrink: Annotated[
+        bool, typer.Option(help="Repeat a storm that fails with fewer faults, to find those needed.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Inject faults and compare the final checkpoint.
+
+    The script trains in a shoal.Run. It runs in copies of the current directory, inside Linux
+    namespaces. The exit code is 1 if the storm changed the result.
+    """
+    from shoal.chaos.display import print_storm
+    from shoal.chaos.faults import check_kinds
+    from shoal.chaos.report import StormReport
+    from shoal.chaos.storm import StormRequest
+    from shoal.util.tables import plain_console
+
+    _check_script(script)
+    request = StormRequest(
+        script=script,
+        args=tuple(script_arguments(args)),
+        processes=processes,
+        kinds=check_kinds(faults),
+        count=count,
+        seed=seed,
+        limit=limit,
+        shrinks=shrink,
+    )
+    report = StormReport.from_json(_run(request))
+    if as_json:
+        typer.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        print_storm(plain_console(), report)
+    raise typer.Exit(int(bool(report.problem)))
+
+
+def _run(request: StormRequest) -> dict[str, Any]:
+    """Run the storm inside namespaces and return its report. Raises the LaunchError of the storm."""
+    from shoal.chaos.containment import contain
+
+    start = "from shoal.chaos.storm import main; main()"
+    command = contain([sys.executable, "-c", start, json.dumps(asdict(request))])
+    done = subprocess.run(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise LaunchError(
+            given=f"shoal chaos {request.command}",
+            found=f"the storm ended with exit code {done.returncode}; the reason is printed above",
+            fix="if the error is not in your own code, report it with this message",
+        ) from None
+    if "given" in found:
+        raise LaunchError(**found)
+    return found
+
+
+def _check_script(script: str) -> None:
+    from shoal.chaos.containment import SCRATCH
+
+    path = Path(script).absolute()
+    if not path.is_file():
+        raise LaunchError(
+            given=f"shoal chaos {script}",
+            found=f"there is no file {path}",
+            fix="give the path of a Python file: shoal chaos train.py",
+        )
+    if Path.cwd().is_relative_to(SCRATCH) or path.is_relative_to(SCRATCH):
+        raise LaunchError(
+            given=f"shoal chaos in {Path.cwd()}",
+            found=f"the storm mounts its own disk over {SCRATCH}",
+            fix="copy the script to another directory",
+        )

@@ -1,0 +1,191 @@
+"""`shoal plan`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from shoal.util.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.plan.configuration import PlannedStep, Recompute
+    from shoal.plan.machines import Machine
+    from shoal.report.html import Page
+
+
+_Model = Annotated[
+    str,
+    typer.Option(
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help="llama-70b, gpt3-175b …, with changes as in llama-70b,seq=8192; or dimensions: "
+        "hidden=…,layers=…,heads=…,vocab=…,seq=…; or train.py:name of a function that returns (model, "
+        "task, dataset), whose memory is traced.",
+    ),
+]
+_Machine = Annotated[str, typer.Option(metavar="NAME", help="A GPU such as h100-sxm, or a TOML file.")]
+_Devices = Annotated[
+    int, typer.Option("-n", "--devices", min=1, max=65536, metavar="N", help="Number of devices.")
+]
+_Batch = Annotated[
+    int, typer.Option(min=1, max=10**6, metavar="N", help="Global batch size in samples.")
+]
+_Precision = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="mixed (16 bits with float32 parameters), fp16 (the same with 16-bit gradients), half "
+        "(16 bits only) or fp32.",
+    ),
+]
+_Top = Annotated[
+    int, typer.Option(min=1, max=100, metavar="N", help="Number of configurations to show.")
+]
+_Check = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN", help="Compare the prediction with the steps of this run instead."),
+]
+_MicroBatch = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Samples in a micro-batch, of a traced model or the run of --check (default: the local "
+        "batch).",
+    ),
+]
+_Recompute = Annotated[
+    str,
+    typer.Option(metavar="KIND", help="Recomputation in that training: none, selective or full."),
+]
+_Layout = Annotated[
+    str, typer.Option(metavar="LAYOUT", help="Layout of a traced model, as for shoal.init.")
+]
+_Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Trace the model with values, in the memory of this machine, if fake tensors fail.",
+    ),
+]
+_Html = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Also write an HTML page to this directory.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def plan(
+    *,
+    model: _Model,
+    machine: _Machine = "h100-sxm",
+    devices: _Devices = 8,
+    batch: _Batch = 512,
+    precision: _Precision = "mixed",
+    top: _Top = 5,
+    check: _Check = None,
+    micro_batch: _MicroBatch = None,
+    recompute: _Recompute = "none",
+    layout: _Layout = "replicate=-1",
+    measure: _Measure = False,
+    html: _Html = None,
+    as_json: _Json = False,
+) -> None:
+    """Predict layout, step time and memory.
+
+    It finds the fastest layout of a transformer from dimensions and data sheets. The exit code is 1 if
+    no configuration fits. With --check, it compares the prediction for a run with its measured steps.
+    With a function that returns a model, it predicts the memory of a rank in one layout.
+    """
+    from shoal.plan.configuration import FORMATS, RECOMPUTES
+    from shoal.plan.machines import find_machine
+    from shoal.plan.model import parse_model
+    from shoal.util.tables import plain_console
+
+    _check_choice("--precision", precision, tuple(FORMATS), "mixed")
+    _check_choice("--recompute", recompute, RECOMPUTES, "none")
+    found = find_machine(machine)
+    if ":" in model and check is None:
+        from shoal.plan.fit import plan_of
+
+        kind = cast("Recompute", recompute)
+        asked = plan_of(layout, devices, batch, micro_batch, kind, precision)
+        _trace(model, asked, found, fake=not measure, as_json=as_json)
+        return
+    dimensions = parse_model(model)
+    if check is not None:
+        from shoal.plan.check import check_run
+        from shoal.plan.display import check_values, print_check
+
+        compared = check_run(
+            check,
+            dimensions,
+            found,
+            micro_batch=micro_batch,
+            recompute=cast("Recompute", recompute),
+        )
+        if as_json:
+            typer.echo(json.dumps(check_values(compared), indent=2))
+        else:
+            print_check(plain_console(), compared)
+        if html is not None:
+            from shoal.plan.page import check_page
+
+            _write_page(check_page(compared), html)
+        return
+    from shoal.plan.display import print_result, result_values
+    from shoal.plan.search import search_plans
+
+    result = search_plans(dimensions, found, devices, batch, precision=precision, top=top)
+    if as_json:
+        typer.echo(json.dumps(result_values(dimensions, found, result), indent=2))
+    else:
+        print_result(plain_console(), dimensions, found, result)
+    if html is not None:
+        from shoal.plan.page import plan_page
+
+        _write_page(plan_page(dimensions, found, result), html)
+    if not result.best:
+        raise typer.Exit(1)
+
+
+def _trace(model: str, asked: PlannedStep, machine: Machine, *, fake: bool, as_json: bool) -> None:
+    """Trace a module, print its memory, and exit with 1 if it does not fit."""
+    from shoal.plan.fit import fit_module, fit_values, named_workload, print_fit
+    from shoal.util.tables import plain_console
+
+    found = fit_module(named_workload(model, asked.global_batch), asked, machine, fake=fake)
+    if as_json:
+        typer.echo(json.dumps(fit_values(found), indent=2))
+    else:
+        print_fit(plain_console(), machine, found)
+    if not found[0].fits:
+        raise typer.Exit(1)
+
+
+def _check_choice(option: str, given: str, known: Sequence[str], usual: str) -> None:
+    if given not in known:
+        raise ShoalError(
+            given=f"{option} {given}",
+            found=f"it is not one of {', '.join(known)}",
+            fix=f"use {option} {usual}",
+        )
+
+
+def _write_page(page: Page, folder: Path) -> None:
+    from shoal.report.html import save_page
+    from shoal.util.tables import plain_console, print_path
+
+    try:
+        path = save_page(page, folder / "index.html")[0]
+    except OSError as error:
+        raise ShoalError(
+            given=f"--html {folder}",
+            found=str(error),
+            fix="use a directory where you have permission",
+        ) from None
+    print_path(plain_console(stderr=True), str(path))

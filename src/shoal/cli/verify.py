@@ -1,0 +1,99 @@
+"""`shoal verify`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli.submit import script_arguments
+from shoal.cli.submit_options import ScriptArgs
+from shoal.util.errors import LaunchError
+
+if TYPE_CHECKING:
+    from shoal.verify.audit import AuditReport
+
+
+def verify(
+    *,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
+    args: ScriptArgs = None,
+    ranks: Annotated[
+        str, typer.Option(metavar="LIST", help="Numbers of ranks to compare, such as 1,2,3.")
+    ] = "1,2",
+    kills: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of runs that are killed and restarted.")
+    ] = 1,
+    restart_args: Annotated[
+        str,
+        typer.Option(metavar="ARGS", help="Arguments added when a killed run is started again."),
+    ] = "",
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Optimizer steps after which a run is ended.")
+    ] = 40,
+    limit: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of one run.")
+    ] = 600.0,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML page.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check if restarts or ranks change the results.
+
+    The script need not use Shoal. Shoal runs it unchanged, in copies of the current directory, and
+    observes it. The exit code is 1 if a property is refuted.
+    """
+    from shoal.util.tables import plain_console, print_path
+    from shoal.verify.audit import audit_script
+    from shoal.verify.display import print_audit
+    from shoal.verify.variants import VerifyRequest, check_request
+
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as scratch:
+        request = VerifyRequest(
+            script=script,
+            args=tuple(script_arguments(args)),
+            restart_args=tuple(shlex.split(restart_args)),
+            ranks=_numbers(ranks),
+            kills=kills,
+            steps=steps,
+            limit=limit,
+            scratch=Path(scratch).resolve(),
+        )
+        check_request(request)
+        stderr = plain_console(stderr=True)
+        found = audit_script(request, lambda name: print_path(stderr, f"running: {name}"))
+    if html is not None:
+        _write_page(found, html)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        print_audit(plain_console(), found)
+    raise typer.Exit(int(found.refuted > 0))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise LaunchError(
+            given=f"--ranks {text}",
+            found="not a list of numbers",
+            fix="shoal verify --ranks 1,2 train.py",
+        ) from None
+
+
+def _write_page(found: AuditReport, path: Path) -> None:
+    from shoal.report.html import save_page
+    from shoal.verify.display import audit_page
+
+    try:
+        save_page(audit_page(found), path)
+    except OSError as error:
+        raise LaunchError(
+            given=f"--html {path}", found=str(error), fix="give a file that can be written"
+        ) from None

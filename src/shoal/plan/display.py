@@ -1,0 +1,171 @@
+"""A search result as text and as plain values for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from shoal.plan.bands import BANDS, step_band, step_kind
+from shoal.plan.check import RunCheck
+from shoal.plan.machines import Machine
+from shoal.plan.model import Transformer
+from shoal.plan.search import Prediction, SearchResult
+from shoal.util.tables import print_line, print_rows
+from shoal.util.units import compact, counted, duration, percent, size
+
+_BAR, _OTHERS = 30, 8
+CHECK_HEAD = ("part", "predicted", "measured")
+_NAMES = {
+    "tensor": "tensor parallel",
+    "context": "context parallel",
+    "bubble": "pipeline bubble",
+    "pipeline": "pipeline sends",
+    "data": "exposed data parallel",
+    "launch": "launch and host",
+    "stragglers": "slowest device",
+}
+
+
+def part_name(part: str) -> str:
+    """Return the name of a part of a step for people."""
+    return _NAMES.get(part, part)
+
+
+def model_utilization(model: Transformer, machine: Machine, found: Prediction) -> float:
+    """Return the model FLOP/s utilization (MFU) of a prediction, 0 to 1."""
+    plan = found.plan
+    peak = machine.half if plan.numbers.activation == 2 else machine.tf32 or machine.fp32
+    return model.flops(plan.global_batch) / (found.step.total * plan.layout.size * peak)
+
+
+def result_values(model: Transformer, machine: Machine, result: SearchResult) -> dict[str, Any]:
+    """Return a result as plain values. Seconds, bytes and tokens per second; `band` is of the time."""
+    return {
+        "machine": machine.name,
+        "model": asdict(model) | {"parameters": model.parameters},
+        "tried": result.tried,
+        "fitting": result.fitting,
+        "available_bytes": machine.available,
+        "best": [_values(model, machine, each) for each in result.best],
+        "rejected": [
+            {"reason": reason} | _values(model, machine, each) for each, reason in result.rejected
+        ],
+    }
+
+
+def _values(model: Transformer, machine: Machine, found: Prediction) -> dict[str, Any]:
+    plan, total = found.plan, found.step.total
+    return {
+        "layout": str(plan.layout),
+        "micro_batch": plan.micro_batch,
+        "micro_batches": plan.micro_batches,
+        "recompute": plan.recompute,
+        "precision": plan.precision,
+        "step_seconds": total,
+        "kind": step_kind(plan, found.step),
+        "band": list(step_band(plan, found.step)),
+        "tokens_per_second": plan.global_batch * model.seq / total,
+        "mfu": model_utilization(model, machine, found),
+        "memory_bytes": found.memory.total,
+        "memory": asdict(found.memory),
+        "step": asdict(found.step),
+    }
+
+
+def print_result(console: Console, model: Transformer, machine: Machine, result: SearchResult) -> None:
+    """Print the best configurations, the parts of the first, and why others are not among them."""
+    print_line(
+        console,
+        f"{compact(model.parameters)} parameters on {machine.name}, {size(machine.available)} usable "
+        f"per device. {result.fitting:,} of {result.tried:,} configurations fit.",
+        "",
+    )
+    if result.best:
+        _print_best(console, model, machine, result)
+    if result.rejected:
+        rows = [(str(each.plan.layout), reason) for each, reason in result.rejected[:_OTHERS]]
+        print_rows(console, "Others", ("best of its axes", "why not"), rows)
+    if not result.best:
+        print_line(
+            console, "No configuration fits: use more devices, more memory, or --precision half."
+        )
+
+
+def _print_best(console: Console, model: Transformer, machine: Machine, result: SearchResult) -> None:
+    rows = [
+        (
+            str(each.plan.layout),
+            *_settings(each),
+            duration(each.step.total),
+            percent(model_utilization(model, machine, each)),
+            size(each.memory.total),
+        )
+        for each in result.best
+    ]
+    heads = ("layout", "micro-batches", "recompute", "step", "MFU", "memory")
+    print_rows(console, "Fastest", heads, rows, right=heads[3:])
+    first = result.best[0]
+    total = first.step.total
+    kind = step_kind(first.plan, first.step)
+    low, high = BANDS[kind]
+    print_line(
+        console,
+        f"The first: {compact(first.plan.global_batch * model.seq / total)} tokens/s. 80 % of measured "
+        f"steps of this kind ({kind}) took {low:.2f} to {high:.2f} times the predicted time: "
+        f"{duration(low * total)} to {duration(high * total)}.",
+    )
+    if kind == "host":
+        print_line(
+            console, "Layers this small wait for the host, so that the error is larger: measure."
+        )
+    print_line(console, "")
+    step = {part_name(name): value for name, value in asdict(first.step).items()}
+    bars = [(name, duration(value), bar(value / total)) for name, value in step.items()]
+    print_rows(console, "Step of the first", ("part", "time", ""), bars, right=("time",))
+    kinds = asdict(first.memory).items()
+    bars = [(name, size(value), bar(value / machine.available)) for name, value in kinds]
+    print_rows(console, "Memory of the first", ("kind", "bytes", ""), bars, right=("bytes",))
+
+
+def check_values(found: RunCheck) -> dict[str, Any]:
+    """Return a comparison with a run as plain values; durations in seconds."""
+    return {
+        "verdict": found.verdict,
+        "layout": str(found.plan.layout),
+        "micro_batch": found.plan.micro_batch,
+        "steps": found.steps,
+        "predicted_seconds": found.step.total,
+        "measured_seconds": found.measured,
+        "parts": [asdict(part) for part in found.parts],
+    }
+
+
+def check_rows(found: RunCheck) -> list[tuple[str, str, str]]:
+    """Return the predicted and the measured time of each part, and of the step, as text."""
+    rows = [
+        (
+            part.name,
+            "not predicted" if part.predicted is None else duration(part.predicted),
+            duration(part.measured),
+        )
+        for part in found.parts
+    ]
+    return [*rows, ("step", duration(found.step.total), duration(found.measured))]
+
+
+def print_check(console: Console, found: RunCheck) -> None:
+    """Print a comparison with a run: the verdict, then both times of each part."""
+    print_line(console, found.verdict, "")
+    title = f"{counted(found.steps, 'step')}, {found.plan.layout}"
+    print_rows(console, title, CHECK_HEAD, check_rows(found), right=CHECK_HEAD[1:])
+
+
+def _settings(found: Prediction) -> tuple[str, str]:
+    return f"{found.plan.micro_batches} x {found.plan.micro_batch}", found.plan.recompute
+
+
+def bar(fraction: float) -> str:
+    """Return a bar for a fraction, which may be above 1."""
+    return "#" * max(1 if fraction > 0.001 else 0, round(_BAR * min(1.0, fraction)))

@@ -1,0 +1,167 @@
+"""Whether the traced step of a module fits a machine, and the changes with which it would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+from shoal.bench.import_target import call_target, import_named
+from shoal.bench.scaling.models import Workload, make_model, workload_of
+from shoal.bench.scaling.subject import SIZES, BuiltIn, parse_subject
+from shoal.distributed.layout import Layout
+from shoal.plan.configuration import PlannedStep, Recompute
+from shoal.plan.display import bar
+from shoal.plan.machines import Machine
+from shoal.plan.memory import FRAGMENTATION
+from shoal.plan.trace import TracedMemory, trace_step
+from shoal.util.errors import ShoalError
+from shoal.util.tables import print_line, print_rows
+from shoal.util.units import size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleFit:
+    """The memory of a traced step on a machine. `change` says how its plan differs from the given one.
+
+    `needed` is the memory with the part that the allocator loses.
+    """
+
+    change: str
+    plan: PlannedStep
+    memory: TracedMemory
+    available: float
+
+    @property
+    def needed(self) -> float:
+        """Bytes that the device must have."""
+        kept = self.memory.parameters + self.memory.gradients + self.memory.optimizer
+        return self.memory.total + FRAGMENTATION * (self.memory.total - kept)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has them."""
+        return self.needed <= self.available
+
+    @property
+    def verdict(self) -> str:
+        """A sentence: whether it fits, and by how much."""
+        rest = self.available - self.needed
+        of = f"{size(self.needed)} of {size(self.available)}"
+        return f"fits: {of}, {size(rest)} free" if self.fits else f"does not fit: {of}"
+
+
+def named_workload(text: str, batch: int) -> Callable[[], Workload]:
+    """Return a function that builds the workload that `--model` identifies.
+
+    It is a built-in model of `shoal bench`, such as `resnet50:`, or a function of the user, as
+    `package.module:name` or `path/train.py:name`. `batch` is the number of samples in a global batch.
+    """
+    if text.partition(":")[0] in SIZES:
+        subject = parse_subject(text)
+        if isinstance(subject, BuiltIn):
+            return lambda: make_model(subject, batch)
+    function = import_named(text, "function")
+    return lambda: workload_of(call_target(function, text), text)
+
+
+def plan_of(
+    layout: str, devices: int, batch: int, micro_batch: int | None, recompute: Recompute, precision: str
+) -> PlannedStep:
+    """Return the plan that options describe. Raises ShoalError if the global batch does not divide."""
+    degrees = Layout.parse(layout).resolve(devices)
+    local = batch // degrees.data_size
+    micro = micro_batch or max(1, local)
+    unit = degrees.data_size * micro
+    if batch % degrees.data_size or not local or local % micro:
+        raise ShoalError(
+            given=f"--batch {batch} --micro-batch {micro} --layout {layout} -n {devices}",
+            found=f"{degrees.data_size} local batches of whole micro-batches have a multiple of {unit} "
+            "samples",
+            fix=f"use --batch {max(1, round(batch / unit)) * unit}",
+        )
+    return PlannedStep(
+        layout=degrees,
+        global_batch=batch,
+        micro_batch=micro,
+        recompute=recompute,
+        precision=precision,
+    )
+
+
+def fit_module(
+    build: Callable[[], Workload], plan: PlannedStep, machine: Machine, *, fake: bool = True
+) -> list[ModuleFit]:
+    """Trace a plan, and, if it does not fit, changes of it until one fits.
+
+    Raises ShoalError if the module can't be traced with the given plan.
+    """
+
+    def fit(change: str, tried: PlannedStep) -> ModuleFit:
+        memory = trace_step(build, tried, devices=machine.devices, fake=fake).memory
+        return ModuleFit(change=change, plan=tried, memory=memory, available=machine.available)
+
+    found = [fit("as given", plan)]
+    if found[0].fits:
+        return found
+    for change, tried in _changes(plan):
+        try:
+            found.append(fit(change, tried))
+        except ShoalError:
+            continue  # such as activation checkpointing of a model without repeated blocks
+        if found[-1].fits:
+            break
+    return found
+
+
+def _changes(plan: PlannedStep) -> Iterator[tuple[str, PlannedStep]]:
+    """Yield changes that need less memory: alone, then together."""
+    layout = plan.layout
+    smaller = replace(plan, micro_batch=1)
+    if plan.micro_batch > 1:
+        yield "--micro-batch 1", smaller
+    if plan.recompute != "full":
+        yield "--recompute full", replace(plan, recompute="full")
+    if layout.replicate > 1:
+        sharded = replace(layout, shard=layout.data_size, replicate=1)
+        yield f"--layout {sharded}", replace(plan, layout=sharded)
+        layout = sharded
+    yield "all of them", replace(smaller, recompute="full", layout=layout)
+
+
+def fit_values(found: list[ModuleFit]) -> dict[str, Any]:
+    """Return the fits as plain values, bytes of one rank; the given plan first."""
+    return {
+        "fits": found[0].fits,
+        "available_bytes": found[0].available,
+        "tried": [
+            {
+                "change": each.change,
+                "layout": str(each.plan.layout),
+                "micro_batch": each.plan.micro_batch,
+                "recompute": each.plan.recompute,
+                "fits": each.fits,
+                "needed_bytes": each.needed,
+                "traced_bytes": each.memory.total,
+                "memory": asdict(each.memory),
+            }
+            for each in found
+        ],
+    }
+
+
+def print_fit(console: Console, machine: Machine, found: list[ModuleFit]) -> None:
+    """Print the memory of the given plan by kind, and the changes that were tried."""
+    first = found[0]
+    print_line(console, f"{first.plan.layout} on {machine.name} {first.verdict}.", "")
+    kinds = {key: value for key, value in asdict(first.memory).items() if isinstance(value, int)}
+    kinds["fragmentation"] = round(first.needed - first.memory.total)
+    rows = [(kind, size(value), bar(value / first.available)) for kind, value in kinds.items()]
+    title = f"Memory of a rank at its peak, in the {first.memory.moment} pass"
+    title = title.replace("update pass", "update")
+    print_rows(console, title, ("kind", "bytes", ""), rows, right=("bytes",))
+    if len(found) > 1:
+        changes = [(each.change, each.verdict) for each in found[1:]]
+        print_rows(console, "Changes", ("change", ""), changes)

@@ -1,0 +1,190 @@
+"""Machines as frozen values, from the catalogue or from a file of the same form."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from shoal.util.errors import ShoalError
+
+_RESERVED = 1.5e9
+"""Bytes that the CUDA context, cuBLAS and NCCL take: assumed, 1 to 2 GB on GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """The ten free parameters of the time model: fractions of data-sheet rates, and seconds.
+
+    The defaults are assumptions, for machines that were not measured. `RANGES` has plausible values.
+    """
+
+    product: float = 0.75
+    """Matrix products, of the peak. Large products on an A100 reach 0.87 alone."""
+    convolution: float = 0.6
+    """Convolutions, of the peak. They are counted as matrix products, of which Winograd's algorithm
+    computes up to 2.25 times as many."""
+    attention: float = 0.35
+    """The two products of attention, of the peak."""
+    memory: float = 0.8
+    """Element-wise operations, of the memory bandwidth."""
+    link: float = 0.75
+    """Collectives within a node, of `link`."""
+    network: float = 0.7
+    """Collectives between nodes, of `network`."""
+    launch: float = 4e-6
+    """Seconds on the device between two operations."""
+    host: float = 35e-6
+    """Seconds of the host for one operation."""
+    step: float = 2e-3
+    """Seconds of the host for the rest of a step: clipping, the optimizer's call, logging."""
+    spread: float = 0.01
+    """The standard deviation of the speed of devices, relative to its mean."""
+
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "product": (0.3, 0.95),
+    "convolution": (0.05, 2.0),
+    "attention": (0.05, 0.9),
+    "memory": (0.2, 1.0),
+    "link": (0.2, 1.0),
+    "network": (0.1, 1.0),
+    "launch": (0.5e-6, 30e-6),
+    "host": (2e-6, 100e-6),
+    "step": (1e-4, 0.1),
+    "spread": (0.001, 0.05),
+}
+"""The plausible values of each parameter; a calibration stays inside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes of equal devices. Rates are FLOP/s and bytes/s of one device and one direction.
+
+    `half` is the peak of bf16 or fp16 products, `tf32` and `fp32` of float32 products. `link` connects
+    devices of a node, `network` nodes; both are per device. `memory` is in bytes. `devices` is the
+    number of devices of a node, `units` that of the processors of a device that compute one tile of a
+    product each, if products are tiled. `source` says where the figures are from.
+    """
+
+    name: str
+    half: float
+    fp32: float
+    tf32: float | None = None
+    memory: float
+    memory_bandwidth: float
+    link: float
+    network: float
+    devices: int
+    source: str
+    units: int | None = None
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+    @property
+    def available(self) -> float:
+        """Bytes of device memory without those of context and libraries."""
+        return self.memory - _RESERVED
+
+
+_SCALE = {
+    "half": 1e12,
+    "tf32": 1e12,
+    "fp32": 1e12,
+    "memory": 1e9,
+    "memory_bandwidth": 1e9,
+    "link": 1e9,
+    "network": 1e9,
+}
+
+
+def machine_catalogue() -> dict[str, Machine]:
+    """Return the machines of the catalogue by name."""
+    text = resources.files(__package__).joinpath("machines.toml").read_text(encoding="utf-8")
+    return {name: parse_machine(name, table) for name, table in tomllib.loads(text).items()}
+
+
+def find_machine(name: str) -> Machine:
+    """Return a machine of the catalogue, or the one of a TOML file if the name ends in `.toml`.
+
+    Raises ShoalError for unknown names, with the nearest ones, and for invalid files.
+    """
+    if name.endswith(".toml"):
+        return _machine_of_file(Path(name))
+    known = machine_catalogue()
+    if name.lower() in known:
+        return known[name.lower()]
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    raise ShoalError(
+        given=f"machine {name!r}",
+        found=f"it is not in the catalogue: {', '.join(known)}",
+        fix=f"use {' or '.join(near or ['h100-sxm'])}, or a TOML file that describes it: mine.toml",
+    )
+
+
+def _machine_of_file(path: Path) -> Machine:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _wrong(str(path), f"it can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise _wrong(str(path), f"it is not TOML: {error}") from None
+    if len(tables) != 1:
+        raise _wrong(str(path), f"it has {len(tables)} tables, not one")
+    ((name, table),) = tables.items()
+    return parse_machine(name, table)
+
+
+def parse_machine(name: str, table: object) -> Machine:
+    """Return the machine that a table of TOML describes; raise ShoalError with all its mistakes."""
+    if not isinstance(table, dict):
+        raise _wrong(name, "it is not a table")
+    known = {each.name for each in fields(Machine)} - {"name"}
+    required = known - {"tf32", "units", "efficiency"}
+    mistakes = [f"{key} is unknown" for key in sorted(table.keys() - known)]
+    mistakes += [f"{key} is missing" for key in sorted(required - table.keys())]
+    for key in sorted((known - {"source", "efficiency"}) & table.keys()):
+        mistakes += _number_mistake(key, table[key], whole=key in ("devices", "units"))
+    if not isinstance(table.get("source", ""), str):
+        mistakes.append("source is not text")
+    efficiency = table.get("efficiency", {})
+    mistakes += _efficiency_mistakes(efficiency)
+    if mistakes:
+        raise _wrong(name, "; ".join(mistakes))
+    values: dict[str, Any] = {
+        key: value * _SCALE[key] if key in _SCALE else value for key, value in table.items()
+    }
+    return Machine(**values | {"name": name, "efficiency": replace(Efficiency(), **efficiency)})
+
+
+def _efficiency_mistakes(table: object) -> list[str]:
+    if not isinstance(table, dict):
+        return ["efficiency is not a table"]
+    mistakes = [f"efficiency.{key} is unknown" for key in sorted(table.keys() - RANGES.keys())]
+    for key in sorted(table.keys() & RANGES.keys()):
+        low, high = RANGES[key]
+        wrong = _number_mistake(f"efficiency.{key}", table[key])
+        if not wrong and not low <= table[key] <= high:
+            wrong = [f"efficiency.{key} is {table[key]}, not between {low} and {high}"]
+        mistakes += wrong
+    return mistakes
+
+
+def _number_mistake(key: str, value: object, *, whole: bool = False) -> list[str]:
+    kinds = (int,) if whole else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
+        return [f"{key} is {value!r}, not {'an integer' if whole else 'a number'}"]
+    return [] if value > 0 else [f"{key} is {value}; it must be above 0"]
+
+
+def _wrong(name: str, found: str) -> ShoalError:
+    return ShoalError(
+        given=f"machine {name}",
+        found=found,
+        fix="describe it as docs/guides/plan.md shows: half, fp32, memory, memory_bandwidth, link, "
+        "network, devices, source",
+    )

@@ -1,0 +1,206 @@
+"""A machine file from measurements of this device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+
+from shoal.bench.collectives.machine_file import MachineFile, read_machine_file
+from shoal.bench.processor import processor_name
+from shoal.plan.machines import RANGES, Machine, parse_machine
+from shoal.telemetry.collective_stats import bus_factor
+from shoal.util import accelerator
+from shoal.util.errors import ShoalError
+
+_SAMPLES = 5
+_EDGE = {"cpu": 1024}
+"""Rows and columns of the square product that measures the peak; 8192 on accelerators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRates:
+    """Bytes/s within a node and between nodes, as options or files of `shoal bench comm` give them."""
+
+    link: float | None
+    network: float | None
+
+
+def read_rates(files: Sequence[Path], link: float | None, network: float | None) -> LinkRates:
+    """Return the bus bandwidth of all-reduces in machine files, unless GB/s are given.
+
+    A file whose ranks are on one host has `link`, any other `network`, per rank of a host.
+    """
+    rates = {"link": None if link is None else link * 1e9}
+    rates["network"] = None if network is None else network * 1e9
+    for path in files:
+        found = read_machine_file(path)
+        name = "link" if len(set(found.hosts)) == 1 else "network"
+        if rates[name] is None:
+            rates[name] = _bus_bandwidth(path, found)
+    return LinkRates(**rates)
+
+
+def _bus_bandwidth(path: Path, found: MachineFile) -> float:
+    per_host = max(found.hosts.count(host) for host in found.hosts)
+    several = len(set(found.hosts)) > 1
+    for series in found.series:
+        if series.operation == "all_reduce" and series.fit is not None and series.fit.bandwidth:
+            bus = bus_factor("all_reduce", series.ranks) * series.fit.bandwidth
+            return bus / per_host if several else bus
+    raise ShoalError(
+        given=f"--comm {path}",
+        found="it has no all_reduce of at least three sizes",
+        fix="measure again: shoal bench comm --operations all_reduce -o FILE",
+    )
+
+
+def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
+    """Measure products, memory, attention and the host on this device, and return the machine.
+
+    Raises ShoalError if the rate of a link is unknown.
+    """
+    missing = [key for key in ("link", "network") if getattr(rates, key) is None]
+    if missing:
+        raise ShoalError(
+            given="shoal bench machine",
+            found=f"the {' and the '.join(missing)} between ranks can't be measured by one process",
+            fix="shoal bench comm -n 2 -o comm.json, then shoal bench machine --comm comm.json "
+            "--network GB/s",
+        )
+    device = torch.device(accelerator.current()[0] or "cpu")
+    edge = _EDGE.get(device.type, 8192)
+    half = _product_rate(device, torch.bfloat16, (edge, edge, edge))
+    single = _product_rate(device, torch.float32, (edge, edge, edge))
+    # Ratios hold for the numbers in which a device trains.
+    dtype, best = (torch.float32, single) if device.type == "cpu" else (torch.bfloat16, half)
+    thin = _product_rate(device, dtype, (edge, edge, edge // 4))
+    copied, added = _memory_rates(device, edge)
+    table: dict[str, object] = {
+        "half": half / 1e12,
+        "fp32": single / 1e12,
+        "memory": _memory_bytes(device) / 1e9,
+        "memory_bandwidth": copied / 1e9,
+        "link": (rates.link or 0.0) / 1e9,
+        "network": (rates.network or 0.0) / 1e9,
+        "devices": devices,
+        "source": f"shoal bench machine, {datetime.now(UTC):%Y-%m-%d}, "
+        f"{accelerator.name(device) or processor_name() or 'unknown processor'}",
+        "efficiency": {
+            key: _limited(key, value)
+            for key, value in {
+                "product": thin / best,
+                "convolution": _convolution_rate(device, dtype) / best,
+                "attention": _attention_rate(device, dtype) / best,
+                "memory": added / copied,
+                "link": 1.0,
+                "network": 1.0,
+                "host": _host_seconds(device),
+            }.items()
+        },
+    }
+    if device.type == "cuda":
+        table["units"] = torch.cuda.get_device_properties(device).multi_processor_count
+    return parse_machine(name, table)
+
+
+def machine_toml(machine: Machine) -> str:
+    """Return a machine in the form of the catalogue and of the files that `--machine` takes."""
+    rates: tuple[str, ...] = ("half", "fp32", "memory", "memory_bandwidth", "link", "network")
+    rates = rates if machine.tf32 is None else (*rates, "tf32")
+    scale = {"half": 1e12, "fp32": 1e12, "tf32": 1e12}
+    lines = [f"[{machine.name}]"]
+    lines += [f"{key} = {getattr(machine, key) / scale.get(key, 1e9):.6g}" for key in rates]
+    lines += [f"devices = {machine.devices}"]
+    lines += [] if machine.units is None else [f"units = {machine.units}"]
+    source = machine.source.replace("\\", "\\\\").replace('"', '\\"')
+    lines += [f'source = "{source}"', "", f"[{machine.name}.efficiency]"]
+    lines += [f"{key} = {getattr(machine.efficiency, key):.4g}" for key in RANGES]
+    return "\n".join(lines) + "\n"
+
+
+def _limited(key: str, value: float) -> float:
+    low, high = RANGES[key]
+    return min(high, max(low, value))
+
+
+def _seconds(device: torch.device, call: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of some calls, after one that warms up."""
+    times = []
+    for _ in range(_SAMPLES + 1):
+        _wait(device)
+        begun = perf_counter()
+        call()
+        _wait(device)
+        times.append(perf_counter() - begun)
+    return min(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    module = accelerator.streams(device)
+    if module is not None:
+        module.synchronize()
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
+    """Return FLOP/s of a product of this many rows, columns and terms of each sum."""
+    rows, columns, inner = shape
+    left = torch.ones(rows, inner, device=device, dtype=dtype)
+    right = torch.ones(inner, columns, device=device, dtype=dtype)
+    return 2 * rows * columns * inner / _seconds(device, lambda: left @ right)
+
+
+def _memory_rates(device: torch.device, edge: int) -> tuple[float, float]:
+    """Return bytes/s of a copy and of a sum, of tensors that no cache holds."""
+    source = torch.ones(16 * edge * edge, device=device)
+    target = torch.empty_like(source)
+    size = source.numel() * source.element_size()
+    copied = 2 * size / _seconds(device, lambda: target.copy_(source))
+    added = 3 * size / _seconds(device, lambda: torch.add(source, target, out=target))
+    return copied, added
+
+
+def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return FLOP/s of causal attention, which skips half of the scores."""
+    heads, seq, width = 8, 1024, 64
+    one = torch.ones(1, heads, seq, width, device=device, dtype=dtype)
+    seconds = _seconds(device, lambda: F.scaled_dot_product_attention(one, one, one, is_causal=True))
+    return 4 * heads * seq * seq * width * 0.5 / seconds
+
+
+def _convolution_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return FLOP/s of a convolution of 3 x 3 pixels, forward and backward."""
+    batch, width, edge = (8, 64, 56) if device.type == "cpu" else (64, 256, 56)
+    image = torch.ones(batch, width, edge, edge, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.ones(width, width, 3, 3, device=device, dtype=dtype, requires_grad=True)
+    upstream = torch.ones_like(image)
+
+    def call() -> None:
+        torch.autograd.grad(F.conv2d(image, weight, padding=1), (image, weight), upstream)
+
+    return 3 * 2 * batch * edge * edge * width * width * 9 / _seconds(device, call)
+
+
+def _host_seconds(device: torch.device) -> float:
+    """Return the seconds of the host for one operation of a forward pass that records gradients."""
+    value = torch.ones(8, device=device, requires_grad=True)
+    count = 200
+
+    def call() -> None:
+        result = value
+        for _ in range(count):
+            result = result * 1.01
+
+    return _seconds(device, call) / count
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,213 @@
+"""Seconds of one optimizer step, by part."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
+
+from shoal.plan.collectives import RankGroup, collective_seconds
+from shoal.plan.configuration import PlannedStep
+from shoal.plan.layer_time import (
+    ComputeSeconds,
+    Work,
+    backward_work,
+    compute_seconds,
+    gradient_work,
+    layer_communication,
+    layer_work,
+    product_work,
+)
+from shoal.plan.machines import Machine
+from shoal.plan.memory import stage_parameters
+from shoal.plan.model import Transformer
+from shoal.plan.products import alignment_factor
+
+LOSS_BYTES = 16
+"""Bytes that the loss reads and writes per score, forward and backward, in float32: cast, log_softmax,
+their gradients."""
+CONTENTION = 0.2
+"""The part of a device that collectives take from the computation that they overlap: about 20 of the
+108 multiprocessors of an A100 run NCCL's channels."""
+BUCKET = 25e6
+"""Bytes of the last bucket of gradients, which no computation hides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEstimate:
+    """Seconds of one optimizer step, by part. They add up to `total`."""
+
+    products: float
+    attention: float
+    memory: float
+    """Element-wise operations, and the operands of products."""
+    recompute: float
+    launch: float
+    """Between operations, and for the host."""
+    tensor: float
+    context: float
+    bubble: float
+    """Stages that wait for others."""
+    pipeline: float
+    """Activations sent between stages."""
+    data: float
+    """Gradients and gathered parameters that no computation hides."""
+    optimizer: float
+    stragglers: float
+    """Waiting for the slowest device."""
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return float(sum(asdict(self).values()))
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """Seconds of one layer and one micro-batch, forward and backward."""
+
+    forward: ComputeSeconds
+    backward: ComputeSeconds
+    again: float
+    tensor: float
+    context: float
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return self.forward.total + self.backward.total + self.again + self.tensor + self.context
+
+
+def layer_pass(model: Transformer, plan: PlannedStep, machine: Machine) -> LayerPass:
+    """Return the seconds of one layer and one micro-batch."""
+    work = layer_work(model, plan, machine.units)
+    backward, again = backward_work(model, work, plan.recompute)
+    tensor, context = layer_communication(model, plan, machine)
+    return LayerPass(
+        forward=compute_seconds(work.forward, plan, machine),
+        backward=compute_seconds(backward, plan, machine),
+        again=compute_seconds(again, plan, machine).total,
+        tensor=tensor,
+        context=context,
+    )
+
+
+def estimate_step(model: Transformer, plan: PlannedStep, machine: Machine) -> StepEstimate:
+    """Return the predicted time of one optimizer step of a valid configuration.
+
+    The last stage computes without pause between its first and last micro-batch: its layers, and the
+    output layer. The others add the time in which it waits for its first one.
+    """
+    layout, count = plan.layout, plan.micro_batches
+    layers = model.layers / layout.pipeline
+    layer = layer_pass(model, plan, machine)
+    head = compute_seconds(head_work(model, plan, machine.units), plan, machine)
+    tables = compute_seconds(table_work(model, plan), plan, machine)
+    parts = [
+        (layers * count, layer.forward),
+        (layers * count, layer.backward),
+        (count, head),
+        (count, tables),
+    ]
+
+    def seconds(name: str) -> float:
+        return float(sum(times * getattr(part, name) for times, part in parts))
+
+    bubble = (layout.pipeline - 1) / plan.stages * layers * layer.total
+    working = layers * count * (layer.total - layer.tensor - layer.context)
+    working += count * (head.total + tables.total)
+    return StepEstimate(
+        products=seconds("products"),
+        attention=seconds("attention"),
+        memory=seconds("memory"),
+        recompute=layers * count * layer.again,
+        launch=seconds("launch") + seconds("host") + machine.efficiency.step,
+        tensor=layers * count * layer.tensor,
+        context=layers * count * layer.context,
+        bubble=bubble,
+        pipeline=_transfer_seconds(model, plan, machine),
+        data=_data_seconds(model, plan, machine, layer, layers),
+        optimizer=_optimizer_seconds(model, plan, machine),
+        stragglers=machine.efficiency.spread * slowest(layout.size) * working,
+    )
+
+
+@lru_cache
+def slowest(count: int) -> float:
+    """Return the expected maximum of `count` values of the standard normal distribution.
+
+    The approximation of Blom 1958.
+    """
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def head_work(model: Transformer, plan: PlannedStep, units: int | None) -> Work:
+    """Return the work of the output layer and the loss, forward and backward, of one micro-batch."""
+    size, rows = plan.numbers.activation, plan.micro_batch * model.seq / plan.layout.context
+    columns = model.vocab / plan.layout.tensor
+    shape = (rows, columns, model.hidden)
+    product = product_work(shape, size, units) + gradient_work(shape, size, units)
+    aligned = replace(product, products=product.products * alignment_factor(columns, size))
+    return aligned + Work(traffic=rows * columns * LOSS_BYTES, operations=12)
+
+
+def table_work(model: Transformer, plan: PlannedStep) -> Work:
+    """Return the work of the embedding's gradient: zeros, to which the rows of the tokens are added."""
+    table = model.embedding / plan.layout.tensor if plan.layout.pipeline == 1 else 0.0
+    return Work(traffic=table * 2 * plan.numbers.activation, operations=2)
+
+
+def _transfer_seconds(model: Transformer, plan: PlannedStep, machine: Machine) -> float:
+    """Return the seconds that stages wait for activations and their gradients."""
+    layout = plan.layout
+    if layout.pipeline == 1:
+        return 0.0
+    full = plan.micro_batch * model.seq / layout.context * model.hidden * plan.numbers.activation
+    neighbours = RankGroup(layout.pipeline, layout.size // layout.pipeline)
+    one = collective_seconds("send", full / layout.tensor, neighbours, machine)
+    # In each direction, of each micro-batch through each stage of this rank, and to fill the pipeline.
+    return 2 * one * (plan.micro_batches * plan.stages + layout.pipeline - 1)
+
+
+def _data_seconds(
+    model: Transformer, plan: PlannedStep, machine: Machine, layer: LayerPass, layers: float
+) -> float:
+    """Return the seconds of the data axes that no computation hides."""
+    layout, numbers = plan.layout, plan.numbers
+    inner = layout.tensor * layout.context
+    shard = RankGroup(layout.shard, inner)
+    replicas = RankGroup(layout.replicate, inner * layout.shard)
+    parameters = stage_parameters(model, plan)
+    summed = parameters / layout.shard * numbers.reduced
+    exposed = collective_seconds("all_reduce", summed, replicas, machine)
+    if plan.overlap and layout.replicate > 1:
+        hidden = layers * layer.backward.total * (1 - 1 / max(layers, 1))
+        tail = collective_seconds("all_reduce", min(summed, BUCKET), replicas, machine)
+        exposed = max(tail, exposed - hidden)
+    if layout.shard == 1:
+        return exposed
+    weights = model.layer_weights / layout.tensor
+    gather = collective_seconds("all_gather", weights * numbers.gathered, shard, machine)
+    scatter = collective_seconds("reduce_scatter", weights * numbers.reduced, shard, machine)
+    forward = layer.forward.total + (layer.tensor + layer.context) / 3
+    backward = layer.total - forward
+    # Each layer is gathered twice while its neighbour computes. The table is gathered alone.
+    waits = _overlapped(gather, forward) + _overlapped(gather + scatter, backward)
+    table = model.embedding / layout.tensor * (numbers.gathered * 2 + numbers.reduced)
+    alone = collective_seconds("all_gather", table, shard, machine)
+    if not plan.overlap:
+        waits = 2 * gather + scatter
+    return exposed + plan.micro_batches * (layers * waits + alone)
+
+
+def _overlapped(communication: float, compute: float) -> float:
+    """Return the seconds that communication adds to the compute that it overlaps."""
+    return max(0.0, communication - compute) + CONTENTION * min(communication, compute)
+
+
+def _optimizer_seconds(model: Transformer, plan: PlannedStep, machine: Machine) -> float:
+    """Return the seconds of clipping and of Adam: every number is read and most are written."""
+    numbers = plan.numbers
+    each = 2 * numbers.parameter + 3 * numbers.gradient + 2 * numbers.state
+    parameters = stage_parameters(model, plan) / plan.layout.shard
+    return parameters * each / (machine.efficiency.memory * machine.memory_bandwidth)

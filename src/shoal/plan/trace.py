@@ -1,0 +1,327 @@
+"""The memory and the work of one rank, from steps of the user's module on tensors without values.
+
+The module runs through Shoal's own strategies and torch's own optimizer, on one rank whose other ranks
+do not exist. A dispatch mode counts the storages that live.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal._torch.autograd import in_backward
+from shoal._torch.dispatch import tree_iter, tree_map
+from shoal._torch.simulation import FakeNumbers, LocalCollectives, simulating
+from shoal.bench.scaling.models import Workload
+from shoal.data import Loader
+from shoal.data.batch import Batch
+from shoal.plan.configuration import PlannedStep
+from shoal.plan.layer_time import Work
+from shoal.plan.live_bytes import LiveBytes, PeakStorage
+from shoal.plan.simulated_world import SimulatedWorld, simulated_world
+from shoal.plan.traced_work import TracedWork
+from shoal.strategies import engine_of, parallelize
+from shoal.strategies.activation_checkpoint import ActivationCheckpointing
+from shoal.strategies.data_parallel.ddp import DDP
+from shoal.strategies.dtensor import share
+from shoal.strategies.fsdp.options import FSDP
+from shoal.strategies.tensor_parallel.options import TensorParallel
+from shoal.training.step import PRECISIONS
+from shoal.util.errors import ShoalError
+
+TRACED = {"fp32": "fp32", "mixed": "bf16", "fp16": "fp16"}
+"""The precision of a Step for each precision of a plan that can be traced."""
+_STEPS = 3
+_NEARLY = 0.999
+"""The part of the peak from which the storages are kept: garbage may be freed at another moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedMemory:
+    """Bytes of one rank at the moment of a step at which it needs most.
+
+    `activations` were allocated in the forward pass, `temporary` in the backward pass and the update.
+    `communication` are gathered parameters and buffers of collectives. `moment` says when.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    communication: int
+    temporary: int
+    moment: str
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(value for value in asdict(self).values() if isinstance(value, int))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """The memory of one rank in an optimizer step, and the work of its operations."""
+
+    memory: TracedMemory
+    work: Work
+
+
+def trace_step(
+    build: Callable[[], Workload],
+    plan: PlannedStep,
+    *,
+    rank: int = 0,
+    devices: int = 8,
+    fake: bool = True,
+) -> TracedStep:
+    """Return the memory and the work of one rank in a step of a training, without the other ranks.
+
+    `build` returns the model, its task and its dataset; it is called once. `devices` is the number of
+    devices of a node. With `fake=False`, the steps compute with values, in the memory of this machine.
+
+    Raises:
+        ShoalError: If the module fails on fake tensors, with its name, or the plan does not fit it.
+    """
+    if plan.precision not in TRACED:
+        raise ShoalError(
+            given=f"precision {plan.precision!r} of a traced module",
+            found="Shoal's steps keep parameters in the dtype of the module",
+            fix=f"use one of {', '.join(TRACED)}; or convert the module where it is built",
+        )
+    world = simulated_world(plan.layout, rank, devices)
+    try:
+        return _Trace(build(), plan, world, fake=fake).run()
+    finally:
+        world.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _Trace:
+    """Steps of one rank, and the storages that live in them."""
+
+    def __init__(
+        self, workload: Workload, plan: PlannedStep, world: SimulatedWorld, *, fake: bool
+    ) -> None:
+        self.workload = workload
+        self.plan = plan
+        self.world = world
+        self.calls: list[nn.Module] = []
+        """The modules whose forward passes run, the innermost last."""
+        self.updating = False
+        self.passing = "forward"
+        self.gradients: set[int] = set()
+        self.fake = FakeNumbers(lambda: bool(self.calls) and _read_by_user()) if fake else None
+        self.live = LiveBytes(self.moment)
+        self.work = TracedWork()
+
+    def moment(self) -> str:
+        """Return the part of the step that runs; FSDP reduces gradients after the backward pass too."""
+        if self.updating:
+            return "update"
+        if in_backward():
+            self.passing = "backward"
+        elif self.calls:
+            self.passing = "forward"
+        return self.passing
+
+    def run(self) -> TracedStep:
+        """Take three steps: one that creates the optimizer state, and two that look for the peak."""
+        with self.counted():
+            model = parallelize(self.built(), self.world, planned_strategies(self.plan))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            optimizer.register_step_pre_hook(self.note_gradients)
+        names = {module: name for name, module in model.named_modules()}
+        try:
+            peak, batches = 0, self.batches()
+            for number in range(1, _STEPS + 1):
+                with self.live:
+                    batch = next(batches)
+                self.check_size(batch)
+                gc.collect()
+                last = number == _STEPS
+                with self.counted(), self.following(), self.work if last else nullcontext():
+                    self.live.restart(_NEARLY * peak if last else 0.0)
+                    self.step(model, optimizer, self.fake_batch(batch))
+                peak = self.live.peak
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise self.failure(error, names) from error
+        return TracedStep(memory=self.kinds(model, optimizer), work=self.work.work)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Run operations on fake tensors, without other ranks, and count their storages."""
+        with ExitStack() as modes:
+            modes.enter_context(simulating())
+            if self.fake is not None:
+                modes.enter_context(self.fake)
+            modes.enter_context(self.live)
+            modes.enter_context(LocalCollectives())
+            modes.enter_context(self.live.following_resizes())
+            yield
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Note the modules whose forward passes run; after an error, the one that failed is last."""
+
+        def leave(module: nn.Module, *_: object) -> None:
+            self.calls.pop()
+
+        handles = (
+            nn.modules.module.register_module_forward_pre_hook(lambda m, _: self.calls.append(m)),
+            nn.modules.module.register_module_forward_hook(leave),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def built(self) -> nn.Module:
+        """Return the model of the workload, as a fake one if steps are."""
+        model = self.workload.model
+        if not isinstance(model, nn.Module):
+            return model()
+        if self.fake is None:
+            return model
+        tensors = {id(each): each for each in chain(model.parameters(), model.buffers())}
+        return copy.deepcopy(model, {key: self.fake.from_tensor(own) for key, own in tensors.items()})
+
+    def batches(self) -> Iterator[Batch]:
+        """Return the batches of this rank, with values."""
+        plan, dataset = self.plan, self.workload.dataset
+        self.live.watch(tree_iter(dataset), counted=False)
+        loader = Loader(
+            dataset,
+            self.world,
+            batch_size=plan.global_batch,
+            micro_batches=plan.micro_batches,
+            shuffle=False,
+        )
+        return iter(loader.epochs(_STEPS))
+
+    def check_size(self, batch: Batch) -> None:
+        """Raise ShoalError for a dataset with too few samples."""
+        if batch.size < self.plan.global_batch:
+            raise ShoalError(
+                given=f"a global batch of {self.plan.global_batch} samples",
+                found=f"the dataset has {batch.size}",
+                fix="return a dataset with more samples; they may be the same tensor",
+            )
+
+    def fake_batch(self, batch: Batch) -> Batch:
+        """Return a batch with fake tensors in place of those of the Loader, which are counted."""
+        if self.fake is None:
+            return batch
+        convert = self.fake.from_tensor
+        micros = [
+            micro._replace(
+                value=tree_map(lambda x: convert(x) if isinstance(x, Tensor) else x, micro.value)
+            )
+            for micro in batch.micros
+        ]
+        self.live.watch((x for micro in micros for x in tree_iter(micro.value)), counted=False)
+        return Batch(batch.first, batch.size, micros, seed=batch.seed, world=self.world)
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+        """Take an optimizer step without the checks that compare values."""
+        engine = engine_of(model)
+        autocast = PRECISIONS[TRACED[self.plan.precision]]
+        engine.gradients(self.workload.task, batch, autocast=autocast, scale=1.0)
+        self.updating = True
+        engine.update(optimizer, 0.5)
+        self.updating = False
+
+    def note_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note the storages of the gradients, which the update frees."""
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        self.gradients = {self.live.number(share(p.grad)) for p in parameters if p.grad is not None}
+
+    def kinds(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TracedMemory:
+        """Return the bytes at the peak by kind."""
+        owned = (share(each) for each in chain(model.parameters(), model.buffers()))
+        parameters = {self.live.number(each) for each in owned}
+        states = (share(each) for each in tree_iter(list(optimizer.state.values())))
+        optimizing = {self.live.number(each) for each in states if isinstance(each, Tensor)}
+        found = dict.fromkeys(_KINDS, 0)
+        for key, one in self.live.at_peak.items():
+            if key in parameters:
+                kind = "parameters"
+            elif key in optimizing:
+                kind = "optimizer"
+            elif key in self.gradients:
+                kind = "gradients"
+            else:
+                kind = _kind(one)
+            found[kind] += one.size
+        return TracedMemory(**found, moment=self.live.peak_moment)
+
+    def failure(self, error: Exception, names: dict[nn.Module, str]) -> ShoalError:
+        """Return an error that names the module whose forward pass failed."""
+        place = "the step, outside of a module"
+        if self.calls:
+            module = self.calls[-1]
+            place = f"module {names.get(module) or 'model'} ({type(module).__name__})"
+        line = (str(error).strip().splitlines() or [""])[0]
+        return ShoalError(
+            given=f"a trace of {place}" + (" on fake tensors" if self.fake else ""),
+            found=f"it raises {type(error).__name__}: {line}",
+            fix="measure a step with values on this machine: --measure"
+            if self.fake
+            else "run the module on this batch without a plan first",
+        )
+
+
+def _read_by_user() -> bool:
+    """Return whether the innermost caller outside of torch is not Shoal, as in the user's forward."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if not name.startswith(("torch.", "shoal._torch.", "shoal.plan.")):
+            return not name.startswith("shoal.")
+        frame = frame.f_back
+    return True
+
+
+_KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
+
+
+def _kind(one: PeakStorage) -> str:
+    if one.shared:
+        return "communication"
+    return "activations" if one.moment == "forward" else "temporary"
+
+
+def planned_strategies(plan: PlannedStep) -> list[Any]:
+    """Return Shoal's strategies for a plan, with their default options.
+
+    Raises ShoalError for a layout that can't be traced.
+    """
+    layout = plan.layout
+    if layout.context > 1 or layout.pipeline > 1:
+        raise ShoalError(
+            given=f"--layout {layout}",
+            found="pipelines and context parallelism can't be traced",
+            fix="use the axes replicate, shard and tensor",
+        )
+    found: list[Any] = []
+    if plan.recompute != "none":
+        save = ("products", "attention") if plan.recompute == "selective" else ()
+        found.append(ActivationCheckpointing(save=save))
+    if layout.tensor > 1:
+        found.append(TensorParallel())
+    if layout.shard > 1 or not found:
+        found.append(FSDP() if layout.shard > 1 else DDP())
+    return found

@@ -1,0 +1,72 @@
+"""The options of guards, and the schedule of their checks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shoal.util.errors import StepError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guards:
+    """Checks for silent data corruption in a Run, by checksums of model, optimizer and gradients.
+
+    A check adds the bits of each tensor as integers, which detects any single flipped bit. Shoal
+    measures the time of its checks and chooses the steps on which they run, so that they stay below
+    `budget`. The first check is on the second step. A tensor that an operation of PyTorch has changed
+    in between is not compared.
+
+    Args:
+        continuity: Compare the tensors after an update with the same tensors before the next update.
+            They must be equal, since nothing changes them in the forward and backward pass. Also
+            covers buffers that never change. Each rank compares its own memory. Default: True.
+        replicas: Compare the tensors between the ranks that hold the same ones, on the layout's
+            `replicate` axis. Finds ranks that drift apart and code that depends on the rank.
+            Default: True.
+        gradients: With `exact="bits"` and a Step, compute the gradients of each rank on a second rank
+            too, and compare both before they are summed, so that a difference is found in the same
+            step. A check takes as long as the forward and backward passes of a step. Default: True.
+        budget: Largest fraction of the time of the run that checks take, above 0 and at most 1.
+            Default: 0.001.
+
+    Raises:
+        StepError: If `budget` is out of range.
+
+    Examples:
+        >>> shoal.Guards(budget=0.01)
+        Guards(continuity=True, replicas=True, gradients=True, budget=0.01)
+    """
+
+    continuity: bool = True
+    replicas: bool = True
+    gradients: bool = True
+    budget: float = 0.001
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.budget, int | float) and 0 < self.budget <= 1):
+            raise StepError(
+                given=f"shoal.Guards(budget={self.budget!r})",
+                found="a budget is a fraction of the time of the run, above 0 and at most 1",
+                fix="shoal.Guards(budget=0.001) for 0.1 %",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardTimes:
+    """The times of a rank that decide when it can afford the next check, in seconds.
+
+    `spent` is the time of all checks so far, `check` that of one, `elapsed` the time of the run, and
+    `step` that of one optimizer step without a check.
+    """
+
+    spent: float
+    check: float
+    elapsed: float
+    step: float
+
+
+def steps_to_next_check(times: GuardTimes, budget: float) -> int:
+    """Return in how many steps another check leaves the total below `budget`; 1 or more."""
+    affordable = (times.spent + times.check) / budget  # the run must have lasted this long by then
+    return max(1, math.ceil((affordable - times.elapsed) / max(times.step, 1e-9)))

@@ -1,0 +1,421 @@
+"""Observation of one rank: hooks that record and change nothing.
+
+They are set before the script starts. Workers of a DataLoader inherit them by fork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import wraps
+from itertools import count
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
+
+from shoal._torch.dataloader import observe_batches
+from shoal.data.feed import PositionedSource
+from shoal.data.map_dataset import MapStyleDataset
+from shoal.data.orders import WeightedSampling
+from shoal.data.sampler import LocalBatch
+from shoal.verify.checksums import checksum_generators, checksum_state, sketch
+from shoal.verify.observations import ACCELERATE, DeliveredBatch, DrawRecord, LoaderRecord
+from shoal.verify.operation_trace import OperationTrace, plain_name
+
+LAYERS = {
+    "dropout": ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "MultiheadAttention"),
+    "batch norm": ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
+}
+CALLERS_OF_BACKWARD = ("torch/autograd/graph.py", "torch/autograd/__init__.py")
+MAKER_OF_STATE = "torch/distributed/checkpoint/state_dict.py"
+READS_STDIN = "reads standard input"
+STARTS = "starts processes itself"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserverOptions:
+    """The directory of the records, the script's root, and the steps at which ranks end.
+
+    The operations of step `trace_at` are recorded too.
+    """
+
+    folder: str
+    root: str
+    stop_after: int
+    kill_at: int | None = None
+    trace_at: int | None = None
+
+
+class Observer:
+    """The records of this process, appended to a file as they happen."""
+
+    def __init__(self, options: ObserverOptions, rank: int) -> None:
+        self.options = options
+        self.rank = rank
+        self.step = 0
+        self.pending: list[DeliveredBatch] = []
+        self.used: set[int] = set()
+        self.iterations: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self.loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.numbers = count()  # not the length of `loaders`, which forgets loaders that have ended
+        self.roots: WeakSet[torch.nn.Module] = WeakSet()
+        self.depth = 0
+        self.epochs: dict[int, int] = {}
+        self.batches: dict[int, int] = {}
+        self.delivered: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.scheduler_steps = 0
+        self.before: dict[str, Any] = {}
+        self.drawn: set[tuple[str, str]] = set()
+        self.trace = OperationTrace(lambda inner: self.user_line(called_by_autograd=inner))
+
+    def write_event(self, event: str, **values: Any) -> None:
+        """Append one line; a worker has a separate file."""
+        self.write_events(event, [values])
+
+    def write_events(self, event: str, entries: list[dict[str, Any]]) -> None:
+        """Append a line for each entry."""
+        path = Path(self.options.folder) / f"rank-{self.rank}.{os.getpid()}.jsonl"
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"event": event, **values}) + "\n" for values in entries)
+
+    def user_line(self, *, called_by_autograd: bool = False) -> str:
+        """Return `file:line` of the innermost frame of the user's code, or "".
+
+        `called_by_autograd` ignores the caller of the backward pass.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name.startswith(self.options.root) and "site-packages" not in name:
+                return f"{os.path.relpath(name, self.options.root)}:{frame.f_lineno}"
+            if called_by_autograd and name.endswith(CALLERS_OF_BACKWARD):
+                return ""
+            frame = frame.f_back
+        return ""
+
+    def begin_trace(self) -> None:
+        """Record the operations from here to the end of the process, if the next step is traced."""
+        if self.options.trace_at == self.step + 1:
+            self.trace.__enter__()
+
+    # -- data -----------------------------------------------------------------------------------
+
+    def loader_built(self, loader: Any) -> None:
+        """Record a new DataLoader and observe the draws of its dataset."""
+        if type(loader.dataset).__module__.startswith("shoal."):
+            return  # indices of Shoal's loaders are positions of batches, not of samples
+        number = next(self.numbers)
+        self.loaders[loader] = number
+        batches = getattr(loader, "batch_sampler", None)
+        sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+        # A SubsetRandomSampler reads some samples, also if Fabric wraps it as a DistributedSampler.
+        read = getattr(sampler, "indices", getattr(sampler, "dataset", loader.dataset))
+        size = len(read) if hasattr(read, "__len__") else None
+        shuffle = type(sampler).__name__ == "RandomSampler" or bool(getattr(sampler, "shuffle", False))
+        record = LoaderRecord(
+            loader=number,
+            size=size,
+            sampler=ACCELERATE if type(batches).__name__ == ACCELERATE else type(sampler).__name__,
+            shuffle=shuffle,
+            drop_last=bool(loader.drop_last or getattr(sampler, "drop_last", False)),
+            line=self.user_line(),
+            replacement=bool(getattr(sampler, "replacement", False)),
+        )
+        self.write_event("loader", **asdict(record))
+        self.watch_dataset(type(loader.dataset))
+
+    def feed_built(self, feed: PositionedSource) -> None:
+        """Record a new shoal.Loader."""
+        number = next(self.numbers)
+        self.loaders[feed] = number
+        record = LoaderRecord(
+            loader=number,
+            size=len(feed.sampler.order),
+            sampler=type(feed.sampler.order).__name__,
+            shuffle=feed.state()["shuffle"],
+            drop_last=feed.sampler.drop_last,
+            line=self.user_line(),
+            replacement=isinstance(feed.sampler.order, WeightedSampling),
+            part=feed.sampler.rank,
+        )
+        self.write_event("loader", **asdict(record))
+
+    def local_batch_consumed(self, feed: PositionedSource, share: LocalBatch) -> None:
+        """Record the samples of a local batch of a shoal.Loader."""
+        number = self.loaders.get(feed)
+        if number is None:
+            return  # a copy that measures the time of loading
+        epoch, offset = divmod(share.first, feed.sampler.epoch_size)
+        indices: list[int] = []
+        taken = 0
+        for cell in share.cells:
+            count = cell.stop - cell.start
+            if cell.weight:  # else it is a padding sample
+                indices += share.indices[taken : taken + count].tolist()
+            taken += count
+        self._record_batch(number, epoch, tuple(indices))
+        if offset + share.size == feed.sampler.epoch_size:
+            self.write_event("complete", loader=number, epoch=epoch)
+
+    def watch_dataset(self, kind: Any) -> None:
+        """Observe the draws of a class of datasets."""
+        original = kind.__dict__.get("__getitem__")
+        code = getattr(original, "__code__", None)
+        if code is None or not code.co_filename.startswith(self.options.root):
+            return  # library datasets do not draw
+        line = f"{os.path.relpath(code.co_filename, self.options.root)}:{code.co_firstlineno}"
+
+        @wraps(original)
+        def observed(dataset: Any, *index: Any, **named: Any) -> Any:
+            before = checksum_generators()
+            value = original(dataset, *index, **named)
+            self._note_draws(before, line)
+            return value
+
+        kind.__getitem__ = observed
+
+    def _note_draws(self, before: dict[str, str], line: str) -> None:
+        info = get_worker_info()
+        for name, state in checksum_generators().items():
+            if state != before[name] and (name, line) not in self.drawn:
+                self.drawn.add((name, line))
+                worker = None if info is None else info.id
+                self.write_event("draw", **asdict(DrawRecord(generator=name, line=line, worker=worker)))
+
+    def pass_started(self, iterator: Any, loader: Any) -> None:
+        """Record that a pass over a loader begins."""
+        number = self.loaders.get(loader)
+        if number is None:
+            return
+        epoch = self.epochs.get(number, -1) + 1
+        self.epochs[number] = epoch
+        self.iterations[iterator] = (number, epoch)
+        self.delivered[iterator] = 0
+        with suppress(TypeError):  # an iterable dataset without a length
+            self.batches[number] = len(loader)
+
+    def batch_delivered(self, iterator: Any, indices: Any) -> None:
+        """Record a batch; `training` is false without gradients or in eval mode."""
+        if iterator not in self.iterations:
+            return
+        loader, epoch = self.iterations[iterator]
+        if not isinstance(indices, list | tuple):
+            indices = [] if indices is None else [indices]
+        plain = tuple(
+            int(i) if isinstance(i, int) or hasattr(i, "__index__") else repr(i) for i in indices
+        )
+        self._record_batch(loader, epoch, plain)
+        self.delivered[iterator] = self.delivered.get(iterator, 0) + 1
+        if self.delivered[iterator] == self.batches.get(loader):
+            self.pass_ended(iterator)  # a loop that knows the length may not ask for another batch
+
+    def _record_batch(self, loader: int, epoch: int, indices: tuple[Any, ...]) -> None:
+        modes = [module.training for module in list(self.roots)]
+        training = torch.is_grad_enabled() and (not modes or any(modes))
+        batch = DeliveredBatch(loader=loader, epoch=epoch, indices=indices, training=training)
+        self.pending.append(batch)
+        self.write_event("batch", **asdict(batch))
+
+    def pass_ended(self, iterator: Any) -> None:
+        """Record that a pass reached the end of its sampler."""
+        if iterator not in self.iterations:
+            return
+        loader, epoch = self.iterations[iterator]
+        self.write_event("complete", loader=loader, epoch=epoch)
+
+    # -- model and optimizer ----------------------------------------------------------------------
+
+    def forward_begins(self, module: Any, _inputs: Any) -> None:
+        """Find the outermost module."""
+        if self.depth == 0 and isinstance(module, torch.nn.Module) and module not in self.roots:
+            if any(True for _ in module.parameters()):
+                self.roots.add(module)
+            for part in module.modules():
+                for kind, names in LAYERS.items():
+                    if type(part).__name__ in names and _rate(part):
+                        self.write_event("layer", kind=kind, name=type(part).__name__)
+        if self.depth == 0 and torch.is_grad_enabled() and self.pending:
+            self.used.add(len(self.pending) - 1)
+        self.trace.module_begins(module, outermost=self.depth == 0)
+        self.depth += 1
+
+    def forward_ends(self, _module: Any, _inputs: Any, _output: Any) -> None:
+        """Leave a module."""
+        self.trace.module_ends()
+        self.depth = max(0, self.depth - 1)
+
+    def _names(self, optimizer: Any) -> dict[str, Any]:
+        names = {
+            id(value): plain_name(name)
+            for root in list(self.roots)
+            for name, value in root.named_parameters()
+        }
+        found: dict[str, Any] = {}
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                found[names.get(id(parameter), f"group {g}, parameter {i}")] = parameter
+        return found
+
+    def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Record the state before an update; end the process if this is the step of the kill."""
+        if _makes_state():
+            return
+        self.depth = 0  # hooks after an exception in a forward pass do not run
+        if self.options.kill_at is not None and self.step + 1 >= self.options.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.trace.phase = "update"
+        with self.trace.paused():
+            parameters = self._names(optimizer)
+            buffers = [b for root in list(self.roots) for b in root.buffers()]
+            self.before = {
+                "parameters_before": checksum_state(list(parameters.values())),
+                "optimizer_before": checksum_state(optimizer.state_dict()["state"]),
+                "buffers_before": checksum_state(buffers),
+                "generators": checksum_generators(),
+                "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+                "gradients": {n: sketch(p.grad) for n, p in parameters.items() if p.grad is not None},
+            }
+
+    def after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Record the update; end the process after the last step to observe."""
+        if _makes_state():
+            return
+        self.step += 1
+        self.trace.phase = ""
+        with self.trace.paused():
+            self._record_step(optimizer)
+        if self.step >= self.options.stop_after:
+            self.write_events("operation", self.trace.as_events())
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        self.begin_trace()
+
+    def _record_step(self, optimizer: Any) -> None:
+        parameters = self._names(optimizer)
+        self.write_event(
+            "step",
+            step=self.step,
+            **self.before,
+            parameters={name: sketch(p) for name, p in parameters.items()},
+            # A script that resumes reads batches without a forward pass, to skip them.
+            batches=[
+                asdict(batch)
+                for number, batch in enumerate(self.pending)
+                if number in self.used or not self.used
+            ],
+            scheduler_steps=self.scheduler_steps,
+            line=self.user_line(),
+            sharded=any(isinstance(p, DTensor) for p in parameters.values()),
+            distributed=dist.is_available() and dist.is_initialized(),
+        )
+        self.pending, self.scheduler_steps = [], 0
+        self.used.clear()
+
+
+class _NoInput:
+    """Standard input of an observed script."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def _read(self, *_arguments: Any) -> NoReturn:
+        self._observer.write_event("note", text=f"{READS_STDIN} ({self._observer.user_line()})")
+        raise EOFError("shoal verify gives the script no standard input")
+
+    read = readline = readlines = __iter__ = __next__ = _read
+
+    def fileno(self) -> int:
+        """Return the descriptor, which is /dev/null."""
+        return 0
+
+    def isatty(self) -> bool:
+        """Return False."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing: multiprocessing closes standard input in the processes that it starts."""
+
+
+def _makes_state() -> bool:
+    """Return whether torch takes an empty step, to create optimizer state before it is loaded."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(MAKER_OF_STATE):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _rate(layer: Any) -> float:
+    """Return the dropout rate of a layer; 1 for layers without one."""
+    rate = layer.p if hasattr(layer, "p") else getattr(layer, "dropout", 1.0)
+    return float(rate)
+
+
+def _after(owner: Any, name: str, call: Callable[..., None]) -> None:
+    """Call `call` with the arguments of a method after each of its calls."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def method(*arguments: Any, **named: Any) -> Any:
+        result = original(*arguments, **named)
+        call(*arguments)
+        return result
+
+    setattr(owner, name, method)
+
+
+def install_hooks(options: ObserverOptions, rank: int) -> None:
+    """Observe this process until it ends."""
+    observer = Observer(options, rank)
+    register_module_forward_pre_hook(observer.forward_begins)
+    register_module_forward_hook(observer.forward_ends)
+    register_optimizer_step_pre_hook(observer.before_step)
+    register_optimizer_step_post_hook(observer.after_step)
+    _after(DataLoader, "__init__", lambda loader, *_: observer.loader_built(loader))
+    observe_batches(observer.pass_started, observer.batch_delivered, observer.pass_ended)
+    _after(PositionedSource, "__init__", lambda feed, *_: observer.feed_built(feed))
+    _after(PositionedSource, "consumed", observer.local_batch_consumed)
+
+    def source_built(source: MapStyleDataset, dataset: Any, *_: Any) -> None:
+        if not source.seed_transforms:  # else its draws belong to samples
+            observer.watch_dataset(type(dataset))
+
+    _after(MapStyleDataset, "__init__", source_built)
+    _after(DistributedSampler, "set_epoch", lambda *_: observer.write_event("set_epoch"))
+
+    def scheduled(scheduler: Any, *_: Any) -> None:
+        caller = sys._getframe(2).f_code.co_filename  # a scheduler's constructor also calls step
+        if caller.startswith(options.root):
+            observer.scheduler_steps += 1
+            observer.write_event("scheduler", line=observer.user_line())
+
+    _after(LRScheduler, "step", scheduled)
+
+    def process_started(_process: Any) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        if frame is not None and "dataloader" not in frame.f_code.co_filename:
+            observer.write_event("note", text=f"{STARTS} ({observer.user_line()})")
+
+    _after(BaseProcess, "start", process_started)
+    sys.stdin = _NoInput(observer)
+    observer.begin_trace()

@@ -1,0 +1,192 @@
+"""Records of one run of a script, as the hooks of its ranks wrote them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.verify.operations import TracedOperation, read_operation
+
+GENERATORS = ("python", "numpy", "torch")
+ACCELERATE = "BatchSamplerShard"
+"""Accelerate's class of samplers, which give each rank some batches of another sampler."""
+TIMED_OUT = 124
+"""The exit code of a run that did not end within its time limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """A tensor by its checksum, its norm and one fixed projection."""
+
+    checksum: str
+    norm: float
+    projection: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeliveredBatch:
+    """The indices of one batch: which loader, and the number of the pass over it."""
+
+    loader: int
+    epoch: int
+    indices: tuple[Any, ...]
+    training: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One call of Optimizer.step on one rank.
+
+    `parameters_before`, `optimizer_before`, `buffers_before` and `generators` are checksums of the
+    state before the step; `parameters` and `gradients` are by name, after and before it. `distributed`
+    is false if the rank had no process group.
+    """
+
+    step: int
+    parameters_before: str
+    optimizer_before: str
+    buffers_before: str
+    generators: Mapping[str, str]
+    lr: tuple[float, ...]
+    gradients: Mapping[str, Sketch]
+    parameters: Mapping[str, Sketch]
+    batches: tuple[DeliveredBatch, ...]
+    scheduler_steps: int
+    line: str = ""
+    sharded: bool = False
+    distributed: bool = True
+
+    @property
+    def samples(self) -> tuple[Any, ...]:
+        """The indices with which this rank trained since its last step."""
+        return tuple(i for batch in self.batches if batch.training for i in batch.indices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderRecord:
+    """A DataLoader or shoal.Loader: its dataset's size, its sampler, and the line that built it.
+
+    `part` is the number of the part of each global batch that this rank gets from a shoal.Loader; ranks
+    with the same number read the same samples.
+    """
+
+    loader: int
+    size: int | None
+    sampler: str
+    shuffle: bool
+    drop_last: bool
+    line: str
+    replacement: bool = False
+    part: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawRecord:
+    """A draw from a global generator while a dataset read a sample."""
+
+    generator: str
+    line: str
+    worker: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """The records of one rank in one attempt.
+
+    `complete` holds (loader, epoch) of each pass that reached its end. `delivered` holds all
+    batches. `layers` maps a kind of layer (`dropout`, `batch norm`) to the class's name. `operations`
+    are those of the traced step.
+    """
+
+    rank: int
+    steps: tuple[StepRecord, ...] = ()
+    loaders: Mapping[int, LoaderRecord] = field(default_factory=dict)
+    delivered: tuple[DeliveredBatch, ...] = ()
+    complete: frozenset[tuple[int, int]] = frozenset()
+    draws: tuple[DrawRecord, ...] = ()
+    layers: Mapping[str, str] = field(default_factory=dict)
+    set_epoch_calls: int = 0
+    scheduler_line: str = ""
+    notes: tuple[str, ...] = ()
+    operations: tuple[TracedOperation, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run of the script: its ranks in their order, and how it ended."""
+
+    name: str
+    size: int
+    ranks: tuple[RankRecord, ...]
+    code: int = 0
+
+    def global_samples(self, position: int) -> list[Any]:
+        """Return the indices of all ranks in the step at this position, sorted."""
+        found = [i for rank in self.ranks for i in rank.steps[position].samples]
+        return sorted(found, key=repr)
+
+    def alone(self) -> RunRecord:
+        """Return this run, or only its first rank if the ranks had no process group."""
+        if any(step.distributed for rank in self.ranks for step in rank.steps):
+            return self
+        return replace(self, size=1, ranks=self.ranks[:1])
+
+    @property
+    def length(self) -> int:
+        """The number of steps that all ranks took."""
+        return min((len(rank.steps) for rank in self.ranks), default=0)
+
+
+def read_run(folder: Path, *, name: str, size: int, code: int) -> RunRecord:
+    """Return the records that the ranks of a run wrote into `folder`."""
+    ranks = tuple(_rank(rank, list(_events(folder, rank))) for rank in range(size))
+    return RunRecord(name=name, size=size, ranks=ranks, code=code)
+
+
+def _events(folder: Path, rank: int) -> Iterator[Any]:
+    for path in sorted(folder.glob(f"rank-{rank}.*jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue  # a killed process leaves half a line
+
+
+def _rank(rank: int, events: list[Any]) -> RankRecord:
+    by_kind: dict[str, list[Any]] = {}
+    for event in events:
+        by_kind.setdefault(event.pop("event"), []).append(event)
+    loaders = [LoaderRecord(**event) for event in by_kind.get("loader", [])]
+    batches = [_batch(event) for event in by_kind.get("batch", [])]
+    steps = [_step(event) for event in by_kind.get("step", [])]
+    draws = [DrawRecord(**event) for event in by_kind.get("draw", [])]
+    return RankRecord(
+        rank=rank,
+        steps=tuple(steps),
+        loaders={loader.loader: loader for loader in loaders},
+        delivered=tuple(batches),
+        complete=frozenset((e["loader"], e["epoch"]) for e in by_kind.get("complete", [])),
+        draws=tuple(draws),
+        layers={event["kind"]: event["name"] for event in by_kind.get("layer", [])},
+        set_epoch_calls=len(by_kind.get("set_epoch", [])),
+        scheduler_line=next((e["line"] for e in by_kind.get("scheduler", [])), ""),
+        operations=tuple(read_operation(event) for event in by_kind.get("operation", [])),
+        notes=tuple(dict.fromkeys(event["text"] for event in by_kind.get("note", []))),
+    )
+
+
+def _batch(event: Any) -> DeliveredBatch:
+    indices = tuple(event["indices"])
+    return DeliveredBatch(**{**event, "indices": indices})
+
+
+def _step(event: Any) -> StepRecord:
+    sketches = {
+        key: {name: Sketch(checksum=c, norm=n, projection=p) for name, (c, n, p) in event[key].items()}
+        for key in ("gradients", "parameters")
+    }
+    batches = tuple(_batch(batch) for batch in event["batches"])
+    return StepRecord(**{**event, **sketches, "lr": tuple(event["lr"]), "batches": batches})

@@ -1,0 +1,233 @@
+"""Records of the operations of one step, and the first of them that differs between two runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Literal
+
+ROUNDING = 1e-4
+"""Largest relative difference that counts as rounding, in float32."""
+ROUNDING_STEPS = 8
+"""The same in units of the relative spacing of the dtype, for dtypes with a larger spacing."""
+
+Part = Literal["operation", "argument", "input", "generator", "output", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedTensor:
+    """A tensor by its checksum.
+
+    `rows` has one projection for each entry of its first dimension; None for large or unusual tensors.
+    `spacing` is the relative spacing of its dtype. `name` is the name of a parameter or buffer.
+    """
+
+    checksum: str
+    shape: tuple[int, ...]
+    rows: tuple[float, ...] | None = None
+    spacing: float = 0.0
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedOperation:
+    """One operation that torch dispatched.
+
+    `phase` is `forward`, `backward` or `update`. `arguments` are the arguments that are not tensors.
+    `generator` is the checksum of the generator's state, if the operation draws from it. `outputs` is
+    empty if they are not known yet, as after a collective.
+    """
+
+    operation: str
+    phase: str
+    module: str = ""
+    line: str = ""
+    inputs: tuple[TracedTensor, ...] = ()
+    arguments: tuple[str, ...] = ()
+    outputs: tuple[TracedTensor, ...] = ()
+    generator: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationDifference:
+    """The first operation that differs between two runs.
+
+    `part` is the first part of it that differs: another operation, an argument, an input, the state of
+    the generator, or only the output. It is `mean` if the output is a mean over samples, and the mean
+    over all ranks differs. `detail` has the two values of an argument, or names an input.
+    """
+
+    operation: str
+    phase: str
+    module: str
+    line: str
+    part: Part
+    detail: str = ""
+
+    def __str__(self) -> str:
+        where = f" of {self.module}" if self.module else ""
+        return f"{self.phase}{where}, {self.operation}: {self._reason}"
+
+    @property
+    def _reason(self) -> str:
+        return {
+            "operation": f"another operation in the second run: {self.detail}",
+            "argument": f"the argument is {self.detail}",
+            "input": f"{self.detail} differs, and no operation before it made the difference",
+            "generator": "equal inputs, another state of the generator",
+            "output": "equal inputs, different output",
+            "mean": "equal inputs, but the mean of its outputs over the ranks is another value",
+        }[self.part]
+
+
+def read_operation(event: dict[str, Any]) -> TracedOperation:
+    """Return the record of an event."""
+    tensors = {
+        key: tuple(
+            TracedTensor(
+                checksum=value["checksum"],
+                shape=tuple(value["shape"]),
+                rows=None if value["rows"] is None else tuple(value["rows"]),
+                spacing=value["spacing"],
+                name=value["name"],
+            )
+            for value in event[key]
+        )
+        for key in ("inputs", "outputs")
+    }
+    return TracedOperation(**{**event, **tensors, "arguments": tuple(event["arguments"])})
+
+
+Trace = Sequence[TracedOperation]
+
+
+def first_operation(first: Sequence[Trace], second: Sequence[Trace]) -> OperationDifference | None:
+    """Compare two runs with the same number of ranks, bit by bit, rank by rank.
+
+    A difference reaches the other ranks in a later collective, so the earliest one counts.
+    """
+    found: list[tuple[int, OperationDifference]] = []
+    for a, b in zip(first, second, strict=True):
+        for position, (x, y) in enumerate(zip_longest(a, b)):
+            difference = _difference(x, y)
+            if difference is not None:
+                found.append((position, difference))
+                break
+    return min(found, key=lambda entry: entry[0])[1] if found else None
+
+
+def _difference(x: TracedOperation | None, y: TracedOperation | None) -> OperationDifference | None:
+    if x is None or y is None:
+        present = x or y
+        return None if present is None else _differs(present, "operation", "none")
+    if x.operation != y.operation:
+        return _differs(x, "operation", y.operation)
+    for left, right in zip_longest(x.arguments, y.arguments):
+        if left != right:
+            return _differs(y, "argument", f"{left} in the first run, {right} in the second")
+    for number, (one, other) in enumerate(zip_longest(x.inputs, y.inputs), start=1):
+        if one is None or other is None or one.checksum != other.checksum:
+            name = one.name if one is not None else ""
+            return _differs(y, "input", f"input {number}" + (f" ({name})" if name else ""))
+    if [out.checksum for out in x.outputs] != [out.checksum for out in y.outputs]:
+        return _differs(y, "output" if x.generator == y.generator else "generator", "")
+    return None
+
+
+def _differs(record: TracedOperation, part: Part, detail: str) -> OperationDifference:
+    return OperationDifference(
+        operation=record.operation,
+        phase=record.phase,
+        module=record.module,
+        line=record.line,
+        part=part,
+        detail=detail,
+    )
+
+
+def first_operation_by_rows(
+    first: Sequence[Trace], second: Sequence[Trace]
+) -> OperationDifference | None:
+    """Compare two runs whose ranks split the same samples differently, up to rounding.
+
+    The entries of the first dimension of a tensor, over all ranks, must be the same, in any order.
+    Operations that reduce over samples differ between ranks by design, so they are not compared.
+    """
+    traces = [dict(_numbered(trace)) for trace in (*first, *second)]
+    mean: OperationDifference | None = None
+    for key, record in traces[0].items():
+        same = [found[key] for found in traces if key in found]
+        if len(same) < len(traces) or record.phase == "update":
+            continue
+        inputs, outputs = (
+            [_compare_parts(parts, len(first), record.phase) for parts in zip(*lists, strict=False)]
+            for lists in ([r.inputs for r in same], [r.outputs for r in same])
+        )
+        if any(answer != "equal" for answer, _ in inputs):
+            continue
+        split = any(kind == "split" for _, kind in inputs)
+        # Outside of the model, ranks may read other indices of a dataset, or draw other seeds.
+        same_call = len({other.arguments for other in same}) == 1
+        copied = not split and same_call and (bool(record.module) or not record.generator)
+        for answer, kind in outputs:
+            if answer == "differs" and (kind == "split" or copied):
+                return _differs(same[-1], "generator" if record.generator else "output", "")
+        if mean is None and split and record.phase == "forward" and _is_uneven_mean(same, len(first)):
+            mean = _differs(same[-1], "mean", "")
+    return mean
+
+
+def _is_uneven_mean(same: Sequence[TracedOperation], first: int) -> bool:
+    """Return whether the first output is a number that is neither summed nor averaged over ranks."""
+    values = [
+        record.outputs[0].rows for record in same if record.outputs and not record.outputs[0].shape
+    ]
+    numbers = [rows[0] for rows in values if rows]
+    if len(numbers) < len(same):
+        return False
+    left, right = numbers[:first], numbers[first:]
+    if _are_close([sum(left)], [sum(right)], ROUNDING):
+        return False
+    return not _are_close([sum(left) / len(left)], [sum(right) / len(right)], ROUNDING)
+
+
+def _numbered(trace: Trace) -> Iterator[tuple[tuple[str, str, str, int], TracedOperation]]:
+    """Number the calls of an operation in a module: wrappers of the model call more operations."""
+    seen: Counter[tuple[str, str, str]] = Counter()
+    for record in trace:
+        call = record.phase, record.module, record.operation
+        seen[call] += 1
+        yield (*call, seen[call]), record
+
+
+def _compare_parts(
+    parts: Sequence[TracedTensor], first: int, phase: str
+) -> tuple[Literal["equal", "differs", "unknown"], str]:
+    """Return how a tensor on the `first` ranks compares with the rest, and whether ranks split it."""
+    rows = [part.rows for part in parts if part.rows is not None]
+    if len(rows) < len(parts):
+        return "unknown", ""
+    limit = max(ROUNDING, *(ROUNDING_STEPS * part.spacing for part in parts))
+    if all(part.shape == parts[0].shape for part in parts):
+        equal = all(_are_close(rows[0], values, limit) for values in rows)
+        return "equal" if equal else "differs", "copied"
+    left, right = rows[:first], rows[first:]
+    total = sum(map(len, left))
+    if total != sum(map(len, right)) or any(p.shape[1:] != parts[0].shape[1:] for p in parts):
+        return "unknown", ""
+    equal = _are_close(_joined(left), _joined(right), limit)
+    if phase == "backward":  # the gradient of a mean over fewer samples is larger
+        scaled = [[[v * len(r) / total for v in r] for r in side] for side in (left, right)]
+        equal = equal or _are_close(_joined(scaled[0]), _joined(scaled[1]), limit)
+    return "equal" if equal else "differs", "split"
+
+
+def _joined(rows: Sequence[Sequence[float]]) -> list[float]:
+    return sorted(value for part in rows for value in part)
+
+
+def _are_close(left: Sequence[float], right: Sequence[float], limit: float) -> bool:
+    scale = max((abs(value) for value in left), default=0.0) or 1.0
+    return all(abs(a - b) <= limit * scale for a, b in zip(left, right, strict=True))

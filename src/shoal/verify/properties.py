@@ -1,0 +1,387 @@
+"""Decisions about the properties of a script, from the records of its runs. Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.verify.causes import (
+    ScriptSource,
+    draw_cause,
+    order_cause,
+    repeat_cause,
+    replica_cause,
+    resume_cause,
+    sampler_cause,
+    schedule_cause,
+    world_size_cause,
+)
+from shoal.verify.findings import DifferingStep, LikelyCause, PropertyFinding
+from shoal.verify.observations import (
+    ACCELERATE,
+    GENERATORS,
+    TIMED_OUT,
+    DeliveredBatch,
+    LoaderRecord,
+    RankRecord,
+    RunRecord,
+    StepRecord,
+)
+from shoal.verify.operations import ROUNDING
+
+TENSORS = ("parameters", "optimizer states", "gradients", "buffers", "updates")
+"""The kinds of state that operations make."""
+
+REPEATABLE = "repeatable"
+RESUME = "resume bit-equal"
+SAMPLES = "each sample once per epoch"
+ORDER = "new order in each epoch"
+DRAWS = "samples independent of rank and worker"
+EVALUATION = "evaluation counts each sample once"
+WORLD = "independent of the number of ranks"
+REPLICAS = "same parameters on all ranks"
+SCHEDULE = "one scheduler step per optimizer step at most"
+
+
+def decide_repeatable(first: RunRecord, second: RunRecord, source: ScriptSource) -> PropertyFinding:
+    """Compare two runs of the same command, bit by bit."""
+    found = first_difference(first, second)
+    if found is None:
+        return PropertyFinding(name=REPEATABLE, verdict="held", runs=2)
+    step, kind = found
+    evidence = f"step {step}: {kind} differ between two runs of the same command"
+    return PropertyFinding(
+        name=REPEATABLE,
+        verdict="refuted",
+        evidence=evidence,
+        cause=repeat_cause(first, second, source),
+        difference=_differing_step(first, second, (step, step), kind),
+    )
+
+
+def _differing_step(
+    first: RunRecord, second: RunRecord, steps: tuple[int, int], kind: str
+) -> DifferingStep | None:
+    if not kind.startswith(TENSORS):
+        return None
+    return DifferingStep(first=first.name, second=second.name, steps=steps)
+
+
+def first_difference(first: RunRecord, second: RunRecord) -> tuple[int, str] | None:
+    """Return the first step whose records differ between two runs, and the first kind of state."""
+    for position in range(min(first.length, second.length)):
+        for a, b in zip(first.ranks, second.ranks, strict=True):
+            kind = differing_state(a.steps[position], b.steps[position])
+            if kind:
+                return a.steps[position].step, kind
+    if first.length != second.length and TIMED_OUT not in (first.code, second.code):
+        return min(first.length, second.length) + 1, "the numbers of steps"
+    return None
+
+
+def differing_state(a: StepRecord, b: StepRecord) -> str:
+    """Return the first kind of state that differs, in the order in which a step uses it; or "".
+
+    Generators that no sample, model or layer uses may differ without an effect.
+    """
+    for differs, kind in (
+        (a.parameters_before != b.parameters_before, "parameters"),
+        (a.optimizer_before != b.optimizer_before, "optimizer states"),
+        (a.lr != b.lr, "learning rates"),
+        (a.samples != b.samples, "samples"),
+        (a.gradients != b.gradients, "gradients"),
+        (a.buffers_before != b.buffers_before, "buffers"),
+        (a.parameters != b.parameters, "updates"),
+    ):
+        if differs:
+            return kind
+    return ""
+
+
+def decide_resume(
+    baseline: RunRecord, restarts: Sequence[RunRecord], source: ScriptSource
+) -> PropertyFinding:
+    """Compare runs that were killed and started again with the run that was not."""
+    if not restarts:
+        return PropertyFinding(name=RESUME, verdict="not decidable", evidence="no run was killed")
+    before = [step.parameters_before for step in baseline.ranks[0].steps]
+    undecided = ""
+    for again in restarts:
+        if again.code not in (0, TIMED_OUT) or not again.length:
+            evidence = (
+                f"the restart after a kill took {again.length} steps and exited with {again.code}"
+            )
+            return PropertyFinding(name=RESUME, verdict="refuted", evidence=evidence)
+        start = again.ranks[0].steps[0]
+        if start.parameters_before == before[0]:
+            undecided = "the restart began from the initial parameters: the script restores nothing"
+            continue
+        if start.parameters_before not in before:
+            evidence = "the restored parameters are equal to none of the run without a kill"
+            return PropertyFinding(name=RESUME, verdict="refuted", evidence=evidence)
+        offset = before.index(start.parameters_before)
+        found = _resumed_difference(baseline, again, offset)
+        if found is not None:
+            step, kind, generators = found
+            evidence = (
+                f"resumed at step {offset + 1}; step {step}: {kind} differ from the run without a kill"
+            )
+            return PropertyFinding(
+                name=RESUME,
+                verdict="refuted",
+                evidence=evidence,
+                cause=resume_cause(kind, generators, source),
+                difference=_differing_step(baseline, again, (step, step - offset), kind),
+            )
+    if undecided:
+        return PropertyFinding(name=RESUME, verdict="not decidable", evidence=undecided)
+    return PropertyFinding(name=RESUME, verdict="held", runs=len(restarts))
+
+
+def _resumed_difference(
+    baseline: RunRecord, again: RunRecord, offset: int
+) -> tuple[int, str, tuple[str, ...]] | None:
+    for a, b in zip(baseline.ranks, again.ranks, strict=True):
+        pairs = list(zip(a.steps[offset:], b.steps, strict=False))
+        restored = pairs[0]
+        generators = tuple(
+            name for name in GENERATORS if restored[0].generators[name] != restored[1].generators[name]
+        )
+        for position, (x, y) in enumerate(pairs):
+            kind = differing_state(x, y)
+            if kind:
+                return offset + position + 1, kind, generators
+    return None
+
+
+def decide_samples(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
+    """Count the samples of each complete training pass over a loader, over all ranks."""
+    return _decide_counts(runs, source, training=True)
+
+
+def decide_evaluation(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
+    """Count the samples of each complete pass over a loader outside training."""
+    return _decide_counts(runs, source, training=False)
+
+
+def _decide_counts(
+    runs: Sequence[RunRecord], source: ScriptSource, *, training: bool
+) -> PropertyFinding:
+    name = SAMPLES if training else EVALUATION
+    complete = 0
+    for run in runs:
+        seen = 0
+        for loader, epoch in _passes(run, training=training):
+            record = _loader(run.ranks, loader)
+            if record is None or record.size is None or record.replacement:
+                continue
+            by_rank = [_order(rank, loader, epoch) for rank in _readers(run.ranks, loader)]
+            if not training and all(Counter(by_rank[0]) == Counter(read) for read in by_rank):
+                by_rank = by_rank[:1]  # each rank evaluates everything: redundant, and not wrong
+            counts = Counter(index for read in by_rank for index in read)
+            ended = all((loader, epoch) in rank.complete for rank in run.ranks)
+            repeated = sum(counts.values()) - len(counts)
+            missing = record.size - len(counts) if ended else 0
+            if repeated and not missing and not training and record.sampler == ACCELERATE:
+                evidence = f"Accelerate's sampler repeated {repeated} of {record.size} samples, which "
+                evidence += "`gather_for_metrics` leaves out"
+                return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
+            if repeated or missing:
+                evidence = (
+                    f"{run.name}: epoch {epoch + 1} read {sum(counts.values())} samples of "
+                    f"{record.size}: {repeated} repeated, {missing} missing"
+                )
+                cause = sampler_cause(record, repeated, run.size)
+                return PropertyFinding(name=name, verdict="refuted", evidence=evidence, cause=cause)
+            seen += ended
+        complete += bool(seen)
+    if complete:
+        return PropertyFinding(name=name, verdict="held", runs=complete)
+    evidence = f"no pass over a DataLoader {'with' if training else 'without'} training was complete"
+    return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
+
+
+def _passes(run: RunRecord, *, training: bool) -> list[tuple[int, int]]:
+    found: dict[tuple[int, int], bool] = {}
+    for rank in run.ranks:
+        for batch in rank.delivered:
+            found[batch.loader, batch.epoch] = batch.training
+    return [key for key, value in found.items() if value == training]
+
+
+def _readers(ranks: Sequence[RankRecord], loader: int) -> list[RankRecord]:
+    """Return the ranks that read different samples: one for each part of the global batch."""
+    found: dict[int, RankRecord] = {}
+    for number, rank in enumerate(ranks):
+        record = rank.loaders.get(loader)
+        part = None if record is None else record.part
+        found.setdefault(number if part is None else part, rank)
+    return list(found.values())
+
+
+def _batches(rank: RankRecord, loader: int, epoch: int) -> list[DeliveredBatch]:
+    return [b for b in rank.delivered if (b.loader, b.epoch) == (loader, epoch)]
+
+
+def _loader(ranks: Sequence[RankRecord], number: int) -> LoaderRecord | None:
+    return ranks[0].loaders.get(number)
+
+
+def decide_order(runs: Sequence[RunRecord]) -> PropertyFinding:
+    """Compare the orders of the first two epochs of each training loader that shuffles."""
+    compared = 0
+    for run in runs:
+        seen = False
+        for loader, record in run.ranks[0].loaders.items():
+            passes = [key for key in _passes(run, training=True) if key[0] == loader]
+            complete = [key for key in passes if key in run.ranks[0].complete]
+            if not record.shuffle or len(complete) < 2:
+                continue
+            orders = [_order(run.ranks[0], *key) for key in complete[:2]]
+            if orders[0] == orders[1] and len(orders[0]) > 2:
+                evidence = f"{run.name}: epochs 1 and 2 read the samples in the same order"
+                cause = order_cause(record, run.ranks[0].set_epoch_calls)
+                return PropertyFinding(name=ORDER, verdict="refuted", evidence=evidence, cause=cause)
+            seen = True
+        compared += seen
+    if compared:
+        return PropertyFinding(name=ORDER, verdict="held", runs=compared)
+    evidence = "no DataLoader that shuffles completed two epochs"
+    return PropertyFinding(name=ORDER, verdict="not decidable", evidence=evidence)
+
+
+def _order(rank: RankRecord, loader: int, epoch: int) -> list[Any]:
+    return [index for batch in _batches(rank, loader, epoch) for index in batch.indices]
+
+
+def decide_draws(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
+    """Look for draws from global generators while a dataset reads a sample."""
+    for run in runs:
+        for rank in run.ranks:
+            for draw in rank.draws:
+                where = "the main process" if draw.worker is None else f"worker {draw.worker}"
+                evidence = f"{run.name}: rank {rank.rank}, {where}: __getitem__ drew from the global "
+                evidence += f"{draw.generator} generator"
+                cause = draw_cause(draw, source)
+                return PropertyFinding(name=DRAWS, verdict="refuted", evidence=evidence, cause=cause)
+    read = sum(any(rank.delivered for rank in run.ranks) for run in runs)
+    if read:
+        return PropertyFinding(name=DRAWS, verdict="held", runs=read)
+    evidence = "no DataLoader was used whose samples can be observed"
+    return PropertyFinding(name=DRAWS, verdict="not decidable", evidence=evidence)
+
+
+def decide_replicas(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
+    """Compare the parameters of all ranks after each step."""
+    several = [run for run in runs if run.size > 1 and run.length]
+    if not several:
+        evidence = "no run had several ranks and took a step"
+        return PropertyFinding(name=REPLICAS, verdict="not decidable", evidence=evidence)
+    for run in several:
+        for position in range(run.length):
+            steps = [rank.steps[position] for rank in run.ranks]
+            if steps[0].sharded:
+                evidence = "parameters are sharded over the ranks"
+                return PropertyFinding(name=REPLICAS, verdict="not decidable", evidence=evidence)
+            for rank, step in enumerate(steps):
+                for name, value in steps[0].parameters.items():
+                    other = step.parameters.get(name)
+                    if other is None or other.checksum != value.checksum:
+                        evidence = (
+                            f"{run.name}, step {step.step}: {name} differs between ranks 0 and {rank}"
+                        )
+                        return PropertyFinding(
+                            name=REPLICAS,
+                            verdict="refuted",
+                            evidence=evidence,
+                            cause=replica_cause(steps, source),
+                        )
+    return PropertyFinding(name=REPLICAS, verdict="held", runs=len(several))
+
+
+def decide_schedule(runs: Sequence[RunRecord]) -> PropertyFinding:
+    """Count the calls of a scheduler's `step` between two optimizer steps."""
+    scheduled = [run for run in runs if any(rank.scheduler_line for rank in run.ranks)]
+    for run in scheduled:
+        for rank in run.ranks:
+            for step in rank.steps:
+                if step.scheduler_steps > 1:
+                    evidence = f"{run.name}, rank {rank.rank}, before step {step.step}: "
+                    evidence += f"{step.scheduler_steps} scheduler steps in one optimizer step"
+                    cause = schedule_cause(rank.scheduler_line)
+                    return PropertyFinding(
+                        name=SCHEDULE, verdict="refuted", evidence=evidence, cause=cause
+                    )
+    if scheduled:
+        return PropertyFinding(name=SCHEDULE, verdict="held", runs=len(scheduled))
+    evidence = "the script's code stepped no scheduler of torch"
+    return PropertyFinding(name=SCHEDULE, verdict="not decidable", evidence=evidence)
+
+
+def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
+    """Compare runs on different numbers of ranks with the first."""
+    reference, *others = runs
+    if others and all(run.size == reference.size for run in others):
+        evidence = "the script makes no process group: each rank is a separate run"
+        return PropertyFinding(name=WORLD, verdict="not decidable", evidence=evidence)
+    largest, bits = 0.0, True
+    for run in others:
+        for position in range(min(reference.length, run.length)):
+            step, base = run.ranks[0].steps[position], reference.ranks[0].steps[position]
+            if step.sharded or base.sharded:
+                evidence = "parameters are sharded over the ranks"
+                return PropertyFinding(name=WORLD, verdict="not decidable", evidence=evidence)
+            kind, difference = _world_difference(reference, run, position)
+            if kind:
+                evidence = f"{reference.name} and {run.name}: step {step.step}: {kind}"
+                return PropertyFinding(
+                    name=WORLD,
+                    verdict="refuted",
+                    evidence=evidence,
+                    cause=world_size_cause(kind, reference, run, position, source),
+                    difference=_differing_step(reference, run, (step.step, step.step), kind),
+                )
+            largest = max(largest, difference)
+            bits = bits and step.parameters == base.parameters
+    if not others or not all(run.length for run in runs):
+        evidence = "fewer than two numbers of ranks took a step"
+        return PropertyFinding(name=WORLD, verdict="not decidable", evidence=evidence)
+    how = "equal in all bits" if bits else f"up to rounding: largest relative difference {largest:.1e}"
+    return PropertyFinding(name=WORLD, verdict="held", runs=len(runs), evidence=how)
+
+
+def _world_difference(a: RunRecord, b: RunRecord, position: int) -> tuple[str, float]:
+    x, y = a.ranks[0].steps[position], b.ranks[0].steps[position]
+    samples = [a.global_samples(position), b.global_samples(position)]
+    if position == 0 and x.parameters_before != y.parameters_before:
+        return "initial parameters differ", 0.0
+    if len(samples[0]) != len(samples[1]):
+        return f"{len(samples[0])} samples on {a.size} and {len(samples[1])} on {b.size} ranks", 0.0
+    if samples[0] != samples[1]:
+        return "different samples", 0.0
+    if x.lr != y.lr:
+        return f"learning rates {x.lr} and {y.lr}", 0.0
+    largest = 0.0
+    slope = ROUNDING * max((value.norm for value in x.gradients.values()), default=0.0)
+    for kind, left, right in (
+        ("gradients", x.gradients, y.gradients),
+        ("parameters", x.parameters, y.parameters),
+    ):
+        scale = max((value.norm for value in left.values()), default=0.0) or 1.0
+        for name, value in left.items():
+            if kind == "parameters" and name in x.gradients and x.gradients[name].norm < slope:
+                continue  # Adam scales a gradient up that is nothing but rounding
+            other = right.get(name)
+            if other is None:
+                return f"{kind}: {name} is missing on {b.size} ranks", 0.0
+            gap = max(abs(value.norm - other.norm), abs(value.projection - other.projection)) / scale
+            if not gap <= ROUNDING:
+                return f"{kind} of {name} differ by {gap:.1e}", 0.0
+            largest = max(largest, gap)
+    return "", largest
+
+
+def cause_of(findings: Sequence[PropertyFinding]) -> list[LikelyCause]:
+    """Return the distinct causes of the refuted properties, in their order."""
+    return list(dict.fromkeys(finding.cause for finding in findings if finding.cause is not None))

@@ -1,0 +1,34 @@
+"""Audits of the scripts of `tests/verify/scripts`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.verify.audit import AuditReport, audit_script
+from shoal.verify.variants import VerifyRequest
+
+SCRIPTS = Path(__file__).parents[1] / "verify" / "scripts"
+
+
+def audit(
+    home: Path,
+    script: str,
+    *args: str,
+    ranks: tuple[int, ...] = (1, 2),
+    kills: int = 0,
+    restart_args: tuple[str, ...] = (),
+) -> AuditReport:
+    """Audit a script in the current directory, whose runs have 12 steps at most."""
+    scratch = home.parent / "scratch"
+    scratch.mkdir()
+    request = VerifyRequest(
+        script=script,
+        args=args,
+        restart_args=restart_args,
+        ranks=ranks,
+        kills=kills,
+        steps=12,
+        scratch=scratch,
+        limit=60.0,
+    )
+    return audit_script(request, lambda _: None)

@@ -1,0 +1,55 @@
+"""The peak of the bytes that torch's CPU allocator has given out, by torch's profiler."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import shoal
+from helpers.planned_models import Built
+from shoal.plan.configuration import PlannedStep
+from shoal.plan.trace import TRACED, planned_strategies
+
+
+def allocated_peak(call: Callable[[], object], path: Path) -> int:
+    """Return the largest number of bytes allocated during the call, in addition to those before it.
+
+    The profiler records the bytes of each allocation, and of each release as a negative number.
+    """
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    changes = [each for each in events if each.get("name") == "[memory]"]
+    changes.sort(key=lambda each: each["ts"])  # stable
+    return int(max(accumulate(each["args"]["Bytes"] for each in changes)))
+
+
+def measured_peak(world: shoal.World, build: Callable[[], Built], plan: PlannedStep, path: Path) -> int:
+    """Return the peak of three real steps of a training with the plan, from the model's creation on."""
+    make, task, dataset = build()
+
+    def train() -> None:
+        model = shoal.parallelize(make(), world, planned_strategies(plan))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        step = shoal.Step(model, optimizer, task, clip=1.0, precision=TRACED[plan.precision])
+        loader = shoal.Loader(
+            dataset,
+            world,
+            batch_size=plan.global_batch,
+            micro_batches=plan.micro_batches,
+            shuffle=False,
+        )
+        for batch in loader.epochs(3):
+            step(batch)
+            if step.number == 3:
+                break
+
+    return allocated_peak(train, path)

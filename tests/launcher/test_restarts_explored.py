@@ -1,0 +1,114 @@
+"""The restarts of one machine, after every sequence of failures and preemptions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from helpers.exploration.mutants import load_variant
+from shoal.distributed.cluster_env import REQUEUE
+from shoal.distributed.failure import Failure
+from shoal.launcher import elastic_agent, launcher
+
+FAILED, PREEMPTED = 1, REQUEUE
+LENGTH = 4
+"""Attempts that do not end well; the next one does."""
+
+
+class ScriptedWorkers:
+    """Ranks that end with the exit codes of a list, one per attempt."""
+
+    def __init__(self, codes: Sequence[int]) -> None:
+        self._codes = list(codes)
+
+    def wait(self, grace: float | None) -> list[Failure]:
+        code = self._codes.pop(0) if self._codes else 0
+        return [Failure(rank=0, code=code, when=0.0, where="host")] if code else []
+
+    def left(self) -> list[Any]:
+        return []
+
+    def values(self) -> list[bytes]:
+        return []
+
+
+class ScriptedOrders:
+    """The launcher's end of the agent's orders."""
+
+    def __init__(self, module: Any, codes: Sequence[int], restarts: int, preemptions: int) -> None:
+        self.attempts: list[int] = []
+        made: Any = object.__new__(module.Launcher)
+        made._workers = ScriptedWorkers(codes)
+        made._processes = made._size = 1
+        made._restarts, made._preemptions, made._grace = restarts, preemptions, None
+        made._failed = made._preempted = 0
+        made._told = False
+        made._stop_and_tell = lambda *_: False
+        self.launcher = made
+
+    def send_bytes(self, data: bytes) -> None:
+        order, value = json.loads(data)
+        if order == "start":
+            self.attempts.append(int(value[0]["TORCHELASTIC_RESTART_COUNT"]))
+            self._answer: object = [1]
+        else:
+            self._answer = self.launcher._watch(None)
+
+    def recv_bytes(self) -> bytes:
+        return json.dumps(self._answer).encode()
+
+
+def wrong_end(agents: Any, launchers: Any, restarts: int, preemptions: int) -> str:
+    """The first sequence after which too many or too few attempts were started."""
+    sequences = 0
+    for codes in itertools.product((FAILED, PREEMPTED), repeat=LENGTH):
+        orders = ScriptedOrders(launchers, codes, restarts, preemptions)
+        agents.supervise(cast(Any, orders), processes=1, restarts=restarts, port=0)
+        sequences += 1
+        # An attempt follows as long as neither number is used up.
+        used = [(codes[:n].count(FAILED), codes[:n].count(PREEMPTED)) for n in range(LENGTH + 1)]
+        wanted = sum(failed <= restarts and left <= preemptions for failed, left in used)
+        if orders.attempts != list(range(wanted)):
+            return f"{codes}: attempts {orders.attempts}, not {list(range(wanted))}"
+    print(f"{sequences} sequences, {restarts} restarts, {preemptions} preemptions")
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("restarts", "preemptions"),
+    [
+        (1, 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in itertools.product(range(3), repeat=2)
+            if each != (1, 2)
+        ),
+    ],
+)
+def test_failures_and_preemptions_have_their_own_numbers(restarts: int, preemptions: int) -> None:
+    assert not wrong_end(elastic_agent, launcher, restarts, preemptions)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        # A preemption uses up a restart.
+        (elastic_agent, "            self.grant_restart()\n", ""),
+        # Attempts after a preemption have the number of the attempt before.
+        (elastic_agent, "            self._preemptions += 1\n", ""),
+        # One preemption more than allowed.
+        (launcher, "self._preempted < self._preemptions", "self._preempted <= self._preemptions"),
+        # A failure counts as a preemption.
+        (launcher, "if preempted(failures):\n            return", "if failures:\n            return"),
+    ],
+)
+def test_a_defect_is_found(module: Any, old: str, new: str) -> None:
+    changed = load_variant(module, old, new)
+    agents = changed if module is elastic_agent else elastic_agent
+    found = wrong_end(agents, changed if module is launcher else launcher, 1, 2)
+    print(found)
+    assert found

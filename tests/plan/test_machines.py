@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.plan.machines import find_machine, machine_catalogue
+from shoal.plan.model import MODELS, parse_model
+from shoal.util.errors import ShoalError
+
+FILE = """[mine]
+half = 100
+fp32 = 10.0
+memory = 24
+memory_bandwidth = 900
+link = {link}
+network = 3
+devices = {devices}
+source = "measured"
+[mine.efficiency]
+product = {product}
+"""
+
+
+def test_the_catalogue() -> None:
+    machines = machine_catalogue()
+    assert machines["a100-80"].memory_bandwidth == 2039e9
+    assert machines["h100-sxm"].half == 989.5e12
+    assert all(each.source and each.network <= each.link for each in machines.values())
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE.format(link=32, devices=4, product=0.6))
+    machine = find_machine(str(path))
+    assert (machine.name, machine.link, machine.efficiency.product) == ("mine", 32e9, 0.6)
+
+
+def test_all_mistakes_of_a_file_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE.format(link=0, devices=2.5, product=3).replace("fp32", "fp23"))
+    with pytest.raises(ShoalError) as raised:
+        find_machine(str(path))
+    for mistake in (
+        "fp23 is unknown",
+        "fp32 is missing",
+        "link is 0; it must be above 0",
+        "devices is 2.5, not an integer",
+        "efficiency.product is 3, not between",
+    ):
+        assert mistake in raised.value.found
+
+
+@pytest.mark.parametrize("text", ["", "[a]\n[b]\n", "a = 1\n", "not toml", "[a]\nefficiency = 1\n"])
+def test_files_that_are_no_machine(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ShoalError):
+        find_machine(str(path))
+
+
+def test_unknown_machines_give_the_nearest_names() -> None:
+    with pytest.raises(ShoalError) as raised:
+        find_machine("a100-90")
+    assert "a100-80" in raised.value.fix
+    with pytest.raises(ShoalError, match="can't be read"):
+        find_machine("absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt2-xl", 1.56),
+        ("gpt3-175b", 174.6),
+        ("llama-7b", 6.74),
+        ("llama-8b", 8.03),
+        ("llama-70b", 69.0),
+    ],
+)
+def test_parameters_of_published_models(name: str, billions: float) -> None:
+    assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("llama-71b", "neither a model"),
+        ("hidden=64,layers=2", "heads, vocab, seq missing"),
+        ("llama-7b,layers=0", "layers is 0"),
+        ("llama-7b,heads=33", "does not divide"),
+        ("llama-7b,seq=-1", "neither a model"),
+        ("llama-7b,seq=9999999999", "not between 1 and"),
+        ("llama-7b,gated=2", "gated is 2"),
+        ("llama-7b,seq=8,seq=9", "neither a model"),
+    ],
+)
+def test_models_that_can_not_be(text: str, found: str) -> None:
+    with pytest.raises(ShoalError, match=found):
+        parse_model(text)

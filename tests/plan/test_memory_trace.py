@@ -1,0 +1,267 @@
+"""Memory that is traced on fake tensors, compared with the peak of torch's allocator in real steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from helpers.cli import shoal as command
+from helpers.measured_memory import measured_peak
+from helpers.planned_models import MODELS, SAMPLES, Built, classes
+from helpers.ranks import Ranks
+from shoal.bench.scaling.models import Workload
+from shoal.distributed.layout import Layout
+from shoal.plan.configuration import PlannedStep, Recompute
+from shoal.plan.fit import ModuleFit
+from shoal.plan.trace import TracedMemory, trace_step
+from shoal.util.errors import ShoalError
+
+WITHIN = 0.05
+RANK_LAYOUTS = ("replicate=2", "shard=2")
+QUICK, FULL = ("MLP",), ("transformer", "ResNet", "LSTM")
+
+
+def planned(
+    batch: int = 4, micro: int = 4, layout: str = "replicate=1", recompute: Recompute = "none"
+) -> PlannedStep:
+    return PlannedStep(
+        layout=Layout.parse(layout),
+        global_batch=batch,
+        micro_batch=micro,
+        recompute=recompute,
+        precision="fp32",
+    )
+
+
+def traced(build: Callable[[], Built], plan: PlannedStep) -> TracedMemory:
+    return trace_step(lambda: Workload(*build()), plan).memory
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=() if name in QUICK else pytest.mark.full if name in FULL else pytest.mark.long,
+        )
+        for name in MODELS
+    ],
+)
+def test_the_peak_is_the_allocator_s(name: str, world: shoal.World, tmp_path: Path) -> None:
+    plan = planned()
+    measured = measured_peak(world, MODELS[name], plan, tmp_path / "trace.json")
+    assert traced(MODELS[name], plan).total == pytest.approx(measured, rel=WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        pytest.param("transformer", "full", marks=pytest.mark.full),
+        pytest.param("ViT", "selective", marks=pytest.mark.full),
+        pytest.param("transformer", "selective", marks=pytest.mark.long),
+        pytest.param("ViT", "full", marks=pytest.mark.long),
+    ],
+)
+def test_recomputed_activations(
+    name: str, recompute: Recompute, world: shoal.World, tmp_path: Path
+) -> None:
+    plan = planned(8, 4, recompute=recompute)
+    measured = measured_peak(world, MODELS[name], plan, tmp_path / "trace.json")
+    found = traced(MODELS[name], plan)
+    assert found.total == pytest.approx(measured, rel=WITHIN)
+    assert found.activations < traced(MODELS[name], planned(8, 4)).activations
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", RANK_LAYOUTS)
+def test_ranks(layout: str, tmp_path: Path) -> None:
+    plan = planned(layout=layout, micro=2)
+    names = ("transformer", "U-Net", "MLP")
+    with Ranks(2, layout=layout) as ranks:
+        for name in names:
+            path = tmp_path / "trace.json"
+            # In some trainings, buffers of two collectives live simultaneously.
+            runs = [ranks.call(measured_on_rank, name, plan, str(path)) for _ in range(3)]
+            measured = min(min(peaks) for peaks in runs)
+            assert traced(MODELS[name], plan).total == pytest.approx(measured, rel=WITHIN), name
+
+
+def measured_on_rank(world: shoal.World, name: str, plan: PlannedStep, path: str) -> int:
+    return measured_peak(world, MODELS[name], plan, Path(f"{path}-{world.rank}"))
+
+
+def random_case(draw: random.Random) -> tuple[Built, PlannedStep]:
+    """A model of random layers and sizes, and a plan for it.
+
+    It has no convolutions: their kernels allocate memory that a trace does not see. It is large enough
+    that the checks on the first batch, which are not traced, need less than a step.
+    """
+    width, depth = draw.choice((64, 96)), draw.randint(2, 4)
+    batch = draw.choice((4, 8, 16))
+    micro = draw.choice([size for size in (2, 4, 8, 16) if size <= batch])
+    shape = (64, width)
+    layers: tuple[Callable[[], nn.Module], ...] = (
+        *(partial(nn.Linear, width, width), partial(nn.LayerNorm, width)),
+        partial(nn.TransformerEncoderLayer, width, 4, 2 * width, batch_first=True),
+        partial(nn.Dropout, 0.2),
+    )
+    activations = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh)
+    body: list[Callable[[], nn.Module]] = [
+        partial(nn.TransformerEncoderLayer, width, 4, 2 * width, batch_first=True)
+    ]
+    body += [each for _ in range(depth) for each in (draw.choice(layers), draw.choice(activations))]
+    parts = [*body, nn.Flatten, partial(nn.Linear, shape[0] * width, 10)]
+    data = torch.randn(SAMPLES, *shape), torch.arange(SAMPLES) % 10
+    model = partial(lambda kinds: nn.Sequential(*(each() for each in kinds)), parts)
+    return (model, shoal.Task(classes), data), planned(batch, micro)
+
+
+@pytest.mark.long
+def test_a_prediction_that_it_fits_is_right(world: shoal.World, tmp_path: Path) -> None:
+    draw, fits = random.Random(0), 0
+    for number in range(30):
+        built, plan = random_case(draw)
+        build = partial(tuple, built)
+        memory = traced(build, plan)
+        measured = measured_peak(world, build, plan, tmp_path / "trace.json")
+        limit = measured * draw.uniform(0.9, 1.2)
+        found = ModuleFit(change="", plan=plan, memory=memory, available=limit)
+        assert not (found.fits and measured > limit), (number, built, memory, measured)
+        fits += found.fits
+    assert fits > 6
+
+
+class Branching(nn.Module):
+    """A module whose forward depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(4, 4), Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated: Tensor = self.gate(self.first(x))
+        return gated
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum().item() > 0 else -x
+
+
+def branching() -> Built:
+    return Branching, shoal.Task(classes), (torch.randn(SAMPLES, 4), torch.arange(SAMPLES) % 4)
+
+
+def test_a_module_that_fails_on_fake_tensors_is_named() -> None:
+    with pytest.raises(ShoalError) as caught:
+        traced(branching, planned())
+    assert "module gate (Gate) on fake tensors" in caught.value.given
+    assert "--measure" in caught.value.fix
+    found = trace_step(lambda: Workload(*branching()), planned(), fake=False).memory
+    assert found.parameters == 4 * (4 * 4 + 4)
+    assert found.gradients == found.parameters
+
+
+@pytest.mark.full
+def test_a_rank_of_many_holds_its_shard() -> None:
+    one, many = (traced(MODELS["MLP"], planned(16, 1, f"shard={size}")) for size in (1, 16))
+    assert many.parameters == pytest.approx(one.parameters / 16, rel=0.05)
+    assert many.optimizer == pytest.approx(one.optimizer / 16, rel=0.05)
+    assert many.communication > one.communication
+
+
+@pytest.mark.full
+def test_the_model_of_the_caller_does_not_change() -> None:
+    model = nn.Linear(4, 4)
+    before = model.weight.clone()
+    traced(lambda: (model, *branching()[1:]), planned())
+    assert torch.equal(model.weight, before)
+    assert type(model.weight) is nn.Parameter
+
+
+SCRIPT = """
+import torch, shoal
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+def build():
+    loss = lambda output, batch: (cross_entropy(output, batch[1], reduction="sum"), len(output))
+    model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    return model, shoal.Task(loss), (torch.randn(4096, 64), torch.arange(4096) % 10)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train_here.py"
+    path.write_text(SCRIPT)
+    return f"{path}:build"
+
+
+def small_machine(tmp_path: Path, megabytes: float) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text(
+        f"[small]\nhalf = 1\nfp32 = 1\nmemory = {1.5 + megabytes / 1000}\nmemory_bandwidth = 10\n"
+        'link = 1\nnetwork = 1\ndevices = 4\nsource = "test"\n'
+    )
+    return str(path)
+
+
+def test_a_command_that_fits(script: str) -> None:
+    options = ("-n", "8", "--layout", "shard=8", "--batch", "64", "--precision", "fp32")
+    done = command("plan", "--model", script, *options)
+    assert done.exit_code == 0, done.output
+    assert "shard=8 on h100-sxm fits" in done.stdout
+
+
+@pytest.mark.long
+def test_a_command_that_does_not_fit_names_a_change(script: str, tmp_path: Path) -> None:
+    machine = small_machine(tmp_path, 5.0)
+    options = ("-n", "2", "--batch", "4096", "--precision", "fp32", "--machine", machine)
+    done = command("plan", "--model", script, *options)
+    assert done.exit_code == 1, done.output
+    assert "does not fit" in done.stdout
+    assert "--micro-batch 1" in done.stdout
+
+
+def test_a_batch_that_does_not_divide(script: str) -> None:
+    done = command("plan", "--model", script, "-n", "3", "--batch", "64")
+    assert isinstance(done.exception, ShoalError)
+    assert "--batch 63" in done.exception.fix
+
+
+@pytest.mark.parametrize("layout", ["pipeline=2", "context=2"])
+def test_a_layout_that_is_not_traced(script: str, layout: str) -> None:
+    done = command("plan", "--model", script, "-n", "2", "--layout", layout, "--batch", "64")
+    assert isinstance(done.exception, ShoalError)
+    assert "can't be traced" in done.exception.found
+
+
+@pytest.mark.full
+def test_a_dataset_that_is_too_small(script: str) -> None:
+    done = command("plan", "--model", script, "-n", "1", "--batch", "8192")
+    assert isinstance(done.exception, ShoalError)
+    assert "the dataset has 4096" in done.exception.found
+
+
+@pytest.mark.full
+def test_the_work_of_a_convolution_is_that_of_its_matrix_product() -> None:
+    def build() -> Workload:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 16, 4))
+        return Workload(model, shoal.Task(classes), (torch.randn(SAMPLES, 3, 4, 4), targets))
+
+    targets = torch.arange(SAMPLES) % 4
+    work = trace_step(build, planned()).work
+    samples, pixels = 4, 16
+    # Forward, and both gradients; the first layer needs no gradient of its input.
+    assert work.convolutions == 2 * samples * pixels * 8 * (3 * 9) * 2
+    assert work.products == 2 * samples * (8 * 16) * 4 * 3
+    assert work.traffic > 0

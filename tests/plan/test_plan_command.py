@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers.cli import shoal
+from shoal.util.errors import ShoalError
+
+
+def test_text() -> None:
+    done = shoal("plan", "--model", "llama-7b", "--machine", "a100-80", "-n", "8", "--batch", "64")
+    assert done.exit_code == 0, done.output
+    for part in (
+        "Fastest",
+        "Step of the first",
+        "Memory of the first",
+        "optimizer",
+        "80 % of measured",
+    ):
+        assert part in done.stdout
+    assert "replicate=8" in done.stdout
+    assert "does not fit: " in done.stdout
+
+
+def test_json() -> None:
+    done = shoal("plan", "--model", "llama-7b", "-n", "8", "--batch", "64", "--top", "2", "--json")
+    found = json.loads(done.stdout)
+    first, second = found["best"]
+    assert first["step_seconds"] <= second["step_seconds"]
+    assert first["kind"] == "sharded"
+    assert 0.9 * first["step_seconds"] < first["band"][0] < first["band"][1]
+    assert sum(first["step"].values()) == pytest.approx(first["step_seconds"])
+    assert first["memory_bytes"] <= found["available_bytes"]
+    assert 0.2 < first["mfu"] < 0.8
+
+
+def test_small_layers_have_a_warning() -> None:
+    done = shoal("plan", "--model", "gpt2", "-n", "8", "--batch", "8", "--machine", "b200")
+    assert "wait for the host" in done.stdout
+
+
+def test_nothing_fits() -> None:
+    done = shoal("plan", "--model", "gpt3-175b", "-n", "1", "--batch", "1")
+    assert done.exit_code == 1
+    assert "No configuration fits" in done.stdout
+
+
+def test_an_unknown_precision() -> None:
+    done = shoal("plan", "--model", "gpt2", "--precision", "fp8")
+    assert isinstance(done.exception, ShoalError)
+    assert "--precision mixed" in done.exception.fix

@@ -1,0 +1,141 @@
+"""Predictions compared with published figures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from shoal.distributed.layout import Layout
+from shoal.plan.bands import step_band
+from shoal.plan.calibration import Case, fit_efficiency
+from shoal.plan.configuration import PlannedStep, Recompute
+from shoal.plan.machines import find_machine
+from shoal.plan.memory import stage_activations
+from shoal.plan.model import Transformer
+from shoal.plan.step_time import estimate_step
+
+A100 = find_machine("a100-80")
+
+# Narayanan et al. 2021 (arXiv:2104.04473), Table 1; settings of their recipes; seconds from the TFLOP/s
+# by their equation 3: heads, hidden, layers, tensor, pipeline, replicas, stages per rank, batch,
+# micro-batch, overlapped gradients, seconds.
+MEGATRON = [
+    (24, 2304, 24, 1, 1, 32, 1, 512, 16, True, 3.528),
+    (32, 3072, 30, 2, 1, 32, 1, 512, 16, True, 3.697),
+    (32, 4096, 36, 4, 1, 32, 1, 512, 16, True, 3.696),
+    (48, 6144, 40, 8, 1, 32, 1, 1024, 8, True, 9.399),
+    (64, 8192, 48, 8, 2, 32, 1, 1536, 4, False, 14.453),
+    (80, 10240, 60, 8, 4, 32, 3, 1792, 2, False, 16.058),
+    (96, 12288, 80, 8, 8, 24, 2, 2304, 2, False, 24.817),
+    (128, 16384, 96, 8, 16, 15, 2, 2160, 1, False, 37.614),
+    (128, 20480, 105, 8, 35, 9, 3, 2520, 1, False, 54.085),
+    (160, 25600, 128, 8, 64, 6, 1, 3072, 1, False, 102.63),
+]
+
+# Korthikanti et al. 2022 (arXiv:2205.05198), Table 5: heads, hidden, layers, pipeline, stages per rank,
+# batch, micro-batch, seconds with full and with selective recomputation.
+KORTHIKANTI = [
+    (64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10),
+    (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
+    (128, 20480, 105, 35, 3, 280, 1, 49.05, 37.83),
+    (160, 25600, 128, 64, 1, 512, 1, 94.42, 71.49),
+]
+
+# The same, Figure 1: heads, hidden, layers, pipeline, stages per rank, micro-batch, GiB of activations
+# without recomputation, and with selective recomputation and sequence parallelism.
+ACTIVATIONS = [
+    (64, 6144, 48, 1, 1, 4, 59.25, 9.5625),
+    (96, 12288, 96, 8, 3, 1, 66.84375, 12.3515625),
+    (128, 20480, 105, 35, 3, 1, 114.0234375, 23.076171875),
+    (160, 25600, 128, 64, 1, 1, 131.25, 26.5625),
+]
+
+
+def gpt(heads: int, hidden: int, layers: int) -> Transformer:
+    return Transformer(hidden=hidden, layers=layers, heads=heads, vocab=51200, seq=2048, flash=0)
+
+
+def megatron() -> tuple[list[Case], list[float]]:
+    cases: list[Case] = []
+    for heads, hidden, layers, tensor, pipeline, replicas, stages, batch, micro, overlap, _ in MEGATRON:
+        plan = PlannedStep(
+            layout=Layout(tensor=tensor, pipeline=pipeline, replicate=replicas),
+            global_batch=batch,
+            micro_batch=micro,
+            recompute="full",
+            stages=stages,
+            overlap=overlap,
+            precision="fp16",
+        )
+        cases.append((gpt(heads, hidden, layers), plan, A100))
+    return cases, [row[-1] for row in MEGATRON]
+
+
+def korthikanti() -> tuple[list[Case], list[float]]:
+    cases: list[Case] = []
+    measured = []
+    for heads, hidden, layers, pipeline, stages, batch, micro, *seconds in KORTHIKANTI:
+        for recompute, time in zip(("full", "selective"), seconds, strict=True):
+            plan = PlannedStep(
+                layout=Layout(tensor=8, pipeline=int(pipeline)),
+                global_batch=int(batch),
+                micro_batch=int(micro),
+                recompute=cast("Recompute", recompute),
+                sequence_parallel=recompute == "selective",
+                stages=int(stages),
+                precision="fp16",
+                tensor_overlap=True,
+            )
+            cases.append((gpt(int(heads), int(hidden), int(layers)), plan, A100))
+            measured.append(time)
+    return cases, measured
+
+
+def errors(cases: list[Case], seconds: list[float]) -> list[float]:
+    pairs = zip(cases, seconds, strict=True)
+    return [abs(estimate_step(*case).total / measured - 1) for case, measured in pairs]
+
+
+def test_steps_from_data_sheets() -> None:
+    for cases, seconds in (megatron(), korthikanti()):
+        assert statistics.mean(errors(cases, seconds)) < 0.03
+
+
+def test_steps_of_megatron_with_one_parameter_fitted_on_the_other_rows() -> None:
+    cases, seconds = megatron()
+    held = []
+    for out in range(len(cases)):
+        rest = [number for number in range(len(cases)) if number != out]
+        fitted = fit_efficiency(
+            [cases[number] for number in rest], [seconds[number] for number in rest], ["product"]
+        )
+        model, plan, machine = cases[out]
+        held += errors([(model, plan, replace(machine, efficiency=fitted))], [seconds[out]])
+    assert statistics.mean(held) < 0.03
+
+
+@pytest.mark.parametrize("table", [megatron, korthikanti])
+def test_the_band_holds(table: object) -> None:
+    cases, seconds = megatron() if table is megatron else korthikanti()
+    bands = [step_band(case[1], estimate_step(*case)) for case in cases]
+    inside = [low <= time <= high for (low, high), time in zip(bands, seconds, strict=True)]
+    assert statistics.mean(inside) >= 0.5
+
+
+@pytest.mark.parametrize("row", ACTIVATIONS)
+def test_activations_of_korthikanti(row: tuple[float, ...]) -> None:
+    heads, hidden, layers, pipeline, stages, micro = (int(value) for value in row[:6])
+    plain = PlannedStep(
+        layout=Layout(tensor=8, pipeline=pipeline),
+        global_batch=64 * pipeline,
+        micro_batch=micro,
+        stages=stages,
+    )
+    selective = replace(plain, recompute="selective", sequence_parallel=True)
+    model = gpt(heads, hidden, layers)
+    for plan, gib in zip((plain, selective), row[6:], strict=True):
+        assert math.isclose(stage_activations(model, plan) / 2**30, gib, rel_tol=1e-4)

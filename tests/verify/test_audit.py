@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.audits import SCRIPTS, audit
+from shoal.util.errors import LaunchError
+
+LINES = (SCRIPTS / "ddp.py").read_text().splitlines()
+FAULTS = [
+    ("set epoch", (2,), 0, "set_epoch forgotten", "loader"),
+    ("draw", (1,), 0, "global numpy draw in Dataset.__getitem__", "draw"),
+    ("no ddp", (2,), 0, "gradients not averaged", "step"),
+    ("position", (1,), 1, "loader position not in the checkpoint", "save"),
+    ("batch size", (1, 2), 0, "batch size per rank", "loader"),
+    ("padding", (2,), 0, "DistributedSampler padding", "loader"),
+]
+MORE = [
+    ("drop last", (2,), 0, "drop_last", "loader"),
+    ("no sampler", (2,), 0, "no distributed sampler", "no sampler"),
+    ("evaluation", (2,), 0, "DistributedSampler padding", "evaluation"),
+    ("schedule", (1,), 0, "scheduler stepped per micro-batch or per rank", "schedule"),
+    ("rank seed", (2,), 0, "initial parameters depend on the rank", "seed"),
+    ("unseeded", (1,), 0, "unseeded numpy generator", "unseeded"),
+    ("file order", (1,), 0, "file order", "file order"),
+    ("no optimizer", (1,), 1, "optimizer state not in the checkpoint", "save"),
+    ("no scheduler", (1,), 1, "scheduler state not in the checkpoint", "save"),
+    ("generators", (1,), 1, "generator state not in the checkpoint", "save"),
+    ("buffers", (1,), 1, "buffers not in the checkpoint", "save"),
+    ("clipping", (1, 2), 0, "gradients clipped before they are averaged", "clipping"),
+]
+OPERATIONS = [
+    (
+        "noisy",
+        (1,),
+        ("operation is not deterministic", "noisy"),
+        "forward of 1, planted.noisy.default: equal inputs, different output",
+    ),
+    (
+        "unordered",
+        (1,),
+        ("value from outside of torch", "unordered"),
+        "forward of 1, aten.slice.Tensor: the argument is",
+    ),
+    (
+        "forward by rank",
+        (1, 2),
+        ("operation depends on the rank or on other samples", "forward by rank"),
+        "forward of 1, aten.mul.Tensor: equal inputs, different output",
+    ),
+    (
+        "backward by rank",
+        (1, 2),
+        ("operation depends on the rank or on other samples", "backward by rank"),
+        "backward of 1, aten.mul.Tensor: equal inputs, different output",
+    ),
+    (
+        "random",
+        (1, 2),
+        ("random numbers drawn per rank", "random"),
+        "forward of 1, aten.rand.default",
+    ),
+    ("dropout", (1, 2), ("dropout drawn per rank", "dropout"), "forward of 2, aten.bernoulli_.float"),
+    (
+        "batch norm",
+        (1, 2),
+        ("BatchNorm over the local batch", "batch norm"),
+        "forward of 1, aten.native_batch_norm.default",
+    ),
+    (
+        "means",
+        (1, 2),
+        ("mean of means", "backward"),
+        "forward, aten.mse_loss.default: equal inputs, but",
+    ),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked")
+def test_a_clean_script_raises_no_alarm(home: Path) -> None:
+    report = audit(home, "ddp.py", kills=1)
+    assert [
+        (finding.name, finding.evidence) for finding in report.findings if finding.verdict != "held"
+    ] == []
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("restart_args", "verdict"), [((), "not decidable"), (("--resume",), "held")])
+def test_a_script_may_need_an_argument_to_resume(
+    home: Path, restart_args: tuple[str, ...], verdict: str
+) -> None:
+    report = audit(home, "ddp.py", "resume", ranks=(1,), kills=1, restart_args=restart_args)
+    found = {finding.name: finding.verdict for finding in report.findings}
+    assert found["resume bit-equal"] == verdict
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("fault", "ranks", "kills", "name", "mark"),
+    [*FAULTS, *(pytest.param(*fault, marks=pytest.mark.full) for fault in MORE)],
+)
+def test_planted_faults_are_found_with_their_line(
+    home: Path, fault: str, ranks: tuple[int, ...], kills: int, name: str, mark: str
+) -> None:
+    report = audit(home, "ddp.py", fault, ranks=ranks, kills=kills)
+    line = next(n for n, text in enumerate(LINES, 1) if text.endswith(f"# line: {mark}"))
+    causes = [(finding.cause.name, finding.cause.line) for finding in report.findings if finding.cause]
+    assert (name, f"ddp.py:{line}") in causes
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("fault", "ranks", "cause", "operation"),
+    [OPERATIONS[0], *(pytest.param(*row, marks=pytest.mark.full) for row in OPERATIONS[1:])],
+)
+def test_the_operation_that_differs_is_found(
+    home: Path, fault: str, ranks: tuple[int, ...], cause: tuple[str, str], operation: str
+) -> None:
+    report = audit(home, "ddp.py", fault, ranks=ranks)
+    name, mark = cause
+    line = next(n for n, text in enumerate(LINES, 1) if text.endswith(f"# line: {mark}"))
+    (finding,) = (finding for finding in report.findings if finding.operation)
+    assert operation in finding.evidence
+    assert finding.cause is not None
+    assert (finding.cause.name, finding.cause.line) == (name, f"ddp.py:{line}")
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("text", "found", "fix"),
+    [
+        ("raise ValueError('too small')", "ValueError: too small", "run it by itself"),
+        ("input()", "reads standard input (bad.py:1)", "as arguments"),
+        ("print('nothing')", "without a call of Optimizer.step", "run it by itself"),
+        ("import os; print('left', flush=True); os._exit(3)", "exit code 3", "run it by itself"),
+        (
+            "import multiprocessing as m\nm.get_context('fork').Process(target=print).start()",
+            "starts processes itself (bad.py:2)",
+            "one rank per process",
+        ),
+        ("import torch\ntorch.zeros(1, device='cuda')", "cuda", "machine with a GPU"),
+    ],
+)
+def test_a_script_that_can_not_be_observed_gets_a_reason(
+    home: Path, text: str, found: str, fix: str
+) -> None:
+    if "cuda" in text and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    (home / "bad.py").write_text(text)
+    with pytest.raises(LaunchError) as error:
+        audit(home, "bad.py", ranks=(1,))
+    assert found.lower() in error.value.found.lower()
+    assert fix in error.value.fix
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_the_command_runs_ranks_and_writes_json_and_an_escaped_page(home: Path) -> None:
+    command = [sys.executable, "-m", "shoal", "verify", "--json", "--html", "a.html", "--ranks", "1"]
+    command += ["--kills", "0", "--steps", "2", "ddp.py", "hash order", "<b>"]
+    result = subprocess.run(command, cwd=home, capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stderr
+    found = json.loads(result.stdout)
+    line = next(n for n, text in enumerate(LINES, 1) if text.endswith("# line: hash order"))
+    cause = found["findings"][0]["cause"]
+    assert (cause["name"], cause["line"]) == ("hash order", f"ddp.py:{line}")
+    page = (home / "a.html").read_text()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+
+
+def test_a_missing_script_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shoal", "verify", "missing.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "there is no file" in result.stderr

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, SubsetRandomSampler
+
+from shoal.data.feed import PositionedSource
+from shoal.data.map_dataset import MapStyleDataset
+from shoal.data.orders import Shuffled
+from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
+from shoal.verify.hooks import Observer, ObserverOptions
+from shoal.verify.operation_trace import plain_name
+
+
+@pytest.fixture
+def observer(tmp_path: Path) -> Observer:
+    options = ObserverOptions(folder=str(tmp_path), root=str(Path(__file__).parent), stop_after=9)
+    return Observer(options, 0)
+
+
+def events(observer: Observer, kind: str) -> list[Any]:
+    lines = next(Path(observer.options.folder).glob("*.jsonl")).read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "size"),
+    [
+        (SubsetRandomSampler([3, 1]), 2),
+        (DistributedSampler(range(9), num_replicas=2, rank=0), 9),  # type: ignore[arg-type]
+        (None, 9),
+    ],
+)
+def test_an_epoch_has_the_samples_that_its_sampler_is_for(
+    observer: Observer, sampler: Sampler[int] | None, size: int
+) -> None:
+    observer.loader_built(DataLoader(torch.arange(9), sampler=sampler))  # type: ignore[arg-type]
+    (record,) = events(observer, "loader")
+    assert record["size"] == size
+    assert record["line"].startswith("test_hooks.py:")
+
+
+def test_loaders_that_have_ended_keep_their_numbers(observer: Observer) -> None:
+    for _ in range(3):
+        observer.loader_built(DataLoader(torch.arange(9)))  # type: ignore[arg-type]
+    assert [record["loader"] for record in events(observer, "loader")] == [0, 1, 2]
+
+
+def test_padding_samples_of_a_local_batch_are_not_counted(observer: Observer) -> None:
+    sampler = RankSampler(
+        order=Shuffled(3, shuffle=False),
+        batch_size=3,
+        ranks=2,
+        rank=1,
+        micro_batches=2,
+        seed=0,
+        drop_last=False,
+    )
+    feed = PositionedSource(MapStyleDataset([5, 6, 7], list), sampler, shuffle=False)
+    observer.feed_built(feed)
+    cells = (PositionRange(2, 3, 1.0), PositionRange(0, 1, 0.0))
+    observer.local_batch_consumed(feed, LocalBatch(3, 3, cells, np.array([2, 0])))
+    (batch,) = events(observer, "batch")
+    assert (batch["epoch"], batch["indices"]) == (1, [2])
+    assert [event["epoch"] for event in events(observer, "complete")] == [1]
+
+
+@pytest.mark.parametrize("name", ["module.0.weight", "_forward_module.module.0.weight"])
+def test_names_are_those_of_the_users_model(name: str) -> None:
+    assert plain_name(name) == "0.weight"
+    assert plain_name("body.module.weight") == "body.module.weight"
+    assert plain_name("module") == ""

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.verify import properties
+from shoal.verify.audit import kill_steps
+from shoal.verify.causes import ScriptSource
+from shoal.verify.findings import PropertyFinding
+from shoal.verify.observations import (
+    DeliveredBatch,
+    DrawRecord,
+    LoaderRecord,
+    RankRecord,
+    RunRecord,
+    Sketch,
+    StepRecord,
+)
+
+SCRIPT = """
+import numpy as np
+def __getitem__(self, index):
+    return np.random.normal()
+torch.save(state, "state.pt")
+"""
+SOURCE = ScriptSource(name="train.py", text=SCRIPT)
+LOADER = LoaderRecord(
+    loader=0, size=3, sampler="DistributedSampler", shuffle=True, drop_last=False, line="train.py:9"
+)
+
+
+def step(number: int, indices: tuple[int, ...] = (0,), **changes: object) -> StepRecord:
+    value = Sketch(checksum=f"{number}", norm=float(number), projection=0.0)
+    record = StepRecord(
+        step=number,
+        parameters_before=f"{number - 1}",
+        optimizer_before=f"{number - 1}",
+        buffers_before="",
+        generators={"python": "", "numpy": "", "torch": f"{number}"},
+        lr=(0.1,),
+        gradients={"weight": value},
+        parameters={"weight": value},
+        batches=(DeliveredBatch(loader=0, epoch=0, indices=indices, training=True),),
+        scheduler_steps=0,
+    )
+    return replace(record, **changes)  # type: ignore[arg-type]
+
+
+def run(*ranks: RankRecord, name: str = "a") -> RunRecord:
+    return RunRecord(name=name, size=len(ranks), ranks=ranks)
+
+
+STEPS = tuple(step(number) for number in range(1, 6))
+BASE = run(RankRecord(rank=0, steps=STEPS))
+
+
+def test_equal_runs_are_repeatable_and_the_first_difference_is_found() -> None:
+    assert properties.decide_repeatable(BASE, BASE, SOURCE).answer == "held in 2 runs"
+    other = {"weight": Sketch(checksum="x", norm=3.0, projection=0.0)}
+    changed = (*STEPS[:2], replace(STEPS[2], gradients=other), *STEPS[3:])
+    second = run(RankRecord(rank=0, steps=changed))
+    found = properties.decide_repeatable(BASE, second, SOURCE)
+    assert found.verdict == "refuted"
+    assert "step 3: gradients" in found.evidence
+
+
+def resumed(**changes: object) -> PropertyFinding:
+    first = replace(STEPS[2], **changes)  # type: ignore[arg-type]
+    again = run(RankRecord(rank=0, steps=(first, *STEPS[3:])))
+    return properties.decide_resume(BASE, [again], SOURCE)
+
+
+def test_a_resumed_run_is_compared_from_its_first_step() -> None:
+    assert resumed().answer == "held in 1 run"
+    found = resumed(optimizer_before="0")
+    assert found.cause is not None
+    assert found.cause.name == "optimizer state not in the checkpoint"
+    assert found.cause.line == "train.py:5"
+    missed = resumed(batches=())
+    assert missed.cause is not None
+    assert missed.cause.name == "loader position not in the checkpoint"
+
+
+def test_a_generator_is_the_cause_if_only_it_and_the_gradients_differ() -> None:
+    other = {"weight": Sketch(checksum="x", norm=3.0, projection=0.0)}
+    found = resumed(gradients=other, generators={"python": "", "numpy": "", "torch": "x"})
+    assert found.cause is not None
+    assert found.cause.name == "generator state not in the checkpoint"
+
+
+def test_a_restart_that_exceeds_the_time_limit_is_compared_up_to_its_last_step() -> None:
+    again = replace(run(RankRecord(rank=0, steps=STEPS[2:4])), code=124)
+    assert properties.decide_resume(BASE, [again], SOURCE).answer == "held in 1 run"
+    failed = properties.decide_resume(BASE, [replace(again, code=1)], SOURCE)
+    assert failed.verdict == "refuted"
+
+
+def test_a_restart_from_the_initial_parameters_decides_nothing() -> None:
+    assert properties.decide_resume(BASE, [BASE], SOURCE).verdict == "not decidable"
+
+
+def reading(*indices: int, rank: int = 0) -> RankRecord:
+    batches = tuple(
+        DeliveredBatch(loader=0, epoch=epoch, indices=indices, training=True) for epoch in (0, 1)
+    )
+    return RankRecord(
+        rank=rank,
+        loaders={0: LOADER},
+        delivered=batches,
+        complete=frozenset({(0, 0), (0, 1)}),
+    )
+
+
+def test_padding_repeats_samples() -> None:
+    found = properties.decide_samples([run(reading(0, 1), reading(2, 0, rank=1))], SOURCE)
+    assert found.cause is not None
+    assert (found.cause.name, found.cause.line) == ("DistributedSampler padding", "train.py:9")
+    assert "4 samples of 3: 1 repeated, 0 missing" in found.evidence
+    clean = properties.decide_samples([run(reading(0, 1), reading(2, rank=1))], SOURCE)
+    assert clean.answer == "held in 1 run"
+
+
+def test_the_same_order_twice_is_a_forgotten_set_epoch() -> None:
+    found = properties.decide_order([run(reading(2, 0, 1))])
+    assert found.cause is not None
+    assert found.cause.name == "set_epoch forgotten"
+
+
+def test_a_global_draw_has_the_line_of_the_draw() -> None:
+    draw = DrawRecord(generator="numpy", line="train.py:3", worker=1)
+    found = properties.decide_draws([run(RankRecord(rank=0, draws=(draw,)))], SOURCE)
+    assert found.cause is not None
+    assert found.cause.line == "train.py:4"
+
+
+def test_numbers_of_ranks_are_equal_up_to_rounding_or_refuted() -> None:
+    two = run(*(RankRecord(rank=r, steps=(step(1, (r,)),)) for r in (0, 1)), name="2 ranks")
+    one = run(RankRecord(rank=0, steps=(step(1, (0, 1)),)), name="1 rank")
+    assert properties.decide_world_size([one, two], SOURCE).evidence == "equal in all bits"
+    larger = run(RankRecord(rank=0, steps=(step(1, (0,)),)), name="1 rank")
+    found = properties.decide_world_size([larger, two], SOURCE)
+    assert found.cause is not None
+    assert found.cause.name == "batch size per rank"
+
+
+def test_ranks_without_a_process_group_are_separate_runs() -> None:
+    one = run(RankRecord(rank=0, steps=(step(1, (0,)),)), name="1 rank")
+    alone = tuple(RankRecord(rank=r, steps=(step(1, (0,), distributed=False),)) for r in (0, 1))
+    two = run(*alone, name="2 ranks").alone()
+    assert two.size == 1
+    found = properties.decide_world_size([one, two], SOURCE)
+    assert "no process group" in found.evidence
+
+
+def test_samples_that_accelerate_repeats_in_evaluation_are_left_out_of_its_metrics() -> None:
+    loader = replace(LOADER, sampler="BatchSamplerShard")
+    ranks = [
+        replace(
+            reading(*indices, rank=rank),
+            loaders={0: loader},
+            delivered=(DeliveredBatch(loader=0, epoch=0, indices=indices, training=False),),
+        )
+        for rank, indices in enumerate(((0, 1), (2, 0)))
+    ]
+    assert properties.decide_evaluation([run(*ranks)], SOURCE).verdict == "not decidable"
+
+
+def test_replicas_and_schedules_are_compared() -> None:
+    other = {"weight": Sketch(checksum="x", norm=1.0, projection=0.0)}
+    ranks = RankRecord(rank=0, steps=STEPS[:1]), RankRecord(rank=1, steps=(step(1, parameters=other),))
+    assert properties.decide_replicas([run(*ranks)], SOURCE).verdict == "refuted"
+    twice = RankRecord(rank=0, steps=(step(1, scheduler_steps=2),), scheduler_line="train.py:7")
+    found = properties.decide_schedule([run(twice)])
+    assert found.cause is not None
+    assert found.cause.line == "train.py:7"
+
+
+def test_kills_are_spread_over_the_run() -> None:
+    assert kill_steps(12, 1) == [8]
+    assert kill_steps(2, 1) == []
