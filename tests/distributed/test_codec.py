@@ -305,15 +305,11 @@ def test_noise_is_an_error_or_a_value() -> None:
 
 
 def test_tensors_arrive_on_the_cpu_where_the_default_device_is_another() -> None:
-    before = torch.get_default_device()
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         for shape in ((3,), (0, 2)):
             found = codec.loads(codec.dumps(torch.ones(shape, device="cpu")))
             assert found.device.type == "cpu"
             assert found.shape == shape
-    finally:
-        torch.set_default_device(before)
 
 
 class Flags(enum.Flag):
