@@ -378,6 +378,7 @@ app.command(
     epilog=examples(
         "shoal plan --model llama-70b --machine h100-sxm -n 64",
         "shoal plan --model llama-7b,seq=8192 --machine a100-80 -n 8 --json",
+        "shoal plan --model llama-7b -n 64 --training tokens=2e12,mtbf=50000,save=20,restart=300",
         "shoal plan --model train.py:build --layout shard=8 -n 8 --batch 64",
     ),
 )(plan)

@@ -73,6 +73,14 @@ _Measure = Annotated[
         help="Trace the model with values, in the memory of this machine, if fake tensors fail.",
     ),
 ]
+_Training = Annotated[
+    str | None,
+    typer.Option(
+        metavar="VALUES",
+        help="Predict the whole training: steps=… or tokens=…, with mtbf=… (hours between failures "
+        "of one device), save=… and restart=… (seconds), queue=… (hours), price=… (of a device hour).",
+    ),
+]
 _Html = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Also write an HTML page to this directory.")
 ]
@@ -92,6 +100,7 @@ def plan(
     recompute: _Recompute = "none",
     layout: _Layout = "replicate=-1",
     measure: _Measure = False,
+    training: _Training = None,
     html: _Html = None,
     as_json: _Json = False,
 ) -> None:
@@ -99,56 +108,104 @@ def plan(
 
     It finds the fastest layout of a transformer from dimensions and data sheets. The exit code is 1 if
     no configuration fits. With --check, it compares the prediction for a run with its measured steps.
-    With a function that returns a model, it predicts the memory of a rank in one layout.
+    With a function that returns a model, it predicts the memory of a rank in one layout. With
+    --training, it simulates the whole training with the fastest layout: saves, failures, restarts.
     """
     from shoal.plan.configuration import FORMATS, RECOMPUTES
     from shoal.plan.machines import find_machine
-    from shoal.plan.model import parse_model
-    from shoal.util.tables import plain_console
 
     _check_choice("--precision", precision, tuple(FORMATS), "mixed")
     _check_choice("--recompute", recompute, RECOMPUTES, "none")
     found = find_machine(machine)
-    if ":" in model and check is None:
+    kind = cast("Recompute", recompute)
+    if training is not None and (check is not None or ":" in model):
+        raise ShoalError(
+            given=f"--training {training} with {'--check' if check else '--model ' + model}",
+            found="it needs the predicted step time of a transformer",
+            fix="leave --check out, and describe the model as in --model llama-7b",
+        )
+    if check is not None:
+        _check_run(check, model, found, micro_batch, kind, html=html, as_json=as_json)
+    elif ":" in model:
         from shoal.plan.fit import plan_of
 
-        kind = cast("Recompute", recompute)
         asked = plan_of(layout, devices, batch, micro_batch, kind, precision)
         _trace(model, asked, found, fake=not measure, as_json=as_json)
-        return
-    dimensions = parse_model(model)
-    if check is not None:
-        from shoal.plan.check import check_run
-        from shoal.plan.display import check_values, print_check
-
-        compared = check_run(
-            check,
-            dimensions,
-            found,
-            micro_batch=micro_batch,
-            recompute=cast("Recompute", recompute),
-        )
-        if as_json:
-            typer.echo(json.dumps(check_values(compared), indent=2))
-        else:
-            print_check(plain_console(), compared)
-        if html is not None:
-            from shoal.plan.page import check_page
-
-            _write_page(check_page(compared), html)
-        return
-    from shoal.plan.display import print_result, result_values
-    from shoal.plan.search import search_plans
-
-    result = search_plans(dimensions, found, devices, batch, precision=precision, top=top)
-    if as_json:
-        typer.echo(json.dumps(result_values(dimensions, found, result), indent=2))
     else:
-        print_result(plain_console(), dimensions, found, result)
+        _search(model, found, devices, batch, precision, top, training, html=html, as_json=as_json)
+
+
+def _check_run(
+    run: Path,
+    model: str,
+    machine: Machine,
+    micro_batch: int | None,
+    recompute: Recompute,
+    *,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare the prediction for a run with its measured steps."""
+    from shoal.plan.check import check_run
+    from shoal.plan.display import check_values, print_check
+    from shoal.plan.model import parse_model
+    from shoal.util.tables import plain_console
+
+    dimensions = parse_model(model)
+    found = check_run(run, dimensions, machine, micro_batch=micro_batch, recompute=recompute)
+    if as_json:
+        typer.echo(json.dumps(check_values(found), indent=2))
+    else:
+        print_check(plain_console(), found)
+    if html is not None:
+        from shoal.plan.page import check_page
+
+        _write_page(check_page(found), html)
+
+
+def _search(
+    model: str,
+    machine: Machine,
+    devices: int,
+    batch: int,
+    precision: str,
+    top: int,
+    training: str | None,
+    *,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the fastest configurations, and exit with 1 if none fits."""
+    from shoal.plan.display import (
+        print_result,
+        print_training,
+        result_values,
+        training_estimate,
+        training_values,
+    )
+    from shoal.plan.model import parse_model
+    from shoal.plan.search import search_plans
+    from shoal.plan.whole_training import parse_training
+    from shoal.util.tables import plain_console
+
+    dimensions = parse_model(model)
+    asked = None if training is None else parse_training(training)
+    result = search_plans(dimensions, machine, devices, batch, precision=precision, top=top)
+    whole = None
+    if asked is not None and result.best:
+        whole = training_estimate(asked, dimensions, result.best[0])
+    if as_json:
+        values = result_values(dimensions, machine, result)
+        values |= {"training": training_values(whole)} if whole else {}
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        print_result(plain_console(), dimensions, machine, result)
+        if whole is not None:
+            print_training(plain_console(), whole)
     if html is not None:
         from shoal.plan.page import plan_page
 
-        _write_page(plan_page(dimensions, found, result), html)
+        _write_page(plan_page(dimensions, machine, result, whole), html)
     if not result.best:
         raise typer.Exit(1)
 

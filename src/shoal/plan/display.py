@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +13,7 @@ from shoal.plan.check import RunCheck
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
 from shoal.plan.search import Prediction, SearchResult
+from shoal.plan.whole_training import Training, TrainingEstimate, estimate_training
 from shoal.util.tables import print_line, print_rows
 from shoal.util.units import compact, counted, duration, percent, size
 
@@ -127,6 +129,58 @@ def _print_best(console: Console, model: Transformer, machine: Machine, result: 
     kinds = asdict(first.memory).items()
     bars = [(name, size(value), bar(value / machine.available)) for name, value in kinds]
     print_rows(console, "Memory of the first", ("kind", "bytes", ""), bars, right=("bytes",))
+
+
+def training_estimate(training: Training, model: Transformer, found: Prediction) -> TrainingEstimate:
+    """Return the estimate of a whole training in one configuration."""
+    plan = found.plan
+    tokens = plan.global_batch * model.seq
+    return estimate_training(training, found.step.total, plan.layout.size, tokens)
+
+
+def training_values(found: TrainingEstimate) -> dict[str, Any]:
+    """Return the estimate of a training as plain values; durations in seconds."""
+    return {
+        "seconds": found.median.total,
+        "seconds_80_percent": [found.quantile(0.1).total, found.quantile(0.9).total],
+        "parts": asdict(found.median),
+        "save_interval": found.interval if math.isfinite(found.interval) else None,
+        "device_hours": found.device_hours,
+        "price": found.price,
+    }
+
+
+def training_parts(found: TrainingEstimate) -> list[tuple[str, float]]:
+    """Return the parts of the median training in seconds."""
+    parts = asdict(found.median)
+    del parts["failures"]
+    return [*parts.items()]
+
+
+def training_sentences(found: TrainingEstimate) -> list[str]:
+    """Return the duration, the price and the failures of a training as sentences."""
+    median, low, high = found.median, found.quantile(0.1), found.quantile(0.9)
+    price = f", at a price of {compact(found.price)}" if found.price else ""
+    sentences = [
+        f"The training takes {duration(median.total)} and {compact(found.device_hours)} device hours"
+        f"{price}."
+    ]
+    if len(found.simulated) > 1:
+        failures = [each.failures for each in found.simulated]
+        sentences.append(
+            f"With random failures, 80 % of {len(found.simulated)} simulated trainings took "
+            f"{duration(low.total)} to {duration(high.total)}, with {min(failures)} to "
+            f"{counted(max(failures), 'failure')}. Save every {duration(found.interval)}."
+        )
+    return sentences
+
+
+def print_training(console: Console, found: TrainingEstimate) -> None:
+    """Print the duration and the price of a whole training, by part."""
+    total = found.median.total
+    bars = [(name, duration(value), bar(value / total)) for name, value in training_parts(found)]
+    print_rows(console, "Training with the first", ("part", "time", ""), bars, right=("time",))
+    print_line(console, " ".join(training_sentences(found)))
 
 
 def check_values(found: RunCheck) -> dict[str, Any]:

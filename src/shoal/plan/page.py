@@ -6,10 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from shoal.plan.check import RunCheck
-from shoal.plan.display import CHECK_HEAD, check_rows, model_utilization, part_name
+from shoal.plan.display import (
+    CHECK_HEAD,
+    check_rows,
+    model_utilization,
+    part_name,
+    training_parts,
+    training_sentences,
+)
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
 from shoal.plan.search import Prediction, SearchResult
+from shoal.plan.whole_training import TrainingEstimate
 from shoal.report import PALETTE
 from shoal.report.html import Block, Figure, KeyNumbers, Page, Section, Table, Text
 from shoal.report.html.plots import Fill, plot_bars
@@ -18,14 +26,19 @@ from shoal.util.units import compact, duration, percent, size, three_digits
 _FILLS = tuple((each.colour, each.hatch) for each in PALETTE.values())
 
 
-def plan_page(model: Transformer, machine: Machine, result: SearchResult) -> Page:
-    """Return the page of a search: the fastest configurations, their parts and memory, the others."""
+def plan_page(
+    model: Transformer, machine: Machine, result: SearchResult, training: TrainingEstimate | None
+) -> Page:
+    """Return the page of a search: the fastest configurations, their parts and memory, the training
+    with the first, the others."""
     sections = [Section(heading="Fastest", blocks=_fastest(model, machine, result.best))]
     if result.best:
         sections += [
             Section(heading="Where a step's time goes", blocks=[_steps(result.best)]),
             Section(heading="Memory of a rank", blocks=[_memory(result.best)]),
         ]
+    if training is not None:
+        sections.append(Section(heading="Whole training", blocks=_training(training)))
     rows = [(str(each.plan.layout), reason) for each, reason in result.rejected]
     others = Table(caption="The best of other axes.", head=("layout", "why not"), rows=rows)
     sections.append(Section(heading="Others", blocks=[others]))
@@ -74,6 +87,14 @@ def _fastest(model: Transformer, machine: Machine, best: Sequence[Prediction]) -
         KeyNumbers(pairs=[("tokens/s", compact(tokens)), ("usable memory", size(machine.available))]),
         Table(caption="The fastest configurations that fit.", head=head, rows=rows, right=head[3:]),
     ]
+
+
+def _training(found: TrainingEstimate) -> list[Block]:
+    rows = [(name, duration(value)) for name, value in training_parts(found)]
+    table = Table(
+        caption="The median training by part.", head=("part", "time"), rows=rows, right=("time",)
+    )
+    return [Text(text=" ".join(training_sentences(found))), table]
 
 
 def _steps(best: Sequence[Prediction]) -> Figure:

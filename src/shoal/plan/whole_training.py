@@ -1,0 +1,223 @@
+"""The duration and the price of a whole training: its steps, saves, failures and restarts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from itertools import chain
+
+from shoal.training.save_policy import YoungDaly
+from shoal.util.errors import ShoalError
+from shoal.util.units import duration
+
+SIMULATIONS = 200
+_EXAMPLE = "--training steps=100000,mtbf=50000,save=20,restart=300"
+_MOST = 100_000
+"""Failures in one simulation, after which the training counts as one that does not end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training as a whole, and what interrupts it.
+
+    Either `steps` or `tokens` is above 0. `mtbf` is the mean time between failures of one device, in
+    hours; without it, nothing fails. `save` is the number of seconds for which a save blocks training,
+    `restart` that from a failure to the next step, with the time in the queue. `queue` is the number of
+    hours before the first start, `price` that of one device for one hour.
+    """
+
+    steps: float = 0
+    tokens: float = 0
+    mtbf: float = math.inf
+    save: float = 0
+    restart: float = 0
+    queue: float = 0
+    price: float = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTime:
+    """The seconds of a training, by what they are spent on, and the number of failures."""
+
+    queue: float
+    steps: float
+    saves: float
+    repeated: float
+    restarts: float
+    failures: int
+
+    @property
+    def total(self) -> float:
+        """Seconds from submission to the end."""
+        return self.queue + self.occupied
+
+    @property
+    def occupied(self) -> float:
+        """Seconds for which the devices are in use."""
+        return self.steps + self.saves + self.repeated + self.restarts
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingEstimate:
+    """Simulated trainings, from the shortest to the longest.
+
+    `interval` is the number of seconds between two saves, `device_hours` and `price` are of the median.
+    """
+
+    simulated: tuple[TrainingTime, ...]
+    interval: float
+    device_hours: float
+    price: float
+
+    def quantile(self, fraction: float) -> TrainingTime:
+        """Return the training that is longer than this fraction of all."""
+        return self.simulated[round(fraction * (len(self.simulated) - 1))]
+
+    @property
+    def median(self) -> TrainingTime:
+        """The training of median duration."""
+        return self.quantile(0.5)
+
+
+def parse_training(text: str) -> Training:
+    """Return the training that `"steps=…,mtbf=…,save=…,restart=…"` describes.
+
+    Raises ShoalError for unknown names and other values than numbers above 0, and if failures have no
+    `save` or no `restart`: both depend on the cluster.
+    """
+    names = [each.name for each in fields(Training)]
+    values: dict[str, float] = {}
+    for part in (piece.strip() for piece in text.split(",")):
+        key, _, value = part.partition("=")
+        number = _number(value)
+        if key not in names or key in values or number is None:
+            raise _wrong(text, f"{part!r} is not one NAME=NUMBER, above 0, of {', '.join(names)}")
+        values[key] = number
+    if ("steps" in values) == ("tokens" in values):
+        raise _wrong(text, "it has not exactly one of steps and tokens")
+    missing = [name for name in ("save", "restart") if "mtbf" in values and name not in values]
+    if missing:
+        raise _wrong(
+            text,
+            f"mtbf without {' and '.join(missing)}: seconds that `shoal report` shows for earlier runs",
+        )
+    return Training(**values)
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number > 0 else None
+
+
+def _wrong(text: str, found: str) -> ShoalError:
+    return ShoalError(given=f"--training {text}", found=found, fix=_EXAMPLE)
+
+
+def estimate_training(
+    training: Training, step: float, devices: int, tokens: int, *, seed: int = 0
+) -> TrainingEstimate:
+    """Return simulated trainings with random failures.
+
+    Args:
+        training: The values of the training.
+        step: Seconds of an optimizer step.
+        devices: Number of devices, each of which fails by itself.
+        tokens: Number of tokens in a step.
+        seed: Of the times of failures, which are exponentially distributed.
+
+    Returns:
+        200 trainings, or one if nothing fails.
+
+    Raises:
+        ShoalError: If failures are so frequent that the training does not end.
+    """
+    steps = math.ceil(training.steps or training.tokens / tokens)
+    mean = 3600 * training.mtbf / devices
+    interval = _interval(training.save, mean)
+    if math.isinf(mean):
+        once = simulate_training(training, step, steps, interval, iter(()))
+        found = [once]
+    else:
+        draws = random.Random(seed)
+        found = [
+            simulate_training(training, step, steps, interval, _gaps(draws, mean))
+            for _ in range(SIMULATIONS)
+        ]
+    found.sort(key=lambda each: each.total)
+    hours = devices * found[(len(found) - 1) // 2].occupied / 3600
+    return TrainingEstimate(
+        simulated=tuple(found),
+        interval=interval,
+        device_hours=hours,
+        price=hours * training.price,
+    )
+
+
+def _interval(save: float, mean: float) -> float:
+    """Return the seconds of training between two saves, those of `shoal.YoungDaly`."""
+    if math.isinf(mean):
+        return math.inf
+    return YoungDaly(mtbf=timedelta(seconds=mean)).seconds(save)
+
+
+def _gaps(draws: random.Random, mean: float) -> Iterator[float]:
+    while True:
+        yield draws.expovariate(1 / mean)
+
+
+def simulate_training(
+    training: Training, step: float, steps: int, interval: float, gaps: Iterator[float]
+) -> TrainingTime:
+    """Return the time of a training with failures at given times.
+
+    A save follows the first step that ends `interval` seconds after the previous save, and the last
+    step. After a failure, training continues at the latest save that is complete.
+
+    Args:
+        training: Times of saves and restarts.
+        step: Seconds of an optimizer step.
+        steps: Number of optimizer steps.
+        interval: Seconds between two saves.
+        gaps: Seconds from each failure to the next, the first from the start.
+
+    Raises:
+        ShoalError: If failures are so frequent that the training does not end.
+    """
+    segment = steps if interval >= steps * step else max(1, math.ceil(interval / step))
+    length = segment * step + training.save
+    left, saves, failures = steps, 0, 0
+    repeated = restarts = 0.0
+    for gap in chain(gaps, (math.inf,)):
+        starting = min(gap, training.restart if failures else 0.0)
+        restarts += starting
+        segments = math.ceil(left / segment)
+        if gap - starting >= left * step + segments * training.save:
+            saves += segments
+            break
+        complete = min(segments - 1, int((gap - starting) // length))
+        repeated += gap - starting - complete * length
+        left, saves, failures = left - complete * segment, saves + complete, failures + 1
+        if failures > _MOST:
+            raise _endless(step, length)
+    return TrainingTime(
+        queue=3600 * training.queue,
+        steps=steps * step,
+        saves=saves * training.save,
+        repeated=repeated,
+        restarts=restarts,
+        failures=failures,
+    )
+
+
+def _endless(step: float, length: float) -> ShoalError:
+    return ShoalError(
+        given=f"--training with steps of {duration(step)} and saves every {duration(length)}",
+        found=f"after {_MOST:,} failures, the training has not ended",
+        fix="a larger mtbf, fewer devices, or shorter saves and restarts",
+    )
