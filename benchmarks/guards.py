@@ -75,12 +75,14 @@ def measure_flips(training: GuardedTraining, seed: str, flips: int) -> list[dict
 def is_named(outcome: Outcome, flip: Flip, guard: str) -> bool:
     """Return whether a guard reported the rank of the flip and no other, and its tensor.
 
-    The tensor is unknown for activations. `gradients` reports gradients only.
+    The tensor is unknown for activations. `gradients` reports gradients only. For optimizer state, the
+    parameter is enough, since an update can leave a difference in the parameter alone.
     """
     if outcome.ranks != {flip.rank}:
         return False
     known = flip.kind.startswith("gradient") if guard == "gradients" else flip.kind != "activation"
-    return not known or any(name.endswith(flip.place.name) for name in outcome.tensors)
+    name = flip.place.name.rpartition(" of ")[2]
+    return not known or any(each.endswith(name) for each in outcome.tensors)
 
 
 def measure_checks(training: GuardedTraining, given: argparse.Namespace) -> dict[str, Any]:
