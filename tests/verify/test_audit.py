@@ -149,6 +149,11 @@ def test_the_operation_that_differs_is_found(
             "starts processes itself (bad.py:2)",
             "one rank per process",
         ),
+        (
+            "import subprocess, sys\nsubprocess.run(args=[sys.executable, '-c', ''], check=True)",
+            "starts processes itself (bad.py:2)",
+            "one rank per process",
+        ),
         ("import torch\ntorch.zeros(1, device='cuda')", "cuda", "machine with a GPU"),
     ],
 )

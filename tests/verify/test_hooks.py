@@ -1,19 +1,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+)
 
+import shoal
 from shoal.data.feed import PositionedSource
+from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.orders import Shuffled
 from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
-from shoal.verify.hooks import Observer, ObserverOptions
+from shoal.verify.hooks import Observer, ObserverOptions, observe_loaders
 from shoal.verify.operation_trace import plain_name
 
 
@@ -62,12 +71,47 @@ def test_padding_samples_of_a_local_batch_are_not_counted(observer: Observer) ->
         drop_last=False,
     )
     feed = PositionedSource(MapStyleDataset([5, 6, 7], list), sampler, shuffle=False)
-    observer.feed_built(feed)
+    observer.source_built(feed)
     cells = (PositionRange(2, 3, 1.0), PositionRange(0, 1, 0.0))
     observer.local_batch_consumed(feed, LocalBatch(3, 3, cells, np.array([2, 0])))
     (batch,) = events(observer, "batch")
     assert (batch["epoch"], batch["indices"]) == (1, [2])
     assert [event["epoch"] for event in events(observer, "complete")] == [1]
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Numbers(),
+        shoal.ShardedDataset([range(2), range(2, 5)], lambda shard, start: shard[start:], interleave=1),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_streams_and_shards_are_numbered_in_their_epoch(
+    observer: Observer,
+    monkeypatch: pytest.MonkeyPatch,
+    world: shoal.World,
+    dataset: object,
+    workers: int,
+) -> None:
+    for kind in (PositionedSource, StreamSource):
+        for method in ("__init__", "consumed"):
+            monkeypatch.setattr(kind, method, getattr(kind, method))  # restored at the end
+    observe_loaders(observer)
+    loader = shoal.Loader(dataset, world, batch_size=2, shuffle=False, num_workers=workers)
+    read = [value for batch in loader.epochs(2) for micro in batch for value in micro.tolist()]
+    assert read == [*range(5), *range(5)]
+    batches = [(each["epoch"], each["indices"]) for each in events(observer, "batch")]
+    assert batches == [(epoch, part) for epoch in (0, 1) for part in ([0, 1], [2, 3], [4])]
+    assert [event["epoch"] for event in events(observer, "complete")] == [0, 1]
+    record = events(observer, "loader")[-1]
+    assert record["size"] == 5
+    assert record["line"] == events(observer, "loader")[0]["line"]
 
 
 @pytest.mark.parametrize("name", ["module.0.weight", "_forward_module.module.0.weight"])

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from shoal.verify import properties
 from shoal.verify.audit import kill_steps
 from shoal.verify.causes import ScriptSource
@@ -130,6 +132,15 @@ def test_a_global_draw_has_the_line_of_the_draw() -> None:
     found = properties.decide_draws([run(RankRecord(rank=0, draws=(draw,)))], SOURCE)
     assert found.cause is not None
     assert found.cause.line == "train.py:4"
+
+
+@pytest.mark.parametrize(
+    ("observed", "answer"), [(True, "held in 1 run"), (False, "not decidable here")]
+)
+def test_draws_are_not_decidable_where_they_are_not_observed(observed: bool, answer: str) -> None:
+    loader = replace(LOADER, draws_observed=observed)
+    rank = RankRecord(rank=0, loaders={0: loader}, delivered=STEPS[0].batches)
+    assert properties.decide_draws([run(rank)], SOURCE).answer == answer
 
 
 def test_numbers_of_ranks_are_equal_up_to_rounding_or_refuted() -> None:

@@ -57,7 +57,7 @@ class StreamSource(Feed):
             )
         self.seed = cutting.seed
         self._dataset = dataset
-        self._cutting = cutting
+        self.cutting = cutting
         self._epoch = 0
         self._offset = 0
         self._size: int | None = None
@@ -82,7 +82,7 @@ class StreamSource(Feed):
                 "a shoal.ShardedDataset seeks instead"
             )
         reading = StreamReader(
-            self._dataset, self._cutting, self.position, self._epoch, self._offset, epochs
+            self._dataset, self.cutting, self.position, self._epoch, self._offset, epochs
         )
         # Several workers would each read everything, or a part that they choose themselves.
         fetch = replace(fetch, num_workers=min(1, fetch.num_workers))
@@ -91,7 +91,7 @@ class StreamSource(Feed):
 
     def cut_at(self, unit: int | None) -> None:
         """See Feed."""
-        self._cutting = replace(self._cutting, unit=unit)
+        self.cutting = replace(self.cutting, unit=unit)
 
     def consumed(self, share: LocalBatch) -> None:
         """Move the position past a local batch."""

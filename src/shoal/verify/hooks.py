@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from itertools import count
 from multiprocessing.process import BaseProcess
@@ -29,16 +30,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from shoal._torch.dataloader import observe_batches
 from shoal.data.feed import PositionedSource
+from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
-from shoal.data.orders import WeightedSampling
 from shoal.data.sampler import LocalBatch
 from shoal.verify.checksums import checksum_generators, checksum_state, sketch
 from shoal.verify.observations import ACCELERATE, DeliveredBatch, DrawRecord, LoaderRecord
 from shoal.verify.operation_trace import OperationTrace, plain_name
+from shoal.verify.shoal_loaders import Source, consumed_samples, describe_loader
 
 LAYERS = {
     "dropout": ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "MultiheadAttention"),
@@ -48,6 +50,7 @@ CALLERS_OF_BACKWARD = ("torch/autograd/graph.py", "torch/autograd/__init__.py")
 MAKER_OF_STATE = "torch/distributed/checkpoint/state_dict.py"
 READS_STDIN = "reads standard input"
 STARTS = "starts processes itself"
+LAUNCHERS = ("python", "torchrun", "accelerate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,7 @@ class Observer:
         self.used: set[int] = set()
         self.iterations: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.sources: WeakKeyDictionary[Source, LoaderRecord] = WeakKeyDictionary()
         self.numbers = count()  # not the length of `loaders`, which forgets loaders that have ended
         self.roots: WeakSet[torch.nn.Module] = WeakSet()
         self.depth = 0
@@ -138,42 +142,28 @@ class Observer:
             drop_last=bool(loader.drop_last or getattr(sampler, "drop_last", False)),
             line=self.user_line(),
             replacement=bool(getattr(sampler, "replacement", False)),
+            draws_observed=not isinstance(loader.dataset, IterableDataset),
         )
         self.write_event("loader", **asdict(record))
         self.watch_dataset(type(loader.dataset))
 
-    def feed_built(self, feed: PositionedSource) -> None:
+    def source_built(self, source: Source) -> None:
         """Record a new shoal.Loader."""
-        number = next(self.numbers)
-        self.loaders[feed] = number
-        record = LoaderRecord(
-            loader=number,
-            size=len(feed.sampler.order),
-            sampler=type(feed.sampler.order).__name__,
-            shuffle=feed.state()["shuffle"],
-            drop_last=feed.sampler.drop_last,
-            line=self.user_line(),
-            replacement=isinstance(feed.sampler.order, WeightedSampling),
-            part=feed.sampler.rank,
-        )
+        record = describe_loader(source, number=next(self.numbers), line=self.user_line())
+        self.sources[source] = record
         self.write_event("loader", **asdict(record))
 
-    def local_batch_consumed(self, feed: PositionedSource, share: LocalBatch) -> None:
+    def local_batch_consumed(self, source: Source, batch: LocalBatch) -> None:
         """Record the samples of a local batch of a shoal.Loader."""
-        number = self.loaders.get(feed)
-        if number is None:
+        record = self.sources.get(source)
+        if record is None:
             return  # a copy that measures the time of loading
-        epoch, offset = divmod(share.first, feed.sampler.epoch_size)
-        indices: list[int] = []
-        taken = 0
-        for cell in share.cells:
-            count = cell.stop - cell.start
-            if cell.weight:  # else it is a padding sample
-                indices += share.indices[taken : taken + count].tolist()
-            taken += count
-        self._record_batch(number, epoch, tuple(indices))
-        if offset + share.size == feed.sampler.epoch_size:
-            self.write_event("complete", loader=number, epoch=epoch)
+        epoch, indices, ends = consumed_samples(source, batch)
+        self._record_batch(record.loader, epoch, indices)
+        if ends:
+            self.write_event("complete", loader=record.loader, epoch=epoch)
+            if record.size is None:  # known only now
+                self.write_event("loader", **asdict(replace(record, size=source.epoch_size)))
 
     def watch_dataset(self, kind: Any) -> None:
         """Observe the draws of a class of datasets."""
@@ -384,6 +374,13 @@ def _after(owner: Any, name: str, call: Callable[..., None]) -> None:
     setattr(owner, name, method)
 
 
+def observe_loaders(observer: Observer) -> None:
+    """Observe the samples of each shoal.Loader."""
+    for kind in (PositionedSource, StreamSource):
+        _after(kind, "__init__", lambda source, *_: observer.source_built(source))
+        _after(kind, "consumed", observer.local_batch_consumed)
+
+
 def install_hooks(options: ObserverOptions, rank: int) -> None:
     """Observe this process until it ends."""
     observer = Observer(options, rank)
@@ -393,8 +390,7 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
     register_optimizer_step_post_hook(observer.after_step)
     _after(DataLoader, "__init__", lambda loader, *_: observer.loader_built(loader))
     observe_batches(observer.pass_started, observer.batch_delivered, observer.pass_ended)
-    _after(PositionedSource, "__init__", lambda feed, *_: observer.feed_built(feed))
-    _after(PositionedSource, "consumed", observer.local_batch_consumed)
+    observe_loaders(observer)
 
     def source_built(source: MapStyleDataset, dataset: Any, *_: Any) -> None:
         if not source.seed_transforms:  # else its draws belong to samples
@@ -417,5 +413,17 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
             observer.write_event("note", text=f"{STARTS} ({observer.user_line()})")
 
     _after(BaseProcess, "start", process_started)
+
+    def program_started(process: Any, *_: Any) -> None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename in (__file__, subprocess.__file__):
+            frame = frame.f_back
+        by_user = frame is not None and frame.f_code.co_filename.startswith(options.root)
+        single = isinstance(process.args, str | bytes | os.PathLike)
+        program = os.fsdecode(process.args if single else next(iter(process.args), ""))
+        if by_user and any(name in program for name in LAUNCHERS):
+            observer.write_event("note", text=f"{STARTS} ({observer.user_line()})")
+
+    _after(subprocess.Popen, "__init__", program_started)
     sys.stdin = _NoInput(observer)
     observer.begin_trace()

@@ -70,7 +70,8 @@ class LoaderRecord:
     """A DataLoader or shoal.Loader: its dataset's size, its sampler, and the line that built it.
 
     `part` is the number of the part of each global batch that this rank gets from a shoal.Loader; ranks
-    with the same number read the same samples.
+    with the same number read the same samples. `draws_observed` is false if the dataset could draw from
+    global generators unseen.
     """
 
     loader: int
@@ -81,6 +82,7 @@ class LoaderRecord:
     line: str
     replacement: bool = False
     part: int | None = None
+    draws_observed: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -265,10 +265,16 @@ def decide_draws(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFin
                 evidence += f"{draw.generator} generator"
                 cause = draw_cause(draw, source)
                 return PropertyFinding(name=DRAWS, verdict="refuted", evidence=evidence, cause=cause)
+    used = [rank.loaders.get(b.loader) for run in runs for rank in run.ranks for b in rank.delivered]
+    unseen = any(record is not None and not record.draws_observed for record in used)
     read = sum(any(rank.delivered for rank in run.ranks) for run in runs)
-    if read:
+    if read and not unseen:
         return PropertyFinding(name=DRAWS, verdict="held", runs=read)
-    evidence = "no DataLoader was used whose samples can be observed"
+    evidence = (
+        "the draws of iterable datasets and shards are not observed"
+        if unseen
+        else "no DataLoader was used whose samples can be observed"
+    )
     return PropertyFinding(name=DRAWS, verdict="not decidable", evidence=evidence)
 
 
