@@ -148,6 +148,8 @@ def test_a_module_that_fails_on_fake_tensors_is_named() -> None:
     found = trace_step(lambda: Workload(*branching()), planned(), fake=False).memory
     assert found.parameters == 4 * (4 * 4 + 4)
     assert found.gradients == found.parameters
+    plan = planned(micro=2, layout="shard=2")  # the values of the other rank are missing
+    assert trace_step(lambda: Workload(*branching()), plan, fake=False).memory.parameters == 40
 
 
 @pytest.mark.full
@@ -218,8 +220,9 @@ def test_a_batch_that_does_not_divide(script: str) -> None:
     assert "--batch 63" in done.exception.fix
 
 
-def test_a_pipeline_is_not_traced(script: str) -> None:
-    done = command("plan", "--model", script, "-n", "2", "--layout", "pipeline=2", "--batch", "64")
+@pytest.mark.parametrize("layout", ["pipeline=2", "context=2"])
+def test_a_layout_that_is_not_traced(script: str, layout: str) -> None:
+    done = command("plan", "--model", script, "-n", "2", "--layout", layout, "--batch", "64")
     assert isinstance(done.exception, ShoalError)
     assert "can't be traced" in done.exception.found
 

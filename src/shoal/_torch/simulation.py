@@ -31,16 +31,15 @@ def form_fake_group(rank: int, size: int) -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
-class FakeNumbers(FakeTensorMode):
-    """Fake tensors, which have a shape and no values; a number that is read from one is 1.
+class KnownNumbers(UncompiledMode):
+    """Dispatch mode in which a number that is read from a tensor is 1, unless `by_user()` is true.
 
-    While `strict()` is true, reading a number raises an error instead, as torch's own mode does. Inside
-    `finding_nothing`, no comparison finds a difference: numbers are NaN, and conditions are false.
+    Inside `finding_nothing`, no comparison finds a difference: numbers are NaN, conditions are false.
     """
 
-    def __init__(self, strict: Callable[[], bool]) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._strict = strict
+    def __init__(self, by_user: Callable[[], bool]) -> None:
+        super().__init__()
+        self._by_user = by_user
         self._finding_nothing = False
 
     @contextmanager
@@ -55,19 +54,11 @@ class FakeNumbers(FakeTensorMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
-        """Return 1 for a number that is read, and True for a comparison of all values."""
-        if not self._strict():
-            if function is torch.ops.aten.equal.default:
-                return True
-            if function is torch.ops.aten._local_scalar_dense.default:
-                return self._number(arguments[0].dtype)
-        result: Any = super().__torch_dispatch__(function, types, arguments, named or {})
-        if function is torch.ops.aten.mkldnn_rnn_layer.default:
-            *outputs, workspace = result
-            size = _recurrent_workspace(arguments[0].shape, hidden=arguments[10])
-            with self:
-                return *outputs, workspace.new_empty(size)
-        return result
+        """Return a number in place of one that is read, and True for a comparison of all values."""
+        aten = torch.ops.aten
+        if function in (aten.equal.default, aten._local_scalar_dense.default) and not self._by_user():
+            return function is aten.equal.default or self._number(arguments[0].dtype)
+        return function(*arguments, **(named or {}))
 
     def _number(self, dtype: torch.dtype) -> float:
         if dtype is torch.bool:
@@ -75,6 +66,25 @@ class FakeNumbers(FakeTensorMode):
         if not dtype.is_floating_point:
             return 1
         return math.nan if self._finding_nothing else 1.0
+
+
+class FakeTensors(FakeTensorMode):
+    """Fake tensors, which have a shape and no values; an error is raised if a value is read."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        """Run an operation, with the workspace of recurrent layers."""
+        result: Any = super().__torch_dispatch__(function, types, arguments, named or {})
+        if function is torch.ops.aten.mkldnn_rnn_layer.default:
+            *outputs, workspace = result
+            size = _recurrent_workspace(arguments[0].shape, hidden=arguments[10])
+            with self:
+                return *outputs, workspace.new_empty(size)
+        return result
 
 
 def _recurrent_workspace(shape: Sequence[int], *, hidden: int) -> int:

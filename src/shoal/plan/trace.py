@@ -21,7 +21,13 @@ from torch import Tensor, nn
 
 from shoal._torch.autograd import in_backward
 from shoal._torch.dispatch import tree_iter, tree_map
-from shoal._torch.simulation import FakeNumbers, KernelWorkspaces, LocalCollectives, simulating
+from shoal._torch.simulation import (
+    FakeTensors,
+    KernelWorkspaces,
+    KnownNumbers,
+    LocalCollectives,
+    simulating,
+)
 from shoal.bench.scaling.models import Workload
 from shoal.data import Loader
 from shoal.data.batch import Batch
@@ -33,12 +39,11 @@ from shoal.plan.simulated_world import SimulatedWorld, simulated_world
 from shoal.plan.traced_work import TracedWork
 from shoal.strategies import parallelize
 from shoal.strategies.activation_checkpoint import ActivationCheckpointing
-from shoal.strategies.context_parallel.options import ContextParallel
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.dtensor import share
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.tensor_parallel.options import TensorParallel
-from shoal.training.step import Step
+from shoal.training.step import PRECISIONS, Step
 from shoal.util.errors import ShoalError
 
 TRACED = {"fp32": "fp32", "mixed": "bf16", "fp16": "fp16"}
@@ -134,7 +139,9 @@ class _Trace:
         """The peak of the checks on the first batch."""
         self.passing = "forward"
         self.gradients: set[int] = set()
-        self.fake = FakeNumbers(lambda: bool(self.calls) and _read_by_user()) if fake else None
+        self.fake = FakeTensors() if fake else None
+        # A loss of fake tensors may read numbers too.
+        self.numbers = KnownNumbers(lambda: bool(self.calls or not fake) and _read_by_user())
         self.live = LiveBytes(self.moment)
         self.work = TracedWork()
 
@@ -158,8 +165,7 @@ class _Trace:
         with self.counted():
             model = parallelize(self.built(), self.world, planned_strategies(self.plan))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            optimizer.register_step_pre_hook(self.begin_update)
-            optimizer.register_step_post_hook(self.end_update)
+            optimizer.register_step_pre_hook(self.note_gradients)
             precision = TRACED[self.plan.precision]
             step = Step(model, optimizer, self.workload.task, precision=precision, clip=1.0)
         names = {module: name for name, module in model.named_modules()}
@@ -176,7 +182,7 @@ class _Trace:
                     if number == 1:
                         self.check(step, given)
                     self.live.restart(_NEARLY * peak if last else 0.0)
-                    step(given)
+                    self.step(step, given)
                 peak = self.live.peak
         except ShoalError:
             raise
@@ -192,6 +198,7 @@ class _Trace:
             if self.fake is not None:
                 modes.enter_context(self.fake)
             modes.enter_context(self.live)
+            modes.enter_context(self.numbers)
             modes.enter_context(LocalCollectives())
             modes.enter_context(KernelWorkspaces())
             modes.enter_context(self.live.following_resizes())
@@ -264,20 +271,23 @@ class _Trace:
         """Run the checks on the first batch, in which no comparison finds a difference."""
         self.live.restart(0.0)
         self.checking = True
-        with nullcontext() if self.fake is None else self.fake.finding_nothing():
+        with self.numbers.finding_nothing():
             step.prepare(batch)
         self.checking = False
         self.checks = self.live.peak
 
-    def begin_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note the storages of the gradients, which the update frees."""
+    def step(self, step: Step, batch: Batch) -> None:
+        """Take an optimizer step for any values of loss and gradients."""
+        engine, autocast = step.engine, PRECISIONS[step.precision]
+        engine.gradients(self.workload.task, batch, autocast=autocast, scale=1.0)
         self.updating = True
+        engine.update(step.optimizer, 0.5)
+        self.updating = False
+
+    def note_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note the storages of the gradients, which the update frees."""
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         self.gradients = {self.live.number(share(p.grad)) for p in parameters if p.grad is not None}
-
-    def end_update(self, *_: object) -> None:
-        """Note that the update has ended."""
-        self.updating = False
 
     def kinds(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TracedMemory:
         """Return the bytes at the peak by kind. The checks come before gradients and states."""
@@ -342,18 +352,16 @@ def planned_strategies(plan: PlannedStep) -> list[Any]:
     Raises ShoalError for a layout that can't be traced.
     """
     layout = plan.layout
-    if layout.pipeline > 1:
+    if layout.context > 1 or layout.pipeline > 1:
         raise ShoalError(
             given=f"--layout {layout}",
-            found="pipelines can't be traced",
-            fix="use the axes replicate, shard, context and tensor",
+            found="pipelines and context parallelism can't be traced",
+            fix="use the axes replicate, shard and tensor",
         )
     found: list[Any] = []
     if plan.recompute != "none":
         save = ("products", "attention") if plan.recompute == "selective" else ()
         found.append(ActivationCheckpointing(save=save))
-    if layout.context > 1:
-        found.append(ContextParallel())
     if layout.tensor > 1:
         found.append(TensorParallel())
     if layout.shard > 1 or not found:
