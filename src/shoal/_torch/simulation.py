@@ -6,6 +6,7 @@ own tests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,26 +31,53 @@ def form_fake_group(rank: int, size: int) -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
-class FakeNumbers(FakeTensorMode):
-    """Fake tensors, which have a shape and no values; a number that is read from one is 1.
+class KnownNumbers(UncompiledMode):
+    """Dispatch mode in which a number that is read from a tensor is 1, unless `by_user()` is true.
 
-    While `strict()` is true, reading a number raises an error instead, as torch's own mode does.
+    Inside `finding_nothing`, no comparison finds a difference: numbers are NaN, conditions are false.
     """
 
-    def __init__(self, strict: Callable[[], bool]) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._strict = strict
+    def __init__(self, by_user: Callable[[], bool]) -> None:
+        super().__init__()
+        self._by_user = by_user
+        self._finding_nothing = False
+
+    @contextmanager
+    def finding_nothing(self) -> Iterator[None]:
+        """Let the comparisons inside find no difference."""
+        self._finding_nothing = True
+        try:
+            yield
+        finally:
+            self._finding_nothing = False
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
-        """Return 1 for a number that is read, and True for a comparison of all values."""
-        if not self._strict():
-            if function is torch.ops.aten.equal.default:
-                return True
-            if function is torch.ops.aten._local_scalar_dense.default:
-                dtype = arguments[0].dtype
-                return 1.0 if dtype.is_floating_point else True if dtype is torch.bool else 1
+        """Return a number in place of one that is read, and True for a comparison of all values."""
+        aten = torch.ops.aten
+        if function in (aten.equal.default, aten._local_scalar_dense.default) and not self._by_user():
+            return function is aten.equal.default or self._number(arguments[0].dtype)
+        return function(*arguments, **(named or {}))
+
+    def _number(self, dtype: torch.dtype) -> float:
+        if dtype is torch.bool:
+            return not self._finding_nothing
+        if not dtype.is_floating_point:
+            return 1
+        return math.nan if self._finding_nothing else 1.0
+
+
+class FakeTensors(FakeTensorMode):
+    """Fake tensors, which have a shape and no values; an error is raised if a value is read."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        """Run an operation, with the workspace of recurrent layers."""
         result: Any = super().__torch_dispatch__(function, types, arguments, named or {})
         if function is torch.ops.aten.mkldnn_rnn_layer.default:
             *outputs, workspace = result
@@ -67,6 +95,38 @@ def _recurrent_workspace(shape: Sequence[int], *, hidden: int) -> int:
     """
     steps, batch, inputs = shape
     return int(4 * batch * (steps * (9 * hidden + 6.125 * max(inputs, hidden)) + 10 * hidden))
+
+
+class KernelWorkspaces(UncompiledMode):
+    """Allocates what kernels of the CPU allocate for themselves while they run, by measured peaks."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        """Run an operation, and count its workspace in addition to its results."""
+        result = function(*arguments, **(named or {}))
+        size = _workspace(function, arguments, result)
+        if size:
+            torch.empty(size, dtype=torch.uint8)
+        return result
+
+
+def _workspace(function: Any, arguments: Any, result: Any) -> int:
+    """Return the bytes that an operation allocates in addition to its results, with oneDNN.
+
+    A convolution holds copies of its operands, and later one of its result, in another order; some
+    need less. A recurrent layer copies its weights, and keeps the gates of all steps.
+    """
+    aten = torch.ops.aten
+    if function is aten.convolution.default:
+        return int(max(arguments[0].nbytes + arguments[1].nbytes, result.nbytes))
+    if function is aten.convolution_backward.default:
+        return int(arguments[0].nbytes + arguments[1].nbytes)  # the gradient and the input
+    if function in (aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default):
+        steps, batch, _ = arguments[0].shape
+        weights, hidden = arguments[1:3], arguments[5].shape[-1]
+        return int(sum(each.nbytes for each in weights) + 16 * batch * hidden * (steps + 4))
+    return 0
 
 
 _COPYING = ("_allgather_base_", "_reduce_scatter_base_")

@@ -15,7 +15,6 @@ from shoal.distributed.layout import Layout
 from shoal.plan.configuration import PlannedStep, Recompute
 from shoal.plan.display import bar
 from shoal.plan.machines import Machine
-from shoal.plan.memory import FRAGMENTATION
 from shoal.plan.trace import TracedMemory, trace_step
 from shoal.util.errors import ShoalError
 from shoal.util.tables import print_line, print_rows
@@ -26,7 +25,7 @@ from shoal.util.units import size
 class ModuleFit:
     """The memory of a traced step on a machine. `change` says how its plan differs from the given one.
 
-    `needed` is the memory with the part that the allocator loses.
+    `needed` is the memory with the part that torch's allocator loses on a GPU.
     """
 
     change: str
@@ -35,10 +34,9 @@ class ModuleFit:
     available: float
 
     @property
-    def needed(self) -> float:
+    def needed(self) -> int:
         """Bytes that the device must have."""
-        kept = self.memory.parameters + self.memory.gradients + self.memory.optimizer
-        return self.memory.total + FRAGMENTATION * (self.memory.total - kept)
+        return self.memory.reserved
 
     @property
     def fits(self) -> bool:
@@ -152,15 +150,21 @@ def fit_values(found: list[ModuleFit]) -> dict[str, Any]:
     }
 
 
+_MOMENTS = {
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "update": "update",
+    "checks": "checks on the first batch",
+}
+
+
 def print_fit(console: Console, machine: Machine, found: list[ModuleFit]) -> None:
     """Print the memory of the given plan by kind, and the changes that were tried."""
     first = found[0]
     print_line(console, f"{first.plan.layout} on {machine.name} {first.verdict}.", "")
-    kinds = {key: value for key, value in asdict(first.memory).items() if isinstance(value, int)}
-    kinds["fragmentation"] = round(first.needed - first.memory.total)
+    kinds = {**first.memory.kinds, "fragmentation": first.needed - first.memory.total}
     rows = [(kind, size(value), bar(value / first.available)) for kind, value in kinds.items()]
-    title = f"Memory of a rank at its peak, in the {first.memory.moment} pass"
-    title = title.replace("update pass", "update")
+    title = f"Memory of a rank at its peak, in the {_MOMENTS[first.memory.moment]}"
     print_rows(console, title, ("kind", "bytes", ""), rows, right=("bytes",))
     if len(found) > 1:
         changes = [(each.change, each.verdict) for each in found[1:]]

@@ -29,12 +29,16 @@ class PeakStorage(NamedTuple):
 
 
 class _Storage:
-    """A storage that lives. `number` is its own, unlike the address, which is used again."""
+    """A storage that lives. `number` is its own, unlike the address, which is used again.
 
-    __slots__ = ("moment", "number", "reference", "shared", "size")
+    `allocation` is the number of its memory, which changes with its size.
+    """
 
-    def __init__(self, number: int, size: int, moment: str, reference: object) -> None:
-        self.number, self.size, self.moment, self.reference = number, size, moment, reference
+    __slots__ = ("allocation", "moment", "number", "reference", "shared", "size")
+
+    def __init__(self, number: int, moment: str, reference: object) -> None:
+        self.number, self.moment, self.reference = number, moment, reference
+        self.size = self.allocation = 0
         self.shared = False
 
 
@@ -47,11 +51,13 @@ class LiveBytes(UncompiledMode):
     Attributes:
         total: Bytes of all storages that live.
         peak: The largest value of `total` since `restart`.
+        changes: Each allocation as its number and its bytes, and each release as the number and 0.
     """
 
     def __init__(self, moment: Callable[[], str]) -> None:
         super().__init__()
         self.total = self.peak = 0
+        self.changes: list[tuple[int, int]] = []
         self.at_peak: dict[int, PeakStorage] = {}
         """The storages that lived at the peak by number, if it reached the threshold of `restart`."""
         self.peak_moment = ""
@@ -121,20 +127,29 @@ class LiveBytes(UncompiledMode):
             storage = tensor.untyped_storage()
             size = storage.nbytes() if counted else 0
             reference = weakref.ref(storage, lambda _: self._free(key))
-            self._living[key] = found = _Storage(self._seen, size, self._moment(), reference)
+            self._living[key] = found = _Storage(self._seen, self._moment(), reference)
             self._seen += 1
-            self.total += size
+            self._change(found, size)
         found.shared |= shared
 
     def _free(self, key: int) -> None:
-        self.total -= self._living.pop(key).size
+        self._change(self._living.pop(key), 0)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         found = self._living.get(storage_key(storage))
         if found is not None:
-            self.total += storage.nbytes() - found.size
-            found.size, found.shared = storage.nbytes(), True
+            self._change(found, storage.nbytes())
+            found.shared = True
             self._note_peak()
+
+    def _change(self, storage: _Storage, size: int) -> None:
+        if storage.size:
+            self.changes.append((storage.allocation, 0))
+        self.total += size - storage.size
+        storage.size = size
+        if size:
+            storage.allocation = len(self.changes)
+            self.changes.append((storage.allocation, size))
 
     def _note_peak(self) -> None:
         if self.total <= self.peak:

@@ -28,6 +28,9 @@ class SimulatedWorld(World):
         """Return this rank's value."""
         return value
 
+    def print(self, *parts: object) -> None:
+        """Do nothing: numbers are not those of a training."""
+
     def barrier(self) -> None:
         """Do nothing: there is no other rank to wait for."""
 

@@ -11,7 +11,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -21,26 +21,34 @@ from torch import Tensor, nn
 
 from shoal._torch.autograd import in_backward
 from shoal._torch.dispatch import tree_iter, tree_map
-from shoal._torch.simulation import FakeNumbers, LocalCollectives, simulating
+from shoal._torch.simulation import (
+    FakeTensors,
+    KernelWorkspaces,
+    KnownNumbers,
+    LocalCollectives,
+    simulating,
+)
 from shoal.bench.scaling.models import Workload
 from shoal.data import Loader
 from shoal.data.batch import Batch
 from shoal.plan.configuration import PlannedStep
+from shoal.plan.gpu_allocator import reserved_bytes
 from shoal.plan.layer_time import Work
 from shoal.plan.live_bytes import LiveBytes, PeakStorage
 from shoal.plan.simulated_world import SimulatedWorld, simulated_world
 from shoal.plan.traced_work import TracedWork
-from shoal.strategies import engine_of, parallelize
+from shoal.strategies import parallelize
 from shoal.strategies.activation_checkpoint import ActivationCheckpointing
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.dtensor import share
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.tensor_parallel.options import TensorParallel
-from shoal.training.step import PRECISIONS
+from shoal.training.step import PRECISIONS, Step
 from shoal.util.errors import ShoalError
 
 TRACED = {"fp32": "fp32", "mixed": "bf16", "fp16": "fp16"}
 """The precision of a Step for each precision of a plan that can be traced."""
+_KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
 _STEPS = 3
 _NEARLY = 0.999
 """The part of the peak from which the storages are kept: garbage may be freed at another moment."""
@@ -50,22 +58,30 @@ _NEARLY = 0.999
 class TracedMemory:
     """Bytes of one rank at the moment of a step at which it needs most.
 
-    `activations` were allocated in the forward pass, `temporary` in the backward pass and the update.
-    `communication` are gathered parameters and buffers of collectives. `moment` says when.
+    `activations` were allocated in the forward pass, `temporary` in the backward pass, the update and
+    the checks on the first batch. `communication` are gathered parameters and buffers of collectives.
+    `moment` says when: "forward", "backward", "update" or "checks". `reserved` is what torch's
+    allocator takes from a GPU, with rounding and fragmentation.
     """
 
     parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    communication: int
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    communication: int = 0
     temporary: int
     moment: str
+    reserved: int
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """The bytes by kind."""
+        return {kind: getattr(self, kind) for kind in _KINDS}
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return sum(value for value in asdict(self).values() if isinstance(value, int))
+        return sum(self.kinds.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +134,21 @@ class _Trace:
         self.world = world
         self.calls: list[nn.Module] = []
         """The modules whose forward passes run, the innermost last."""
-        self.updating = False
+        self.updating = self.checking = False
+        self.checks = 0
+        """The peak of the checks on the first batch."""
         self.passing = "forward"
         self.gradients: set[int] = set()
-        self.fake = FakeNumbers(lambda: bool(self.calls) and _read_by_user()) if fake else None
+        self.fake = FakeTensors() if fake else None
+        # A loss of fake tensors may read numbers too.
+        self.numbers = KnownNumbers(lambda: bool(self.calls or not fake) and _read_by_user())
         self.live = LiveBytes(self.moment)
         self.work = TracedWork()
 
     def moment(self) -> str:
         """Return the part of the step that runs; FSDP reduces gradients after the backward pass too."""
+        if self.checking:
+            return "checks"
         if self.updating:
             return "update"
         if in_backward():
@@ -136,11 +158,16 @@ class _Trace:
         return self.passing
 
     def run(self) -> TracedStep:
-        """Take three steps: one that creates the optimizer state, and two that look for the peak."""
+        """Take three steps: one that creates the optimizer state, and two that look for the peak.
+
+        The checks on the first batch come before them.
+        """
         with self.counted():
             model = parallelize(self.built(), self.world, planned_strategies(self.plan))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             optimizer.register_step_pre_hook(self.note_gradients)
+            precision = TRACED[self.plan.precision]
+            step = Step(model, optimizer, self.workload.task, precision=precision, clip=1.0)
         names = {module: name for name, module in model.named_modules()}
         try:
             peak, batches = 0, self.batches()
@@ -151,8 +178,11 @@ class _Trace:
                 gc.collect()
                 last = number == _STEPS
                 with self.counted(), self.following(), self.work if last else nullcontext():
+                    given = self.fake_batch(batch)
+                    if number == 1:
+                        self.check(step, given)
                     self.live.restart(_NEARLY * peak if last else 0.0)
-                    self.step(model, optimizer, self.fake_batch(batch))
+                    self.step(step, given)
                 peak = self.live.peak
         except ShoalError:
             raise
@@ -168,7 +198,9 @@ class _Trace:
             if self.fake is not None:
                 modes.enter_context(self.fake)
             modes.enter_context(self.live)
+            modes.enter_context(self.numbers)
             modes.enter_context(LocalCollectives())
+            modes.enter_context(KernelWorkspaces())
             modes.enter_context(self.live.following_resizes())
             yield
 
@@ -235,13 +267,21 @@ class _Trace:
         self.live.watch((x for micro in micros for x in tree_iter(micro.value)), counted=False)
         return Batch(batch.first, batch.size, micros, seed=batch.seed, world=self.world)
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-        """Take an optimizer step without the checks that compare values."""
-        engine = engine_of(model)
-        autocast = PRECISIONS[TRACED[self.plan.precision]]
+    def check(self, step: Step, batch: Batch) -> None:
+        """Run the checks on the first batch, in which no comparison finds a difference."""
+        self.live.restart(0.0)
+        self.checking = True
+        with self.numbers.finding_nothing():
+            step.prepare(batch)
+        self.checking = False
+        self.checks = self.live.peak
+
+    def step(self, step: Step, batch: Batch) -> None:
+        """Take an optimizer step for any values of loss and gradients."""
+        engine, autocast = step.engine, PRECISIONS[step.precision]
         engine.gradients(self.workload.task, batch, autocast=autocast, scale=1.0)
         self.updating = True
-        engine.update(optimizer, 0.5)
+        engine.update(step.optimizer, 0.5)
         self.updating = False
 
     def note_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -250,8 +290,13 @@ class _Trace:
         self.gradients = {self.live.number(share(p.grad)) for p in parameters if p.grad is not None}
 
     def kinds(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TracedMemory:
-        """Return the bytes at the peak by kind."""
-        owned = (share(each) for each in chain(model.parameters(), model.buffers()))
+        """Return the bytes at the peak by kind. The checks come before gradients and states."""
+        reserved = reserved_bytes(self.live.changes)
+        owned = [share(each) for each in chain(model.parameters(), model.buffers())]
+        if self.checks > self.live.peak:
+            held = sum({self.live.number(each): each.nbytes for each in owned}.values())
+            rest = self.checks - held
+            return TracedMemory(parameters=held, temporary=rest, moment="checks", reserved=reserved)
         parameters = {self.live.number(each) for each in owned}
         states = (share(each) for each in tree_iter(list(optimizer.state.values())))
         optimizing = {self.live.number(each) for each in states if isinstance(each, Tensor)}
@@ -266,7 +311,7 @@ class _Trace:
             else:
                 kind = _kind(one)
             found[kind] += one.size
-        return TracedMemory(**found, moment=self.live.peak_moment)
+        return TracedMemory(**found, moment=self.live.peak_moment, reserved=reserved)
 
     def failure(self, error: Exception, names: dict[nn.Module, str]) -> ShoalError:
         """Return an error that names the module whose forward pass failed."""
@@ -293,9 +338,6 @@ def _read_by_user() -> bool:
             return not name.startswith("shoal.")
         frame = frame.f_back
     return True
-
-
-_KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
 
 
 def _kind(one: PeakStorage) -> str:

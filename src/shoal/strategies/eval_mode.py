@@ -81,7 +81,8 @@ def untouched(model: nn.Module, values: Any = ()) -> Iterator[None]:
     held = [attributes for module in model.modules() for attributes in tables(module)]
     attributes = [value for table in held for value in table.values() if type(value) is Tensor]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    tensors = [share(each.detach()) for each in (*attributes, *model.buffers(), *learning)]
+    once = {id(each): each for each in (*attributes, *model.buffers(), *learning)}
+    tensors = [share(each.detach()) for each in once.values()]
     kept = [(each, each.clone()) for each in tensors if not each.is_meta]
     try:
         with random_states_kept(model), values_kept(values), attributes_kept(held):

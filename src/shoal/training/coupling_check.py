@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,6 +29,8 @@ TOLERANCE = 0.02
 """Relative to the largest row: the error of sums in half precision."""
 REPEATED = 1e-3
 """Relative to the largest row: the error of a run that is repeated. Above it, a module draws."""
+_CONVERTED = 1 << 18
+"""Numbers of an output that are converted to float64 at once."""
 
 Digests: TypeAlias = dict[tuple[str, int, int], Tensor]
 """A weighted sum and the norm of each row of a module's output, by the module's name, the number of
@@ -177,6 +180,23 @@ def _first_difference(model: nn.Module, first: Digests, again: Digests, halves: 
     return ""
 
 
+def _digest(rows: list[Tensor]) -> Tensor:
+    """Return a weighted sum and the norm of each row of some tensors.
+
+    In float64, but only some columns at a time: a copy of an activation could exceed the memory that a
+    step needs.
+    """
+    sums = torch.zeros(2, len(rows[0]), dtype=torch.float64, device=rows[0].device)
+    first = 0
+    for part in chain.from_iterable(each.split(max(1, _CONVERTED // len(each)), 1) for each in rows):
+        last = first + part.shape[1]
+        values = part.double()
+        sums[0] += values @ torch.arange(first, last, device=part.device).double().cos_()
+        sums[1] += values.square_().sum(1)
+        first = last
+    return torch.stack((sums[0], sums[1].sqrt()), dim=1)
+
+
 def _digests(
     engine: Engine, task: Task, micro: MicroBatch, *, seed: int, autocast: torch.dtype | None
 ) -> Digests:
@@ -189,13 +209,9 @@ def _digests(
         leaves = tree_flatten(output)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not is_divided(leaf)]
         rows = [leaf for leaf in tensors if leaf.dim() and len(leaf) == micro.samples]
-        rows = [leaf.double().reshape(len(leaf), -1) for leaf in rows if leaf.is_floating_point()]
+        rows = [leaf.reshape(len(leaf), -1) for leaf in rows if leaf.is_floating_point()]
         if rows:
-            values = torch.cat(rows, dim=1)
-            weights = torch.arange(values.shape[1], device=values.device).cos().to(values)
-            found[name, number, values.shape[1]] = torch.stack(
-                (values @ weights, values.norm(dim=1)), dim=1
-            )
+            found[name, number, sum(leaf.shape[1] for leaf in rows)] = _digest(rows)
 
     with ExitStack() as stack:
         for name, module in engine.module.named_modules():

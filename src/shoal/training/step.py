@@ -188,7 +188,7 @@ class Step(TrainState):
         """Take one optimizer step; return its result, given the times."""
         self.engine.world.watchdog.begin_step()
         if not self._prepared:
-            self._prepare(batch)
+            self.prepare(batch)
         elif (
             not self.engine.independent_steps
         ):  # its ranks don't come to a second Loader at the same time
@@ -384,7 +384,12 @@ class Step(TrainState):
     def _options(self) -> dict[str, object]:
         return {**super()._options(), "scale": self._scale}
 
-    def _prepare(self, batch: Batch) -> None:
+    def prepare(self, batch: Batch) -> None:
+        """Run the checks that the first step runs before it computes gradients. Collective.
+
+        Args:
+            batch: First batch of the training.
+        """
         if self.engine.independent_steps and batch.measures_speed:
             raise StepError(
                 given=f"shoal.Loader(…, shares='measured') with {self.engine.strategy}",
