@@ -186,9 +186,11 @@ def _digest(rows: list[Tensor]) -> Tensor:
     In float64, but only some columns at a time: a copy of an activation could exceed the memory that a
     step needs.
     """
-    sums = torch.zeros(2, len(rows[0]), dtype=torch.float64, device=rows[0].device)
+    samples = len(rows[0])
+    columns = max(1, _CONVERTED // max(1, samples))
+    sums = torch.zeros(2, samples, dtype=torch.float64, device=rows[0].device)
     first = 0
-    for part in chain.from_iterable(each.split(max(1, _CONVERTED // len(each)), 1) for each in rows):
+    for part in chain.from_iterable(each.split(columns, 1) for each in rows):
         last = first + part.shape[1]
         values = part.double()
         sums[0] += values @ torch.arange(first, last, device=part.device).double().cos_()
