@@ -157,3 +157,14 @@ def test_a_verdict_tells_rank_place_and_reason_and_survives_the_store() -> None:
     assert verdict.text.startswith("rank 3 on n1, pid 7: killed by SIGKILL")
     assert verdict.code == 137
     assert AttemptOutcome.parse(verdict.render()) == verdict
+
+
+def test_a_failure_is_repeated_at_the_same_rank_line_and_step() -> None:
+    failure, place = replace(RAISED, step=7), "rank 3, f.py:3, after step 7"
+    seen = replace(SEEN, failure=failure, since=SETTLE)
+    for before, repeated in (("", False), (place, True), (f"{place}0", False)):
+        verdict = decide_outcome(replace(seen, before=before), patience=7.0)
+        assert verdict is not None
+        assert (verdict.signature, verdict.repeated) == (place, repeated)
+    unknown = (RAISED, replace(failure, where="n1"), replace(failure, by_peer=True), KILLED)
+    assert [each.signature for each in unknown] == [""] * 4

@@ -14,7 +14,7 @@ from shoal.distributed.cluster_env import REQUEUE
 from shoal.distributed.failure import Failure
 from shoal.launcher import elastic_agent, launcher
 
-FAILED, PREEMPTED = 1, REQUEUE
+FAILED, PREEMPTED, AT_STEP = 1, REQUEUE, 2
 LENGTH = 4
 """Attempts that do not end well; the next one does."""
 
@@ -27,7 +27,9 @@ class ScriptedWorkers:
 
     def wait(self, grace: float | None) -> list[Failure]:
         code = self._codes.pop(0) if self._codes else 0
-        return [Failure(rank=0, code=code, when=0.0, where="host")] if code else []
+        step = 7 if code == AT_STEP else None
+        found = Failure(rank=0, code=code, when=0.0, where="host, train.py:3", step=step)
+        return [found] if code else []
 
     def left(self) -> list[Any]:
         return []
@@ -46,6 +48,7 @@ class ScriptedOrders:
         made._processes = made._size = 1
         made._restarts, made._preemptions, made._grace = restarts, preemptions, None
         made._failed = made._preempted = 0
+        made._signature = ""
         made._told = False
         made._stop_and_tell = lambda *_: False
         self.launcher = made
@@ -62,16 +65,24 @@ class ScriptedOrders:
         return json.dumps(self._answer).encode()
 
 
+def attempts(codes: Sequence[int], restarts: int, preemptions: int) -> int:
+    """One more, as long as neither number is used up and no failure at a known step has come twice."""
+    for count in range(1, LENGTH + 1):
+        failures = [code for code in codes[:count] if code != PREEMPTED]
+        over = len(failures) > restarts or count - len(failures) > preemptions
+        if over or failures[-2:] == [AT_STEP, AT_STEP]:
+            return count
+    return LENGTH + 1
+
+
 def wrong_end(agents: Any, launchers: Any, restarts: int, preemptions: int) -> str:
     """The first sequence after which too many or too few attempts were started."""
     sequences = 0
-    for codes in itertools.product((FAILED, PREEMPTED), repeat=LENGTH):
+    for codes in itertools.product((FAILED, PREEMPTED, AT_STEP), repeat=LENGTH):
         orders = ScriptedOrders(launchers, codes, restarts, preemptions)
         agents.supervise(cast(Any, orders), processes=1, restarts=restarts, port=0)
         sequences += 1
-        # An attempt follows as long as neither number is used up.
-        used = [(codes[:n].count(FAILED), codes[:n].count(PREEMPTED)) for n in range(LENGTH + 1)]
-        wanted = sum(failed <= restarts and left <= preemptions for failed, left in used)
+        wanted = attempts(codes, restarts, preemptions)
         if orders.attempts != list(range(wanted)):
             return f"{codes}: attempts {orders.attempts}, not {list(range(wanted))}"
     print(f"{sequences} sequences, {restarts} restarts, {preemptions} preemptions")
@@ -102,6 +113,10 @@ def test_failures_and_preemptions_have_their_own_numbers(restarts: int, preempti
         (elastic_agent, "            self._preemptions += 1\n", ""),
         # One preemption more than allowed.
         (launcher, "self._preempted < self._preemptions", "self._preempted <= self._preemptions"),
+        # Failures that another one has separated count as twice in a row.
+        (launcher, "self._signature = failure", "self._signature = self._signature or failure"),
+        # Restarts continue after the same failure.
+        (elastic_agent, '        elif ended == "repeated":\n            self.end_restarts()\n', ""),
         # A failure counts as a preemption.
         (launcher, "if preempted(failures):\n            return", "if failures:\n            return"),
     ],
@@ -109,6 +124,6 @@ def test_failures_and_preemptions_have_their_own_numbers(restarts: int, preempti
 def test_a_defect_is_found(module: Any, old: str, new: str) -> None:
     changed = load_variant(module, old, new)
     agents = changed if module is elastic_agent else elastic_agent
-    found = wrong_end(agents, changed if module is launcher else launcher, 1, 2)
+    found = wrong_end(agents, changed if module is launcher else launcher, 3, 2)
     print(found)
     assert found

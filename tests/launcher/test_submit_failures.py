@@ -135,6 +135,18 @@ def test_a_job_is_put_back_after_so_many_failures(fakes: Fakes, tmp_path: Path) 
     assert "ended with 3 and is requeued" not in done.stdout
 
 
+def test_the_same_failure_twice_in_a_row_ends_a_job(fakes: Fakes, tmp_path: Path) -> None:
+    for step, requeued in [(7, 1), (9, 2), (9, 2)]:
+        raises = f"note_step(error := ValueError(), {step})\nraise error  # "
+        program = FAILS.replace("raise ValueError", raises)
+        imports = "from shoal.distributed.failure import note_step\n"
+        done = run(fakes, tmp_path, imports + program, restarts=9)
+        assert done.returncode == 1
+        assert [call[1] for call in fakes.calls("scontrol")].count("requeue") == requeued
+    place = f"rank 1, {tmp_path}/program:13, after step 9"
+    assert f"is not restarted: the same failure twice in a row: {place}\n" in done.stderr
+
+
 def test_a_cancelled_job_is_not_put_back_after_a_failure(fakes: Fakes, tmp_path: Path) -> None:
     fakes.set("scontrol", out="JobState=CANCELLED Reason=None\n")
     assert run(fakes, tmp_path, "raise SystemExit(3)", restarts=2).returncode == 3

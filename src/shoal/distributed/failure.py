@@ -23,9 +23,9 @@ class Failure:
 
     `code` is the exit code in a shell (128 + signal for a killed rank), `signal` is 0 for ranks that
     exited by themselves. `when` is in seconds of `time.monotonic`, a clock that all processes of a
-    machine share. `text` is a traceback or the message of `sys.exit`, without the place. `by_peer` is
-    set if the error looks like a consequence of another rank's death, and `hung` if ranks waited for
-    this one in a hang.
+    machine share. `step` is the number of optimizer steps that the open Run had taken. `text` is a
+    traceback or the message of `sys.exit`, without the place. `by_peer` is set if the error looks like
+    a consequence of another rank's death, and `hung` if ranks waited for this one in a hang.
     """
 
     rank: int
@@ -36,6 +36,17 @@ class Failure:
     text: str = ""
     by_peer: bool = False
     hung: bool = False
+    step: int | None = None
+
+    @property
+    def signature(self) -> str:
+        """The rank, the line and the step of an exception; empty if they are unknown or another rank's
+        death may be the cause.
+        """
+        _, _, place = self.where.partition(", ")
+        if self.step is None or self.doubtful or not place:
+            return ""
+        return f"rank {self.rank}, {place}, after step {self.step}"
 
     @property
     def killed(self) -> bool:
@@ -63,6 +74,10 @@ class DepartedRank:
     where: str
     ended: bool
     announced: bool = True
+
+
+_STEP = "_shoal_step"
+"""The attribute of an exception for the number of optimizer steps of the run that it ends."""
 
 
 def encode(failure: Failure) -> bytes:
@@ -142,11 +157,17 @@ def preempted(failures: Sequence[Failure]) -> bool:
 def report(failure: Failure, *, size: int) -> str:
     """Return a failure as text for the terminal: the traceback or the reason, then the place."""
     text = _text(failure)
-    where = f"where: rank {failure.rank} of {size} on {failure.where}"
+    after = "" if failure.step is None else f", after step {failure.step}"
+    where = f"where: rank {failure.rank} of {size} on {failure.where}{after}"
     others = size - 1
     if others:
         where += f" (the other {others} were stopped)" if others > 1 else " (the other was stopped)"
     return f"{text}\n{where}\n"
+
+
+def no_restart(signature: str) -> str:
+    """Return one line about a failure that has repeated the one before."""
+    return f"no restart: the same failure twice in a row: {signature}\n"
 
 
 def loss(failure: Failure, *, size: int) -> str:
@@ -198,8 +219,19 @@ def from_exception(error: BaseException, *, rank: int, host: str, when: float) -
         code, text = exit_status(error)
         return Failure(rank=rank, code=code, when=when, where=where, text=text)
     return Failure(
-        rank=rank, code=1, when=when, where=where, text=_spell(error), by_peer=is_by_peer(error)
+        rank=rank,
+        code=1,
+        when=when,
+        where=where,
+        text=_spell(error),
+        by_peer=is_by_peer(error),
+        step=getattr(error, _STEP, None),
     )
+
+
+def note_step(error: BaseException, step: int) -> None:
+    """Keep in an exception the number of optimizer steps of the run that it ends."""
+    setattr(error, _STEP, step)
 
 
 def exit_status(error: SystemExit) -> tuple[int, str]:

@@ -22,7 +22,9 @@ class AttemptOutcome:
     failed: a rank of `nodes` failed; it counts as a restart. preempted: ranks left to be restarted,
     which has its own count. left, joined: `nodes` did, and all restart without or with them. done: all
     ranks ended well. ended: `nodes`, without which there is no rendezvous, received a signal to end.
-    `code` is the exit code, if needed. `saving` is True if all ranks are still present, and can save.
+    `code` is the exit code, if needed. `signature` has the rank, line and step of a failure, if known;
+    `repeated` is True if the failure before had the same, so that no attempt should follow. `saving` is
+    True if all ranks are still present, and can save.
     """
 
     kind: Kind
@@ -30,6 +32,8 @@ class AttemptOutcome:
     text: str = ""
     code: int = 0
     saving: bool = False
+    signature: str = ""
+    repeated: bool = False
 
     def render(self) -> str:
         """Return it as JSON."""
@@ -47,9 +51,9 @@ class NodeReport:
     """An attempt as one node sees it.
 
     `nodes` are those of the attempt, `present` those alive, by identity; `labels` are their names in
-    messages. `failure` is this node's own, if any, seen `since` seconds ago. `told` is True if its
-    launcher had forwarded a signal to end to its ranks. `done` counts the nodes whose ranks have all
-    ended well.
+    messages. `failure` is this node's own, if any, seen `since` seconds ago; `before` is the signature
+    of the one before, if known. `told` is True if its launcher had forwarded a signal to end to its
+    ranks. `done` counts the nodes whose ranks have all ended well.
     """
 
     me: str
@@ -61,6 +65,7 @@ class NodeReport:
     failure: Failure | None = None
     since: float = 0.0
     told: bool = False
+    before: str = ""
 
 
 def decide_outcome(seen: NodeReport, *, patience: float) -> AttemptOutcome | None:
@@ -96,4 +101,6 @@ def _failed(seen: NodeReport, failure: Failure) -> AttemptOutcome:
         nodes=me,
         text=f"rank {failure.rank} on {failure.where}: {reason(failure)}",
         code=failure.code,
+        signature=failure.signature,
+        repeated=bool(failure.signature) and failure.signature == seen.before,
     )

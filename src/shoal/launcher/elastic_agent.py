@@ -157,6 +157,8 @@ class Agent(ElasticAgent):
             # The launcher counts these; elastic is about to subtract one from its restarts.
             self._preemptions += 1
             self.grant_restart()
+        elif ended == "repeated":
+            self.end_restarts()
         if ended != "over":
             return RunResult(state=WorkerState.FAILED)
         values = {worker.global_rank: None for worker in worker_group.workers}

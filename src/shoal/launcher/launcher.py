@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.distributed.env_vars import write_variables
-from shoal.distributed.failure import Failure, explain, loss, preempted, report
+from shoal.distributed.failure import Failure, explain, loss, no_restart, preempted, report
 from shoal.launcher import orphans
 from shoal.launcher._cpython import stop_fork_server
 from shoal.launcher.entry_point import EntryPoint
@@ -69,6 +69,7 @@ class Launcher:
         self._restarts = restarts
         self._preemptions = preemptions
         self._failed = self._preempted = 0
+        self._signature = ""
         self._told = False
         self._grace = grace
         self._logs = logs
@@ -224,14 +225,14 @@ class Launcher:
     def _watch(self, _: object) -> str:
         """Wait for the end of an attempt, stop its remaining ranks and report why.
 
-        Return the result for the agent: "over", "failed", or "preempted" if another attempt should
-        follow.
+        Return the result for the agent: "over", "failed", "repeated" if it failed as the attempt before
+        did, or "preempted" if another attempt should follow.
         """
         failures = self._workers.wait(self._grace)
         if not failures:
             self._end = RunEnd(values=tuple(self._workers.values()))
             return "over"
-        failure = explain(failures, self._workers.left(), size=self._size)
+        failure, repeated = explain(failures, self._workers.left(), size=self._size), ""
         again = self._preempted < self._preemptions and not self._told
         if preempted(failures):
             self._preempted += 1
@@ -239,13 +240,16 @@ class Launcher:
         else:
             self._failed += 1
             text = report(failure, size=self._processes)
+            repeated = failure.signature if failure.signature == self._signature else ""
+            self._signature = failure.signature
             if self._failed <= self._restarts:
-                text += f"restart {self._failed} of {self._restarts}\n"
+                restart = f"restart {self._failed} of {self._restarts}\n"
+                text += no_restart(repeated) if repeated else restart
         self._stop_and_tell(self._short, failure, text)
         self._end = RunEnd(code=failure.code, failure=failure)
         if preempted(failures):
             return "preempted" if again else "over"
-        return "failed"
+        return "repeated" if repeated else "failed"
 
     @property
     def _short(self) -> float:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from shoal.distributed.failure import Failure
+from shoal.distributed.failure import Failure, no_restart
 from shoal.launcher.attempt_outcome import AttemptOutcome, Kind, NodeReport, decide_outcome
 from shoal.launcher.elastic_agent import Agent, quiet
 from shoal.launcher.multi_node_rendezvous import BEAT, ClosedError, NodeAttempt, NodesRendezvous
@@ -56,6 +56,7 @@ class NodesAgent(Agent):
         self._budgets: dict[Kind, int] = {"failed": spec.max_restarts, "preempted": preemptions}
         self._begin()
         self.verdict: AttemptOutcome | None = None
+        self._signature = ""
 
     def _begin(self) -> None:
         self._failure: Failure | None = None
@@ -149,6 +150,7 @@ class NodesAgent(Agent):
             done=attempt.finished(),
             failure=self._failure,
             told=self._told,
+            before=self._signature,
             since=time.monotonic() - self._seen_at,
         )
 
@@ -175,7 +177,11 @@ class NodesAgent(Agent):
         before, most = self._counts[verdict.kind], self._budgets[verdict.kind]
         text = "" if mine or verdict.kind == "preempted" else f"first failure: {verdict.text}\n"
         self._rendezvous_handler.count_one(verdict.kind, before)
-        if before < most:
+        if verdict.kind == "failed":
+            self._signature = verdict.signature
+        if verdict.repeated and before < most:
+            text += no_restart(verdict.signature)
+        elif before < most:
             what = "restart" if verdict.kind == "failed" else "preemption"
             text += f"{what} {before + 1} of {most}\n"
             return self._again(text, False, verdict.code, mine)
