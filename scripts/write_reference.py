@@ -93,6 +93,7 @@ PAGES = (
             "EMA",
             "Run",
             "Guards",
+            "BadSteps",
             "YoungDaly",
             "TensorBoard",
             "WandB",

@@ -44,4 +44,4 @@ def test_what_is_missed_and_what_repeated(
 def test_the_last_attempt_counts(tmp_path: Path) -> None:
     record(tmp_path, [[(1, 0, 4), (2, 8, 12)], [(1, 4, 8), (2, 12, 16)]])
     record(tmp_path, [[(2, 8, 16)]], attempt=2.0)
-    assert shoal.coverage(tmp_path) == (16, [], [])
+    assert shoal.coverage(tmp_path) == (16, [], [], [])

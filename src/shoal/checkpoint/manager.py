@@ -192,10 +192,14 @@ class Checkpoints:
         return self.background.start(finish)
 
     def restore(
-        self, template: Tree | None = None, elsewhere: Collection[str] = ()
+        self,
+        template: Tree | None = None,
+        elsewhere: Collection[str] = (),
+        newest: int | None = None,
     ) -> RestoredCheckpoint | None:
         """Load the latest complete checkpoint; return None if there are no checkpoints.
 
+        With `newest`, those of later steps do not count.
         Tensors are loaded on the CPU. Where `template` has a tensor of the same path and shape, that
         tensor is filled in place (a DTensor by its shards) and appears in the result. Where it has a
         DTensor in place of a dict of tensors of its shape (the optimizer state of a parameter),
@@ -206,7 +210,9 @@ class Checkpoints:
         given = f"checkpoints in {self.directory}"
         self.background.wait()
         found = self._world.broadcast(
-            self._agreement.together(given, lambda: self._survey() if self._world.rank == 0 else None)
+            self._agreement.together(
+                given, lambda: self._survey(newest) if self._world.rank == 0 else None
+            )
         )
         skipped: list[SkippedDirectory] = []
         for name, text, invalid in found:
@@ -260,7 +266,18 @@ class Checkpoints:
                 kept.append(step_of(path))
         return kept[-1] if len(kept) == self._keep else 0
 
-    def _survey(self) -> list[tuple[str, str | None, str]]:
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of steps after `step`."""
+
+        def remove() -> None:
+            for path in self._store.candidates() if self._world.rank == 0 else ():
+                if step_of(path) > step:
+                    self._store.remove(path)
+
+        self._agreement.together(f"checkpoints in {self.directory}", remove)
+        self._verified = {each for each in self._verified if each <= step}
+
+    def _survey(self, newest: int | None) -> list[tuple[str, str | None, str]]:
         """Return the name of each candidate with its manifest, or with None and the reason."""
         left = self._store.leftovers()
         self.interrupted = tuple(path.name for path in left if not path.name.endswith(TRASH))
@@ -269,6 +286,8 @@ class Checkpoints:
             self._store.tidy()
         found: list[tuple[str, str | None, str]] = []
         for path in self._store.candidates():
+            if newest is not None and step_of(path) > newest:
+                continue
             try:
                 found.append((path.name, manifest_of(path).render().decode(), ""))
             except DamageError as error:

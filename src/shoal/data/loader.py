@@ -18,6 +18,7 @@ from shoal.data.coupled import CoupledStep
 from shoal.data.feed import Feed, Fetch, PositionedSource, check_state
 from shoal.data.groups import Place
 from shoal.data.iterable_dataset import BatchSplit, StreamSource
+from shoal.data.left_out import LeftOutBatch, ends_epoch, is_left_out
 from shoal.data.loader_arguments import (
     MEASURED,
     check_epoch,
@@ -174,6 +175,7 @@ class Loader:
             pin_memory=pin_memory,
         )
         self.batch: Batch | None = None
+        self.left_out: list[LeftOutBatch] = []
         self._loads, self._compared = 0, False
         check_shares(shares, dataset, world)
         if shares == MEASURED:
@@ -345,6 +347,9 @@ class Loader:
     def _next(self, shares: Iterator[tuple[LocalBatch, list[Any]]], unit: int | None) -> Batch | None:
         begun = time.perf_counter()
         found = next(shares, None)
+        while found is not None and is_left_out(self.left_out, found[0].first, found[0].size):
+            self._feed.consumed(found[0])
+            found = next(shares, None)
         if found is None:
             return None
         share, values = found
@@ -361,7 +366,7 @@ class Loader:
             wait=wait,
             world=self.world,
             loader=self,
-            ends_epoch=self._feed.epoch != epoch,
+            ends_epoch=self._feed.epoch != epoch or ends_epoch(self.left_out, self._feed.position),
         )
         return self.batch
 
@@ -408,6 +413,8 @@ class Loader:
             state |= {"virtual_ranks": virtual.total, "threads": torch.get_num_threads()}
         if self.balance is not None:
             state["shares"] = list(self.balance.shares)
+        if self.left_out:
+            state["left_out"] = [list(each) for each in self.left_out]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -423,8 +430,13 @@ class Loader:
         self._feed.load(state)
         if self.balance is not None:
             self._feed.split_by(self.balance.load(state.get("shares", ())))
+        self.left_out = [LeftOutBatch(*each) for each in state.get("left_out", ())]
         self._loads += 1
         self.batch = None
+
+    def leave_out(self, batches: Sequence[LeftOutBatch]) -> None:
+        """Yield these batches no more; those of earlier calls neither."""
+        self.left_out = sorted({*self.left_out, *batches})
 
     def replay(self, changes: Mapping[int, Sequence[int]], until: int) -> None:
         """Split batches as an earlier attempt did, which reached the position `until`.

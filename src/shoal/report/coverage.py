@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.telemetry.events import steps_by_rank
+from shoal.telemetry.events import path_of, read_events, steps_by_rank
 
 
 class Coverage(NamedTuple):
@@ -19,15 +19,18 @@ class Coverage(NamedTuple):
         missed: Ranges `(start, stop)` of positions below `end` that no rank consumed, `stop` excluded.
         repeated: Ranges `(start, stop)` of positions that were consumed more than once, `stop`
             excluded.
+        left_out: Ranges `(start, stop)` of positions of steps that `shoal.BadSteps` skipped, or left
+            out after a rollback, `stop` excluded. They count neither as missed nor as repeated.
     """
 
     end: int
     missed: list[tuple[int, int]]
     repeated: list[tuple[int, int]]
+    left_out: list[tuple[int, int]]
 
     @property
     def exact(self) -> bool:
-        """Whether each position was consumed exactly once."""
+        """Whether each position was consumed exactly once, or left out."""
         return not self.missed and not self.repeated
 
 
@@ -43,8 +46,8 @@ def coverage(directory: str | Path, *, step: str | None = None) -> Coverage:
             Default: None.
 
     Returns:
-        The end of the consumed positions, with the missed and the repeated ranges. The end is 0 if the
-        directory has no events.
+        The end of the consumed positions, with the missed, the repeated and the left-out ranges. The
+        end is 0 if the directory has no events.
 
     Examples:
         >>> from tempfile import TemporaryDirectory
@@ -60,27 +63,47 @@ def coverage(directory: str | Path, *, step: str | None = None) -> Coverage:
         ...     )
         ...     shoal.coverage(run)
         100 % · step 1 · ...
-        Coverage(end=8, missed=[], repeated=[])
+        Coverage(end=8, missed=[], repeated=[], left_out=[])
     """
     taken = steps_by_rank(Path(directory) / "events")
     name = step if step is not None else next((key for key, _ in taken), "step")
+    left_out = _left_out(path_of(directory, 0), name)
     # Ranks that process the same samples, as tensor-parallel ones do, record the same range.
-    shares = sorted(
-        {
-            (number, start, stop)
-            for (of, number), ranks in taken.items()
-            if of == name
-            for event in ranks.values()
-            for start, stop in zip(event["share"][::2], event["share"][1::2], strict=True)
-            if start < stop
-        },
-        key=lambda share: share[1:],
-    )
+    shares = {
+        (number, start, stop)
+        for (of, number), ranks in taken.items()
+        if of == name
+        for event in ranks.values()
+        for start, stop in zip(event["share"][::2], event["share"][1::2], strict=True)
+        if start < stop and not any(begin <= start < end for begin, end in left_out)
+    }
+    shares |= {(-1, start, stop) for start, stop in left_out}
     end, missed, repeated = 0, [], []
-    for _, start, stop in shares:
+    for _, start, stop in sorted(shares, key=lambda share: share[1:]):
         if start > end:
             missed.append((end, start))
         if start < end:
             repeated.append((start, min(stop, end)))
         end = max(end, stop)
-    return Coverage(end, missed, repeated)
+    return Coverage(end, missed, repeated, left_out)
+
+
+def _left_out(path: Path, name: str) -> list[tuple[int, int]]:
+    """Return the ranges of positions that the events of rank 0 leave out, joined where they touch."""
+    found: set[tuple[int, int]] = set()
+    resumed = False
+    for event in read_events(path) if path.is_file() else ():
+        kind, position = event["event"], event.get("position")
+        if kind == "start":
+            found, resumed = found if resumed else set(), False
+        elif kind == "restore" and isinstance(position, int):
+            found, resumed = {each for each in found if each[0] < position}, True
+        if kind in ("restore", "rollback") or (kind == "bad_step" and event.get("name") == name):
+            found |= {(start, stop) for start, stop in event.get("left_out", ())}
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(found):
+        if joined and joined[-1][1] >= start:
+            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
+        else:
+            joined.append((start, stop))
+    return joined

@@ -60,6 +60,8 @@ EventKind: TypeAlias = Literal[
     "failed",
     "corruption",
     "guards",
+    "bad_step",
+    "rollback",
     "shares",
     "end",
 ]
@@ -333,9 +335,10 @@ def _single_steps(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def steps_by_rank(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
     """Return the record of each rank of each step, by (name, step), from the last attempt that took it.
 
-    The next attempt repeats the steps that a killed one took after its latest complete
-    checkpoint, and may have fewer ranks. So a record counts if it is of the same attempt as
-    rank 0's last one. `directory` is a run directory, or the `events` in it.
+    The next attempt repeats the steps that a killed one took after its latest complete checkpoint,
+    and may have fewer ranks; a rollback repeats steps within an attempt. So a record counts if it is of
+    the same attempt as rank 0's last one, and no restore has dropped it. `directory` is a run
+    directory, or the `events` in it.
     """
     found: dict[tuple[str, int], dict[int, tuple[Any, dict[str, Any]]]] = {}
     for rank, path in paths_in(directory).items():
@@ -343,6 +346,8 @@ def steps_by_rank(directory: str | Path) -> dict[tuple[str, int], dict[int, dict
         for event in read_events(path):
             if event["event"] == "start":
                 attempt = event.get("began")
+            elif event["event"] == "restore":
+                _forget_later(found, rank, event.get("position"))
             elif event["event"] == "step" and _is_step(event):
                 found.setdefault((event["name"], event["step"]), {})[rank] = attempt, event
     return {
@@ -350,6 +355,16 @@ def steps_by_rank(directory: str | Path) -> dict[tuple[str, int], dict[int, dict
         for key, ranks in found.items()
         if 0 in ranks
     }
+
+
+def _forget_later(
+    found: Mapping[Any, dict[int, tuple[Any, dict[str, Any]]]], rank: int, position: object
+) -> None:
+    """Drop the records of a rank from a position on, from which the run has continued."""
+    for ranks in found.values():
+        first = ranks[rank][1].get("first") if rank in ranks else None
+        if isinstance(first, int) and isinstance(position, int) and first >= position:
+            del ranks[rank]
 
 
 def _is_step(event: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.checkpoint import AnyPath, BackgroundSave
 from shoal.data import Loader
+from shoal.distributed.failure import note_step
 from shoal.distributed.world import World
 from shoal.telemetry.profiler.window import check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
@@ -69,8 +70,8 @@ class Run:
             TensorBoard if it is installed. Default: None.
         profile: First and last step that torch's profiler records, for a timeline of all ranks (`shoal
             report runs/a --trace 100:105`). Default: None.
-        guards: Checks for silent data corruption while the Run is open. `None` checks nothing.
-            Default: None.
+        guards: Checks for silent data corruption and bad losses while the Run is open. `None` checks
+            nothing. Default: None.
 
     Attributes:
         step: Number of optimizer steps since the start of training.
@@ -157,7 +158,7 @@ class Run:
         self._begun = self._closed = False
         self._first = self._numbers()
         self._recording = RunEvents(self.events, self.train_states, loader)
-        self._guards = create_guards(self.train_states, guards, self.events)
+        self._guards = create_guards(self.train_states, guards, self.events, loader, self._roll_back)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, BackgroundSave[AnyPath]] | None = None
         self.world.before_closing(self.close)
         self._stopping = PreemptionHandler(self.world)
@@ -195,9 +196,9 @@ class Run:
         self._recording.rewind()
         return restored
 
-    def _restore(self) -> RestorePoint | None:
+    def _restore(self, newest: int | None = None) -> RestorePoint | None:
         self._saves.hear(wait=True)
-        loaded = self.files.restore(self.contents.template(), self.contents.elsewhere())
+        loaded = self.files.restore(self.contents.template(), self.contents.elsewhere(), newest)
         self._saved = None
         if loaded is None:
             if saves := ", ".join(self.files.checkpoints.interrupted):
@@ -212,14 +213,21 @@ class Run:
         self._recording.replay(restored.position)
         self._first = self._numbers()
         self._curves.begins = restored.step
-        self.events.write(
-            "restore",
-            {"step": restored.step, "position": restored.position, "path": str(restored.path)},
-        )
-        self.world.print(
-            f"resumed at sample {restored.position:,} "
-            f"(step {restored.step:,}, epoch {restored.epoch}) from {restored.path}"
-        )
+        self._recording.restored(restored)
+        return restored
+
+    def _roll_back(self, newest: int | None, change: Callable[[], None]) -> RestorePoint | None:
+        """Restore a checkpoint of step `newest` or earlier, `change` the state, and replace it.
+
+        A kill before the new checkpoint is complete leaves the old ones, as if there was no rollback.
+        """
+        with self.world.timeline.during(CHECKPOINT), self.world.preparing():
+            restored = self._restore(newest)
+            self._recording.rewind()
+            if restored is not None:
+                change()
+                self.save()
+                self.files.checkpoints.remove_after(restored.step)
         return restored
 
     def tick(self, *, every: Every | None = None) -> None:
@@ -235,7 +243,8 @@ class Run:
 
         Raises:
             SystemExit: After a save, if a signal on any rank requested a stop.
-            StepError: If no Step or `batch.finish` has processed a batch, or the Run is closed.
+            StepError: If no Step or `batch.finish` has processed a batch, or the Run is closed; on all
+                ranks, if a run with `BadSteps` can't be rolled back.
             CorruptionError: On all ranks, if `guards` find replicas that differ.
             CheckpointError: With `must_save`, if a save failed; if `every` is not an interval.
         """
@@ -278,7 +287,9 @@ class Run:
         reason = self._stopping.due()
         if reason is not None:
             self._leave(reason)
-        if every is not None and moved and self._saves.due(every, self.step):
+        # A rollback has just saved; and it needs a checkpoint from before the bad steps in a row.
+        good = self.loader.batch is not None and not any(s.in_bad_steps for s in self.steps.values())
+        if every is not None and moved and good and self._saves.due(every, self.step):
             self.save(wait=False)
 
     def save(self, *, to: str | None = None, wait: bool = True) -> AnyPath:
@@ -421,28 +432,20 @@ class Run:
         if self._begun:
             self._recording.end(reason)
         elif error is None and reason is None:
-            self._tell_no_tick()
+            self._recording.tell_no_tick(self.directory, self._first, saved=self._saved is not None)
         self.events.close()
         self._curves.close()
         self.world.run_log.detach(self.log)
         self.files.release()
         if self._progress is not None:
             self._progress.close(self.step, self.loader, self._losses(), time.time())
+        if reason is not None:
+            note_step(reason, self.step)
         if late is not None:
             raise late
         if error is None:
             self._saves.check()
             self.files.check_present()
-
-    def _tell_no_tick(self) -> None:
-        """Print that nothing was recorded, if steps were taken without a tick."""
-        steps = max(now - self._first[name] for name, now in self._numbers().items())
-        if steps > 0:
-            saved = "" if self._saved else ", and no checkpoint was saved"
-            self.world.print(
-                f"shoal: {steps:,} step(s) in {self.directory} without run.tick(): nothing was "
-                f"recorded{saved}; call run.tick(every=100) after each step"
-            )
 
     def __enter__(self) -> Run:
         return self

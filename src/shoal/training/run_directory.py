@@ -88,9 +88,14 @@ class RunDirectory:
             self._siblings[folder] = self.checkpoints.sibling(folder)
         return self._siblings[folder]
 
-    def restore(self, template: Tree, elsewhere: Collection[str]) -> RestoredCheckpoint | None:
-        """Load the latest complete checkpoint, with which the run continues; None if there is none."""
-        loaded = self.checkpoints.restore(template, elsewhere)
+    def restore(
+        self, template: Tree, elsewhere: Collection[str], newest: int | None
+    ) -> RestoredCheckpoint | None:
+        """Load the latest complete checkpoint, with which the run continues; None if there is none.
+
+        With `newest`, those of later steps do not count.
+        """
+        loaded = self.checkpoints.restore(template, elsewhere, newest)
         self._continues = True
         return loaded
 

@@ -20,7 +20,10 @@ from shoal.util import accelerator
 from shoal.util.packages import versions
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shoal.data.step_result import StepResult
+    from shoal.training.run_state import RestorePoint
     from shoal.training.train_state import TrainState
 
 
@@ -122,6 +125,32 @@ class RunEvents:
         if self._loader.measures_speed:
             found = recorded_splits(self._events.path, position) if world.is_rank_zero else None
             self._loader.replay(*world.broadcast(found))
+
+    def restored(self, point: RestorePoint) -> None:
+        """Record and print where the run continues."""
+        self._events.write(
+            "restore",
+            {
+                "step": point.step,
+                "position": point.position,
+                "path": str(point.path),
+                "left_out": [[each.start, each.stop] for each in self._loader.left_out],
+            },
+        )
+        self._loader.world.print(
+            f"resumed at sample {point.position:,} "
+            f"(step {point.step:,}, epoch {point.epoch}) from {point.path}"
+        )
+
+    def tell_no_tick(self, directory: Path, first: Mapping[str, int], *, saved: bool) -> None:
+        """Print that nothing was recorded, if steps were taken since `first` without a tick."""
+        steps = max(now - first[name] for name, now in self._numbers().items())
+        if steps > 0:
+            lost = "" if saved else ", and no checkpoint was saved"
+            self._loader.world.print(
+                f"shoal: {steps:,} step(s) in {directory} without run.tick(): nothing was "
+                f"recorded{lost}; call run.tick(every=100) after each step"
+            )
 
     def _write_changes(self) -> None:
         """Record on rank 0 how batches are split since the last tick, if that has changed."""

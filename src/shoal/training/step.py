@@ -35,10 +35,12 @@ from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import CHECKPOINT, FORWARD
 from shoal.training.coupling_check import say_coupled
+from shoal.training.guards.bad_steps import BadStepRule
 from shoal.training.loss_check import check_loss_adds_up
 from shoal.training.loss_scale import LossScale
 from shoal.training.pending_step import PendingStep, result_mode
 from shoal.training.train_state import TrainState
+from shoal.util.decision import Decision
 from shoal.util.errors import StepError
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -142,6 +144,8 @@ class Step(TrainState):
         self._pending: PendingStep | None = None
         self.checking: Checking | None = None
         """Checks the gradients of a batch, if a guard does so."""
+        self.bad_steps: BadStepRule | None = None
+        """Decides which steps to skip, if a guard does so."""
         if self.result_mode.value == "late":
             self.engine.world.before_closing(self._end)
         self._prepared = False
@@ -220,24 +224,26 @@ class Step(TrainState):
         return correct(totals.read(), size=batch.size, scale=scale, clip=self.clip)
 
     def _update(self, batch: Batch, decided: Correction) -> Callable[..., StepResult]:
-        """Update the parameters, skip an overflow, or raise StepError."""
-        skipped = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
-        if decided.finite:
+        """Update the parameters, skip an overflow or a bad step, or raise StepError."""
+        overflow = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
+        rule = self.bad_steps
+        bad = rule is not None and not overflow and rule.is_bad(self.number + 1, batch, decided)
+        if decided.finite and not bad:
             self.engine.update(self.optimizer, decided.factor)
             self.engine.world.service(CoupledStep).apply()
             self._follow_schedule()
         else:
             self.engine.discard()
-            if skipped and self.engine.independent_steps:
+            if overflow and self.engine.independent_steps:
                 self._follow_schedule()  # others may have stepped
-            elif not skipped:
+            elif not overflow and not bad:
                 self._fail(batch)
                 over = "this rank's local batch" if self.engine.independent_steps else "all ranks"
                 raise not_finite(decided.loss, decided.norm, batch, over=over)
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
         batch.processed = True
-        return partial(StepResult, decided.loss, decided.norm, decided.counted, skipped)
+        return partial(StepResult, decided.loss, decided.norm, decided.counted, overflow or bad)
 
     def _update_late(self, batch: Batch, decided: DeviceCorrection) -> Callable[..., StepResult]:
         """Update the parameters unless the device finds values that are not finite.
@@ -279,6 +285,33 @@ class Step(TrainState):
     def _follow_schedule(self) -> None:
         if self.schedule is not None:
             self.schedule.step()
+
+    def skip_bad_steps(self, rule: BadStepRule) -> BadStepRule:
+        """Let `rule` decide which steps to skip. Raises StepError where no step can be skipped."""
+        if self.engine.independent_steps:
+            raise StepError(
+                given=f"shoal.Guards(bad_steps=…) with {self.engine.strategy}",
+                found="its ranks take their steps separately, so that they can't decide together",
+                fix="leave bad_steps out",
+            )
+        self._wait_for_results("bad_steps decides before the update")
+        self.bad_steps = rule
+        return rule
+
+    @property
+    def in_bad_steps(self) -> bool:
+        """Whether the last steps were bad and skipped."""
+        return self.bad_steps is not None and bool(self.bad_steps.in_a_row)
+
+    def _wait_for_results(self, reason: str) -> None:
+        if self._result_given == "late":
+            raise StepError(
+                given="shoal.Step(…, result='late') in a Run with guards",
+                found=f"each step must wait for its result: {reason}",
+                fix="leave result out",
+            )
+        if self.result_mode.value == "late":
+            self.result_mode = Decision(what="result", value="now", reason=reason)
 
     def check_loop(self) -> None:
         """Raise StepError if the Step has options, which `batch.backward` would ignore."""
@@ -347,6 +380,8 @@ class Step(TrainState):
         state = super().form()
         if self._scale is not None:
             state["scale"] = {"value": self._scale.value, "good": self._scale.good}
+        if self.bad_steps is not None:
+            state["bad_steps"] = self.bad_steps.state()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -363,6 +398,8 @@ class Step(TrainState):
         if self._scale is not None:
             self._scale.value = state["scale"]["value"]
             self._scale.good = state["scale"]["good"]
+        if self.bad_steps is not None:
+            self.bad_steps.load(state.get("bad_steps"))
 
     @property
     def compiled(self) -> bool:

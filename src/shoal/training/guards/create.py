@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from shoal.data import Loader
 from shoal.telemetry.events import Events
+from shoal.training.guards.bad_steps import BadSteps
 from shoal.training.guards.gradient_guard import GradientGuard
 from shoal.training.guards.options import Guards
+from shoal.training.guards.rollback import LossGuard, Rewind
 from shoal.training.guards.state_guard import StateGuard
 from shoal.training.step import Step
 from shoal.training.train_state import TrainState
+from shoal.util.errors import StepError
 
 
 class Guard(Protocol):
@@ -24,12 +28,17 @@ class Guard(Protocol):
 
 
 def create_guards(
-    states: Mapping[str, TrainState], options: Guards | None, events: Events
+    states: Mapping[str, TrainState],
+    options: Guards | None,
+    events: Events,
+    loader: Loader,
+    rewind: Rewind,
 ) -> list[Guard]:
     """Return the guards of all train states. Each of two guards of one state has half of the budget."""
     found: list[Guard] = []
     if options is None:
         return found
+    first = next(iter(states.values()))
     for name, state in states.items():
         gradients = state.engine.repeatable if options.gradients else None
         if isinstance(state, Step) and gradients is not None and state.engine.world.size > 1:
@@ -37,5 +46,20 @@ def create_guards(
             found.append(GradientGuard(name, state, gradients, events, budget=budget))
         else:
             budget = options.budget
-        found.append(StateGuard(name, state, options, events, budget=budget))
+        if options.continuity or options.replicas:
+            found.append(StateGuard(name, state, options, events, budget=budget))
+        if options.bad_steps is not None:
+            step = _as_step(state, options.bad_steps)
+            found.append(LossGuard(name, step, first, loader, options.bad_steps, events, rewind))
     return found
+
+
+def _as_step(state: TrainState, options: BadSteps) -> Step:
+    """Return `state` if it is a Step, which can skip steps; raises StepError otherwise."""
+    if isinstance(state, Step):
+        return state
+    raise StepError(
+        given=f"shoal.Run(…, guards=shoal.Guards(bad_steps={options})) for a custom training loop",
+        found="the loop takes the optimizer steps, so that Shoal can't skip them",
+        fix="use a shoal.Step, or leave bad_steps out and catch the StepError of batch.finish(model)",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shoal.training.guards.bad_steps import BadSteps
 from shoal.util.errors import StepError
 
 
@@ -29,19 +30,23 @@ class Guards:
             step. A check takes as long as the forward and backward passes of a step. Default: True.
         budget: Largest fraction of the time of the run that checks take, above 0 and at most 1.
             Default: 0.001.
+        bad_steps: Skip the steps of each Step whose loss is not finite or a spike, and roll back after
+            several in a row. `None` does not: a loss that is not finite raises StepError.
+            Default: None.
 
     Raises:
-        StepError: If `budget` is out of range.
+        StepError: If `budget` is out of range, or `bad_steps` is not a BadSteps.
 
     Examples:
         >>> shoal.Guards(budget=0.01)
-        Guards(continuity=True, replicas=True, gradients=True, budget=0.01)
+        Guards(continuity=True, replicas=True, gradients=True, budget=0.01, bad_steps=None)
     """
 
     continuity: bool = True
     replicas: bool = True
     gradients: bool = True
     budget: float = 0.001
+    bad_steps: BadSteps | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.budget, int | float) and 0 < self.budget <= 1):
@@ -49,6 +54,12 @@ class Guards:
                 given=f"shoal.Guards(budget={self.budget!r})",
                 found="a budget is a fraction of the time of the run, above 0 and at most 1",
                 fix="shoal.Guards(budget=0.001) for 0.1 %",
+            )
+        if not isinstance(self.bad_steps, BadSteps | None):
+            raise StepError(
+                given=f"shoal.Guards(bad_steps={self.bad_steps!r})",
+                found="it is not a shoal.BadSteps",
+                fix="shoal.Guards(bad_steps=shoal.BadSteps())",
             )
 
 
