@@ -151,15 +151,21 @@ def no_count(size: int, counted: float) -> StepError:
     )
 
 
-def not_finite(loss: float, norm: float, batch: DataPosition, *, over: str) -> StepError:
-    """Return the error of a step whose loss or gradients are not finite, `over` some ranks."""
+def not_finite(
+    loss: float, norm: float, batch: DataPosition, *, over: str, where: str = ""
+) -> StepError:
+    """Return the error of a step whose loss or gradients are not finite, `over` some ranks.
+
+    `where` is the module in which that began, if known.
+    """
     what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
     start, stop = batch.share
     local = f"{start:,} to {stop - 1:,}" if stop > start else "none of them"
     return StepError(
         given=f"the batch at samples {batch.first:,} to {batch.first + batch.size - 1:,} "
         f"(this rank: {local})",
-        found=f"a {what} of {value}, over {over}; the parameters were not changed",
+        found=f"a {what} of {value}, over {over}; the parameters were not changed"
+        + (f"; the first value that is not finite: {where}" if where else ""),
         fix="lower the learning rate, clip gradients (clip=1.0), or examine these samples with "
         "torch.autograd.set_detect_anomaly(True)",
     )

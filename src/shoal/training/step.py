@@ -21,6 +21,7 @@ from shoal.data.coupled import CoupledStep
 from shoal.data.micro import MicroBatch
 from shoal.data.step_result import StepResult
 from shoal.distributed.consistency import check_same_environment
+from shoal.distributed.seeds import random_state, set_random_state
 from shoal.strategies import engine_of
 from shoal.strategies.correction import (
     Correction,
@@ -36,6 +37,7 @@ from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import CHECKPOINT, FORWARD
 from shoal.training.coupling_check import say_coupled
 from shoal.training.guards.bad_steps import BadStepRule
+from shoal.training.guards.nonfinite import find_nonfinite
 from shoal.training.loss_check import check_loss_adds_up
 from shoal.training.loss_scale import LossScale
 from shoal.training.pending_step import PendingStep, result_mode
@@ -146,6 +148,8 @@ class Step(TrainState):
         """Checks the gradients of a batch, if a guard does so."""
         self.bad_steps: BadStepRule | None = None
         """Decides which steps to skip, if a guard does so."""
+        self._searches = False
+        self._random: dict[str, Any] = {}
         if self.result_mode.value == "late":
             self.engine.world.before_closing(self._end)
         self._prepared = False
@@ -213,6 +217,8 @@ class Step(TrainState):
     def _correct(self, batch: Batch) -> Correction | DeviceCorrection:
         """Compute the gradients of the batch and their correction, late ones on the device."""
         scale = 1.0 if self._scale is None else self._scale.value
+        if self._searches:
+            self._random = random_state()
         checking = self.checking
         checked = nullcontext() if checking is None else checking(batch, self._autocast, scale)
         with checked, self.counting:
@@ -234,12 +240,15 @@ class Step(TrainState):
             self._follow_schedule()
         else:
             self.engine.discard()
-            if overflow and self.engine.independent_steps:
+            where = self._search(batch) if self._searches and not (decided.finite or overflow) else ""
+            if bad and rule is not None:
+                rule.explain(where)
+            elif overflow and self.engine.independent_steps:
                 self._follow_schedule()  # others may have stepped
-            elif not overflow and not bad:
+            elif not overflow:
                 self._fail(batch)
                 over = "this rank's local batch" if self.engine.independent_steps else "all ranks"
-                raise not_finite(decided.loss, decided.norm, batch, over=over)
+                raise not_finite(decided.loss, decided.norm, batch, over=over, where=where)
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
         batch.processed = True
@@ -297,6 +306,30 @@ class Step(TrainState):
         self._wait_for_results("bad_steps decides before the update")
         self.bad_steps = rule
         return rule
+
+    def search_nonfinite(self) -> None:
+        """Let errors and events of losses that are not finite name the module they began in."""
+        if self.compiled or self.engine.independent_steps:
+            raise StepError(
+                given="shoal.Guards(find_nonfinite=True) with "
+                + ("a compiled model" if self.compiled else self.engine.strategy),
+                found="it repeats a step of all ranks with hooks on modules",
+                fix="leave find_nonfinite out, or train without compile and in synchronous steps",
+            )
+        self._wait_for_results("find_nonfinite repeats the step")
+        self._searches = True
+
+    def _search(self, batch: Batch) -> str:
+        """Repeat a step whose loss or gradients are not finite, and return where that began."""
+        after = random_state()
+        self.engine.world.service(CoupledStep).drop()
+        set_random_state(self._random)
+        scale = 1.0 if self._scale is None else self._scale.value
+        try:
+            return find_nonfinite(self.engine, self.task, batch, autocast=self._autocast, scale=scale)
+        finally:
+            self.engine.discard()
+            set_random_state(after)
 
     @property
     def in_bad_steps(self) -> bool:

@@ -311,7 +311,7 @@ def test_where_no_step_can_be_skipped(world: shoal.World, tmp_path: Path) -> Non
     model = shoal.parallelize(nn.Linear(4, 2), world)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     loader = shoal.Loader(samples({}), world, batch_size=BATCH)
-    with pytest.raises(shoal.StepError, match="Shoal can't skip them"):
+    with pytest.raises(shoal.StepError, match="Shoal can't skip or repeat them"):
         shoal.Run(tmp_path / "a", model, loader, optimizer=optimizer, guards=guards)
     late = shoal.Step(model, optimizer, shoal.Task(loss), result="late")
     with pytest.raises(shoal.StepError, match="each step must wait for its result"):

@@ -118,6 +118,12 @@ class BadStepRule:
         self.found.append(BadStep(number, left_out, decided.loss, reason))
         return True
 
+    def explain(self, where: str) -> None:
+        """Add to the last bad step the module in which it began, if known."""
+        if where:
+            last = self.found[-1]
+            self.found[-1] = last._replace(reason=f"{last.reason}, first in {where}")
+
     def _reason(self, decided: Correction) -> str:
         if not decided.finite:
             what = "loss" if not math.isfinite(decided.loss) else "gradient norm"

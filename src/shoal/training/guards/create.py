@@ -7,7 +7,6 @@ from typing import Protocol
 
 from shoal.data import Loader
 from shoal.telemetry.events import Events
-from shoal.training.guards.bad_steps import BadSteps
 from shoal.training.guards.gradient_guard import GradientGuard
 from shoal.training.guards.options import Guards
 from shoal.training.guards.rollback import LossGuard, Rewind
@@ -48,18 +47,20 @@ def create_guards(
             budget = options.budget
         if options.continuity or options.replicas:
             found.append(StateGuard(name, state, options, events, budget=budget))
+        if options.find_nonfinite:
+            _as_step(state, "find_nonfinite=True").search_nonfinite()
         if options.bad_steps is not None:
-            step = _as_step(state, options.bad_steps)
+            step = _as_step(state, f"bad_steps={options.bad_steps}")
             found.append(LossGuard(name, step, first, loader, options.bad_steps, events, rewind))
     return found
 
 
-def _as_step(state: TrainState, options: BadSteps) -> Step:
-    """Return `state` if it is a Step, which can skip steps; raises StepError otherwise."""
+def _as_step(state: TrainState, option: str) -> Step:
+    """Return `state` if it is a Step, which can skip and repeat steps; raises StepError otherwise."""
     if isinstance(state, Step):
         return state
     raise StepError(
-        given=f"shoal.Run(…, guards=shoal.Guards(bad_steps={options})) for a custom training loop",
-        found="the loop takes the optimizer steps, so that Shoal can't skip them",
-        fix="use a shoal.Step, or leave bad_steps out and catch the StepError of batch.finish(model)",
+        given=f"shoal.Run(…, guards=shoal.Guards({option})) for a custom training loop",
+        found="the loop takes the steps, so that Shoal can't skip or repeat them",
+        fix="use a shoal.Step, or leave this option out and catch the StepError of batch.finish(model)",
     )

@@ -33,13 +33,15 @@ class Guards:
         bad_steps: Skip the steps of each Step whose loss is not finite or a spike, and roll back after
             several in a row. `None` does not: a loss that is not finite raises StepError.
             Default: None.
+        find_nonfinite: If the loss or the gradient norm of a Step is not finite, repeat the step once
+            and report the first module, and the rank, in which a value is not finite. Default: False.
 
     Raises:
         StepError: If `budget` is out of range, or `bad_steps` is not a BadSteps.
 
     Examples:
-        >>> shoal.Guards(budget=0.01)
-        Guards(continuity=True, replicas=True, gradients=True, budget=0.01, bad_steps=None)
+        >>> shoal.Guards(budget=0.01).replicas
+        True
     """
 
     continuity: bool = True
@@ -47,6 +49,7 @@ class Guards:
     gradients: bool = True
     budget: float = 0.001
     bad_steps: BadSteps | None = None
+    find_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.budget, int | float) and 0 < self.budget <= 1):

@@ -1,0 +1,120 @@
+"""The first module with a value that is not finite, in the forward and the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from helpers.ranks import Ranks
+from shoal.distributed.seeds import random_state, set_random_state
+
+
+@pytest.fixture
+def world() -> Iterator[shoal.World]:
+    kept = random_state()
+    with shoal.init() as alone:
+        yield alone
+    set_random_state(kept)
+
+
+class Bad(nn.Module):
+    """Passes its input on; for inputs above a limit, the value or the gradient is not finite."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where not in ("forward", "backward") or x.detach().abs().max() < 50:
+            return x * self.scale
+        if self.where == "forward":
+            return x / (self.scale - self.scale)
+        # The gradient of the square root is infinite at 0.
+        return x + (self.scale - self.scale.detach()).sqrt()
+
+
+def model_of(where: str) -> nn.Module:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), Bad(where), nn.Dropout(0.1))
+    return nn.Sequential(nn.Linear(4, 4), block, nn.Linear(4, 2))
+
+
+def loss(where: str, output: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+    total = output.square().sum()
+    return total.log() if where == "loss" and batch[0].abs().max() > 50 else total, len(output)
+
+
+def train(world: shoal.World, directory: str, where: str, strategy: Any, bad_steps: Any) -> str:
+    model = shoal.parallelize(model_of(where), world, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    data = torch.ones(32, 4)
+    data[13] = 1e3 if where != "input" else torch.inf  # of the second batch, and of the last rank
+    step = shoal.Step(model, optimizer, shoal.Task(partial(loss, where)))
+    loader = shoal.Loader((data,), world, batch_size=8, shuffle=False, micro_batches=2)
+    guards = shoal.Guards(find_nonfinite=True, bad_steps=bad_steps)
+    with shoal.Run(directory, step, loader, trackers=(), guards=guards) as run:
+        for batch in loader.epochs(1):
+            try:
+                step(batch)
+            except shoal.StepError as error:
+                return error.found
+            if bad_steps is not None and step.bad_steps is not None and step.bad_steps.found:
+                return step.bad_steps.found[0].reason
+            run.tick()
+    return ""
+
+
+PLACES = {
+    "forward": "the output of 1.1 (Bad), in the forward pass on rank",
+    "backward": "(Bad), in the backward pass on rank",
+    "input": "the input of the model (Sequential), in the forward pass on rank",
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_the_module_is_found(world: shoal.World, tmp_path: Path, where: str) -> None:
+    found = train(world, str(tmp_path), where, None, None)
+    assert "the parameters were not changed; the first value that is not finite: " in found
+    assert PLACES[where] in found
+    found = train(world, str(tmp_path / "b"), where, None, shoal.BadSteps())
+    assert f", first in {found.partition(', first in ')[2]}" in found
+    assert PLACES[where] in found
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_the_rank_is_found(tmp_path: Path) -> None:
+    with Ranks(2) as two:
+        for where, place in PLACES.items():
+            for found in two.call(train, str(tmp_path / where), where, None, None):
+                assert f"{place} 1" in found
+        two.divide("shard=2")
+        (found, other) = two.call(train, str(tmp_path / "fsdp"), "forward", shoal.FSDP(), None)
+        assert found == other
+        assert f"{PLACES['forward']} 1" in found
+        two.divide("pipeline=2")
+        pipeline = shoal.Pipeline(split_points=("2",))
+        (found, other) = two.call(train, str(tmp_path / "pipe"), "forward", pipeline, None)
+        assert found == other
+        assert PLACES["forward"] in found
+
+
+def test_compiled_models_are_not_searched(world: shoal.World, tmp_path: Path) -> None:
+    model = shoal.parallelize(nn.Linear(4, 2), world)
+    step = shoal.Step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        shoal.Task(partial(loss, "")),
+        compile="inductor",
+    )
+    loader = shoal.Loader((torch.ones(8, 4),), world, batch_size=8)
+    with pytest.raises(shoal.StepError, match="hooks on modules"):
+        shoal.Run(tmp_path, step, loader, guards=shoal.Guards(find_nonfinite=True))
