@@ -13,6 +13,7 @@ import argparse
 import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,15 +32,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
 from chaos_training import SCRIPT, count_samples, print_results  # noqa: E402
-from helpers.cluster.network import Network  # noqa: E402
+from helpers.cluster.network import Network, ip  # noqa: E402
 
 HOSTS = {"a": ("10.79.0.1/24",), "b": ("10.79.0.2/24",)}
-EPOCHS = 50
-FIRST, LAST = 20, 200
+LATER = "10.79.0.3"
+NAME = "rendezvous"
+NETNS = Path("/etc/netns")
+EPOCHS = 20
+FIRST, LAST = 10, 80
 """The steps after which faults begin."""
 SECONDS = 8.0
 """For this long a link is cut; a node has left after 5 s without a sign of life."""
-LIMIT = 300.0
+LIMIT = 900.0
 MOST_STARTS = 6
 HEAD = ("fault", "runs", "first message", "median delay", "starts", "samples", "bit-identical ends")
 _PAUSE = 0.05
@@ -63,6 +67,22 @@ def kill_host(network: Network, host: str) -> None:
             process.kill()
 
 
+def name_rendezvous(network: Network, address: str) -> None:
+    """Let the name of the rendezvous be resolved to an address; `ip netns exec` mounts the files."""
+    for host in HOSTS:
+        folder = NETNS / network.space(host)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "nsswitch.conf").write_text("hosts: files\n")
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {NAME}\n")
+
+
+def rename(network: Network) -> None:
+    """Give the node of the rendezvous another address under the same name, and kill the other node."""
+    ip("-n", network.space("a"), "addr", "add", f"{LATER}/24", "dev", "eth0")
+    name_rendezvous(network, LATER)
+    kill_host(network, "b")
+
+
 FAULTS = {
     "cut": NetworkFault(
         text=f"link cut both ways for {SECONDS:g} s",
@@ -83,6 +103,9 @@ FAULTS = {
     "lost": NetworkFault(text="2 % of frames lost", switch=("--lose=0.02",)),
     "doubled": NetworkFault(text="10 % of frames sent twice", switch=("--double=0.1",)),
     "reordered": NetworkFault(text="10 % of frames 5 ms late", switch=("--reorder=0.1",)),
+    "name": NetworkFault(
+        text="the rendezvous gets another address, and the other node is killed", begin=rename
+    ),
     "node": NetworkFault(text="a node killed", begin=lambda network: kill_host(network, "b")),
     "store": NetworkFault(
         text="the node of the store killed", begin=lambda network: kill_host(network, "a")
@@ -123,7 +146,7 @@ class Nodes:
             "shoal",
             "run",
         ]
-        command += ["--nodes", "2", "-n", "1", "--rendezvous", "10.79.0.1:29400", "--restarts", "5"]
+        command += ["--nodes", "2", "-n", "1", "--rendezvous", f"{NAME}:29400", "--restarts", "5"]
         with (self._home / f"output-{host}.txt").open("ab") as output:
             self._processes[host] = subprocess.Popen(
                 [*command, str(SCRIPT), "--", "--epochs", str(EPOCHS)],
@@ -167,6 +190,7 @@ def run_training(fault: NetworkFault | None, seed: int, home: Path) -> NetworkRu
     network = Network(f"chaos-{secrets.token_hex(3)}", HOSTS)
     switch: subprocess.Popen[bytes] | None = None
     network.create()
+    name_rendezvous(network, HOSTS["a"][0].partition("/")[0])
     nodes = Nodes(network, home)
     try:
         if fault is not None and (fault.switch or fault.round_trip):
@@ -184,6 +208,8 @@ def run_training(fault: NetworkFault | None, seed: int, home: Path) -> NetworkRu
             switch.kill()
             switch.wait()
         network.remove()
+        for host in HOSTS:
+            shutil.rmtree(NETNS / network.space(host))
 
 
 def _watch(

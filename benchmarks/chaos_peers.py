@@ -1,11 +1,12 @@
 """The same storm over Shoal and other libraries: each script is killed in steps and in saves.
 
-    python benchmarks/chaos_peers.py [--seeds 0,1,2] [--peers Shoal,Accelerate] [--json]
+    python benchmarks/chaos_peers.py [--seeds 0,1,2] [--peers Shoal,Accelerate] [--sigterm] [--json]
 
 The scripts in benchmarks/peers/ train the same model on two ranks with the checkpoints that each
 library's documentation recommends. If the command fails, it starts again, as by a scheduler. If it
-fails before its first step, the latest checkpoint is removed, as a user would do. Needs a C compiler,
-and torchdata, accelerate, lightning and transformers for the scripts that use them.
+fails before its first step, the latest checkpoint is removed, as a user would do. With --sigterm, the
+command gets SIGTERM instead, and SIGKILL 30 s later, as in Kubernetes. Needs a C compiler, and
+torchdata, accelerate, lightning, transformers and ray[train] for the scripts that use them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -45,6 +47,8 @@ PEERS = {
     "Fabric": (TORCHRUN, "run_fabric.py", "lightning"),
     "Lightning": (TORCHRUN, "run_lightning.py", "lightning"),
     "HF Trainer": (TORCHRUN, "run_trainer.py", "transformers"),
+    "HF Trainer JIT": (TORCHRUN, "run_trainer.py --jit", "transformers"),
+    "Ray Train": ((), "run_ray.py", "ray"),
 }
 HEAD = (
     "library",
@@ -61,7 +65,11 @@ HEAD = (
     "median restart",
 )
 LIMIT = 900.0
+GRACE = 30.0
+PACE = 0.5
+"""Seconds that are added to a step with --sigterm, so that a training is longer than GRACE."""
 MOST_STARTS = 16
+PAUSE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +92,9 @@ class Ended:
 class Peer:
     """One library: starts its script in empty directories, under kills."""
 
-    def __init__(self, name: str, shim: Path, folder: Path) -> None:
+    def __init__(self, name: str, shim: Path, folder: Path, pace: float) -> None:
         self._launcher, self._script, _ = PEERS[name]
-        self._shim, self._folder = shim, folder
+        self._shim, self._folder, self._pace = shim, folder, pace
 
     def train(self, name: str, kills: Sequence[str]) -> Ended:
         """Start the script until it ends."""
@@ -122,10 +130,11 @@ class Peer:
             "STORM_CONTROL": str(control),
             "STORM_DIR": f"{home}/",
             "STORM_KILLS": ",".join(kills),
+            "STORM_PACE": str(self._pace),
         }
         with (control / "output.txt").open("a") as output:
             process = subprocess.Popen(
-                [sys.executable, *self._launcher, str(SCRIPTS / self._script)],
+                [sys.executable, *self._launcher, *f"{SCRIPTS}/{self._script}".split()],
                 cwd=home,
                 env=os.environ | variables,
                 stdout=output,
@@ -133,14 +142,26 @@ class Peer:
                 start_new_session=True,
             )
             try:
-                code = process.wait(LIMIT)
-            except subprocess.TimeoutExpired:
-                code = 124
+                code = wait_or_terminate(process, control, kills)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return code, (control / "output.txt").read_text(errors="replace")
+
+
+def wait_or_terminate(process: subprocess.Popen[bytes], control: Path, kills: Sequence[str]) -> int:
+    """Return the exit code, 124 after LIMIT; the process gets SIGTERM if a kill "term" is due."""
+    before = len(list(control.glob("killed-*")))
+    until, asked = time.monotonic() + LIMIT, False
+    while time.monotonic() < until:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(PAUSE)
+        due = kills[before : len(list(control.glob("killed-*")))]
+        if due and due[0].startswith("term") and not asked:
+            process.terminate()
+            until, asked = time.monotonic() + GRACE, True
+    return 137 if asked else 124
 
 
 def count_lines(control: Path) -> int:
@@ -192,9 +213,14 @@ def summarize(control: Path, kills: Sequence[str], removed: int, problem: str) -
     )
 
 
-def draw_kills(seed: int, calm: Ended) -> list[str]:
-    """Draw two kills in steps, and two at operations of the second or third save of an attempt."""
+def draw_kills(seed: int, calm: Ended, *, sigterm: bool) -> list[str]:
+    """Draw two kills in steps, and two at operations of the second or third save of an attempt.
+
+    Or four times SIGTERM in steps.
+    """
     draw = random.Random(seed)
+    if sigterm:
+        return [f"term:0:{draw.randint(EVERY + 3, 2 * EVERY)}" for _ in range(KILLS)]
     mine = [line for line in calm.operations if line.startswith("0 ")]
     save = len(mine) * EVERY // STEPS
     step = f"step:1:{draw.randint(EVERY + 3, 3 * EVERY)}"
@@ -234,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--sigterm", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows, problems = [], []
@@ -242,12 +269,15 @@ def main() -> None:
         source = str(SCRIPTS / "kill_at_write.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(shim), source, "-ldl"], check=True)
         for name in options.peers.split(","):
-            peer = Peer(name, shim, Path(temporary, PEERS[name][1]))
+            peer = Peer(name, shim, Path(temporary, name), PACE if options.sigterm else 0.0)
             calm = peer.train("calm", [])
             if calm.problem:
                 raise SystemExit(f"{name} failed by itself: {calm.problem}")
             seeds = [*map(int, options.seeds.split(","))]
-            storms = [peer.train(f"storm-{seed}", draw_kills(seed, calm)) for seed in seeds]
+            kills = [draw_kills(seed, calm, sigterm=options.sigterm) for seed in seeds]
+            storms = [
+                peer.train(f"storm-{seed}", each) for seed, each in zip(seeds, kills, strict=True)
+            ]
             problems += [f"{name}: {storm.problem}" for storm in storms if storm.problem]
             rows.append(row(name, calm, storms))
             details = [{**asdict(each), "parameters": [], "operations": []} for each in storms]

@@ -348,7 +348,7 @@ def count_samples(home: Path, epochs: int) -> tuple[int, int]:
     steps: dict[int, tuple[int, dict[str, list[int]]]] = {}
     for file in sorted(home.glob("samples-*.jsonl")):
         for line in file.read_text().splitlines():
-            attempt, step, ranges, indices = json.loads(line)
+            attempt, step, ranges, indices, _ = json.loads(line)
             if attempt > steps.get(step, (0, {}))[0]:
                 steps[step] = attempt, {}
             if attempt == steps[step][0]:

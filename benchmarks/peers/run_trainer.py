@@ -1,7 +1,11 @@
-"""Hugging Face Trainer: save_steps, and resume_from_checkpoint=True if there is a checkpoint."""
+"""Hugging Face Trainer: save_steps, and resume_from_checkpoint=True if there is a checkpoint.
+
+With --jit, enable_jit_checkpoint=True: a checkpoint some seconds after SIGTERM.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -59,6 +63,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     remove_unused_columns=False,
     dataloader_pin_memory=False,
+    enable_jit_checkpoint="--jit" in sys.argv,
 )
 classifier = Classifier()
 trainer = RecordedTrainer(classifier, arguments, train_dataset=Samples(), data_collator=collate)

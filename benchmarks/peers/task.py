@@ -48,8 +48,9 @@ class Samples(Dataset[tuple[Tensor, Tensor, int]]):
 class StepRecord:
     """Writes down the steps of this rank, and kills it in a step if that is due.
 
-    STORM_KILLS and STORM_CONTROL are those of `kill_at_write.c`; "step:1:7" is a kill of rank 1 in its
-    step 7, counted from its start.
+    STORM_KILLS and STORM_CONTROL are those of `kill_at_write.c`; STORM_PACE is the number of seconds
+    that are added to each step. "step:1:7" is a kill of rank 1 in its step 7, counted from its start.
+    With "term", `chaos_peers.py` sends SIGTERM to the command.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,9 @@ class StepRecord:
         self._attempt = len(list(self._control.glob("killed-*")))
         kills = [*filter(None, os.environ.get("STORM_KILLS", "").split(","))]
         kind, rank, number = (*kills, "none:-1:-1")[min(self._attempt, len(kills))].split(":")
-        self._due = int(number) if kind == "step" and int(rank) == self._rank else -1
+        here = kind in ("step", "term") and int(rank) == self._rank
+        self._due, self._kills = (int(number) if here else -1), kind == "step"
+        self._pace = float(os.environ["STORM_PACE"])
         self._taken = 0
 
     def begin(self, step: int, indices: Tensor) -> None:
@@ -69,7 +72,9 @@ class StepRecord:
             file.write(line + "\n")
         if self._taken == self._due:
             (self._control / f"killed-{self._attempt}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if self._kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self._pace)
 
     def end(self, model: nn.Module) -> None:
         """Record the final parameters."""

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,28 @@ def test_a_store_that_can_not_be_reached_is_no_damaged_checkpoint(tmp_path: Path
     assert len(told) > 5
     assert all("unreachable" in each and "fsspec" in each for each in told)
     assert {*outcomes} - {*told} <= {(2, 2)}  # where what fails is the tidying
+
+
+def test_a_listing_that_lacks_the_latest_checkpoint_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run resumes at the one before, and saves the same step under another name."""
+    place = path_from(f"bucket://{tmp_path}/run")
+    save(begin(place, keep=2), 1, 2)
+    listed = Bucket._list
+
+    def late(store: Bucket, key: str) -> list[dict[str, Any]]:
+        return [each for each in listed(store, key) if not each["name"].endswith("step-2.a1")]
+
+    monkeypatch.setattr(Bucket, "_list", late)
+    assert restored(place) == (1, 1)
+    again = begin(place, keep=2)
+    again.restore()
+    save(again, 2, version=20)
+    monkeypatch.setattr(Bucket, "_list", listed)
+    assert damaged(place) == []
+    assert restored(place) == (2, 20)
+    assert "step-2.a1" in names(place)
 
 
 def taken_over_at(number: int, folder: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -241,6 +242,17 @@ def test_who_ended_a_job_has_decided(state: str, requeued: bool, fakes: Fakes, t
     code, asked = finish(fakes, tmp_path / "run", 75, state)
     assert code == 75
     assert (["scontrol", "requeue", "42"] in asked) == requeued
+
+
+@pytest.mark.parametrize(("ended", "failed"), [(0, False), (1, True), (128 + signal.SIGTERM, False)])
+def test_a_requeue_that_ends_its_own_command_has_not_failed(
+    ended: int, failed: bool, fakes: Fakes, tmp_path: Path
+) -> None:
+    """Slurm sends SIGTERM to all processes of a job that it requeues."""
+    fakes.set("srun", code=75)
+    fakes.set("scontrol", code=ended, out="JobState=RUNNING Reason=None\n")
+    done = run_script(write(request(), PLAIN, place(tmp_path / "run")), fakes)
+    assert ("requeueing failed" in done.stderr) == failed
 
 
 def test_a_job_is_not_requeued_for_ever(fakes: Fakes, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """A small training that resumes; --defect keeps a value of it outside of the checkpoints.
 
-Each rank appends the samples of each step to `samples-RANK.jsonl`: the attempt, the step, the positions
-and the indices that the dataset gave.
+Each rank appends the samples of each step to `samples-RANK.jsonl`: the attempt, the step, the
+positions, the indices that the dataset gave, and the time.
 """
 
 import argparse
 import json
+import os
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,13 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--exact", default="rounding")
 parser.add_argument("--defect", action="store_true")
+parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a collective")
+parser.add_argument("--home", type=Path, default=Path(), help="the directory of all files")
+parser.add_argument("--pace", type=float, default=0.0, help="seconds that are added to each step")
+parser.add_argument("--mtbf", type=float, help="seconds between failures: save by Young and Daly")
 options = parser.parse_args()
+options.home.mkdir(exist_ok=True)
+os.chdir(options.home)
 
 SAMPLES = 110
 """The last batch of an epoch has 10 samples, and the others have 20."""
@@ -55,7 +64,7 @@ def loss(output: torch.Tensor, batch: list[torch.Tensor]) -> tuple[torch.Tensor,
 
 def record(attempt: int, number: int, rank: int, batch: shoal.Batch) -> None:
     indices = [index for micro in batch.micros if micro.weight for index in micro.value[2].tolist()]
-    line = json.dumps([attempt, number, batch.ranges, indices])
+    line = json.dumps([attempt, number, batch.ranges, indices, time.time()])
     with open(f"samples-{rank}.jsonl", "a", buffering=1) as file:
         file.write(line + "\n")
 
@@ -71,7 +80,9 @@ STRATEGIES: dict[str, Any] = {
 
 
 torch.set_default_dtype(torch.float64)
-with shoal.init(seed=0, exact=options.exact, layout=LAYOUTS[options.strategy], timeout=300) as world:
+layout = LAYOUTS[options.strategy]
+with shoal.init(seed=0, exact=options.exact, layout=layout, timeout=options.timeout) as world:
+    torch.set_num_threads(1)  # the number of threads changes the bits
     inputs = torch.randn(SAMPLES, 8)
     labels = (inputs[:, 0] > 0).long()
     layers = (nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
@@ -84,6 +95,7 @@ with shoal.init(seed=0, exact=options.exact, layout=LAYOUTS[options.strategy], t
     loader = shoal.Loader(
         data, world, batch_size=20, micro_batches=micro_batches, num_workers=options.workers
     )
+    every = 2 if options.mtbf is None else shoal.YoungDaly(mtbf=timedelta(seconds=options.mtbf))
     seen = Path("seen")
     with shoal.Run("runs/a", step, loader, keep=2) as run:
         run.restore()
@@ -96,5 +108,6 @@ with shoal.init(seed=0, exact=options.exact, layout=LAYOUTS[options.strategy], t
                     seen.write_text(str(taken + 1))
             step(batch)
             record(run.files.fence.number, step.number, world.rank, batch)
-            run.tick(every=2)
+            time.sleep(options.pace)
+            run.tick(every=every)
         run.save()

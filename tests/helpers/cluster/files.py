@@ -48,6 +48,7 @@ MessageTimeout=5
 KillWait=5
 MailProg=/bin/true
 GresTypes=gpu
+{settings}
 NodeName=node[01-{nodes:02d}] NodeAddr={network}.[11-{last}] CPUs=8 RealMemory=4096 Gres=gpu:{gpus}
 PartitionName=main Nodes=ALL Default=YES State=UP
 """
@@ -63,10 +64,11 @@ def addresses(number: int) -> tuple[str, ...]:
     return f"{NETWORK}.{number}/24", f"{NETWORK_6}:{number}/64"
 
 
-def write(folder: Path, nodes: Sequence[str], *, silence: int) -> None:
+def write(folder: Path, nodes: Sequence[str], *, silence: int, settings: str) -> None:
     """Write all that the daemons of a cluster read, but for the hosts files.
 
-    After `silence` seconds without an answer a node counts as down.
+    After `silence` seconds without an answer a node counts as down. `settings` are more lines of
+    slurm.conf, above the nodes and the partition `main`.
     """
     for name in ("state", "munge", *(f"spool-{node}" for node in nodes)):
         (folder / name).mkdir(parents=True)
@@ -79,7 +81,13 @@ def write(folder: Path, nodes: Sequence[str], *, silence: int) -> None:
         os.mknod(folder / f"gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))
     last = numbered(nodes)[nodes[-1]]
     text = _CONF.format(
-        folder=folder, network=NETWORK, nodes=len(nodes), last=last, gpus=GPUS, silence=silence
+        folder=folder,
+        network=NETWORK,
+        nodes=len(nodes),
+        last=last,
+        gpus=GPUS,
+        silence=silence,
+        settings=settings,
     )
     (folder / "slurm.conf").write_text(text)
     gpus = f"AutoDetect=off\nName=gpu File={folder}/gpu[0-{GPUS - 1}]\n"

@@ -1,0 +1,424 @@
+"""Nodes killed and links cut at random on a Slurm cluster while an array of jobs trains.
+
+    python benchmarks/chaos_slurm.py [--minutes 30] [--seed 0] [--json]
+
+The cluster is the one of the tests: each node is a slurmd in namespaces on this machine. `shoal submit`
+starts a job array with one element per strategy, on two nodes with one rank each, and nothing is
+submitted again by hand. A step takes PACE seconds, most of which a sleep adds. All faults end with the
+storm, and then the jobs have time to end. Needs root, Slurm, munge and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+from shoal.chaos.final_state import digest_end
+from shoal.distributed.cluster_env import expand_hosts
+from shoal.telemetry.events import read_events
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from chaos_training import SCRIPT, count_samples, damaged, print_results  # noqa: E402
+from helpers.cluster.slurm import Cluster  # noqa: E402
+
+STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline")
+NODES = 10
+"""Two for each element, and two to replace nodes that are down."""
+STEPS_PER_EPOCH = 6
+PACE = 1.0
+FILLED = 0.6
+"""The steps of a training without faults, as a fraction of the storm."""
+GAP = 20.0
+"""Mean seconds between faults."""
+SILENCE = 10
+LIMIT = 1500.0
+"""Seconds after the storm within which all jobs have to end."""
+URGENT = """PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=DEFAULT GraceTime=10
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=10"""
+FAULT_HEAD = ("fault", "times", "in training", "ended it", "median until a new step", "longest")
+"""The others came while the training was starting again after an earlier fault."""
+RECENT = 5.0
+JOB_HEAD = (
+    "strategy",
+    "faults",
+    "starts",
+    "steps needed",
+    "steps taken",
+    "samples",
+    "corrupt",
+    "same bits",
+    "goodput",
+    "Young-Daly",
+)
+_PAUSE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A running element of the array, and its nodes; a fault of a node hits the first one."""
+
+    element: int
+    job: str
+    nodes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFault:
+    """A fault and its end, after a number of seconds between the bounds of `lasts`."""
+
+    text: str
+    begin: Callable[[Cluster, Target], object]
+    end: Callable[[Cluster, Target], object] = lambda cluster, target: None
+    lasts: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Happened:
+    """A fault that has happened, and the Unix time."""
+
+    kind: str
+    element: int
+    job: str
+    nodes: list[str]
+    at: float
+
+
+def kill_rank(cluster: Cluster, target: Target) -> None:
+    """Kill the processes of a rank, but not the shells and daemons around it."""
+    for process in cluster.running(target.nodes[0], "train.py"):
+        with suppress(psutil.Error):
+            if process.name().startswith("python"):
+                process.kill()
+
+
+def preempt(cluster: Cluster, target: Target) -> None:
+    """Submit a job of a higher priority for a node of the target."""
+    wanted = ["-p", "urgent", "-w", target.nodes[0], "--exclusive", "-o", "/dev/null"]
+    cluster.run(["sbatch", *wanted, "--wrap", "sleep 5"])
+
+
+FAULTS = {
+    "node": ClusterFault(
+        text="node killed, and back after 3 to 30 s",
+        begin=lambda cluster, target: cluster.kill(target.nodes[0]),
+        end=lambda cluster, target: cluster.revive(target.nodes[0]),
+        lasts=(3.0, 30.0),
+    ),
+    "slurmd": ClusterFault(
+        text="slurmd killed, and back after 3 to 30 s",
+        begin=lambda cluster, target: cluster.kill_slurmd(target.nodes[0]),
+        end=lambda cluster, target: cluster.revive_slurmd(target.nodes[0]),
+        lasts=(3.0, 30.0),
+    ),
+    "link": ClusterFault(
+        text="link of a node cut for 2 to 25 s",
+        begin=lambda cluster, target: cluster.network.cut(target.nodes[0]),
+        end=lambda cluster, target: cluster.network.mend(target.nodes[0]),
+        lasts=(2.0, 25.0),
+    ),
+    "one-way": ClusterFault(
+        text="TCP from one node to the other dropped for 2 to 25 s",
+        begin=lambda cluster, target: cluster.network.drop(
+            target.nodes[0], "1-65534", source=target.nodes[1]
+        ),
+        end=lambda cluster, target: cluster.network.accept(
+            target.nodes[0], "1-65534", source=target.nodes[1]
+        ),
+        lasts=(2.0, 25.0),
+    ),
+    "rank": ClusterFault(text="SIGKILL to a rank", begin=kill_rank),
+    "usr1": ClusterFault(
+        text="`scancel --signal=USR1`",
+        begin=lambda cluster, target: cluster.run(["scancel", "--signal=USR1", target.job]),
+    ),
+    "term": ClusterFault(
+        text="`scancel --signal=TERM`",
+        begin=lambda cluster, target: cluster.run(["scancel", "--signal=TERM", target.job]),
+    ),
+    "requeue": ClusterFault(
+        text="`scontrol requeue`",
+        begin=lambda cluster, target: cluster.run(["scontrol", "requeue", target.job]),
+    ),
+    "preempt": ClusterFault(text="preempted (`REQUEUE`, 10 s of grace)", begin=preempt),
+}
+
+
+class SlurmStorm:
+    """The faults of one storm over the array `job` in `home`."""
+
+    def __init__(self, cluster: Cluster, home: Path, job: str, seed: int) -> None:
+        self._cluster, self._home, self._job = cluster, home, job
+        self._draw = random.Random(seed)
+        self._open: list[tuple[float, ClusterFault, Target]] = []
+        self.happened: list[Happened] = []
+
+    def run(self, seconds: float) -> float:
+        """Inject faults until the time is over or the array has ended; return the Unix time."""
+        until = time.monotonic() + seconds
+        following = self._next()
+        while time.monotonic() < until and self.left():
+            self._end_faults(time.monotonic())
+            if time.monotonic() >= following:
+                self._inject()
+                following = self._next()
+            time.sleep(_PAUSE)
+        self._end_faults(math.inf)
+        return time.time()
+
+    def left(self) -> list[str]:
+        """Return the elements that have not ended."""
+        return self._queue(["-o", "%i"])
+
+    def following(self, fault: Happened) -> float:
+        """Return the time of the next fault of the same element."""
+        times = [e.at for e in self.happened if e.element == fault.element and e.at > fault.at]
+        return min(times, default=math.inf)
+
+    def _next(self) -> float:
+        return time.monotonic() + self._draw.expovariate(1 / GAP)
+
+    def _queue(self, options: Sequence[str]) -> list[str]:
+        done = self._cluster.run(["squeue", "-h", "-r", "-j", self._job, *options])
+        if done.returncode:
+            return [] if "Invalid job id" in done.stderr else ["unknown"]
+        return done.stdout.splitlines()
+
+    def _targets(self) -> list[Target]:
+        hurt = {node for _, _, target in self._open for node in target.nodes}
+        found = []
+        for line in self._queue(["-t", "RUNNING", "-o", "%i %N"]):
+            job, _, names = line.partition(" ")
+            nodes = expand_hosts(names) if names else []
+            if len(nodes) == 2 and not hurt & set(nodes):
+                found.append(Target(element=int(job.partition("_")[2]), job=job, nodes=nodes))
+        return found
+
+    def _inject(self) -> None:
+        kind = self._draw.choice(list(FAULTS))
+        lasts = self._draw.uniform(*FAULTS[kind].lasts)
+        which, swapped = self._draw.random(), self._draw.random() < 0.5
+        targets = self._targets()
+        if not targets:
+            return
+        target = targets[int(which * len(targets))]
+        if swapped:
+            target = Target(element=target.element, job=target.job, nodes=target.nodes[::-1])
+        self.happened.append(Happened(kind=kind, at=time.time(), **asdict(target)))
+        print(f"{time.strftime('%H:%M:%S')} {kind} {target} for {lasts:.1f} s", flush=True)
+        FAULTS[kind].begin(self._cluster, target)
+        self._open.append((time.monotonic() + lasts, FAULTS[kind], target))
+
+    def _end_faults(self, now: float) -> None:
+        for each in [each for each in self._open if each[0] <= now]:
+            self._open.remove(each)
+            each[1].end(self._cluster, each[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A step of rank 0."""
+
+    attempt: int
+    step: int
+    at: float
+
+
+def read_lines(home: Path) -> list[Line]:
+    """Return the steps of rank 0, in the order of attempts."""
+    file = home / "samples-0.jsonl"
+    found = []
+    for text in file.read_text().splitlines() if file.exists() else ():
+        attempt, step, _, _, at = json.loads(text)
+        found.append(Line(attempt=attempt, step=step, at=at))
+    return sorted(found, key=lambda line: (line.attempt, line.step))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Whether a fault hit a training that was taking steps, whether it ended the attempt, and when the
+    next step came; in a new attempt, the first one that is not a repetition."""
+
+    training: bool
+    ended: bool
+    seconds: float
+
+
+def recovery(lines: Sequence[Line], at: float, following: float) -> Recovery | None:
+    """Return what came of a fault, before the following one; None if no step came after it."""
+    before = [line for line in lines if line.at <= at]
+    attempt = max((line.attempt for line in before), default=0)
+    mine = [line for line in lines if line.attempt <= attempt]
+    ended = max((line.at for line in mine), default=at) < following
+    later = [line for line in lines if line.attempt > attempt]
+    if later and ended:
+        done = max((line.step for line in mine), default=0)
+        new = [line.at for line in later if line.step > done]
+    else:
+        ended = False
+        new = [line.at for line in mine if line.at > at]
+    if not new:
+        return None
+    training = any(line.at > at - RECENT for line in before)
+    return Recovery(training=training, ended=ended, seconds=min(new) - at)
+
+
+def goodput(
+    lines: Sequence[Line], until: float, blocked: float, interval: float
+) -> tuple[float, float]:
+    """Return the measured goodput up to a time, and that of Daly's model.
+
+    The model has the measured time of a step, mean time between failures, time to restart, interval
+    between saves and time for which a save blocks (Daly 2006, equation 20).
+    """
+    lines = [line for line in lines if line.at <= until]
+    pairs = list(pairwise(lines))
+    step = statistics.median(b.at - a.at for a, b in pairs if a.attempt == b.attempt)
+    restarts = [max(0.0, b.at - a.at) for a, b in pairs if a.attempt != b.attempt]
+    end = min(until, max(line.at for line in lines))
+    window = end - min(line.at for line in lines)
+    measured = max(line.step for line in lines) * step / window
+    if not restarts:
+        return measured, interval / (interval + blocked)
+    mtbf = (window - sum(restarts)) / len(restarts)
+    restart = statistics.mean(restarts)
+    time_of_interval = (mtbf + restart) * math.expm1((interval + blocked) / mtbf)
+    return measured, interval / time_of_interval
+
+
+def fault_rows(storm: SlurmStorm, homes: Sequence[Path]) -> list[tuple[str, ...]]:
+    """Return a row for each kind of fault."""
+    lines = [read_lines(home) for home in homes]
+    rows: list[tuple[str, ...]] = []
+    for kind, fault in FAULTS.items():
+        found = [each for each in storm.happened if each.kind == kind]
+        known = [recovery(lines[each.element], each.at, storm.following(each)) for each in found]
+        after = [each for each in known if each is not None and each.training]
+        seconds = [each.seconds for each in after]
+        rows.append(
+            (
+                fault.text,
+                str(len(found)),
+                str(len(after)),
+                str(sum(each.ended for each in after)),
+                f"{statistics.median(seconds):.0f} s" if seconds else "",
+                f"{max(seconds):.0f} s" if seconds else "",
+            )
+        )
+    return rows
+
+
+def job_row(
+    number: int, home: Path, calm: Path, storm: SlurmStorm, ended: float, epochs: int
+) -> tuple[str, ...]:
+    """Return the row of an element of the array."""
+    lines = read_lines(home)
+    events = list(read_events(home / "runs/a/events/rank-0.jsonl"))
+    saves = [each for each in events if each.get("event") == "save"]
+    blocked = statistics.median(each["blocked"] for each in saves)
+    gaps = [b["t"] - a["t"] for a, b in pairwise(saves)]
+    shown = goodput(lines, ended, blocked, statistics.median(gaps))
+    return (
+        STRATEGIES[number],
+        str(sum(each.element == number for each in storm.happened)),
+        str(len({line.attempt for line in lines})),
+        str(epochs * STEPS_PER_EPOCH),
+        str(len(lines)),
+        str(sum(count_samples(home, epochs))),
+        str(len(damaged(home / "runs/a/checkpoints"))),
+        "yes" if digest_end(home) == digest_end(calm) else "NO",
+        *(f"{each:.0%}" for each in shown),
+    )
+
+
+def train_undisturbed(home: Path, epochs: int) -> None:
+    """Train with each strategy on two ranks, outside of the cluster, without faults and a pace."""
+    for strategy in STRATEGIES:
+        command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(SCRIPT), "--"]
+        command += ["--home", f"calm-{strategy}", "--strategy", strategy, "--epochs", str(epochs)]
+        with (home / f"calm-{strategy}.txt").open("wb") as output:
+            subprocess.run(
+                [*command, "--mtbf", "100"], cwd=home, stdout=output, stderr=output, check=True
+            )
+
+
+def submit(cluster: Cluster, home: Path, epochs: int) -> str:
+    """Submit the array and return its job number."""
+    (home / "train.py").write_text(SCRIPT.read_text())
+    sweep = [f"--home {name} --strategy {name}" for name in STRATEGIES]
+    (home / "sweep.txt").write_text("\n".join(sweep) + "\n")
+    command = [sys.executable, "-m", "shoal", "submit", "--nodes", "2", "-n", "2", "--time", "24:00:00"]
+    command += [
+        "--directive=--exclusive",
+        "--restarts",
+        "1000",
+        "--run",
+        "jobs",
+        "--sweep",
+        "sweep.txt",
+    ]
+    command += ["train.py", "--", "--epochs", str(epochs), "--pace", str(PACE)]
+    mtbf = str(GAP * len(STRATEGIES))
+    variables = {name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME")}
+    done = cluster.run([*command, "--mtbf", mtbf], folder=home, variables=variables)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return done.stdout.split()[1].rstrip(":")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--home", type=Path, help="a new directory, which is kept")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    epochs = round(options.minutes * 60 * FILLED / PACE / STEPS_PER_EPOCH)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as temporary:
+        home = (options.home or Path(temporary, "home")).absolute()
+        home.mkdir(parents=True)
+        cluster = Cluster(Path(temporary, "cluster"), nodes=NODES, silence=SILENCE, settings=URGENT)
+        with ThreadPoolExecutor() as pool, cluster:
+            undisturbed = pool.submit(train_undisturbed, home, epochs)
+            storm = SlurmStorm(cluster, home, submit(cluster, home, epochs), options.seed)
+            ended = storm.run(60 * options.minutes)
+            print(f"{time.strftime('%H:%M:%S')} the storm is over", flush=True)
+            until = time.monotonic() + LIMIT
+            while storm.left():
+                if time.monotonic() > until:
+                    raise SystemExit(f"{storm.left()} did not end; {home}")
+                time.sleep(1)
+        undisturbed.result()
+        homes = [home / name for name in STRATEGIES]
+        faults = fault_rows(storm, homes)
+        rows = [
+            job_row(number, each, home / f"calm-{each.name}", storm, ended, epochs)
+            for number, each in enumerate(homes)
+        ]
+        (home / "faults.json").write_text(json.dumps([asdict(each) for each in storm.happened]))
+        print_results(FAULT_HEAD, faults, as_json=options.json)
+        print_results(JOB_HEAD, rows, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
