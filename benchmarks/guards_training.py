@@ -275,7 +275,8 @@ class GuardedTraining:
         """Return a guard that first checks the step after `steps` more; by itself, the second step."""
         taken = self.step.number
         self.step.number += steps - 1
-        only = shoal.Guards(**{each: each == name for each in GUARDS})
+        chosen: dict[str, Any] = {each: each == name for each in GUARDS}
+        only = shoal.Guards(**chosen)
         found = create_guards({"step": self.step}, only, cast(Events, self._recorder))
         self.step.number = taken
         return found

@@ -151,7 +151,7 @@ def taken_over(first: Path, *, kills: int = 0, leftover: bool = False) -> Protoc
             fence.number = fence.take()
             found = Checkpoints(there, Alone(), keep=1, files=ExploredFiles(world, fence))
             try:
-                found._survey()
+                found._survey(None)
                 step, _ = restored(found)
                 found._verified.add(step)
                 try:

@@ -30,14 +30,14 @@ def create_guards(
     states: Mapping[str, TrainState],
     options: Guards | None,
     events: Events,
-    loader: Loader,
-    rewind: Rewind,
 ) -> list[Guard]:
-    """Return the guards of all train states. Each of two guards of one state has half of the budget."""
+    """Return the guards against corruption of all train states.
+
+    Each of two guards of one state has half of the budget.
+    """
     found: list[Guard] = []
     if options is None:
         return found
-    first = next(iter(states.values()))
     for name, state in states.items():
         gradients = state.engine.repeatable if options.gradients else None
         if isinstance(state, Step) and gradients is not None and state.engine.world.size > 1:
@@ -49,10 +49,25 @@ def create_guards(
             found.append(StateGuard(name, state, options, events, budget=budget))
         if options.find_nonfinite:
             _as_step(state, "find_nonfinite=True").search_nonfinite()
-        if options.bad_steps is not None:
-            step = _as_step(state, f"bad_steps={options.bad_steps}")
-            found.append(LossGuard(name, step, first, loader, options.bad_steps, events, rewind))
     return found
+
+
+def create_loss_guards(
+    states: Mapping[str, TrainState],
+    options: Guards | None,
+    events: Events,
+    loader: Loader,
+    rewind: Rewind,
+) -> list[Guard]:
+    """Return the guards of losses of all train states."""
+    if options is None or options.bad_steps is None:
+        return []
+    first = next(iter(states.values()))
+    steps = {name: _as_step(state, f"bad_steps={options.bad_steps}") for name, state in states.items()}
+    return [
+        LossGuard(name, step, first, loader, options.bad_steps, events, rewind)
+        for name, step in steps.items()
+    ]
 
 
 def _as_step(state: TrainState, option: str) -> Step:
