@@ -20,7 +20,7 @@ from shoal.distributed.world import World
 from shoal.telemetry.profiler.window import check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
-from shoal.training.guards.create import create_guards, create_loss_guards
+from shoal.training.guards.create import create_guards, loss_guards
 from shoal.training.guards.options import Guards
 from shoal.training.logged_values import LogQueue, check_names, check_trackers
 from shoal.training.named_states import train_states
@@ -159,7 +159,7 @@ class Run:
         self._first = self._numbers()
         self._recording = RunEvents(self.events, self.train_states, loader)
         self._guards = create_guards(self.train_states, guards, self.events)
-        self._guards += create_loss_guards(self.train_states, guards, self.events, loader, self._roll_back)
+        self._guards += loss_guards(self.train_states, guards, self.events, loader, self._roll_back)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, BackgroundSave[AnyPath]] | None = None
         self.world.before_closing(self.close)
         self._stopping = PreemptionHandler(self.world)

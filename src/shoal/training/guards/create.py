@@ -52,7 +52,7 @@ def create_guards(
     return found
 
 
-def create_loss_guards(
+def loss_guards(
     states: Mapping[str, TrainState],
     options: Guards | None,
     events: Events,
