@@ -143,7 +143,7 @@ class RunOfNodes:
         agent: Any = object.__new__(self.agents.NodesAgent)
         agent._rendezvous_handler, agent._label = handler, f"node {node}"
         agent._nodes = SimpleNamespace(silence=SILENCE)
-        agent._budgets, agent.verdict = self.budgets, None
+        agent._budgets, agent._signature, agent.verdict = self.budgets, "", None
         agent.end_restarts = lambda: None
         agent.ask = partial(self.answer, agent, node)
         carry_out = agent._carry_out
