@@ -190,8 +190,8 @@ def check_saves(
     ("bounds", "states"),
     [
         ({"leftover": True}, 150),
-        pytest.param({"leftover": True}, 663, marks=pytest.mark.full),
-        pytest.param({}, 560, marks=pytest.mark.full),
+        pytest.param({"leftover": True}, 663, marks=pytest.mark.long),
+        pytest.param({}, 560, marks=pytest.mark.long),
         pytest.param({"kills": 1}, 1_131, marks=pytest.mark.full),
     ],
 )
@@ -207,6 +207,7 @@ def test_no_committed_save_is_lost(bounds: dict[str, Any], states: int, run: Pat
 RETIRE = (manager, "Checkpoints", "_retire", "else step < oldest", "else step <= oldest")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "owner", "method", "old", "new"),
     [
@@ -217,7 +218,7 @@ RETIRE = (manager, "Checkpoints", "_retire", "else step < oldest", "else step <=
             "check",
             "if self.number and (newest > self.number or",
             "if self.number and (newest > self.number + 1 or",
-            marks=pytest.mark.full,
+            marks=pytest.mark.long,
         ),
         RETIRE,
     ],

@@ -120,6 +120,7 @@ with shoal.init() as world:
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_ranks_of_shoal_run_are_bound_again_when_their_gpus_are_known(tmp_path: Path) -> None:

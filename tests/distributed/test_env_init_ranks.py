@@ -58,6 +58,7 @@ def test_four_variables_make_a_world(tmp_path: Path) -> None:
     assert said.splitlines() == ["(0, 0, 2, 0, 1, 'env://')", "(1, 1, 2, 0, 1, 'env://')"], errors
 
 
+@pytest.mark.full
 def test_local_ranks_that_are_the_same_raise_on_all_ranks(tmp_path: Path) -> None:
     own = [{"RANK": rank, "LOCAL_RANK": 0} for rank in range(2)]
     with started(tmp_path, *own) as processes:

@@ -38,6 +38,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_values_and_host_tensors_pass_through_the_host() -> None:
     """The device's own backend serves no tensor of the host: it would raise."""

@@ -82,6 +82,7 @@ def test_all_survivors_agree(size: int, times: int, early: int) -> None:
     assert not found.failure, found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("old", "new", "size"),
     [

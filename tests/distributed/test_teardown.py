@@ -147,6 +147,7 @@ with shoal.init() as world:
 """
 
 
+@pytest.mark.full
 def test_the_traceback_comes_before_the_groups_have_ended(tmp_path: Path) -> None:
     """Their end takes longer than this test waits for anything."""
     body = ALONE.replace("LEAVE", 'raise ValueError("boom")')
@@ -196,7 +197,8 @@ def test_a_clean_end_that_takes_too_long_keeps_its_exit_code(tmp_path: Path) -> 
         assert run.end() == (0, "")
 
 
-@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.full), 'raise ValueError("boom")'])
+@pytest.mark.full
+@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.long), 'raise ValueError("boom")'])
 def test_a_world_that_python_closes_at_its_exit_ends_too(tmp_path: Path, end: str) -> None:
     body = WITHOUT_WITH.replace("END", end)
     with ByHand(tmp_path, script(body, give_up=0.5)) as run:

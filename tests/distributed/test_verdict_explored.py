@@ -206,6 +206,7 @@ def test_ranks_blame_the_rank_that_caused_the_hang(bounds: dict[str, Any], least
     assert found.states >= least
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "old", "new", "bounds"),
     [

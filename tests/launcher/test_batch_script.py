@@ -387,6 +387,7 @@ def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp
     assert "--signal=TERM@300" in directives(write(request(**job), PLAIN, place(folder)))
 
 
+@pytest.mark.full
 def test_options_of_the_script_are_none_of_torchruns(fakes: Fakes, tmp_path: Path) -> None:
     """torchrun would take `--run`, `--log` and others for abbreviations of its own options."""
     (tmp_path / "argv.py").write_text("import sys\nprint(sys.argv[1:])\n")

@@ -255,6 +255,7 @@ def test_all_nodes_end_an_attempt_the_same_way(bounds: dict[str, Any], least: in
     assert found.states >= least
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "old", "new", "bounds"),
     [
@@ -285,7 +286,7 @@ def test_all_nodes_end_an_attempt_the_same_way(bounds: dict[str, Any], least: in
             "lost = [node for node in seen.nodes if node not in seen.present]",
             "lost: list[str] = []",
             {"kills": 1},
-            marks=pytest.mark.full,
+            marks=pytest.mark.long,
         ),
     ],
 )

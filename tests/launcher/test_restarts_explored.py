@@ -104,6 +104,7 @@ def test_failures_and_preemptions_have_their_own_numbers(restarts: int, preempti
     assert not wrong_end(elastic_agent, launcher, restarts, preemptions)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [

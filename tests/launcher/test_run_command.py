@@ -190,6 +190,7 @@ def test_prints_appear_while_the_run_goes_on(start: Start) -> None:
     assert run.end().code == 143
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("line", "code", "told"),
     [
@@ -241,6 +242,7 @@ def test_a_script_that_no_rank_can_load(start: Start, script: str, told: str) ->
     assert "script.py:2 " in ended.err.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_stuck_ranks_and_their_children_are_gone_after_a_failure(start: Start) -> None:
     """FAILURES 17: within seconds, and no orphan."""
     fail = """
@@ -283,6 +285,7 @@ for number in (signal.SIGTERM, signal.SIGINT):
         assert (run.folder / f"saved{rank}").read_text() == str(int(passed))
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_ranks_without_handlers_quietly(start: Start) -> None:
     run = start(RANKS + WAIT, "-n", "2", "script.py")
     run.wait_ready(2)

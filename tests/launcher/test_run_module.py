@@ -60,8 +60,9 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["jobs.train", pytest.param("jobs", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["jobs.train", pytest.param("jobs", marks=pytest.mark.long)])
 def test_a_module_sees_what_python_would_show_it(package: Path, name: str) -> None:
     words = (name, "--lr", "0.1", "-m", "x y")
     plain = python(package, "-m", *words)

@@ -120,6 +120,7 @@ def test_a_node_that_died_and_came_back_does_not_end_the_job(
     assert bool(read_failure(tmp_path / "run/jobs/1")) == (code == 1)
 
 
+@pytest.mark.full
 def test_a_launcher_that_never_ends_after_a_failure_is_ended(fakes: Fakes, tmp_path: Path) -> None:
     """srun on a real Slurm, of which a node was killed and revived."""
     (fakes.path / "srun").write_text(SRUN.replace("exit $code", "while :; do sleep 1; done"))

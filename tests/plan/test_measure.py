@@ -42,6 +42,7 @@ def collectives(path: Path, hosts: tuple[str, ...], operation: str = "all_reduce
     return path
 
 
+@pytest.mark.full
 def test_a_measured_machine_is_one_that_plan_takes(tmp_path: Path) -> None:
     one = collectives(tmp_path / "one.json", ("a", "a"))
     out = tmp_path / "mine.toml"

@@ -21,7 +21,7 @@ from shoal.plan.trace import TracedMemory, trace_step
 from shoal.util.errors import ShoalError
 
 WITHIN = 0.05
-RANK_LAYOUTS = ("replicate=2", "shard=2")
+RANK_LAYOUTS = ("shard=2", pytest.param("replicate=2", marks=pytest.mark.long))
 QUICK, FULL = ("MLP",), ("transformer", "ResNet", "LSTM")
 
 
@@ -60,7 +60,7 @@ def test_the_peak_is_the_allocator_s(name: str, world: shoal.World, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
-        pytest.param("transformer", "full", marks=pytest.mark.full),
+        pytest.param("transformer", "full", marks=pytest.mark.long),
         pytest.param("ViT", "selective", marks=pytest.mark.full),
         pytest.param("transformer", "selective", marks=pytest.mark.long),
         pytest.param("ViT", "full", marks=pytest.mark.long),

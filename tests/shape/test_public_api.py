@@ -66,6 +66,7 @@ def faults(source: Path) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_the_public_api_is_sound(repository: Path) -> None:
     assert faults(repository / "src") == []
 

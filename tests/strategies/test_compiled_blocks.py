@@ -74,12 +74,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counting()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "again"),
     [
         pytest.param(Block, False, id="own"),
-        pytest.param(Block, True, id="recomputed", marks=pytest.mark.full),
-        pytest.param(encoder, False, id="torch's", marks=pytest.mark.full),
+        pytest.param(Block, True, id="recomputed", marks=pytest.mark.long),
+        pytest.param(encoder, False, id="torch's", marks=pytest.mark.long),
         pytest.param(encoder, True, id="torch's, recomputed"),
     ],
 )

@@ -63,8 +63,9 @@ def means() -> list[Tensor]:
     return [torch.stack(each).mean(0) for each in zip(*map(gradient, range(SIZE)), strict=True)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("how", "error"), [pytest.param("fp16", 1e-3, marks=pytest.mark.full), ("bf16", 1e-2)]
+    ("how", "error"), [pytest.param("fp16", 1e-3, marks=pytest.mark.long), ("bf16", 1e-2)]
 )
 def test_halves_are_as_near_as_their_precision(how: str, error: float, ranks: Ranks) -> None:
     for totals, _, sent in ranks.call(reduce, how, 1):

@@ -111,11 +111,14 @@ def two() -> Iterator[Ranks]:
         [shoal.ContextParallel(), shoal.DDP(bucket_cap_mb=0.001)],
         [shoal.ContextParallel(modules=("blocks.*",)), shoal.FSDP()],
         [shoal.ActivationCheckpointing(), shoal.ContextParallel()],
-        [
-            shoal.ContextParallel(),
-            shoal.ActivationCheckpointing(),
-            shoal.FSDP(reshard_after_forward=False, accumulate="whole"),
-        ],
+        pytest.param(
+            [
+                shoal.ContextParallel(),
+                shoal.ActivationCheckpointing(),
+                shoal.FSDP(reshard_after_forward=False, accumulate="whole"),
+            ],
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             [shoal.ContextParallel(modules=("blocks.1",)), shoal.ActivationCheckpointing()],
             marks=pytest.mark.full,
@@ -170,6 +173,7 @@ def test_other_axes_divide_what_slices_leave(expected: Trained, layout: str, str
             assert found.distance(expected) < 1e-9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mutation", "strategy"),
     [

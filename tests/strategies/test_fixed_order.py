@@ -158,6 +158,7 @@ def refused(world: shoal.World) -> list[str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_all_state_has_the_same_bits_on_one_two_and_three_ranks_and_through_a_kill(
     tmp_path: Path,

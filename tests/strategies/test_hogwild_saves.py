@@ -51,7 +51,8 @@ def verify(directory: Path) -> str:
     return verified.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_one_run_after_another_is_saved_as_a_whole(ranks: int, tmp_path: Path) -> None:
     with Ranks(ranks) as started:
         started.call(saves, tmp_path)

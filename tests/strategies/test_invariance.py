@@ -80,6 +80,7 @@ THREE_SAMPLES = Row("convolutional", 3, False, 1, False, None)
 EVEN = Row("convolutional", 96, False, 1, True, None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mutation", "row"),
     [

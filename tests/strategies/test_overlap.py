@@ -111,6 +111,7 @@ def test_buckets_are_sent_as_early_as_plain_ddp_sends_them(
             assert arrivals == expected, f"{start}, rank {rank}"
 
 
+@pytest.mark.full
 def test_a_compiled_model_sends_its_buckets_as_early_as_one_that_is_not(
     ranks: Ranks, tmp_path: Path
 ) -> None:

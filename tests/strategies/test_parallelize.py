@@ -77,11 +77,12 @@ def test_every_strategy_trains_like_one_process(
     check(started(case.layout, case.size), case)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mutation",
     [
         "stand-in counts",
-        *(pytest.param(m, marks=pytest.mark.full) for m in ("no count correction", "one rank silent")),
+        *(pytest.param(m, marks=pytest.mark.long) for m in ("no count correction", "one rank silent")),
     ],
 )
 def test_the_comparison_notices_mutations(mutation: str) -> None:

@@ -305,6 +305,7 @@ def with_dropout(world: shoal.World, directory: Path, stops: list[int]) -> list[
     return losses
 
 
+@pytest.mark.full
 def test_a_resumed_run_draws_the_same_noise_in_a_short_batch(two: Ranks, tmp_path: Path) -> None:
     """The fourth batch is the short one of the epoch, and the first after the restore."""
     at_once = two.call(with_dropout, tmp_path / "once", [STEPS])

@@ -294,6 +294,7 @@ def gathers(world: shoal.World) -> list[int]:
     return counts
 
 
+@pytest.mark.full
 def test_what_lies_outside_of_units_is_gathered_once(two: Ranks) -> None:
     """Three blocks forward and backward, the rest of the model forward only."""
     for found in two.call(gathers):
@@ -356,7 +357,8 @@ def test_a_model_made_share_by_share_has_the_values_and_ties_of_one_process(two:
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("accumulate", ["sharded", pytest.param("whole", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("accumulate", ["sharded", pytest.param("whole", marks=pytest.mark.long)])
 def test_a_batch_that_failed_leaves_nothing_behind(two: Ranks, accumulate: str) -> None:
     with shoal.init() as world:
         expected = failing(world, accumulate)

@@ -163,6 +163,7 @@ def test_a_named_stream_is_the_same_in_inputs_and_loss() -> None:
     assert torch.equal(drawn["loss"][1:], later)  # by the position of the sample
 
 
+@pytest.mark.full
 def test_a_denoising_model_learns_from_a_named_stream(world: shoal.World) -> None:
     def inputs(batch: tuple[Tensor], noise: Noise) -> tuple[Tensor]:
         return (batch[0] + noise.named("added").normal(8),)

@@ -132,7 +132,8 @@ def usual(directory: Path, rank: int) -> dict[str, float]:
     return {part: statistics.median(step[part] for step in steps) for part in PARTS}
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_the_parts_add_up_to_the_time_there_was(
     size: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

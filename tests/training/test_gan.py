@@ -131,8 +131,9 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("raw", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("raw", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_gan_trains_like_one_process(
     ranks: tuple[Ranks, list[shoal.DDP | shoal.FSDP]],
     specification: list[Tensor],

@@ -241,6 +241,7 @@ def test_the_end_of_the_world_looks_at_the_last_result() -> None:
         in_a_world(KeyError("mine"))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_script_without_a_with_block_ends_with_an_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

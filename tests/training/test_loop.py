@@ -253,6 +253,7 @@ def impatient(world: shoal.World, directory: Path) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.full
 def test_patience_ends_it_on_all_ranks_and_stays_ended(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.call(impatient, tmp_path) == [[("patience", 4)] * 2] * 2
 

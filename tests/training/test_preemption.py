@@ -194,7 +194,17 @@ def assert_all_stopped_and_go_on(
         assert same(ours.optimizer, theirs.optimizer)
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward", "evaluation", "save", "data", "first"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "forward",
+        "save",
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("backward", "evaluation", "data", "first")
+        ),
+    ],
+)
 def test_one_rank_is_told_at_any_moment(
     moment: str, ranks: Ranks, undisturbed: list[Ended], tmp_path: Path
 ) -> None:
@@ -214,6 +224,7 @@ def test_every_signal_counts(
     assert_all_stopped_and_go_on(ranks, ended, undisturbed, tmp_path)
 
 
+@pytest.mark.full
 def test_all_ranks_are_told_again_and_again(
     ranks: Ranks, undisturbed: list[Ended], tmp_path: Path
 ) -> None:

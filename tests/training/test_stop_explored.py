@@ -177,6 +177,7 @@ def test_all_ranks_stop_after_the_same_step(bounds: dict[str, Any], states: int,
     assert found.states >= least
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("old", "new"),
     [

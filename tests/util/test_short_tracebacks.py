@@ -69,8 +69,9 @@ def test_plain_python_shows_the_frames_of_the_script(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in lines[-4:]] == ["given", "found", "fix", "where"]
 
 
+@pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_hooks_of_others_are_called(tmp_path: Path, first: bool) -> None:
     """One that was set before the import of Shoal, and one set after."""
     script = SCRIPT.format(before="" if first else HOOK)

@@ -150,8 +150,9 @@ def test_two_ranks_compute_again_and_both_are_named_if_that_does_not_decide(
     assert "ranks 0, 1 differ in the gradient of 4.weight, without a majority" in always
 
 
+@pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.long)])
 def test_checks_raise_no_false_alarm_and_change_no_bit(
     three: Ranks, tmp_path: Path, precision: str
 ) -> None:

@@ -195,7 +195,15 @@ def test_replicas_name_the_rank_that_drifts(three: Ranks, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("steps", [30, pytest.param(10_000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("layout", ["replicate=2", "shard=2", "tensor=2", "pipeline=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "replicate=2",
+        "shard=2",
+        pytest.param("tensor=2", marks=pytest.mark.full),
+        pytest.param("pipeline=2", marks=pytest.mark.full),
+    ],
+)
 def test_no_false_alarm(two: Ranks, tmp_path: Path, layout: str, steps: int) -> None:
     strategies = {
         "replicate=2": shoal.DDP(),
