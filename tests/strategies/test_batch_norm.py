@@ -56,7 +56,7 @@ def _parameters() -> list[object]:
     ]
     mixed = [case for case in CASES if case.way != "Compiled"]
     random.Random(0).shuffle(mixed)
-    more = cover(mixed, lambda c: (c.way, (c.statistics, c.micro_batches), c.own))
+    more = cover(mixed, lambda c: (c.way, c.statistics, c.micro_batches, c.own))
     more.update({case.layout: case for case in mixed}.values())
     more.add(next(c for c in CASES if (c.way, c.layout) == ("Compiled", "replicate=2")))
     return [
