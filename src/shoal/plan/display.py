@@ -27,6 +27,7 @@ _NAMES = {
     "data": "exposed data parallel",
     "launch": "launch and host",
     "stragglers": "slowest device",
+    "repeated": "repeated steps",
 }
 
 
@@ -151,10 +152,10 @@ def training_values(found: TrainingEstimate) -> dict[str, Any]:
 
 
 def training_parts(found: TrainingEstimate) -> list[tuple[str, float]]:
-    """Return the parts of the median training in seconds."""
+    """Return the parts of the median training in seconds, without those that take no time."""
     parts = asdict(found.median)
     del parts["failures"]
-    return [*parts.items()]
+    return [(part_name(name), seconds) for name, seconds in parts.items() if seconds]
 
 
 def training_sentences(found: TrainingEstimate) -> list[str]:

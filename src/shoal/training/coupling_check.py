@@ -30,7 +30,7 @@ TOLERANCE = 0.02
 REPEATED = 1e-3
 """Relative to the largest row: the error of a run that is repeated. Above it, a module draws."""
 _CONVERTED = 1 << 18
-"""Numbers of an output that are converted to float64 at once."""
+"""The number of elements of an output that are converted to float64 at a time."""
 
 Digests: TypeAlias = dict[tuple[str, int, int], Tensor]
 """A weighted sum and the norm of each row of a module's output, by the module's name, the number of

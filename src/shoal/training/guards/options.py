@@ -11,12 +11,12 @@ from shoal.util.errors import StepError
 
 @dataclass(frozen=True, kw_only=True)
 class Guards:
-    """Checks for silent data corruption in a Run, by checksums of model, optimizer and gradients.
+    """Checks for silent data corruption and bad losses in a Run.
 
-    A check adds the bits of each tensor as integers, which detects any single flipped bit. Shoal
-    measures the time of its checks and chooses the steps on which they run, so that they stay below
-    `budget`. The first check is on the second step. A tensor that an operation of PyTorch has changed
-    in between is not compared.
+    Corruption is found by checksums of model, optimizer and gradients. A check adds the bits of each
+    tensor as integers, which detects any single flipped bit. Shoal measures the time of its checks and
+    chooses the steps on which they run, so that they stay below `budget`. The first check is on the
+    second step. A tensor that an operation of PyTorch has changed in between is not compared.
 
     Args:
         continuity: Compare the tensors after an update with the same tensors before the next update.
