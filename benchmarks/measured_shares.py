@@ -3,10 +3,14 @@
     python benchmarks/measured_shares.py [--width 512] [--batch 1024] [--rounds 20] [--json]
 
 Two ranks have a core each, and a process that computes all the time shares the core of rank 1. Each
-rank has one thread. The ranks train two models in turn, one with equal numbers of samples and one with
-measured numbers, which adapt before the first round. A ratio is that of the times of one round, with
-the 95 % confidence interval of its median. The gradient of one batch is compared with that of one
-process in float64.
+rank has one thread. The ranks train three models in turn:
+
+    plain       DistributedDataParallel and DataLoader with a DistributedSampler
+    equal       shoal.Loader with equal numbers of samples
+    measured    with measured numbers, which adapt before the first round
+
+A ratio is that of the times of one round, with the 95 % confidence interval of its median. The gradient
+of one batch is compared with that of one process in float64.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shoal
 from spread import Spread, interval
@@ -54,6 +60,31 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 BUSY = "import os; os.sched_setaffinity(0, {%d})\nwhile True: pass"
 """A program that computes all the time on one core."""
+
+
+class PlainLoop:
+    """The loop of PyTorch's tutorials."""
+
+    def __init__(self, world: shoal.World, options: argparse.Namespace) -> None:
+        self._steps = self._train(world, options)
+
+    def _train(self, world: shoal.World, options: argparse.Namespace) -> Iterator[None]:
+        model = nn.parallel.DistributedDataParallel(build(options.width))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        dataset = TensorDataset(*data(options.width))
+        sampler: Any = DistributedSampler(dataset, world.size, world.rank)
+        loader = DataLoader(dataset, options.batch // world.size, sampler=sampler)
+        for epoch in itertools.count():
+            sampler.set_epoch(epoch)
+            for inputs, labels in loader:
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
+
+    def take_steps(self, steps: int) -> None:
+        for _ in itertools.islice(self._steps, steps):
+            pass
 
 
 class TrainingLoop:
@@ -110,7 +141,7 @@ def adapt(world: shoal.World, loop: TrainingLoop) -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measure both loops on this rank; rank 0 writes the figures and the gradient."""
+    """Measure the loops on this rank; rank 0 writes the figures and the gradient."""
     with shoal.init(device="cpu") as world:
         torch.set_num_threads(1)
         cores = sorted(os.sched_getaffinity(0))
@@ -119,10 +150,15 @@ def measure(options: argparse.Namespace) -> None:
         neighbour = None
         if world.rank == 1:
             neighbour = subprocess.Popen([sys.executable, "-c", BUSY % core])
-        loops = {each: TrainingLoop(world, options, each) for each in ("equal", "measured")}
-        adapt(world, loops["measured"])
-        samples = loops["measured"].samples
-        loops["measured"].loader.replay({}, 10**12)  # the numbers stay
+        measured = TrainingLoop(world, options, "measured")
+        loops: dict[str, PlainLoop | TrainingLoop] = {
+            "plain": PlainLoop(world, options),
+            "equal": TrainingLoop(world, options, "equal"),
+            "measured": measured,
+        }
+        adapt(world, measured)
+        samples = measured.samples
+        measured.loader.replay({}, 10**12)  # the numbers stay
         times: dict[str, list[float]] = {name: [] for name in loops}
         for number in range(options.rounds):
             for name in list(loops)[:: 1 if number % 2 else -1]:
@@ -149,15 +185,19 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         together = torch.from_numpy(np.load(Path(folder) / "gradient.npy"))
     with shoal.init(device="cpu") as alone:
         expected = gradient(alone, options)
-    ratio = interval([a / b for a, b in zip(times["equal"], times["measured"], strict=True)])
+    ratio = {
+        name: interval([a / b for a, b in zip(times[name], times["measured"], strict=True)])
+        for name in ("plain", "equal")
+    }
     return {
         "width": options.width,
         "batch": options.batch,
         "rounds": options.rounds,
         "samples": samples,
         "milliseconds": {name: statistics.median(values) for name, values in times.items()},
-        "equal / measured": asdict(ratio),
-        "enough": ratio.low >= LEAST,
+        "plain / measured": asdict(ratio["plain"]),
+        "equal / measured": asdict(ratio["equal"]),
+        "enough": all(each.low >= LEAST for each in ratio.values()),
         "gradient_error": float((together - expected).norm() / expected.norm()),
     }
 
@@ -167,7 +207,8 @@ def show(figures: dict[str, Any]) -> None:
     print(f"width {figures['width']}, batch {figures['batch']}: {fast} and {slow} samples")
     for name, value in figures["milliseconds"].items():
         print(f"  {name:<10} {value:9.2f} ms per step (median)")
-    print(f"  equal / measured   {Spread(**figures['equal / measured'])}")
+    for name in ("plain / measured", "equal / measured"):
+        print(f"  {name:<18} {Spread(**figures[name])}")
     print(f"  at least {LEAST}: {'yes' if figures['enough'] else 'no'}")
     print(f"  gradient compared with one process: {figures['gradient_error']:.1e} (relative)")
 
