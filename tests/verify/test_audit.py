@@ -24,6 +24,7 @@ MORE = [
     ("drop last", (2,), 0, "drop_last", "loader"),
     ("no sampler", (2,), 0, "no distributed sampler", "no sampler"),
     ("evaluation", (2,), 0, "DistributedSampler padding", "evaluation"),
+    ("files", (2,), 0, "each rank writes the same file", "files"),
     ("schedule", (1,), 0, "scheduler stepped per micro-batch or per rank", "schedule"),
     ("rank seed", (2,), 0, "initial parameters depend on the rank", "seed"),
     ("unseeded", (1,), 0, "unseeded numpy generator", "unseeded"),
@@ -79,6 +80,41 @@ OPERATIONS = [
         "forward, aten.mse_loss.default: equal inputs, but",
     ),
 ]
+CLEAN = [
+    "accumulation",
+    "activation checkpointing",
+    "adamw",
+    "clipping",
+    "cosine",
+    "dropout on one rank",
+    "evaluation on rank 0",
+    "foreach",
+    "frozen batch norm",
+    "keyed draws",
+    "keyed torch draws",
+    "layer norm",
+    "no shuffling",
+    "one cycle",
+    "persistent workers",
+    "seeded",
+    "sorted files",
+    "sorted set",
+    "two groups",
+    "two workers",
+    "weighted means",
+    "workers",
+]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("way", CLEAN)
+def test_other_clean_scripts_raise_no_alarm(home: Path, way: str) -> None:
+    ranks = (1,) if way == "dropout on one rank" else (1, 2)
+    report = audit(home, "clean_script.py", way, ranks=ranks, kills=1)
+    assert [finding for finding in report.findings if finding.verdict == "refuted"] == []
+    assert sum(finding.verdict == "held" for finding in report.findings) >= 5
 
 
 @pytest.mark.processes
@@ -87,7 +123,7 @@ def test_a_clean_script_raises_no_alarm(home: Path) -> None:
     report = audit(home, "ddp.py", kills=1)
     assert [
         (finding.name, finding.evidence) for finding in report.findings if finding.verdict != "held"
-    ] == []
+    ] == [("independent of the number of micro-batches", "the script uses no shoal.Loader")]
 
 
 @pytest.mark.processes

@@ -13,11 +13,14 @@ import pytest
 from helpers.audits import audit
 from shoal.verify.properties import (
     EVALUATION,
+    FILES,
+    MICRO_BATCHES,
     ORDER,
     REPEATABLE,
     REPLICAS,
     RESUME,
     SAMPLES,
+    SCHEDULE,
     WORLD,
 )
 
@@ -30,7 +33,7 @@ CASES = [
         "fsdp2_script.py",
         (),
         "torch.distributed.checkpoint",
-        {RESUME: HELD, SAMPLES: HELD, REPLICAS: UNKNOWN, WORLD: UNKNOWN},
+        {RESUME: HELD, SAMPLES: HELD, REPLICAS: UNKNOWN, WORLD: HELD},
     ),
 ]
 MORE = [
@@ -38,6 +41,7 @@ MORE = [
     ("accelerate_script.py", ("seedable", "no set_epoch"), "accelerate", {RESUME: REFUTED}),
     # Fabric sets the epoch of the sampler, and counts from 0 in each process.
     ("fabric_script.py", (), "lightning.fabric", {RESUME: REFUTED, SAMPLES: HELD, REPLICAS: HELD}),
+    ("fsdp2_script.py", ("sum",), "torch.distributed.checkpoint", {RESUME: HELD, WORLD: REFUTED}),
     ("trainer_script.py", (), "transformers", {WORLD: REFUTED, REPLICAS: HELD}),
 ]
 
@@ -65,8 +69,24 @@ def test_a_script_of_each_framework(
 
 
 @pytest.mark.full
-def test_everything_holds_for_shoal(home: Path) -> None:
+@pytest.mark.parametrize("args", [(), ("layernorm",)])
+def test_everything_holds_for_shoal(home: Path, args: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "shoal", "verify", "--json", "--steps", "12", "shoal_script.py"]
-    result = subprocess.run(command, cwd=home, capture_output=True, text=True, check=False)
+    result = subprocess.run([*command, *args], cwd=home, capture_output=True, text=True, check=False)
     findings = json.loads(result.stdout)["findings"]
-    assert [(f["name"], f["evidence"]) for f in findings if f["verdict"] == REFUTED] == []
+    unheld = {f["name"]: f["evidence"] for f in findings if f["verdict"] != HELD}
+    alone = (
+        {} if args else {MICRO_BATCHES: "the script ends with an error with twice the micro-batches"}
+    )
+    assert unheld == {SCHEDULE: "the script's code stepped no scheduler of torch", **alone}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("layout", ["shard", "tensor", "pipeline"])
+def test_shards_and_stages_are_compared_with_a_full_model(home: Path, layout: str) -> None:
+    report = audit(home, "layout_script.py", layout, kills=1)
+    found = {finding.name: finding for finding in report.findings}
+    assert [finding.name for finding in report.findings if finding.verdict == REFUTED] == []
+    for name in (RESUME, SAMPLES, WORLD, MICRO_BATCHES, FILES):
+        assert found[name].verdict == HELD, found[name]

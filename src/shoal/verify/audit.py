@@ -57,9 +57,8 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
     Raises:
         LaunchError: If the script fails by itself, or takes no optimizer step that can be observed.
     """
-    source = ScriptSource(
-        name=request.script, text=Path(request.script).read_text(encoding="utf-8", errors="replace")
-    )
+    text = Path(request.script).read_text(encoding="utf-8", errors="replace")
+    source = ScriptSource(name=request.script, text=text)
     done: list[str] = []
     variants: dict[str, Variant] = {}
 
@@ -93,8 +92,9 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
             restarts.append(run_killed(request, variant))
     resume = properties.decide_resume(baseline, restarts, source)
     if repeatable.verdict != "held":
-        evidence = "two runs without a kill differ already"
-        resume = replace(resume, verdict="not decidable", evidence=evidence)
+        reason = "two runs without a kill differ already"
+        resume = replace(resume, verdict="not decidable", evidence=reason)
+    changed = _run_with_more_micro_batches(request, baseline, announce)
     by_size = [run.alone() for run in by_size]
     runs = [*by_size, second.alone()]
     findings: tuple[PropertyFinding, ...] = (
@@ -106,7 +106,9 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
         properties.decide_evaluation(runs, source),
         properties.decide_world_size(by_size, source),
         properties.decide_replicas(runs, source),
+        properties.decide_micro_batches(baseline, changed),
         properties.decide_schedule(runs),
+        properties.decide_files(runs),
     )
     findings = tuple(
         locate_operation(request, finding, variants, source, announce) for finding in findings
@@ -121,6 +123,18 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
             **{name: version(name) for name in ("shoal", "torch", "numpy")},
         },
     )
+
+
+def _run_with_more_micro_batches(
+    request: VerifyRequest, baseline: RunRecord, announce: Callable[[Variant], None]
+) -> RunRecord | None:
+    """Return a run like the baseline with twice the micro-batches, None without a shoal.Loader."""
+    if all(loader.part is None for loader in baseline.ranks[0].loaders.values()):
+        return None
+    name = f"{_ranks(baseline.size)}, twice the micro-batches"
+    variant = Variant(name=name, size=baseline.size, micro_batches=2)
+    announce(variant)
+    return run_variant(request, variant)
 
 
 def kill_steps(length: int, kills: int) -> list[int]:

@@ -177,6 +177,15 @@ def schedule_cause(line: str) -> LikelyCause:
     )
 
 
+def file_cause(line: str) -> LikelyCause:
+    """Return the line that writes one file on several ranks."""
+    return LikelyCause(
+        name="each rank writes the same file",
+        line=line,
+        change="write it on one rank, `if dist.get_rank() == 0:`, or put the rank into its name",
+    )
+
+
 def world_size_cause(
     kind: str, a: RunRecord, b: RunRecord, position: int, source: ScriptSource
 ) -> LikelyCause | None:

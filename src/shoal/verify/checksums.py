@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shoal._torch.mesh import local_slices
+
 CHUNK = 1 << 20
 
 
@@ -38,15 +40,26 @@ def checksum_tensor(tensor: Tensor) -> str:
     return checksum_bytes([head, local.reshape(-1).view(torch.uint8).numpy().tobytes()])
 
 
-def sketch(tensor: Tensor) -> tuple[str, float, float]:
-    """Return the checksum, the norm and a fixed projection of a tensor."""
-    local = local_values(tensor)
-    values = local.reshape(-1).to(torch.float64).numpy()
+def sketch(tensor: Tensor) -> tuple[str, float, float, tuple[int, ...] | None]:
+    """Return the checksum, the norm and a fixed projection of a tensor.
+
+    Of a DTensor, they are those of this rank's shard, followed by the place of its first element in the
+    full tensor. The projections of all shards add up to that of the full tensor.
+    """
+    values = local_values(tensor).reshape(-1).to(torch.float64).numpy()
+    place, index = None, np.arange(len(values))
+    if isinstance(tensor, DTensor) and tensor.ndim:
+        slices = local_slices(tensor)
+        place = tuple(each.start for each in slices)
+        inside = np.unravel_index(index, tuple(each.stop - each.start for each in slices))
+        index = np.ravel_multi_index(
+            tuple(at + first for at, first in zip(inside, place, strict=True)), tuple(tensor.shape)
+        )
     projection = 0.0
     for start in range(0, len(values), CHUNK):
-        part = values[start : start + CHUNK]
-        projection += float(part @ np.cos(np.arange(start, start + len(part), dtype=np.float64)))
-    return checksum_tensor(tensor), float(np.sqrt(values @ values)), projection
+        chunk = slice(start, start + CHUNK)
+        projection += float(values[chunk] @ np.cos(index[chunk].astype(np.float64)))
+    return checksum_tensor(tensor), float(np.sqrt(values @ values)), projection, place
 
 
 def checksum_state(state: Any) -> str:

@@ -23,7 +23,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
@@ -38,9 +37,15 @@ from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.sampler import LocalBatch
 from shoal.verify.checksums import checksum_generators, checksum_state, sketch
-from shoal.verify.observations import ACCELERATE, DeliveredBatch, DrawRecord, LoaderRecord
-from shoal.verify.operation_trace import OperationTrace, plain_name
-from shoal.verify.shoal_loaders import Source, consumed_samples, describe_loader
+from shoal.verify.observations import ACCELERATE, DeliveredBatch, DrawRecord, LoaderRecord, WrittenFile
+from shoal.verify.operation_trace import OperationTrace, plain_name, user_module
+from shoal.verify.shoal_loaders import (
+    Source,
+    consumed_samples,
+    describe_loader,
+    multiply_micro_batches,
+)
+from shoal.verify.written_files import observe_written_files
 
 LAYERS = {
     "dropout": ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "MultiheadAttention"),
@@ -57,7 +62,8 @@ LAUNCHERS = ("python", "torchrun", "accelerate")
 class ObserverOptions:
     """The directory of the records, the script's root, and the steps at which ranks end.
 
-    The operations of step `trace_at` are recorded too.
+    The operations of step `trace_at` are recorded too. Each shoal.Loader gets `micro_batches` times as
+    many micro-batches.
     """
 
     folder: str
@@ -65,6 +71,7 @@ class ObserverOptions:
     stop_after: int
     kill_at: int | None = None
     trace_at: int | None = None
+    micro_batches: int = 1
 
 
 class Observer:
@@ -231,13 +238,19 @@ class Observer:
         loader, epoch = self.iterations[iterator]
         self.write_event("complete", loader=loader, epoch=epoch)
 
+    def file_written(self, path: str) -> None:
+        """Record a file that the script replaces."""
+        self.write_event(
+            "file", **asdict(WrittenFile(path=path, step=self.step, line=self.user_line()))
+        )
+
     # -- model and optimizer ----------------------------------------------------------------------
 
     def forward_begins(self, module: Any, _inputs: Any) -> None:
         """Find the outermost module."""
         if self.depth == 0 and isinstance(module, torch.nn.Module) and module not in self.roots:
             if any(True for _ in module.parameters()):
-                self.roots.add(module)
+                self.roots.add(user_module(module))
             for part in module.modules():
                 for kind, names in LAYERS.items():
                     if type(part).__name__ in names and _rate(part):
@@ -264,6 +277,19 @@ class Observer:
                 found[names.get(id(parameter), f"group {g}, parameter {i}")] = parameter
         return found
 
+    def _trained_buffers(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Return the buffers of the models of these parameters.
+
+        A model may be called with and without its wrapper, and other modules run in evaluation only.
+        """
+        trained = {id(parameter) for parameter in parameters.values()}
+        return {
+            plain_name(name): buffer
+            for root in list(self.roots)
+            if any(id(parameter) in trained for parameter in root.parameters())
+            for name, buffer in root.named_buffers()
+        }
+
     def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Record the state before an update; end the process if this is the step of the kill."""
         if _makes_state():
@@ -274,11 +300,11 @@ class Observer:
         self.trace.phase = "update"
         with self.trace.paused():
             parameters = self._names(optimizer)
-            buffers = [b for root in list(self.roots) for b in root.buffers()]
+            buffers = self._trained_buffers(parameters)
             self.before = {
                 "parameters_before": checksum_state(list(parameters.values())),
                 "optimizer_before": checksum_state(optimizer.state_dict()["state"]),
-                "buffers_before": checksum_state(buffers),
+                "buffers_before": checksum_state(sorted(buffers.items())),
                 "generators": checksum_generators(),
                 "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
                 "gradients": {n: sketch(p.grad) for n, p in parameters.items() if p.grad is not None},
@@ -314,7 +340,6 @@ class Observer:
             ],
             scheduler_steps=self.scheduler_steps,
             line=self.user_line(),
-            sharded=any(isinstance(p, DTensor) for p in parameters.values()),
             distributed=dist.is_available() and dist.is_initialized(),
         )
         self.pending, self.scheduler_steps = [], 0
@@ -391,6 +416,9 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
     _after(DataLoader, "__init__", lambda loader, *_: observer.loader_built(loader))
     observe_batches(observer.pass_started, observer.batch_delivered, observer.pass_ended)
     observe_loaders(observer)
+    observe_written_files(options.root, observer.file_written)
+    if options.micro_batches > 1:
+        multiply_micro_batches(options.micro_batches)
 
     def source_built(source: MapStyleDataset, dataset: Any, *_: Any) -> None:
         if not source.seed_transforms:  # else its draws belong to samples

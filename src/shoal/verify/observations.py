@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,15 @@ TIMED_OUT = 124
 
 @dataclass(frozen=True, kw_only=True)
 class Sketch:
-    """A tensor by its checksum, its norm and one fixed projection."""
+    """A tensor, or one shard of it, by its checksum, its norm and one fixed projection.
+
+    `place` is the place of a shard's first element in the full tensor, None for a full tensor.
+    """
 
     checksum: str
     norm: float
     projection: float
+    place: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +61,12 @@ class StepRecord:
     batches: tuple[DeliveredBatch, ...]
     scheduler_steps: int
     line: str = ""
-    sharded: bool = False
     distributed: bool = True
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds shards of parameters."""
+        return any(value.place is not None for value in self.parameters.values())
 
     @property
     def samples(self) -> tuple[Any, ...]:
@@ -71,7 +80,7 @@ class LoaderRecord:
 
     `part` is the number of the part of each global batch that this rank gets from a shoal.Loader; ranks
     with the same number read the same samples. `draws_observed` is false if the dataset could draw from
-    global generators unseen.
+    global generators unseen. `micro_batches` is that of a shoal.Loader.
     """
 
     loader: int
@@ -83,6 +92,7 @@ class LoaderRecord:
     replacement: bool = False
     part: int | None = None
     draws_observed: bool = True
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +102,15 @@ class DrawRecord:
     generator: str
     line: str
     worker: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenFile:
+    """A file that a rank replaced, by its path in the script's directory, after `step` steps."""
+
+    path: str
+    step: int
+    line: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +128,7 @@ class RankRecord:
     delivered: tuple[DeliveredBatch, ...] = ()
     complete: frozenset[tuple[int, int]] = frozenset()
     draws: tuple[DrawRecord, ...] = ()
+    files: tuple[WrittenFile, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
     set_epoch_calls: int = 0
     scheduler_line: str = ""
@@ -126,9 +146,35 @@ class RunRecord:
     code: int = 0
 
     def global_samples(self, position: int) -> list[Any]:
-        """Return the indices of all ranks in the step at this position, sorted."""
-        found = [i for rank in self.ranks for i in rank.steps[position].samples]
+        """Return the indices of all ranks in the step at this position, sorted.
+
+        Of ranks that read the same part of the global batch, one counts.
+        """
+        found: list[Any] = []
+        readers: dict[tuple[int, int], int] = {}
+        for rank in self.ranks:
+            for batch in rank.steps[position].batches:
+                loader = rank.loaders.get(batch.loader)
+                part = None if loader is None else loader.part
+                first = part is None or readers.setdefault((batch.loader, part), rank.rank) == rank.rank
+                if batch.training and first:
+                    found += batch.indices
         return sorted(found, key=repr)
+
+    def tensors(self, position: int, kind: str) -> dict[str, Sketch]:
+        """Return the full tensors of all ranks in the step at this position.
+
+        `kind` is "parameters" or "gradients". Shards are put together. The checksum of a tensor in
+        several shards is that of its shards.
+        """
+        shards: dict[str, dict[tuple[int, ...] | None, Sketch]] = {}
+        for rank in self.ranks:
+            for name, value in getattr(rank.steps[position], kind).items():
+                shards.setdefault(name, {}).setdefault(value.place, value)
+        return {
+            name: _join([found[place] for place in sorted(found, key=repr)])
+            for name, found in shards.items()
+        }
 
     def alone(self) -> RunRecord:
         """Return this run, or only its first rank if the ranks had no process group."""
@@ -140,6 +186,14 @@ class RunRecord:
     def length(self) -> int:
         """The number of steps that all ranks took."""
         return min((len(rank.steps) for rank in self.ranks), default=0)
+
+
+def _join(shards: Sequence[Sketch]) -> Sketch:
+    return Sketch(
+        checksum=" ".join(shard.checksum for shard in shards),
+        norm=math.hypot(*(shard.norm for shard in shards)),
+        projection=sum(shard.projection for shard in shards),
+    )
 
 
 def read_run(folder: Path, *, name: str, size: int, code: int) -> RunRecord:
@@ -172,6 +226,7 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
         delivered=tuple(batches),
         complete=frozenset((e["loader"], e["epoch"]) for e in by_kind.get("complete", [])),
         draws=tuple(draws),
+        files=tuple(WrittenFile(**event) for event in by_kind.get("file", [])),
         layers={event["kind"]: event["name"] for event in by_kind.get("layer", [])},
         set_epoch_calls=len(by_kind.get("set_epoch", [])),
         scheduler_line=next((e["line"] for e in by_kind.get("scheduler", [])), ""),
@@ -187,7 +242,10 @@ def _batch(event: Any) -> DeliveredBatch:
 
 def _step(event: Any) -> StepRecord:
     sketches = {
-        key: {name: Sketch(checksum=c, norm=n, projection=p) for name, (c, n, p) in event[key].items()}
+        key: {
+            name: Sketch(checksum=c, norm=n, projection=p, place=None if at is None else tuple(at))
+            for name, (c, n, p, at) in event[key].items()
+        }
         for key in ("gradients", "parameters")
     }
     batches = tuple(_batch(batch) for batch in event["batches"])

@@ -28,6 +28,7 @@ class ObservedScript:
     kill_at: int | None
     reverse_files: bool
     trace_at: int | None = None
+    micro_batches: int = 1
     safe_path: bool = False
 
     @property
@@ -46,6 +47,7 @@ class ObservedScript:
             stop_after=self.stop_after,
             kill_at=self.kill_at,
             trace_at=self.trace_at,
+            micro_batches=self.micro_batches,
         )
         install_hooks(options, placement().rank)
         if self.reverse_files:

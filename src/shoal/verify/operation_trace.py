@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shoal._torch.autograd import last_node_number, running_node_number
 from shoal._torch.dispatch import UncompiledMode, schema_of, tree_leaves
+from shoal.strategies.pipeline.stage import StageModule
 from shoal.verify.checksums import checksum_bytes, checksum_tensor, local_values
 from shoal.verify.operations import TracedOperation, TracedTensor
 
@@ -57,8 +58,9 @@ class OperationTrace(UncompiledMode):
         """Enter the forward pass of a module."""
         if outermost:
             self._running.clear()  # hooks after an exception in a forward pass do not run
-            self._modules |= {id(part): plain_name(name) for name, part in module.named_modules()}
-            for name, value in (*module.named_parameters(), *module.named_buffers()):
+            root = user_module(module)
+            self._modules |= {id(part): plain_name(name) for name, part in root.named_modules()}
+            for name, value in (*root.named_parameters(), *root.named_buffers()):
                 self._tensors[id(value)] = plain_name(name)
         self._running.append(self._modules.get(id(module), type(module).__name__))
 
@@ -161,6 +163,11 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _argument(value: Any) -> str:
     return repr(value) if isinstance(value, PLAIN) else type(value).__name__
+
+
+def user_module(module: nn.Module) -> nn.Module:
+    """Return the module whose parameters have the names of the user's model."""
+    return module.body if isinstance(module, StageModule) else module
 
 
 def plain_name(name: str) -> str:

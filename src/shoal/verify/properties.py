@@ -9,6 +9,7 @@ from typing import Any
 from shoal.verify.causes import (
     ScriptSource,
     draw_cause,
+    file_cause,
     order_cause,
     repeat_cause,
     replica_cause,
@@ -26,6 +27,7 @@ from shoal.verify.observations import (
     LoaderRecord,
     RankRecord,
     RunRecord,
+    Sketch,
     StepRecord,
 )
 from shoal.verify.operations import ROUNDING
@@ -42,6 +44,8 @@ EVALUATION = "evaluation counts each sample once"
 WORLD = "independent of the number of ranks"
 REPLICAS = "same parameters on all ranks"
 SCHEDULE = "one scheduler step per optimizer step at most"
+FILES = "each file written by one rank"
+MICRO_BATCHES = "independent of the number of micro-batches"
 
 
 def decide_repeatable(first: RunRecord, second: RunRecord, source: ScriptSource) -> PropertyFinding:
@@ -284,25 +288,27 @@ def decide_replicas(runs: Sequence[RunRecord], source: ScriptSource) -> Property
     if not several:
         evidence = "no run had several ranks and took a step"
         return PropertyFinding(name=REPLICAS, verdict="not decidable", evidence=evidence)
+    shared = False
     for run in several:
         for position in range(run.length):
             steps = [rank.steps[position] for rank in run.ranks]
-            if steps[0].sharded:
-                evidence = "parameters are sharded over the ranks"
-                return PropertyFinding(name=REPLICAS, verdict="not decidable", evidence=evidence)
+            holders: dict[tuple[str, tuple[int, ...] | None], tuple[int, Sketch]] = {}
             for rank, step in enumerate(steps):
-                for name, value in steps[0].parameters.items():
-                    other = step.parameters.get(name)
-                    if other is None or other.checksum != value.checksum:
-                        evidence = (
-                            f"{run.name}, step {step.step}: {name} differs between ranks 0 and {rank}"
-                        )
+                for name, value in step.parameters.items():
+                    first, known = holders.setdefault((name, value.place), (rank, value))
+                    shared = shared or first != rank
+                    if known.checksum != value.checksum:
+                        evidence = f"{run.name}, step {step.step}: "
+                        evidence += f"{name} differs between ranks {first} and {rank}"
                         return PropertyFinding(
                             name=REPLICAS,
                             verdict="refuted",
                             evidence=evidence,
                             cause=replica_cause(steps, source),
                         )
+    if not shared:
+        evidence = "no two ranks hold the same part of a parameter"
+        return PropertyFinding(name=REPLICAS, verdict="not decidable", evidence=evidence)
     return PropertyFinding(name=REPLICAS, verdict="held", runs=len(several))
 
 
@@ -325,6 +331,54 @@ def decide_schedule(runs: Sequence[RunRecord]) -> PropertyFinding:
     return PropertyFinding(name=SCHEDULE, verdict="not decidable", evidence=evidence)
 
 
+def decide_files(runs: Sequence[RunRecord]) -> PropertyFinding:
+    """Look for files that several ranks replaced between the same two steps."""
+    observed = 0
+    for run in runs:
+        writers: dict[tuple[str, int], int] = {}
+        for rank in run.ranks if run.size > 1 else ():
+            for file in rank.files:
+                first = writers.setdefault((file.path, file.step), rank.rank)
+                if first != rank.rank:
+                    evidence = f"{run.name}: ranks {first} and {rank.rank} wrote {file.path} "
+                    evidence += f"after {file.step} steps"
+                    cause = file_cause(file.line)
+                    return PropertyFinding(
+                        name=FILES, verdict="refuted", evidence=evidence, cause=cause
+                    )
+        observed += bool(writers)
+    if observed:
+        return PropertyFinding(name=FILES, verdict="held", runs=observed)
+    evidence = "no run on several ranks wrote a file in its directory"
+    return PropertyFinding(name=FILES, verdict="not decidable", evidence=evidence)
+
+
+def decide_micro_batches(baseline: RunRecord, changed: RunRecord | None) -> PropertyFinding:
+    """Compare a run with more micro-batches with the first run."""
+    if changed is None:
+        evidence = "the script uses no shoal.Loader"
+        return PropertyFinding(name=MICRO_BATCHES, verdict="not decidable", evidence=evidence)
+    if changed.code not in (0, TIMED_OUT) or not changed.length:
+        evidence = "the script ends with an error with twice the micro-batches"
+        return PropertyFinding(name=MICRO_BATCHES, verdict="not decidable", evidence=evidence)
+    numbers = [
+        [loader.micro_batches for loader in run.ranks[0].loaders.values()]
+        for run in (baseline, changed)
+    ]
+    if numbers[0] == numbers[1]:
+        evidence = "the batches are too small to be split further"
+        return PropertyFinding(name=MICRO_BATCHES, verdict="not decidable", evidence=evidence)
+    largest = 0.0
+    for position in range(min(baseline.length, changed.length)):
+        kind, difference = _difference_up_to_rounding(baseline, changed, position)
+        if kind:
+            evidence = f"{changed.name}: step {position + 1}: {kind}"
+            return PropertyFinding(name=MICRO_BATCHES, verdict="refuted", evidence=evidence)
+        largest = max(largest, difference)
+    evidence = f"up to rounding: largest relative difference {largest:.1e}"
+    return PropertyFinding(name=MICRO_BATCHES, verdict="held", runs=2, evidence=evidence)
+
+
 def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
     """Compare runs on different numbers of ranks with the first."""
     reference, *others = runs
@@ -334,11 +388,8 @@ def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> Proper
     largest, bits = 0.0, True
     for run in others:
         for position in range(min(reference.length, run.length)):
-            step, base = run.ranks[0].steps[position], reference.ranks[0].steps[position]
-            if step.sharded or base.sharded:
-                evidence = "parameters are sharded over the ranks"
-                return PropertyFinding(name=WORLD, verdict="not decidable", evidence=evidence)
-            kind, difference = _world_difference(reference, run, position)
+            step = run.ranks[0].steps[position]
+            kind, difference = _difference_up_to_rounding(reference, run, position)
             if kind:
                 evidence = f"{reference.name} and {run.name}: step {step.step}: {kind}"
                 return PropertyFinding(
@@ -349,7 +400,9 @@ def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> Proper
                     difference=_differing_step(reference, run, (step.step, step.step), kind),
                 )
             largest = max(largest, difference)
-            bits = bits and step.parameters == base.parameters
+            bits = bits and run.tensors(position, "parameters") == reference.tensors(
+                position, "parameters"
+            )
     if not others or not all(run.length for run in runs):
         evidence = "fewer than two numbers of ranks took a step"
         return PropertyFinding(name=WORLD, verdict="not decidable", evidence=evidence)
@@ -357,10 +410,11 @@ def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> Proper
     return PropertyFinding(name=WORLD, verdict="held", runs=len(runs), evidence=how)
 
 
-def _world_difference(a: RunRecord, b: RunRecord, position: int) -> tuple[str, float]:
+def _difference_up_to_rounding(a: RunRecord, b: RunRecord, position: int) -> tuple[str, float]:
     x, y = a.ranks[0].steps[position], b.ranks[0].steps[position]
     samples = [a.global_samples(position), b.global_samples(position)]
-    if position == 0 and x.parameters_before != y.parameters_before:
+    comparable = x.parameters.keys() == y.parameters.keys() and not x.sharded and not y.sharded
+    if position == 0 and comparable and x.parameters_before != y.parameters_before:
         return "initial parameters differ", 0.0
     if len(samples[0]) != len(samples[1]):
         return f"{len(samples[0])} samples on {a.size} and {len(samples[1])} on {b.size} ranks", 0.0
@@ -369,14 +423,13 @@ def _world_difference(a: RunRecord, b: RunRecord, position: int) -> tuple[str, f
     if x.lr != y.lr:
         return f"learning rates {x.lr} and {y.lr}", 0.0
     largest = 0.0
-    slope = ROUNDING * max((value.norm for value in x.gradients.values()), default=0.0)
-    for kind, left, right in (
-        ("gradients", x.gradients, y.gradients),
-        ("parameters", x.parameters, y.parameters),
-    ):
+    gradients = a.tensors(position, "gradients")
+    slope = ROUNDING * max((value.norm for value in gradients.values()), default=0.0)
+    for kind in ("gradients", "parameters"):
+        left, right = a.tensors(position, kind), b.tensors(position, kind)
         scale = max((value.norm for value in left.values()), default=0.0) or 1.0
         for name, value in left.items():
-            if kind == "parameters" and name in x.gradients and x.gradients[name].norm < slope:
+            if kind == "parameters" and name in gradients and gradients[name].norm < slope:
                 continue  # Adam scales a gradient up that is nothing but rounding
             other = right.get(name)
             if other is None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from functools import wraps
+from typing import Any, NamedTuple, TypeAlias
 
 from shoal.data.feed import PositionedSource
 from shoal.data.iterable_dataset import StreamSource
+from shoal.data.loader import Loader
 from shoal.data.orders import WeightedSampling
 from shoal.data.sampler import LocalBatch
 from shoal.data.shards import ShardSource
+from shoal.util.errors import DataError
 from shoal.verify.observations import LoaderRecord
 
 Source: TypeAlias = PositionedSource | StreamSource
@@ -33,6 +36,7 @@ def describe_loader(source: Source, *, number: int, line: str) -> LoaderRecord:
             drop_last=source.cutting.drop_last,
             line=line,
             part=source.cutting.rank,
+            micro_batches=source.cutting.micro_batches,
             draws_observed=source.cutting.seed_transforms,
         )
     sampler = source.sampler
@@ -45,6 +49,7 @@ def describe_loader(source: Source, *, number: int, line: str) -> LoaderRecord:
         line=line,
         replacement=isinstance(sampler.order, WeightedSampling),
         part=sampler.rank,
+        micro_batches=sampler.micro_batches,
         draws_observed=not isinstance(source.source, ShardSource) or source.source.seed_transforms,
     )
 
@@ -68,3 +73,18 @@ def consumed_samples(source: Source, batch: LocalBatch) -> ConsumedSamples:
             indices += (begin + batch.indices[taken : taken + count]).tolist()
         taken += count
     return ConsumedSamples(epoch, tuple(indices), ends)
+
+
+def multiply_micro_batches(factor: int) -> None:
+    """Give each Loader `factor` times as many micro-batches, unless its batches are too small."""
+    kind: Any = Loader
+    original = kind.__init__
+
+    @wraps(original)
+    def built(self: Any, *arguments: Any, micro_batches: int = 1, **named: Any) -> None:
+        try:
+            original(self, *arguments, micro_batches=factor * micro_batches, **named)
+        except DataError:
+            original(self, *arguments, micro_batches=micro_batches, **named)
+
+    kind.__init__ = built

@@ -44,7 +44,8 @@ class VerifyRequest:
 class Variant:
     """One run: its name, its ranks, and what differs from the first run.
 
-    A run with `trace_at` records the operations of this step and ends after it.
+    A run with `trace_at` records the operations of this step and ends after it. With `micro_batches`,
+    each shoal.Loader has that many times its micro-batches.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Variant:
     hash_seed: int = 1
     reverse_files: bool = False
     trace_at: int | None = None
+    micro_batches: int = 1
 
 
 def check_request(request: VerifyRequest) -> None:
@@ -92,6 +94,7 @@ def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None =
         "trace_at": variant.trace_at,
         "kill_at": variant.kill_at,
         "reverse_files": variant.reverse_files,
+        "micro_batches": variant.micro_batches,
         "processes": variant.size,
     }
     (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")

@@ -138,6 +138,8 @@ def save(model, optimizer, scheduler, epoch, batch):
         }
         torch.save(state, "state.tmp")  # line: save
         os.replace("state.tmp", "state.pt")
+    if FAULT == "files":
+        np.save("weights.npy", np.zeros(2))  # line: files
 
 
 def average(model, size):

@@ -1,9 +1,14 @@
-"""FSDP2 with distributed checkpoints, as torch's tutorials show."""
+"""FSDP2 with distributed checkpoints, as torch's tutorials show.
+
+With the argument "sum", the loss is the sum over the samples of a rank. FSDP averages over the
+ranks, so the gradient depends on their number.
+"""
 
 # mypy: ignore-errors
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -44,7 +49,8 @@ def main():
     for epoch in range(first, 4):
         sampler.set_epoch(epoch)
         for x, y in loader:
-            nn.functional.mse_loss(model(x), y).backward()
+            reduction = "sum" if "sum" in sys.argv else "mean"
+            nn.functional.mse_loss(model(x), y, reduction=reduction).backward()
             optimizer.step()
             optimizer.zero_grad()
         dcp.save(collect(model, optimizer), checkpoint_id=f"checkpoint-{epoch + 1}")

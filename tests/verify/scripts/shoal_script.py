@@ -1,6 +1,12 @@
-"""Shoal, with dropout, BatchNorm, a ragged last batch and a random augmentation."""
+"""Shoal, with dropout, BatchNorm, a ragged last batch and a random augmentation.
+
+With the argument "layernorm", LayerNorm is in the place of BatchNorm over the whole batch, which takes
+one micro-batch only.
+"""
 
 # mypy: ignore-errors
+
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +33,8 @@ def loss(output, batch):
 
 
 with shoal.init(seed=0) as world:
-    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1)
+    norm = nn.LayerNorm(8) if "layernorm" in sys.argv else nn.BatchNorm1d(8)
+    layers = nn.Linear(6, 8), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1)
     model = shoal.parallelize(nn.Sequential(*layers), world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
