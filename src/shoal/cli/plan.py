@@ -81,6 +81,15 @@ _Training = Annotated[
         "of one device), save=… and restart=… (seconds), queue=… (hours), price=… (of a device hour).",
     ),
 ]
+_WhatIf = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--what-if",
+        metavar="CHANGE",
+        help="Also find the fastest layout with a change: machine=h200, network=2x (any rate or "
+        "efficiency of the machine), or slowest=1.2 (one device computes 1.2 times slower).",
+    ),
+]
 _Html = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Also write an HTML page to this directory.")
 ]
@@ -101,6 +110,7 @@ def plan(
     layout: _Layout = "replicate=-1",
     measure: _Measure = False,
     training: _Training = None,
+    what_if: _WhatIf = None,
     html: _Html = None,
     as_json: _Json = False,
 ) -> None:
@@ -124,15 +134,33 @@ def plan(
             found="it needs the predicted step time of a transformer",
             fix="leave --check out, and describe the model as in --model llama-7b",
         )
+    if what_if and (check is not None or ":" in model):
+        raise ShoalError(
+            given=f"--what-if {what_if[0]} with {'--check' if check else '--model ' + model}",
+            found="it needs the search for layouts of a transformer",
+            fix="leave --check out, and describe the model as in --model llama-7b",
+        )
     if check is not None:
         _check_run(check, model, found, micro_batch, kind, html=html, as_json=as_json)
     elif ":" in model:
         from shoal.plan.fit import plan_of
 
-        asked = plan_of(layout, devices, batch, micro_batch, kind, precision)
-        _trace(model, asked, found, fake=not measure, as_json=as_json)
+        step = plan_of(layout, devices, batch, micro_batch, kind, precision)
+        _trace(model, step, found, fake=not measure, as_json=as_json)
     else:
-        _search(model, found, devices, batch, precision, top, training, html=html, as_json=as_json)
+        questions = what_if or []
+        _search(
+            model,
+            found,
+            devices,
+            batch,
+            precision,
+            top,
+            training,
+            questions,
+            html=html,
+            as_json=as_json,
+        )
 
 
 def _check_run(
@@ -171,12 +199,15 @@ def _search(
     precision: str,
     top: int,
     training: str | None,
+    questions: Sequence[str],
     *,
     html: Path | None,
     as_json: bool,
 ) -> None:
     """Print the fastest configurations, and exit with 1 if none fits."""
     from shoal.plan.display import (
+        answer_values,
+        print_answers,
         print_result,
         print_training,
         result_values,
@@ -185,27 +216,37 @@ def _search(
     )
     from shoal.plan.model import parse_model
     from shoal.plan.search import search_plans
+    from shoal.plan.what_if import answer_what_if, changed_machine
     from shoal.plan.whole_training import parse_training
     from shoal.util.tables import plain_console
 
     dimensions = parse_model(model)
     asked = None if training is None else parse_training(training)
+    for question in questions:
+        changed_machine(machine, question)  # mistakes are reported before the search
     result = search_plans(dimensions, machine, devices, batch, precision=precision, top=top)
     whole = None
     if asked is not None and result.best:
         whole = training_estimate(asked, dimensions, result.best[0])
+    answers = [
+        answer_what_if(each, result, dimensions, machine, devices, batch, precision=precision)
+        for each in questions
+    ]
     if as_json:
         values = result_values(dimensions, machine, result)
+        values |= {"what_if": [answer_values(each) for each in answers]} if answers else {}
         values |= {"training": training_values(whole)} if whole else {}
         typer.echo(json.dumps(values, indent=2))
     else:
         print_result(plain_console(), dimensions, machine, result)
+        if answers:
+            print_answers(plain_console(), answers)
         if whole is not None:
             print_training(plain_console(), whole)
     if html is not None:
         from shoal.plan.page import plan_page
 
-        _write_page(plan_page(dimensions, machine, result, whole), html)
+        _write_page(plan_page(dimensions, machine, result, whole, answers), html)
     if not result.best:
         raise typer.Exit(1)
 

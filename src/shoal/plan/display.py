@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,11 +14,13 @@ from shoal.plan.check import RunCheck
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
 from shoal.plan.search import Prediction, SearchResult
+from shoal.plan.what_if import WhatIf
 from shoal.plan.whole_training import Training, TrainingEstimate, estimate_training
 from shoal.util.tables import print_line, print_rows
 from shoal.util.units import compact, counted, duration, percent, size
 
 _BAR, _OTHERS = 30, 8
+ANSWER_HEAD = ("change", "fastest layout", "step", "difference")
 CHECK_HEAD = ("part", "predicted", "measured")
 _NAMES = {
     "tensor": "tensor parallel",
@@ -130,6 +133,38 @@ def _print_best(console: Console, model: Transformer, machine: Machine, result: 
     kinds = asdict(first.memory).items()
     bars = [(name, size(value), bar(value / machine.available)) for name, value in kinds]
     print_rows(console, "Memory of the first", ("kind", "bytes", ""), bars, right=("bytes",))
+
+
+def answer_values(found: WhatIf) -> dict[str, Any]:
+    """Return the answer to a question as plain values; seconds and a ratio of step times."""
+    return {
+        "question": found.question,
+        "layout": str(found.best.plan.layout) if found.best else None,
+        "step_seconds": found.best.step.total if found.best else None,
+        "ratio": found.ratio,
+        "part": found.part,
+        "part_change_seconds": found.change,
+    }
+
+
+def answer_rows(answers: Sequence[WhatIf]) -> list[tuple[str, str, str, str]]:
+    """Return the question, the fastest layout, its step time and the largest change, as text."""
+    rows = []
+    for each in answers:
+        if each.best is None:
+            rows.append((each.question, "none fits", "", ""))
+            continue
+        change = ""
+        if each.ratio is not None and each.change is not None and each.part is not None:
+            change = f"{each.ratio - 1:+.1%}: {part_name(each.part)} "
+            change += f"{'+' if each.change >= 0 else '-'}{duration(abs(each.change))}"
+        rows.append((each.question, str(each.best.plan.layout), duration(each.best.step.total), change))
+    return rows
+
+
+def print_answers(console: Console, answers: Sequence[WhatIf]) -> None:
+    """Print the fastest layout for each question, compared with that of the search."""
+    print_rows(console, "What if", ANSWER_HEAD, answer_rows(answers), right=ANSWER_HEAD[2:3])
 
 
 def training_estimate(training: Training, model: Transformer, found: Prediction) -> TrainingEstimate:

@@ -7,7 +7,9 @@ from dataclasses import asdict
 
 from shoal.plan.check import RunCheck
 from shoal.plan.display import (
+    ANSWER_HEAD,
     CHECK_HEAD,
+    answer_rows,
     check_rows,
     model_utilization,
     part_name,
@@ -17,6 +19,7 @@ from shoal.plan.display import (
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
 from shoal.plan.search import Prediction, SearchResult
+from shoal.plan.what_if import WhatIf
 from shoal.plan.whole_training import TrainingEstimate
 from shoal.report import PALETTE
 from shoal.report.html import Block, Figure, KeyNumbers, Page, Section, Table, Text
@@ -27,16 +30,28 @@ _FILLS = tuple((each.colour, each.hatch) for each in PALETTE.values())
 
 
 def plan_page(
-    model: Transformer, machine: Machine, result: SearchResult, training: TrainingEstimate | None
+    model: Transformer,
+    machine: Machine,
+    result: SearchResult,
+    training: TrainingEstimate | None,
+    answers: Sequence[WhatIf] = (),
 ) -> Page:
-    """Return the page of a search: the fastest configurations, their parts and memory, the training
-    with the first, the others."""
+    """Return the page of a search: the fastest configurations, their parts and memory, answers to
+    questions, the training with the first, the others."""
     sections = [Section(heading="Fastest", blocks=_fastest(model, machine, result.best))]
     if result.best:
         sections += [
             Section(heading="Where a step's time goes", blocks=[_steps(result.best)]),
             Section(heading="Memory of a rank", blocks=[_memory(result.best)]),
         ]
+    if answers:
+        table = Table(
+            caption="The fastest layout after a change, compared with the first.",
+            head=ANSWER_HEAD,
+            rows=answer_rows(answers),
+            right=ANSWER_HEAD[2:3],
+        )
+        sections.append(Section(heading="What if", blocks=[table]))
     if training is not None:
         sections.append(Section(heading="Whole training", blocks=_training(training)))
     rows = [(str(each.plan.layout), reason) for each, reason in result.rejected]

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from helpers.cli import shoal
+from shoal.plan.machines import find_machine
+from shoal.plan.what_if import changed_machine
+from shoal.util.errors import ShoalError
+
+A100 = find_machine("a100-80")
+COMMAND = ("plan", "--model", "llama-7b", "--machine", "a100-80", "-n", "16", "--batch", "64", "--json")
+
+
+def test_a_factor_changes_one_rate() -> None:
+    changed = asdict(changed_machine(A100, "network=2x"))
+    assert changed == asdict(A100) | {"network": 2 * A100.network}
+    assert changed_machine(A100, "network=0.5").network == A100.network / 2
+
+
+def test_a_factor_changes_an_efficiency_within_its_range() -> None:
+    assert changed_machine(A100, "host=0.5x").efficiency.host == A100.efficiency.host / 2
+    with pytest.raises(ShoalError, match="between"):
+        changed_machine(A100, "product=3x")
+
+
+def test_the_answers_are_those_of_a_search_with_this_machine() -> None:
+    found = json.loads(shoal(*COMMAND, "--what-if", "machine=h200", "--what-if", "slowest=1.2").stdout)
+    other = json.loads(shoal(*(word.replace("a100-80", "h200") for word in COMMAND)).stdout)
+    faster, slower = found["what_if"]
+    assert (faster["layout"], faster["step_seconds"]) == (
+        other["best"][0]["layout"],
+        other["best"][0]["step_seconds"],
+    )
+    assert faster["ratio"] == pytest.approx(faster["step_seconds"] / found["best"][0]["step_seconds"])
+    # The collectives do not slow down.
+    assert 1.1 < slower["ratio"] < 1.2
+    assert slower["part"] == "products"
+
+
+def test_text_and_page_have_a_row_for_each_question(tmp_path: Path) -> None:
+    page = ("--html", str(tmp_path))
+    done = shoal(*COMMAND[:-1], "--what-if", "network=2x", "--what-if", "memory=0.1x", *page)
+    assert ">network=2x</" in (tmp_path / "index.html").read_text()
+    assert "What if" in done.stdout
+    assert "network=2x" in done.stdout
+    assert "none fits" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("question", "found", "fix"),
+    [
+        ("netwrok=2x", "a question is one of", "--what-if network="),
+        ("network", "with a value", "network=2x"),
+        ("network=fast", "not a number above 0", "network=2x"),
+        ("network=0x", "not a number above 0", "network=2x"),
+        ("slowest=nan", "not a number above 0", "slowest=1.2"),
+        ("machine=h20", "not in the catalogue", "h200"),
+    ],
+)
+def test_questions_that_are_wrong(question: str, found: str, fix: str) -> None:
+    done = shoal(*COMMAND, "--what-if", question)
+    assert isinstance(done.exception, ShoalError)
+    assert found in done.exception.found
+    assert fix in done.exception.fix
+
+
+def test_a_traced_module_has_no_search_for_a_question() -> None:
+    done = shoal("plan", "--model", "train.py:build", "--what-if", "network=2x")
+    assert isinstance(done.exception, ShoalError)
+    assert "search for layouts" in done.exception.found
