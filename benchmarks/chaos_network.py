@@ -4,7 +4,7 @@
 
 Each node is a network namespace with one rank under `shoal run --nodes 2`. A fault begins after a step
 that the seed draws. A node whose command ends with an error is started again, as by a scheduler. Needs
-root and iproute2; leaves nothing behind unless it is killed.
+root and iproute2, and libfaketime for `clock`; leaves nothing behind unless it is killed.
 """
 
 from __future__ import annotations
@@ -45,26 +45,32 @@ SECONDS = 8.0
 """For this long a link is cut; a node has left after 5 s without a sign of life."""
 LIMIT = 900.0
 MOST_STARTS = 6
+WAIT = 60.0
+"""A node waits for the other one for this long, and then its command fails."""
 HEAD = ("fault", "runs", "first message", "median delay", "starts", "samples", "bit-identical ends")
 _PAUSE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFault:
-    """`switch` are options of the switch of all links; `begin` and `end` act on the links."""
+    """`switch` are options of the switch of all links; `begin` and `end` act on the network.
+
+    `clock` is the offset that the wall clock of the second node gets, in seconds.
+    """
 
     text: str
     switch: tuple[str, ...] = ()
     round_trip: float = 0.0
     begin: Callable[[Network], object] = lambda network: None
     end: Callable[[Network], object] = lambda network: None
+    clock: int = 0
 
 
-def kill_host(network: Network, host: str) -> None:
-    """Kill all processes of a host."""
+def signal_host(network: Network, host: str, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to all processes of a host."""
     for process in network.processes(host):
         with suppress(psutil.Error):
-            process.kill()
+            process.send_signal(signum)
 
 
 def name_rendezvous(network: Network, address: str) -> None:
@@ -80,7 +86,7 @@ def rename(network: Network) -> None:
     """Give the node of the rendezvous another address under the same name, and kill the other node."""
     ip("-n", network.space("a"), "addr", "add", f"{LATER}/24", "dev", "eth0")
     name_rendezvous(network, LATER)
-    kill_host(network, "b")
+    signal_host(network, "b")
 
 
 FAULTS = {
@@ -106,10 +112,16 @@ FAULTS = {
     "name": NetworkFault(
         text="the rendezvous gets another address, and the other node is killed", begin=rename
     ),
-    "node": NetworkFault(text="a node killed", begin=lambda network: kill_host(network, "b")),
+    "node": NetworkFault(text="a node killed", begin=lambda network: signal_host(network, "b")),
     "store": NetworkFault(
-        text="the node of the store killed", begin=lambda network: kill_host(network, "a")
+        text="the node of the store killed", begin=lambda network: signal_host(network, "a")
     ),
+    "spot": NetworkFault(
+        text="SIGTERM to all processes of a node, which starts again",
+        begin=lambda network: signal_host(network, "b", signal.SIGTERM),
+    ),
+    "clock": NetworkFault(text="the wall clock of a node jumps an hour ahead", clock=3600),
+    "clock-back": NetworkFault(text="the wall clock of a node jumps an hour back", clock=-3600),
 }
 
 
@@ -128,8 +140,10 @@ class NetworkRun:
 class Nodes:
     """The two nodes of a training in `home`."""
 
-    def __init__(self, network: Network, home: Path) -> None:
+    def __init__(self, network: Network, home: Path, fault: NetworkFault | None) -> None:
         self._network, self._home = network, home
+        self._fake_clock = fault is not None and fault.clock != 0
+        self.set_clock(0)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.starts = 0
 
@@ -147,13 +161,31 @@ class Nodes:
             "run",
         ]
         command += ["--nodes", "2", "-n", "1", "--rendezvous", f"{NAME}:29400", "--restarts", "5"]
+        command += ["--wait", str(WAIT)]
+        variables = self._clock_variables() if self._fake_clock and host == "b" else {}
         with (self._home / f"output-{host}.txt").open("ab") as output:
             self._processes[host] = subprocess.Popen(
                 [*command, str(SCRIPT), "--", "--epochs", str(EPOCHS)],
                 cwd=self._home,
+                env=os.environ | variables,
                 stdout=output,
                 stderr=output,
             )
+
+    def set_clock(self, seconds: int) -> None:
+        """Set the offset of the wall clock of the second node."""
+        (self._home / "clock").write_text(f"{seconds:+d}\n")
+
+    def _clock_variables(self) -> dict[str, str]:
+        """Return the variables of libfaketime, which reads the offset once per second."""
+        (library,) = Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")
+        return {
+            "LD_PRELOAD": str(library),
+            "FAKETIME_TIMESTAMP_FILE": str(self._home / "clock"),
+            "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "NO_FAKE_STAT": "1",
+        }
 
     def restart_failed(self) -> bool:
         """Start the command again where it failed; return whether it has ended well.
@@ -168,7 +200,7 @@ class Nodes:
     def stop(self) -> None:
         """End all processes."""
         for host in HOSTS:
-            kill_host(self._network, host)
+            signal_host(self._network, host)
         for process in self._processes.values():
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -191,7 +223,7 @@ def run_training(fault: NetworkFault | None, seed: int, home: Path) -> NetworkRu
     switch: subprocess.Popen[bytes] | None = None
     network.create()
     name_rendezvous(network, HOSTS["a"][0].partition("/")[0])
-    nodes = Nodes(network, home)
+    nodes = Nodes(network, home, fault)
     try:
         if fault is not None and (fault.switch or fault.round_trip):
             network.plug(kernel=False)
@@ -223,6 +255,7 @@ def _watch(
         if fault is not None and began is None and nodes.step() >= first:
             before, began = nodes.messages(), now
             fault.begin(network)
+            nodes.set_clock(fault.clock)
         if fault is not None and began is not None and not over and now > began + SECONDS:
             fault.end(network)
             over = True

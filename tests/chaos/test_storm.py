@@ -44,7 +44,12 @@ def storm(home: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-def test_a_storm_changes_nothing_and_leaves_nothing(home: Path) -> None:
+def test_a_storm_changes_nothing_and_leaves_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     before = set(Path("/dev/shm").iterdir())
     code, found = storm(
         home,
@@ -67,6 +72,7 @@ def test_a_storm_changes_nothing_and_leaves_nothing(home: Path) -> None:
     assert found["attempts"] >= 3
     assert [path.name for path in home.iterdir()] == ["train.py"]
     assert set(Path("/dev/shm").iterdir()) <= before
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.long
@@ -76,6 +82,51 @@ def test_a_storm_that_fails_is_shrunk_to_the_faults_that_matter(home: Path) -> N
     assert code == 1
     assert "differ" in found["problem"]
     assert [fault["kind"] for fault in found["faults"]] == ["kill"]
+
+
+FILL_WHILE_WRITING = """
+import subprocess, threading
+from shoal.chaos.containment import SCRATCH, StormDisk
+
+subprocess.run(["mount", "-t", "tmpfs", "tmpfs", SCRATCH], check=True)
+disk = StormDisk(SCRATCH / "storm-disk")
+disk.mount()
+ended = threading.Event()
+
+def write():
+    with open(disk.path / "growing", "wb", buffering=0) as file:
+        while not ended.is_set():
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                file.truncate(0)
+
+threads = [threading.Thread(target=write, daemon=True) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(20):
+    disk.fill()
+    disk.restore()
+    disk.fill_inodes()
+    disk.restore()
+ended.set()
+for thread in threads:
+    thread.join()
+disk.fill()
+try:
+    (disk.path / "more").write_bytes(bytes(1 << 20))
+except OSError as error:
+    print(error.strerror)
+disk.unmount()
+"""
+
+
+def test_a_disk_is_filled_while_others_write_on_it() -> None:
+    """A rank may write between the measurement of the disk and the new limit."""
+    inside = containment.contain([sys.executable, "-c", FILL_WHILE_WRITING])
+    done = subprocess.run(inside, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "No space left on device\n"
 
 
 @pytest.fixture
@@ -88,14 +139,19 @@ def running(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
+def temporary_mounts() -> list[str]:
+    """Return the mounts of a kind that a storm makes; other tests make others."""
+    return [line for line in Path("/proc/mounts").read_text().splitlines() if " tmpfs " in line]
+
+
 def test_a_killed_command_leaves_nothing(home: Path, running: subprocess.Popen[bytes]) -> None:
     wait_for(lambda: len(psutil.Process(running.pid).children(recursive=True)) >= 4, 300)
     children = psutil.Process(running.pid).children(recursive=True)
-    before = Path("/proc/mounts").read_text()
+    before = temporary_mounts()
     running.send_signal(signal.SIGKILL)
     running.wait()
     wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
-    assert Path("/proc/mounts").read_text() == before
+    assert temporary_mounts() == before
     assert [path.name for path in home.iterdir()] == ["train.py"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -111,26 +112,61 @@ def test_a_store_that_can_not_be_reached_is_no_damaged_checkpoint(tmp_path: Path
     assert {*outcomes} - {*told} <= {(2, 2)}  # where what fails is the tidying
 
 
-def test_a_listing_that_lacks_the_latest_checkpoint_costs_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The run resumes at the one before, and saves the same step under another name."""
-    place = path_from(f"bucket://{tmp_path}/run")
-    save(begin(place, keep=2), 1, 2)
+def list_late(lacking: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let listings lack what matches and exists now."""
+    old = {str(path) for path in folder.rglob("*") if re.search(lacking, str(path))}
+    assert old
     listed = Bucket._list
 
     def late(store: Bucket, key: str) -> list[dict[str, Any]]:
-        return [each for each in listed(store, key) if not each["name"].endswith("step-2.a1")]
+        return [each for each in listed(store, key) if each["name"] not in old]
 
     monkeypatch.setattr(Bucket, "_list", late)
-    assert restored(place) == (1, 1)
-    again = begin(place, keep=2)
-    again.restore()
-    save(again, 2, version=20)
-    monkeypatch.setattr(Bucket, "_list", listed)
+
+
+def test_a_listing_that_lacks_the_latest_checkpoint_costs_no_other(tmp_path: Path) -> None:
+    """The run resumes at the one before, and saves the same step under another name."""
+    place = path_from(f"bucket://{tmp_path}/run")
+    save(begin(place, keep=2), 1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        list_late(r"step-2\.a1$", tmp_path, patch)
+        assert restored(place) == (1, 1)
+        again = begin(place, keep=2)
+        again.restore()
+        save(again, 2, version=20)
     assert damaged(place) == []
     assert restored(place) == (2, 20)
     assert "step-2.a1" in names(place)
+
+
+def test_a_listing_that_lacks_all_checkpoints_costs_none(tmp_path: Path) -> None:
+    """The run begins again, and its saves leave those that it does not see."""
+    place = path_from(f"bucket://{tmp_path}/run")
+    save(begin(place, keep=2), 1, 2, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        list_late(r"step-\d\.a1$", tmp_path, patch)
+        again = begin(place, keep=2)
+        assert again.restore() is None
+        save(again, 1, version=10)
+    assert damaged(place) == []
+    assert names(place) == ["step-1.a2", "step-2.a1", "step-3.a1"]
+    assert restored(place) == (3, 3)
+
+
+def test_an_attempt_that_is_listed_late_loses_no_checkpoint(tmp_path: Path) -> None:
+    """The next one takes the same number. Its save of the same step fails, and later ones succeed."""
+    place = path_from(f"bucket://{tmp_path}/run")
+    save(begin(place, keep=2), 1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        list_late(r"step-2\.a1$|/1-\w+\.json$", tmp_path, patch)
+        again = begin(place, keep=2)
+        again.restore()
+        with pytest.raises(CheckpointError, match=r"complete checkpoint and can't be replaced"):
+            save(again, 2, version=20)
+        save(again, 3)
+    assert damaged(place) == []
+    assert names(place) == ["step-1.a1", "step-2.a1", "step-3.a1"]
+    assert restored(place) == (3, 3)
 
 
 def taken_over_at(number: int, folder: Path) -> str | None:

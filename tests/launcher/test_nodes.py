@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.ranks import free_port
 from shoal.distributed.cluster_env import Placement, detect
 from shoal.distributed.failure import Failure
+from shoal.launcher import multi_node_rendezvous
 from shoal.launcher.attempt_outcome import SETTLE, AttemptOutcome, NodeReport, decide_outcome
 from shoal.launcher.nodes import Nodes, choose_nodes, differences, listen, parse_address, parse_numbers
 from shoal.util.errors import LaunchError
@@ -168,3 +170,13 @@ def test_a_failure_is_repeated_at_the_same_rank_line_and_step() -> None:
         assert (verdict.signature, verdict.repeated) == (place, repeated)
     unknown = (RAISED, replace(failure, where="n1"), replace(failure, by_peer=True), KILLED)
     assert [each.signature for each in unknown] == [""] * 4
+
+
+def test_a_rendezvous_at_which_nothing_listens_is_not_said_to_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after its name got another address."""
+    monkeypatch.setattr(multi_node_rendezvous, "listen", lambda host, port: f"{host} is elsewhere")
+    nodes = Nodes(least=2, most=2, host="127.0.0.1", port=free_port(), wait=1.0)
+    with pytest.raises(LaunchError, match=r"Connection refused\); here, 127.0.0.1 is elsewhere"):
+        multi_node_rendezvous.NodesRendezvous(nodes, processes=1, label="here")

@@ -1,5 +1,5 @@
 """Injects faults into a training script and compares its result with an undisturbed run.
 
-`plan` draws the faults from a seed, `rank` injects them in the ranks, and `storm` runs all of it inside
-Linux namespaces that end with it. `containment` makes those.
+`faults` draws the faults from a seed, `rank` injects them in the ranks, and `storm` runs all of it.
+`containment` makes the Linux namespaces that end with the command, and `first_process` is theirs.
 """

@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.util.errors import LaunchError
 
 SCRATCH = Path("/dev/shm")
 """Exists on every Linux; inside the namespace, a new tmpfs is mounted over it."""
+TEMPORARY = SCRATCH / "tmp"
+"""The directory for temporary files of the storm."""
 _TRIAL = f"mount -t tmpfs tmpfs {SCRATCH}"
 _SECONDS = 30.0
+_TRIES = 100
 
 
 def contain(command: Sequence[str]) -> list[str]:
@@ -81,17 +84,30 @@ class StormDisk:
 
     def fill(self) -> None:
         """Leave no free bytes."""
-        found = os.statvfs(self.path)
-        self._remount(f"size={max(found.f_blocks - found.f_bfree, 1) * found.f_frsize}")
+
+        def limit(found: os.statvfs_result) -> str:
+            return f"size={max(found.f_blocks - found.f_bfree, 1) * found.f_frsize}"
+
+        self._limit_to_use(limit)
 
     def fill_inodes(self) -> None:
         """Leave no free inodes."""
-        found = os.statvfs(self.path)
-        self._remount(f"nr_inodes={found.f_files - found.f_ffree}")
+        self._limit_to_use(lambda found: f"nr_inodes={found.f_files - found.f_ffree}")
 
     def restore(self) -> None:
         """End all faults of the disk."""
         self._remount("size=50%,nr_inodes=1m")
+
+    def _limit_to_use(self, limit: Callable[[os.statvfs_result], str]) -> None:
+        """Set a limit to what is in use; ranks that write meanwhile need another one."""
+        tries = _TRIES
+        while True:
+            tries -= 1
+            try:
+                return self._remount(limit(os.statvfs(self.path)))
+            except subprocess.CalledProcessError:
+                if not tries:
+                    raise
 
     def _remount(self, options: str) -> None:
         _mount("-o", f"remount,{options}", str(self.path))

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -19,19 +18,20 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 import psutil
 
-from shoal.chaos.containment import SCRATCH, StormDisk
+from shoal.chaos.containment import StormDisk
 from shoal.chaos.control import ActionRequest, ControlDirectory, Notice
 from shoal.chaos.faults import KINDS, Fault, Survey, plan_faults
 from shoal.chaos.final_state import checkpoint_directories, digest_end, latest_checkpoint
 from shoal.chaos.rank import START
 from shoal.chaos.report import InjectedFault, StormReport
+from shoal.chaos.request import StormRequest
 from shoal.chaos.shrink import shrink
 from shoal.checkpoint.store import Manifest
-from shoal.util.errors import LaunchError, ShoalError
+from shoal.util.errors import LaunchError
 from shoal.util.tables import plain_console, print_path
 from shoal.verify.variants import copy_directory
 
@@ -40,29 +40,6 @@ _PAUSE = 0.005
 _MORE_ATTEMPTS = 3
 """Attempts in addition to one per fault, after which the storm has failed."""
 _LINES = 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class StormRequest:
-    """The script, its ranks, and the faults: a number of them of these kinds, drawn from a seed.
-
-    `limit` is the longest time of one attempt in seconds. With `shrinks`, a storm that fails is
-    repeated without single faults until each of them is needed.
-    """
-
-    script: str
-    args: tuple[str, ...]
-    processes: int
-    kinds: tuple[str, ...]
-    count: int
-    seed: int
-    limit: float
-    shrinks: bool
-
-    @property
-    def command(self) -> str:
-        """The script and its arguments."""
-        return shlex.join((self.script, *self.args))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,22 +374,3 @@ def _check_calm(request: StormRequest, calm: RunResult, survey: Survey) -> None:
 
 def _say(text: str) -> None:
     print_path(plain_console(stderr=True), text)
-
-
-def main() -> None:
-    """Run the request of the first argument and print the report, or the error, as JSON."""
-    if os.getpid() != 1:
-        raise SystemExit("a storm runs only as the first process of a PID namespace: shoal chaos")
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(SCRATCH)], check=True)
-    values: dict[str, Any] = json.loads(sys.argv[1])
-    kinds, args = tuple(values.pop("kinds")), tuple(values.pop("args"))
-    request = StormRequest(**values, kinds=kinds, args=args)
-    try:
-        report = run_storm(request, Path.cwd(), SCRATCH / "shoal-chaos")
-        sys.stdout.write(json.dumps(report.as_json()))
-    except ShoalError as error:
-        content = {"given": error.given, "found": error.found, "fix": error.fix}
-        sys.stdout.write(json.dumps(content))
-    finally:
-        end_processes()
-        shutil.rmtree(SCRATCH / "shoal-chaos", ignore_errors=True)

@@ -16,7 +16,7 @@ from shoal.cli.submit_options import ScriptArgs
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.chaos.storm import StormRequest
+    from shoal.chaos.request import StormRequest
 
 
 def chaos(
@@ -49,7 +49,7 @@ def chaos(
     from shoal.chaos.display import print_storm
     from shoal.chaos.faults import check_kinds
     from shoal.chaos.report import StormReport
-    from shoal.chaos.storm import StormRequest
+    from shoal.chaos.request import StormRequest
     from shoal.util.tables import plain_console
 
     _check_script(script)
@@ -73,10 +73,11 @@ def chaos(
 
 def _run(request: StormRequest) -> dict[str, Any]:
     """Run the storm inside namespaces and return its report. Raises the LaunchError of the storm."""
-    from shoal.chaos.containment import contain
+    from shoal.chaos.containment import TEMPORARY, contain
+    from shoal.chaos.first_process import START
 
-    start = "from shoal.chaos.storm import main; main()"
-    command = contain([sys.executable, "-c", start, json.dumps(asdict(request))])
+    python = ["env", f"TMPDIR={TEMPORARY}", sys.executable]
+    command = contain([*python, "-c", START, json.dumps(asdict(request))])
     done = subprocess.run(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout)

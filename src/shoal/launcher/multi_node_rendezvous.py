@@ -27,7 +27,7 @@ from shoal._torch.elastic import CheckedBackend, MonitoredRendezvous
 from shoal.distributed.cluster_env import NODES_RUN_ID
 from shoal.launcher.attempt_outcome import AttemptOutcome, Kind
 from shoal.launcher.elastic_agent import serve
-from shoal.launcher.nodes import Nodes, differences, listen, way_to
+from shoal.launcher.nodes import Nodes, differences, listen, way_to, why_silent
 from shoal.util.errors import LaunchError
 from shoal.util.time_limit import run_within
 
@@ -57,8 +57,8 @@ def _connect(host: str, port: int, limit: float) -> TCPStore:
     timeout = timedelta(seconds=limit)
     try:
         return run_within(limit + BEAT, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
-    except TimeoutError:
-        raise TimeoutError("the program that listens there does not answer") from None
+    except (TimeoutError, DistError):
+        raise TimeoutError(why_silent(host, port)) from None
 
 
 @dataclass(frozen=True, kw_only=True)

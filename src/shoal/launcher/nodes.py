@@ -180,6 +180,15 @@ def listen(host: str, port: int) -> socket.socket | str:
     return server
 
 
+def why_silent(host: str, port: int) -> str:
+    """Return why a rendezvous has not answered: it can't be reached, or is silent."""
+    try:
+        socket.create_connection((host, port), timeout=SILENCE).close()
+    except OSError as error:
+        return str(error)
+    return "the program that listens there does not answer"
+
+
 def way_to(host: str, port: int) -> str:
     """Return the address by which this machine reaches `host`, and others reach this machine."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
