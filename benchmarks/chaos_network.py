@@ -4,7 +4,7 @@
 
 Each node is a network namespace with one rank under `shoal run --nodes 2`. A fault begins after a step
 that the seed draws. A node whose command ends with an error is started again, as by a scheduler. Needs
-root and iproute2, and libfaketime for `clock`; leaves nothing behind unless it is killed.
+root and iproute2, and a C compiler for clocks; leaves nothing behind unless it is killed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
 from chaos_training import SCRIPT, count_samples, print_results  # noqa: E402
+from helpers.clocks import WrongClock  # noqa: E402
 from helpers.cluster.network import Network, ip  # noqa: E402
 
 HOSTS = {"a": ("10.79.0.1/24",), "b": ("10.79.0.2/24",)}
@@ -142,8 +143,7 @@ class Nodes:
 
     def __init__(self, network: Network, home: Path, fault: NetworkFault | None) -> None:
         self._network, self._home = network, home
-        self._fake_clock = fault is not None and fault.clock != 0
-        self.set_clock(0)
+        self.clock = WrongClock(home, 0) if fault is not None and fault.clock else None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.starts = 0
 
@@ -162,7 +162,7 @@ class Nodes:
         ]
         command += ["--nodes", "2", "-n", "1", "--rendezvous", f"{NAME}:29400", "--restarts", "5"]
         command += ["--wait", str(WAIT)]
-        variables = self._clock_variables() if self._fake_clock and host == "b" else {}
+        variables = self.clock.variables if self.clock is not None and host == "b" else {}
         with (self._home / f"output-{host}.txt").open("ab") as output:
             self._processes[host] = subprocess.Popen(
                 [*command, str(SCRIPT), "--", "--epochs", str(EPOCHS)],
@@ -171,21 +171,6 @@ class Nodes:
                 stdout=output,
                 stderr=output,
             )
-
-    def set_clock(self, seconds: int) -> None:
-        """Set the offset of the wall clock of the second node."""
-        (self._home / "clock").write_text(f"{seconds:+d}\n")
-
-    def _clock_variables(self) -> dict[str, str]:
-        """Return the variables of libfaketime, which reads the offset once per second."""
-        (library,) = Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")
-        return {
-            "LD_PRELOAD": str(library),
-            "FAKETIME_TIMESTAMP_FILE": str(self._home / "clock"),
-            "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "NO_FAKE_STAT": "1",
-        }
 
     def restart_failed(self) -> bool:
         """Start the command again where it failed; return whether it has ended well.
@@ -255,7 +240,8 @@ def _watch(
         if fault is not None and began is None and nodes.step() >= first:
             before, began = nodes.messages(), now
             fault.begin(network)
-            nodes.set_clock(fault.clock)
+            if nodes.clock is not None:
+                nodes.clock.set(fault.clock)
         if fault is not None and began is not None and not over and now > began + SECONDS:
             fault.end(network)
             over = True

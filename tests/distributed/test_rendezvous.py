@@ -77,11 +77,12 @@ def test_two_jobs_with_the_same_ports_do_not_clash(join: Join) -> None:
     check_one_store(two, "of two")
 
 
-def test_a_port_that_something_else_listens_at_is_passed_over(join: Join) -> None:
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_a_port_that_something_else_listens_at_is_passed_over(taken: int, join: Join) -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        silent = server.getsockname()[1]  # it takes calls and says nothing
-        check_one_store(join(job("a", silent, *free_ports(3)), 2), "hello")
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(taken)]
+        silent = [server.getsockname()[1] for server in servers]  # they take calls and say nothing
+        check_one_store(join(job("a", *silent, *free_ports(4 - taken)), 2), "hello")
 
 
 def test_no_free_port_is_told_with_the_ports(join: Join) -> None:

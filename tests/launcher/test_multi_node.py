@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helpers.clocks import WrongClock
 from helpers.commands import GONE_WITHIN, Command, Ended, wait_for
 from helpers.ranks import free_port
 from shoal.report.coverage import coverage
@@ -330,6 +331,24 @@ def test_a_node_is_told_to_end_and_the_other_goes_on(nodes: Nodes) -> None:
     ended = stay.end()
     assert ended.code == 0
     assert f"(process {go.process.pid}) left: restarting" in ended.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [3600, -3600])
+def test_the_clocks_of_two_nodes_may_differ(
+    seconds: int, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's rendezvous compares them, so that each node takes the other one for dead."""
+    script = f"{TALK}\nagree_to_stop()"
+    nodes.start(script)
+    for name, value in WrongClock(nodes.folder, seconds).variables.items():
+        monkeypatch.setenv(name, value)
+    nodes.start(script)
+    nodes.wait_for("talk-0-2-*", 2)
+    (nodes.folder / "stop").touch()
+    ended = [each.end() for each in nodes.started]
+    assert [each.code for each in ended] == [0, 0]
+    assert not any("left" in each.err for each in ended)
 
 
 def holder(nodes: Nodes) -> Command:

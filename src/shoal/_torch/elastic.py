@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
@@ -11,6 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
+    _BackendRendezvousStateHolder,
     _NodeDesc,
     _RendezvousExitOp,
     _RendezvousState,
@@ -51,8 +52,43 @@ class CheckedBackend(C10dRendezvousBackend):
         return found
 
 
+class LocalHeartbeats(_BackendRendezvousStateHolder):
+    """The state of a rendezvous; heartbeats are timed by the monotonic clock of this process.
+
+    torch compares the wall clocks of two nodes: nodes whose clocks differ by more than the time limit
+    remove each other again and again, and a clock that is set back ends the heartbeats of its node.
+    """
+
+    def __init__(self, backend: Any, settings: Any, me: _NodeDesc) -> None:
+        super().__init__(backend, settings)
+        self._me = me
+        self._seen: dict[_NodeDesc, tuple[datetime, float]] = {}
+
+    def _sanitize(self) -> None:
+        now, moment = datetime.now(UTC), time.monotonic()
+        written = self._state.last_heartbeats
+        for node, when in written.items():
+            if node not in self._seen or self._seen[node][0] != when:
+                self._seen[node] = when, moment
+        # torch removes nodes by these, and others read what they wrote themselves.
+        self._state.last_heartbeats = {
+            node: now - timedelta(seconds=moment - self._seen[node][1]) for node in written
+        }
+        super()._sanitize()
+        left = self._state.last_heartbeats
+        self._state.last_heartbeats = {node: written[node] for node in left}
+        if left.get(self._me) is not None and written[self._me] > now:
+            self._state.last_heartbeats[self._me] = now - self._settings.keep_alive_interval
+
+
 class MonitoredRendezvous(DynamicRendezvousHandler):
     """torch's rendezvous, which also reports its nodes; the public handler only counts them."""
+
+    def __init__(
+        self, node: _NodeDesc, settings: Any, backend_name: str, store: Any, state_holder: Any
+    ) -> None:
+        holder = LocalHeartbeats(state_holder._backend, settings, node)
+        super().__init__(node, settings, backend_name, store, holder)
 
     @property
     def me(self) -> str:
