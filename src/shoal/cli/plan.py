@@ -25,7 +25,7 @@ _Model = Annotated[
         metavar="MODEL",
         help="llama-70b, gpt3-175b …, with changes as in llama-70b,seq=8192; or dimensions: "
         "hidden=…,layers=…,heads=…,vocab=…,seq=…; or train.py:name of a function that returns (model, "
-        "task, dataset), whose memory is traced.",
+        "task, dataset), whose steps are traced.",
     ),
 ]
 _Machine = Annotated[str, typer.Option(metavar="NAME", help="A GPU such as h100-sxm, or a TOML file.")]
@@ -118,8 +118,9 @@ def plan(
 
     It finds the fastest layout of a transformer from dimensions and data sheets. The exit code is 1 if
     no configuration fits. With --check, it compares the prediction for a run with its measured steps.
-    With a function that returns a model, it predicts the memory of a rank in one layout. With
-    --training, it simulates the whole training with the fastest layout: saves, failures, restarts.
+    With a function that returns a model, it predicts the memory and the step time of a rank in one
+    layout. With --training, it simulates the whole training with the fastest layout: saves, failures,
+    restarts.
     """
     from shoal.plan.configuration import FORMATS, RECOMPUTES
     from shoal.plan.machines import find_machine
