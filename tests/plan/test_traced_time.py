@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 from helpers.cli import shoal as command
@@ -18,7 +19,7 @@ from shoal.plan.layer_time import Work
 from shoal.plan.machines import Efficiency, Machine
 from shoal.plan.trace import TracedStep, trace_step
 from shoal.plan.traced_time import collective_totals, step_seconds
-from shoal.plan.traced_work import TracedCollective, TracedSegment
+from shoal.plan.traced_work import TracedCollective, TracedSegment, TracedWork
 
 CPU = Machine(
     name="here",
@@ -153,6 +154,28 @@ def test_the_collectives_of_a_trace_have_the_bytes_of_the_parameters() -> None:
     assert found["all_reduce"].count == pytest.approx(sharded / 2, abs=64)
     groups = {each.collective.group for each in step.segments if each.collective}
     assert groups == {RankGroup(2, 1), RankGroup(2, 2), RankGroup(4, 1)}
+
+
+def test_ddp_only_copies_gradients_into_buckets() -> None:
+    def backward(layout: str) -> Work:
+        step, _ = traced("MLP", layout)
+        return sum((each.work for each in step.segments if each.moment == "backward"), Work())
+
+    # On four ranks, a rank has a fourth of the samples.
+    alone = trace_step(lambda: Workload(*MODELS["MLP"]()), planned("replicate=1", batch=2))
+    before = sum((each.work for each in alone.segments if each.moment == "backward"), Work())
+    numbers = traced("MLP", "replicate=4")[1]
+    copied = backward("replicate=4").traffic - before.traffic
+    assert 0 < copied <= 12 * numbers + 1000
+    assert backward("replicate=4").operations < 2 * before.operations
+
+
+def test_operations_in_place_read_and_write() -> None:
+    one, other = torch.ones(1000), torch.ones(1000)
+    with TracedWork(lambda: "") as found:
+        torch._foreach_add_([one], [other])
+        one.add_(other)
+    assert [each.work.traffic for each in found.segments] == [2 * 3 * 4000]
 
 
 def test_the_command_predicts_the_time() -> None:

@@ -147,7 +147,7 @@ def plan(
         from shoal.plan.fit import plan_of
 
         step = plan_of(layout, devices, batch, micro_batch, kind, precision)
-        _trace(model, step, found, fake=not measure, as_json=as_json)
+        _trace(model, step, found, fake=not measure, html=html, as_json=as_json)
     else:
         questions = what_if or []
         _search(
@@ -252,8 +252,22 @@ def _search(
         raise typer.Exit(1)
 
 
-def _trace(model: str, asked: PlannedStep, machine: Machine, *, fake: bool, as_json: bool) -> None:
-    """Trace a module, print its memory, and exit with 1 if it does not fit."""
+def _trace(
+    model: str,
+    asked: PlannedStep,
+    machine: Machine,
+    *,
+    fake: bool,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Trace a module, print its memory and its time, and exit with 1 if it does not fit."""
+    if html is not None:
+        raise ShoalError(
+            given=f"--html {html} with --model {model}",
+            found="there is no page for a traced module",
+            fix="leave --html out, or use --json",
+        )
     from shoal.plan.fit import fit_module, fit_values, named_workload, print_fit
     from shoal.util.tables import plain_console
 

@@ -179,6 +179,8 @@ def parse_machine(name: str, table: object) -> Machine:
     mistakes += [f"{key} is missing" for key in sorted(required - table.keys())]
     for key in sorted((known - {"source", "efficiency"}) & table.keys()):
         mistakes += _number_mistake(key, table[key], whole=key in _WHOLE)
+    if "threads" in table and "cores" not in table:
+        mistakes.append("threads needs cores")
     if not isinstance(table.get("source", ""), str):
         mistakes.append("source is not text")
     efficiency = table.get("efficiency", {})

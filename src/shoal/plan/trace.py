@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -105,12 +106,13 @@ def trace_step(
     devices: int = 8,
     fake: bool = True,
     strategies: Sequence[Any] | None = None,
+    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> TracedStep:
     """Return the memory and the work of one rank in a step of a training, without the other ranks.
 
     `build` returns the model, its task and its dataset; it is called once. `devices` is the number of
     devices of a node. With `fake=False`, the steps compute with values, in the memory of this machine.
-    `strategies` are those of the plan unless given.
+    `strategies` are those of the plan unless given, and `optimizer` makes another one than AdamW.
 
     Raises:
         ShoalError: If the module fails on fake tensors, with its name, or the plan does not fit it.
@@ -124,7 +126,10 @@ def trace_step(
     world = simulated_world(plan.layout, rank, devices)
     try:
         trace = _Trace(build(), plan, world, fake=fake)
-        return trace.run(planned_strategies(plan) if strategies is None else strategies)
+        return trace.run(
+            planned_strategies(plan) if strategies is None else strategies,
+            optimizer or partial(torch.optim.AdamW, lr=1e-4),
+        )
     finally:
         world.close()
         if dist.is_initialized():
@@ -165,14 +170,18 @@ class _Trace:
             self.passing = "forward"
         return self.passing
 
-    def run(self, strategies: Sequence[Any]) -> TracedStep:
+    def run(
+        self,
+        strategies: Sequence[Any],
+        make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+    ) -> TracedStep:
         """Take three steps: one that creates the optimizer state, and two that look for the peak.
 
         The checks on the first batch come before them.
         """
         with self.counted():
             model = parallelize(self.built(), self.world, strategies)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            optimizer = make_optimizer(model.parameters())
             optimizer.register_step_pre_hook(self.note_gradients)
             precision = TRACED[self.plan.precision]
             step = Step(model, optimizer, self.workload.task, precision=precision, clip=1.0)

@@ -18,6 +18,8 @@ from shoal.plan.layer_time import Work
 from shoal.telemetry.collective_stats import operation_name
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
+_ATTRIBUTES = "prim"
+"""The namespace of operators that read no elements, such as the device of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +81,8 @@ class TracedWork(UncompiledMode):
             collective = _collective_of(function, arguments, named, result)
             if collective is not None:
                 self._end_segment(collective)
-        elif not function.is_view:
-            self._work += _work_of(function, arguments, named, result)
+        elif not function.is_view and function.namespace != _ATTRIBUTES:
+            self._work += operation_work(function, arguments, named, result)
         return result
 
     def _end_segment(self, collective: TracedCollective | None) -> None:
@@ -111,8 +113,13 @@ def _collective_of(function: Any, arguments: Any, named: Any, result: Any) -> Tr
     )
 
 
-def _work_of(function: Any, arguments: Any, named: Any, result: Any) -> Work:
-    moved = float(_bytes_in((arguments, named)) + _bytes_in(result))
+def operation_work(function: Any, arguments: Any, named: Any, result: Any) -> Work:
+    """Return the work of one operator with these arguments and this result."""
+    written = result
+    if result is None:  # such as of lists of tensors, in place
+        aliases = zip(schema_of(function).arguments, arguments, strict=False)
+        written = [each for own, each in aliases if own.alias_info and own.alias_info.is_write]
+    moved = float(_bytes_in((arguments, named)) + _bytes_in(written))
     packet = overloads_of(function)
     formula = flop_registry.get(packet)
     name = str(packet).rpartition(".")[2]
