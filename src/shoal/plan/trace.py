@@ -112,7 +112,7 @@ def trace_step(
 
     `build` returns the model, its task and its dataset; it is called once. `devices` is the number of
     devices of a node. With `fake=False`, the steps compute with values, in the memory of this machine.
-    `strategies` are those of the plan unless given, and `optimizer` makes another one than AdamW.
+    `strategies` replace those of the plan, and `optimizer` makes another one than AdamW.
 
     Raises:
         ShoalError: If the module fails on fake tensors, with its name, or the plan does not fit it.
