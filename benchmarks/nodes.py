@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,8 +35,18 @@ def limit(cluster: Cluster, rate: str) -> None:
     cluster.network.rate(None if rate == "none" else rate)
 
 
-def run_ranks(cluster: Cluster, script: str, arguments: Sequence[str], *, seconds: float = 3600) -> str:
-    """Run one rank of `script` on each node under srun; return its output."""
+def run_ranks(
+    cluster: Cluster,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    seconds: float = 3600,
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """Run one rank of `script` on each node under srun, with more environment variables if given.
+
+    Return its output.
+    """
     nodes = len(cluster.nodes)
     command = [
         "srun",
@@ -48,7 +58,7 @@ def run_ranks(cluster: Cluster, script: str, arguments: Sequence[str], *, second
     ]
     done = subprocess.run(
         cluster.inside("ctl", command),
-        env=cluster.environment(),
+        env=cluster.environment(variables),
         capture_output=True,
         text=True,
         timeout=seconds,

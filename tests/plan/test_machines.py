@@ -15,7 +15,7 @@ memory = 24
 memory_bandwidth = 900
 link = {link}
 network = 3
-devices = {devices}
+devices = {devices}{more}
 source = "measured"
 [mine.efficiency]
 product = {product}
@@ -31,14 +31,16 @@ def test_the_catalogue() -> None:
 
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(FILE.format(link=32, devices=4, product=0.6))
+    path.write_text(FILE.format(link=32, devices=4, product=0.6, more=""))
     machine = find_machine(str(path))
     assert (machine.name, machine.link, machine.efficiency.product) == ("mine", 32e9, 0.6)
 
 
 def test_all_mistakes_of_a_file_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(FILE.format(link=0, devices=2.5, product=3).replace("fp32", "fp23"))
+    path.write_text(
+        FILE.format(link=0, devices=2.5, product=3, more="\nthreads = 2").replace("fp32", "fp23")
+    )
     with pytest.raises(ShoalError) as raised:
         find_machine(str(path))
     for mistake in (
@@ -47,6 +49,7 @@ def test_all_mistakes_of_a_file_are_reported(tmp_path: Path) -> None:
         "link is 0; it must be above 0",
         "devices is 2.5, not an integer",
         "efficiency.product is 3, not between",
+        "threads needs cores",
     ):
         assert mistake in raised.value.found
 

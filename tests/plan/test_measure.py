@@ -18,8 +18,11 @@ from shoal.util.errors import ShoalError
 
 
 def collectives(path: Path, hosts: tuple[str, ...], operation: str = "all_reduce") -> Path:
-    points = (Point(bytes=1 << 20, seconds=1e-3, low=1e-3, high=1e-3, samples=3),)
-    fit = Fit(latency=1e-5, bandwidth=2e9, error=0.01)
+    points = tuple(
+        Point(bytes=size, seconds=seconds, low=seconds, high=seconds, samples=3)
+        for size, seconds in ((1_000, 1e-4), (200_001_000, 0.1001))
+    )
+    fit = Fit(latency=1e-4, bandwidth=2e9, error=0.01)
     series = CollectiveSeries(
         backend="gloo", operation=operation, memory="cpu", ranks=len(hosts), points=points, fit=fit
     )
@@ -69,7 +72,8 @@ def test_a_machine_and_its_file_are_the_same(tmp_path: Path) -> None:
         path.write_text(machine_toml(machine))
         again = find_machine(str(path))
         assert again.efficiency == machine.efficiency
-        assert (again.half, again.tf32, again.units) == (machine.half, machine.tf32, machine.units)
+        for key in ("half", "tf32", "units", "cores", "threads"):
+            assert getattr(again, key) == getattr(machine, key)
 
 
 def test_rates_between_hosts_are_those_of_one_rank(tmp_path: Path) -> None:
@@ -79,6 +83,7 @@ def test_rates_between_hosts_are_those_of_one_rank(tmp_path: Path) -> None:
     assert rates.link == pytest.approx(1.5 * 2e9)
     assert rates.network == pytest.approx(1.5 * 2e9 / 2)
     assert read_rates([inside], 7.0, None).link == 7e9
+    assert rates.link_latency == rates.network_latency == pytest.approx((1e-4 - 30e-6) / 6)
 
 
 def test_what_one_process_can_not_measure(tmp_path: Path) -> None:

@@ -50,3 +50,9 @@ def test_an_unknown_precision() -> None:
     done = shoal("plan", "--model", "gpt2", "--precision", "fp8")
     assert isinstance(done.exception, ShoalError)
     assert "--precision mixed" in done.exception.fix
+
+
+def test_a_traced_module_has_no_page() -> None:
+    done = shoal("plan", "--model", "dense:layers=1", "--html", "page")
+    assert isinstance(done.exception, ShoalError)
+    assert "--json" in done.exception.fix

@@ -5,7 +5,7 @@ The default store, process groups, their records, RPC's agent, the all-gather of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +47,23 @@ def abort_process_groups() -> None:
     which may wait.
     """
     getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)()
+
+
+def operator_group(arguments: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Return the process group among the arguments of an operator, or None.
+
+    Operators of `c10d` take a boxed group, those of `_c10d_functional` the name of one.
+    """
+    by_name = {name: group for group, name in process_groups().items()}
+    for each in arguments:
+        if isinstance(each, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(each)
+            except (RuntimeError, TypeError):  # a reduction
+                continue
+        if isinstance(each, str) and each in by_name:
+            return by_name[each]
+    return None
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -25,7 +25,7 @@ _Model = Annotated[
         metavar="MODEL",
         help="llama-70b, gpt3-175b …, with changes as in llama-70b,seq=8192; or dimensions: "
         "hidden=…,layers=…,heads=…,vocab=…,seq=…; or train.py:name of a function that returns (model, "
-        "task, dataset), whose memory is traced.",
+        "task, dataset), whose steps are traced.",
     ),
 ]
 _Machine = Annotated[str, typer.Option(metavar="NAME", help="A GPU such as h100-sxm, or a TOML file.")]
@@ -118,8 +118,9 @@ def plan(
 
     It finds the fastest layout of a transformer from dimensions and data sheets. The exit code is 1 if
     no configuration fits. With --check, it compares the prediction for a run with its measured steps.
-    With a function that returns a model, it predicts the memory of a rank in one layout. With
-    --training, it simulates the whole training with the fastest layout: saves, failures, restarts.
+    With a function that returns a model, it predicts the memory and the step time of a rank in one
+    layout. With --training, it simulates the whole training with the fastest layout: saves, failures,
+    restarts.
     """
     from shoal.plan.configuration import FORMATS, RECOMPUTES
     from shoal.plan.machines import find_machine
@@ -146,7 +147,7 @@ def plan(
         from shoal.plan.fit import plan_of
 
         step = plan_of(layout, devices, batch, micro_batch, kind, precision)
-        _trace(model, step, found, fake=not measure, as_json=as_json)
+        _trace(model, step, found, fake=not measure, html=html, as_json=as_json)
     else:
         questions = what_if or []
         _search(
@@ -251,8 +252,22 @@ def _search(
         raise typer.Exit(1)
 
 
-def _trace(model: str, asked: PlannedStep, machine: Machine, *, fake: bool, as_json: bool) -> None:
-    """Trace a module, print its memory, and exit with 1 if it does not fit."""
+def _trace(
+    model: str,
+    asked: PlannedStep,
+    machine: Machine,
+    *,
+    fake: bool,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Trace a module, print its memory and its time, and exit with 1 if it does not fit."""
+    if html is not None:
+        raise ShoalError(
+            given=f"--html {html} with --model {model}",
+            found="there is no page for a traced module",
+            fix="leave --html out, or use --json",
+        )
     from shoal.plan.fit import fit_module, fit_values, named_workload, print_fit
     from shoal.util.tables import plain_console
 

@@ -1,8 +1,8 @@
-"""Whether the traced step of a module fits a machine, and the changes with which it would."""
+"""Whether the traced step of a module fits a machine, its time, and the changes with which it fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +16,13 @@ from shoal.plan.configuration import PlannedStep, Recompute
 from shoal.plan.display import bar
 from shoal.plan.machines import Machine
 from shoal.plan.trace import TracedMemory, trace_step
+from shoal.plan.traced_time import (
+    CollectiveTotal,
+    TracedTime,
+    collective_totals,
+    print_traced_time,
+    step_seconds,
+)
 from shoal.util.errors import ShoalError
 from shoal.util.tables import print_line, print_rows
 from shoal.util.units import size
@@ -31,6 +38,8 @@ class ModuleFit:
     change: str
     plan: PlannedStep
     memory: TracedMemory
+    time: TracedTime
+    collectives: Mapping[str, CollectiveTotal]
     available: float
 
     @property
@@ -98,8 +107,15 @@ def fit_module(
     """
 
     def fit(change: str, tried: PlannedStep) -> ModuleFit:
-        memory = trace_step(build, tried, devices=machine.devices, fake=fake).memory
-        return ModuleFit(change=change, plan=tried, memory=memory, available=machine.available)
+        traced = trace_step(build, tried, devices=machine.devices, fake=fake)
+        return ModuleFit(
+            change=change,
+            plan=tried,
+            memory=traced.memory,
+            time=step_seconds(traced.segments, tried, machine),
+            collectives=collective_totals(traced.segments, tried, machine),
+            available=machine.available,
+        )
 
     found = [fit("as given", plan)]
     if found[0].fits:
@@ -144,6 +160,9 @@ def fit_values(found: list[ModuleFit]) -> dict[str, Any]:
                 "needed_bytes": each.needed,
                 "traced_bytes": each.memory.total,
                 "memory": asdict(each.memory),
+                "step_seconds": each.time.total,
+                "step": asdict(each.time),
+                "collectives": {name: asdict(one) for name, one in each.collectives.items()},
             }
             for each in found
         ],
@@ -159,13 +178,14 @@ _MOMENTS = {
 
 
 def print_fit(console: Console, machine: Machine, found: list[ModuleFit]) -> None:
-    """Print the memory of the given plan by kind, and the changes that were tried."""
+    """Print the memory of the given plan by kind, its time, and the changes that were tried."""
     first = found[0]
     print_line(console, f"{first.plan.layout} on {machine.name} {first.verdict}.", "")
     kinds = {**first.memory.kinds, "fragmentation": first.needed - first.memory.total}
     rows = [(kind, size(value), bar(value / first.available)) for kind, value in kinds.items()]
     title = f"Memory of a rank at its peak, in the {_MOMENTS[first.memory.moment]}"
     print_rows(console, title, ("kind", "bytes", ""), rows, right=("bytes",))
+    print_traced_time(console, first.time, first.collectives)
     if len(found) > 1:
         changes = [(each.change, each.verdict) for each in found[1:]]
         print_rows(console, "Changes", ("change", ""), changes)

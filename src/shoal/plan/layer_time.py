@@ -7,7 +7,7 @@ them wait for the host: (device^4 + host^4)^(1/4).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from shoal.plan.collectives import RankGroup, collective_seconds
 from shoal.plan.configuration import PlannedStep
@@ -55,16 +55,20 @@ class Work:
 class ComputeSeconds:
     """Seconds on the device by kind, and those that it waits for the host."""
 
-    products: float
-    attention: float
-    memory: float
-    launch: float
-    host: float
+    products: float = 0.0
+    convolutions: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    launch: float = 0.0
+    host: float = 0.0
+
+    def __add__(self, other: ComputeSeconds) -> ComputeSeconds:
+        return ComputeSeconds(*map(float.__add__, astuple(self), astuple(other)))
 
     @property
     def total(self) -> float:
         """All seconds."""
-        return self.products + self.attention + self.memory + self.launch + self.host
+        return float(sum(astuple(self)))
 
 
 Shape = tuple[float, float, float]
@@ -149,14 +153,15 @@ def compute_seconds(work: Work, plan: PlannedStep, machine: Machine) -> ComputeS
     """Return the seconds of some work on one device."""
     rates = machine.efficiency
     peak = machine.half if plan.numbers.activation == 2 else machine.tf32 or machine.fp32
-    products = (work.products / rates.product + work.convolutions / rates.convolution) / peak
+    products = work.products / (rates.product * peak)
+    convolutions = work.convolutions / (rates.convolution * peak)
     attention = work.attention / (rates.attention * peak)
     memory = (work.product_bytes + work.traffic) / (rates.memory * machine.memory_bandwidth)
     launch = work.operations * rates.launch
-    device = products + attention + memory + launch
+    device = products + convolutions + attention + memory + launch
     host = work.operations * rates.host
     waited = (device**4 + host**4) ** 0.25 - device
-    return ComputeSeconds(products, attention, memory, launch, waited)
+    return ComputeSeconds(products, convolutions, attention, memory, launch, waited)
 
 
 def backward_work(model: Transformer, work: LayerWork, recompute: str) -> tuple[Work, Work]:

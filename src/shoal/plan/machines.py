@@ -19,7 +19,7 @@ _RESERVED = 1.5e9
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The ten free parameters of the time model: fractions of data-sheet rates, and seconds.
+    """The twelve free parameters of the time model: fractions of data-sheet rates, and seconds.
 
     The defaults are assumptions, for machines that were not measured. `RANGES` has plausible values.
     """
@@ -37,6 +37,11 @@ class Efficiency:
     """Collectives within a node, of `link`."""
     network: float = 0.7
     """Collectives between nodes, of `network`."""
+    link_latency: float = 3.4e-6
+    """Seconds of one step of a collective within a node. The default is that of NCCL's tuner for its
+    protocol Simple."""
+    network_latency: float = 14e-6
+    """The same between nodes."""
     launch: float = 4e-6
     """Seconds on the device between two operations."""
     host: float = 35e-6
@@ -54,6 +59,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "memory": (0.2, 1.0),
     "link": (0.2, 1.0),
     "network": (0.1, 1.0),
+    "link_latency": (0.5e-6, 5e-3),
+    "network_latency": (1e-6, 0.1),
     "launch": (0.5e-6, 30e-6),
     "host": (2e-6, 100e-6),
     "step": (1e-4, 0.1),
@@ -70,6 +77,9 @@ class Machine:
     devices of a node, `network` nodes; both are per device. `memory` is in bytes. `devices` is the
     number of devices of a node, `units` that of the processors of a device that compute one tile of a
     product each, if products are tiled. `source` says where the figures are from.
+
+    Only CPUs have `cores`, the cores of a node. Each device uses `threads` of them while it is alone on
+    the node; devices that together have more threads than the node has cores take turns.
     """
 
     name: str
@@ -83,6 +93,8 @@ class Machine:
     devices: int
     source: str
     units: int | None = None
+    cores: int | None = None
+    threads: int = 1
     efficiency: Efficiency = field(default_factory=Efficiency)
 
     @property
@@ -90,7 +102,25 @@ class Machine:
         """Bytes of device memory without those of context and libraries."""
         return self.memory - _RESERVED
 
+    def shared(self, devices: int) -> Machine:
+        """Return the machine as each of `devices` devices of a node has it, all of which compute."""
+        if self.cores is None or devices * self.threads <= self.cores:
+            return self
+        part = self.cores / (devices * self.threads)
+        rates = self.efficiency
+        return replace(
+            self,
+            half=self.half * part,
+            fp32=self.fp32 * part,
+            memory_bandwidth=self.memory_bandwidth * part,
+            link=self.link * part,
+            efficiency=replace(
+                rates, launch=rates.launch / part, host=rates.host / part, step=rates.step / part
+            ),
+        )
 
+
+_WHOLE = ("devices", "units", "cores", "threads")
 _SCALE = {
     "half": 1e12,
     "tf32": 1e12,
@@ -144,11 +174,13 @@ def parse_machine(name: str, table: object) -> Machine:
     if not isinstance(table, dict):
         raise _wrong(name, "it is not a table")
     known = {each.name for each in fields(Machine)} - {"name"}
-    required = known - {"tf32", "units", "efficiency"}
+    required = known - {"tf32", "units", "cores", "threads", "efficiency"}
     mistakes = [f"{key} is unknown" for key in sorted(table.keys() - known)]
     mistakes += [f"{key} is missing" for key in sorted(required - table.keys())]
     for key in sorted((known - {"source", "efficiency"}) & table.keys()):
-        mistakes += _number_mistake(key, table[key], whole=key in ("devices", "units"))
+        mistakes += _number_mistake(key, table[key], whole=key in _WHOLE)
+    if "threads" in table and "cores" not in table:
+        mistakes.append("threads needs cores")
     if not isinstance(table.get("source", ""), str):
         mistakes.append("source is not text")
     efficiency = table.get("efficiency", {})

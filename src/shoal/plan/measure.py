@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from shoal.bench.collectives.machine_file import MachineFile, read_machine_file
 from shoal.bench.processor import processor_name
+from shoal.plan.collectives import BASE_LATENCY
 from shoal.plan.machines import RANGES, Machine, parse_machine
 from shoal.telemetry.collective_stats import bus_factor
 from shoal.util import accelerator
@@ -26,14 +27,19 @@ _EDGE = {"cpu": 1024}
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRates:
-    """Bytes/s within a node and between nodes, as options or files of `shoal bench comm` give them."""
+    """Bytes/s within a node and between nodes, as options or files of `shoal bench comm` give them.
+
+    The latencies are seconds of one step of a collective, if files give them.
+    """
 
     link: float | None
     network: float | None
+    link_latency: float | None = None
+    network_latency: float | None = None
 
 
 def read_rates(files: Sequence[Path], link: float | None, network: float | None) -> LinkRates:
-    """Return the bus bandwidth of all-reduces in machine files, unless GB/s are given.
+    """Return bus bandwidth, unless GB/s are given, and latency of all-reduces in machine files.
 
     A file whose ranks are on one host has `link`, any other `network`, per rank of a host.
     """
@@ -42,21 +48,33 @@ def read_rates(files: Sequence[Path], link: float | None, network: float | None)
     for path in files:
         found = read_machine_file(path)
         name = "link" if len(set(found.hosts)) == 1 else "network"
+        bandwidth, latency = _ring_rates(path, found)
         if rates[name] is None:
-            rates[name] = _bus_bandwidth(path, found)
+            rates[name] = bandwidth
+        rates[f"{name}_latency"] = latency
     return LinkRates(**rates)
 
 
-def _bus_bandwidth(path: Path, found: MachineFile) -> float:
+def _ring_rates(path: Path, found: MachineFile) -> tuple[float, float]:
+    """Return the bus bandwidth of a rank, and the seconds of a step of a ring.
+
+    The smallest and the largest message give both. A line through all sizes would deviate at the ends:
+    short messages pass a limited link at once.
+    """
     per_host = max(found.hosts.count(host) for host in found.hosts)
     several = len(set(found.hosts)) > 1
     for series in found.series:
-        if series.operation == "all_reduce" and series.fit is not None and series.fit.bandwidth:
-            bus = bus_factor("all_reduce", series.ranks) * series.fit.bandwidth
-            return bus / per_host if several else bus
+        points = sorted(series.points, key=lambda point: point.bytes)
+        if series.operation != "all_reduce" or len(points) < 2:
+            continue
+        least, most = points[0], points[-1]
+        seconds = max(1e-9, most.seconds - least.seconds)
+        bus = bus_factor("all_reduce", series.ranks) * (most.bytes - least.bytes) / seconds
+        latency = (least.seconds - BASE_LATENCY) / (2 * (series.ranks - 1))
+        return bus / per_host if several else bus, latency
     raise ShoalError(
         given=f"--comm {path}",
-        found="it has no all_reduce of at least three sizes",
+        found="it has no all_reduce of two sizes",
         fix="measure again: shoal bench comm --operations all_reduce -o FILE",
     )
 
@@ -102,9 +120,14 @@ def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
                 "link": 1.0,
                 "network": 1.0,
                 "host": _host_seconds(device),
+                "link_latency": rates.link_latency,
+                "network_latency": rates.network_latency,
             }.items()
+            if value is not None
         },
     }
+    if device.type == "cpu":
+        table |= {"cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
     if device.type == "cuda":
         table["units"] = torch.cuda.get_device_properties(device).multi_processor_count
     return parse_machine(name, table)
@@ -118,7 +141,10 @@ def machine_toml(machine: Machine) -> str:
     lines = [f"[{machine.name}]"]
     lines += [f"{key} = {getattr(machine, key) / scale.get(key, 1e9):.6g}" for key in rates]
     lines += [f"devices = {machine.devices}"]
-    lines += [] if machine.units is None else [f"units = {machine.units}"]
+    for key in ("units", "cores"):
+        value = getattr(machine, key)
+        lines += [] if value is None else [f"{key} = {value}"]
+    lines += [] if machine.cores is None else [f"threads = {machine.threads}"]
     source = machine.source.replace("\\", "\\\\").replace('"', '\\"')
     lines += [f'source = "{source}"', "", f"[{machine.name}.efficiency]"]
     lines += [f"{key} = {getattr(machine.efficiency, key):.4g}" for key in RANGES]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -36,7 +37,7 @@ from shoal.plan.gpu_allocator import reserved_bytes
 from shoal.plan.layer_time import Work
 from shoal.plan.live_bytes import LiveBytes, PeakStorage
 from shoal.plan.simulated_world import SimulatedWorld, simulated_world
-from shoal.plan.traced_work import TracedWork
+from shoal.plan.traced_work import TracedSegment, TracedWork
 from shoal.strategies import parallelize
 from shoal.strategies.activation_checkpoint import ActivationCheckpointing
 from shoal.strategies.data_parallel.ddp import DDP
@@ -86,10 +87,15 @@ class TracedMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """The memory of one rank in an optimizer step, and the work of its operations."""
+    """The memory of one rank in an optimizer step, and its operations in their order."""
 
     memory: TracedMemory
-    work: Work
+    segments: tuple[TracedSegment, ...]
+
+    @property
+    def work(self) -> Work:
+        """The sum of the work of all operations."""
+        return sum((each.work for each in self.segments), Work())
 
 
 def trace_step(
@@ -99,11 +105,14 @@ def trace_step(
     rank: int = 0,
     devices: int = 8,
     fake: bool = True,
+    strategies: Sequence[Any] | None = None,
+    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> TracedStep:
     """Return the memory and the work of one rank in a step of a training, without the other ranks.
 
     `build` returns the model, its task and its dataset; it is called once. `devices` is the number of
     devices of a node. With `fake=False`, the steps compute with values, in the memory of this machine.
+    `strategies` replace those of the plan, and `optimizer` makes another one than AdamW.
 
     Raises:
         ShoalError: If the module fails on fake tensors, with its name, or the plan does not fit it.
@@ -116,7 +125,11 @@ def trace_step(
         )
     world = simulated_world(plan.layout, rank, devices)
     try:
-        return _Trace(build(), plan, world, fake=fake).run()
+        trace = _Trace(build(), plan, world, fake=fake)
+        return trace.run(
+            planned_strategies(plan) if strategies is None else strategies,
+            optimizer or partial(torch.optim.AdamW, lr=1e-4),
+        )
     finally:
         world.close()
         if dist.is_initialized():
@@ -143,7 +156,7 @@ class _Trace:
         # A loss of fake tensors may read numbers too.
         self.numbers = KnownNumbers(lambda: bool(self.calls or not fake) and _read_by_user())
         self.live = LiveBytes(self.moment)
-        self.work = TracedWork()
+        self.work = TracedWork(self.moment)
 
     def moment(self) -> str:
         """Return the part of the step that runs; FSDP reduces gradients after the backward pass too."""
@@ -157,14 +170,18 @@ class _Trace:
             self.passing = "forward"
         return self.passing
 
-    def run(self) -> TracedStep:
+    def run(
+        self,
+        strategies: Sequence[Any],
+        make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+    ) -> TracedStep:
         """Take three steps: one that creates the optimizer state, and two that look for the peak.
 
         The checks on the first batch come before them.
         """
         with self.counted():
-            model = parallelize(self.built(), self.world, planned_strategies(self.plan))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            model = parallelize(self.built(), self.world, strategies)
+            optimizer = make_optimizer(model.parameters())
             optimizer.register_step_pre_hook(self.note_gradients)
             precision = TRACED[self.plan.precision]
             step = Step(model, optimizer, self.workload.task, precision=precision, clip=1.0)
@@ -188,7 +205,7 @@ class _Trace:
             raise
         except Exception as error:
             raise self.failure(error, names) from error
-        return TracedStep(memory=self.kinds(model, optimizer), work=self.work.work)
+        return TracedStep(memory=self.kinds(model, optimizer), segments=self.work.segments)
 
     @contextmanager
     def counted(self) -> Iterator[None]:

@@ -3,31 +3,68 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from shoal._torch.dispatch import UncompiledMode, is_wrapper, overloads_of, tree_iter
+from shoal._torch.c10d import operator_group
+from shoal._torch.dispatch import UncompiledMode, is_wrapper, overloads_of, schema_of, tree_iter
+from shoal.plan.collectives import RankGroup
 from shoal.plan.layer_time import Work
+from shoal.telemetry.collective_stats import operation_name
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
+_ATTRIBUTES = "prim"
+"""The namespace of operators that read no elements, such as the device of a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedCollective:
+    """A call of a collective, with the bytes of the full tensor.
+
+    `wait` says what waits for it: "module" (the next operation), "stream" (the stream that calls it,
+    on a CPU the next operation) or "update" (nothing before the update).
+    """
+
+    operation: str
+    count: int
+    group: RankGroup
+    wait: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedSegment:
+    """The work of a rank until its next collective, in one part of the step (`moment`)."""
+
+    moment: str
+    work: Work
+    collective: TracedCollective | None = None
 
 
 class TracedWork(UncompiledMode):
-    """Dispatch mode that adds up the work of the operations inside.
+    """Dispatch mode that adds up the work of the operations inside, and records collectives.
 
     A convolution counts as the matrix product into which it is rewritten (implicit GEMM), with its
     FLOPs by torch's formulas. An operation without a formula reads its arguments and writes its
-    results. A Fourier transform does so once per dimension. Views and collectives are not counted.
-
-    Attributes:
-        work: The sum.
+    results. A Fourier transform does so once per dimension. Views are not counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moment: Callable[[], str]) -> None:
         super().__init__()
-        self.work = Work()
+        self._moment = moment
+        self._now = ""
+        self._work = Work()
+        self._segments: list[TracedSegment] = []
+
+    @property
+    def segments(self) -> tuple[TracedSegment, ...]:
+        """All work so far, in its order."""
+        rest = [TracedSegment(moment=self._now, work=self._work)] if self._work != Work() else []
+        return (*self._segments, *rest)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
@@ -37,13 +74,52 @@ class TracedWork(UncompiledMode):
             return NotImplemented
         named = named or {}
         result = function(*arguments, **named)
-        if function.namespace not in _COLLECTIVES and not function.is_view:
-            self.work += _work_of(function, arguments, named, result)
+        if (moment := self._moment()) != self._now:
+            self._end_segment(None)
+            self._now = moment
+        if function.namespace in _COLLECTIVES:
+            collective = _collective_of(function, arguments, named, result)
+            if collective is not None:
+                self._end_segment(collective)
+        elif not function.is_view and function.namespace != _ATTRIBUTES:
+            self._work += operation_work(function, arguments, named, result)
         return result
 
+    def _end_segment(self, collective: TracedCollective | None) -> None:
+        if collective is not None or self._work != Work():
+            self._segments.append(
+                TracedSegment(moment=self._now, work=self._work, collective=collective)
+            )
+        self._work = Work()
 
-def _work_of(function: Any, arguments: Any, named: Any, result: Any) -> Work:
-    moved = float(_bytes_in((arguments, named)) + _bytes_in(result))
+
+def _collective_of(function: Any, arguments: Any, named: Any, result: Any) -> TracedCollective | None:
+    schema = schema_of(function)
+    given = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
+    given |= dict(zip((each.name for each in schema.arguments), arguments, strict=False)) | named
+    group = operator_group(list(given.values()))
+    if group is None:  # such as wait_tensor
+        return None
+    wait = "update" if given.get("async_op", True) else "stream"
+    if function.namespace == "_c10d_functional":
+        wait = "module"
+    ranks = dist.get_process_group_ranks(group)
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return TracedCollective(
+        operation=operation_name(schema.name.rpartition("::")[2]),
+        count=max(map(_bytes_in, (*given.values(), result))),
+        group=RankGroup(len(ranks), stride),
+        wait=wait,
+    )
+
+
+def operation_work(function: Any, arguments: Any, named: Any, result: Any) -> Work:
+    """Return the work of one operator with these arguments and this result."""
+    written = result
+    if result is None:  # such as of lists of tensors, in place
+        aliases = zip(schema_of(function).arguments, arguments, strict=False)
+        written = [each for own, each in aliases if own.alias_info and own.alias_info.is_write]
+    moved = float(_bytes_in((arguments, named)) + _bytes_in(written))
     packet = overloads_of(function)
     formula = flop_registry.get(packet)
     name = str(packet).rpartition(".")[2]

@@ -29,7 +29,9 @@ _NAMES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
     "allgather_into_tensor": "all_gather",
+    "all_gather_into_tensor": "all_gather",
     "alltoall": "all_to_all",
+    "all_to_all_single": "all_to_all",
     "reduce_scatter_tensor": "reduce_scatter",
 }
 _MOST_AT_ONCE = 64
@@ -59,9 +61,14 @@ class CollectiveSum:
 
 def kind_of(call: CollectiveCall) -> CollectiveKind:
     """Return the kind of a call: `_all_gather_base` and `allgather_coalesced` are all-gathers."""
-    name = call.operation.lower().split(" ")[0].lstrip("_")
+    return CollectiveKind(operation_name(call.operation), call.group, call.backend)
+
+
+def operation_name(text: str) -> str:
+    """Return the name of a collective in torch.distributed, from that of a record or an operator."""
+    name = text.lower().split(" ")[0].strip("_")
     name = name.removesuffix("_coalesced").removesuffix("_base")
-    return CollectiveKind(_NAMES.get(name, name), call.group, call.backend)
+    return _NAMES.get(name, name)
 
 
 def size_of(call: CollectiveCall, operation: str, ranks: int) -> int:

@@ -1,0 +1,286 @@
+"""Predicted and measured step times of layouts: on 1, 2 and 4 processes, and over a narrow network.
+
+    python benchmarks/plan_processes.py                          # both, about 15 minutes
+    python benchmarks/plan_processes.py network --nodes 8 --rates 1gbit 200mbit
+    python benchmarks/plan_processes.py processes --numbers 1 2 4
+
+*processes* measures this machine with `shoal bench comm` and `shoal bench machine`, with one thread per
+process, and trains a transformer. The machine must be idle.
+
+*network* starts a Slurm cluster on this machine (see nodes.py): a network namespace and a link for
+each node. It measures the ranks with the same commands at each rate. Almost all of the computation is
+a sleep of known duration, so that the ranks do not disturb each other and the network is tested. The
+layouts are ranked by both times. LocalSGD, which is another training, is not among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+import nodes
+import shoal
+from helpers.planned_models import Transformer, values, words
+from shoal.bench.scaling.models import Workload
+from shoal.distributed.layout import Layout
+from shoal.plan.configuration import PlannedStep
+from shoal.plan.machines import Machine, find_machine
+from shoal.plan.trace import planned_strategies, trace_step
+from shoal.plan.traced_time import step_seconds
+
+WIDTH, HIDDEN, BLOCKS, BATCH = 256, 2048, 8, 32
+FORWARD = 0.02
+"""Seconds that a block sleeps in its forward pass with a batch of BATCH on 8 ranks; backward twice."""
+EACH = FORWARD / (BATCH // 8 * HIDDEN)
+"""The same, of one element."""
+AVERAGING = 4
+"""Steps between two averages of LocalSGD."""
+WARM = 4
+OPTIMIZER = partial(torch.optim.SGD, lr=1e-4)
+"""It reads and writes little, so that ranks that share cores disturb each other less."""
+SHOAL = str(Path(sys.executable).with_name("shoal"))
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+COMM = ("--operations", "all_reduce", "--sizes", "4KiB,256KiB,32MiB", "--repeats", "5")
+
+
+class Rate:
+    """FLOP/s of the machine on which a delay is predicted."""
+
+    value = 1.0
+
+
+@torch.library.custom_op("shoal_benchmarks::delay", mutates_args=())
+def delay(x: Tensor, each: float) -> Tensor:
+    """Sleep for `each` seconds per element, and return a copy."""
+    time.sleep(each * x.numel())
+    return x.clone()
+
+
+@delay.register_fake
+def _(x: Tensor, each: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _note(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.each = inputs[1]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return delay(gradient, 2 * ctx.each), None
+
+
+delay.register_autograd(_backward, setup_context=_note)
+
+
+@register_flop_formula(torch.ops.shoal_benchmarks.delay)
+def _flops(shape: Sequence[int], each: float, **_: object) -> float:
+    """Return the FLOPs that take the time of a delay on the machine of the prediction."""
+    return each * torch.Size(shape).numel() * Rate.value
+
+
+class Block(nn.Module):
+    """An MLP with a skip connection, whose hidden layer takes a known time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(delay(self.up(x), EACH))
+        return y
+
+
+class Sleeping(nn.Module):
+    """Blocks that sleep, whose parameters have 34 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def sleeping() -> Workload:
+    """Return a network that sleeps."""
+    rows = torch.randn(16 * BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
+    return Workload(Sleeping, shoal.Task(values), (rows, rows))
+
+
+def computing() -> Workload:
+    """Return a transformer."""
+    rows = torch.randint(0, 2000, (16 * BATCH, 65), generator=torch.Generator().manual_seed(0))
+    return Workload(Transformer, shoal.Task(words), (rows[:, :-1], rows[:, 1:]))
+
+
+MODELS: dict[str, Callable[[], Workload]] = {"sleeping": sleeping, "computing": computing}
+
+
+def layouts(size: int) -> tuple[str, ...]:
+    """Return the layouts of `size` ranks that are compared."""
+    mixed = [f"replicate=2,shard={size // 2}"] if size >= 4 else []
+    return (f"replicate={size}", *([f"shard={size}"] if size > 1 else []), *mixed)
+
+
+def plan_of(layout: str, size: int) -> PlannedStep:
+    """Return the plan of a layout; LocalSGD trains as many replicas as there are ranks."""
+    degrees = Layout.parse(f"replicate={size}" if layout == "LocalSGD" else layout).resolve(size)
+    local = BATCH // degrees.data_size
+    return PlannedStep(layout=degrees, global_batch=BATCH, micro_batch=local, precision="fp32")
+
+
+def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> float:
+    """Return the predicted seconds of a step, on average over the steps between two averages."""
+    Rate.value = machine.fp32 * machine.efficiency.product
+    plan = plan_of(layout, size)
+    if layout != "LocalSGD":
+        step = trace_step(MODELS[model], plan, devices=machine.devices, optimizer=OPTIMIZER)
+        return step_seconds(step.segments, plan, machine).total
+    step = trace_step(
+        MODELS[model], plan, strategies=[shoal.LocalSGD(sync_every=1)], optimizer=OPTIMIZER
+    )
+    averaging = step_seconds(step.segments, plan, machine).total
+    alone = [replace(each, collective=None) for each in step.segments]
+    separate = step_seconds(alone, plan, machine).total
+    return separate + (averaging - separate) / AVERAGING
+
+
+def run_rank(model: str, layout: str, steps: int, file: Path) -> None:
+    """Train on this rank; rank 0 writes the median seconds of a step."""
+    built, every = MODELS[model](), AVERAGING if layout == "LocalSGD" else 1
+    assert not isinstance(built.model, nn.Module)
+    with shoal.init(layout="replicate=-1" if layout == "LocalSGD" else layout, device="cpu") as world:
+        averaging = [shoal.LocalSGD(sync_every=every)]
+        strategies = averaging if every > 1 else planned_strategies(plan_of(layout, world.size))
+        module = shoal.parallelize(built.model(), world, strategies)
+        step = shoal.Step(module, OPTIMIZER(module.parameters()), built.task, clip=1.0)
+        ends = []
+        for batch in shoal.Loader(built.dataset, world, batch_size=BATCH).epochs(100):
+            step(batch)
+            ends.append(time.perf_counter())
+            if len(ends) == WARM + steps:
+                break
+        if world.is_rank_zero:
+            kept = ends[WARM - 1 :: every]
+            times = [(after - before) / every for before, after in itertools.pairwise(kept)]
+            file.write_text(json.dumps(statistics.median(times)))
+
+
+def compare(
+    model: str, size: int, machine: Machine, measure: Callable[[str], float], named: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Print the predicted and the measured seconds of layouts, and return them."""
+    rows: list[dict[str, Any]] = []
+    for layout in named:
+        predicted, measured = predicted_seconds(model, layout, size, machine), measure(layout)
+        error = predicted / measured - 1
+        print(
+            f"  {layout:20}measured {measured:7.3f} s, predicted {predicted:7.3f} s, {error:+6.1%}",
+            flush=True,
+        )
+        rows.append({"layout": layout, "predicted": predicted, "measured": measured})
+    ranked = [row for row in rows if row["layout"] != "LocalSGD"]
+    if len(ranked) > 1:
+        best = [min(ranked, key=lambda row: row[key])["layout"] for key in ("predicted", "measured")]
+        print(f"  fastest layout: predicted {best[0]}, measured {best[1]}", flush=True)
+    return rows
+
+
+def rank_arguments(model: str, layout: str, steps: int, file: Path) -> list[str]:
+    """Return the arguments with which this script is a rank."""
+    return ["rank", "--model", model, "--layout", layout, "--steps", str(steps), "--file", str(file)]
+
+
+def compare_processes(numbers: Sequence[int], steps: int, folder: Path) -> dict[str, Any]:
+    """Compare layouts of processes on this machine, each with one thread."""
+    variables = os.environ | ONE_THREAD
+
+    def run(*command: str) -> None:
+        subprocess.run([SHOAL, *command], env=variables, check=True, stdout=subprocess.DEVNULL)
+
+    comm, mine, out = folder / "comm.json", folder / "mine.toml", folder / "seconds.json"
+    run("bench", "comm", "-n", "2", *COMM, "-o", str(comm))
+    run("bench", "machine", "--comm", str(comm), "--network", "1", "--devices", "4", "-o", str(mine))
+    print(mine.read_text(), flush=True)
+    found = {}
+    for size in numbers:
+
+        def measure(layout: str, size: int = size) -> float:
+            arguments = rank_arguments("computing", layout, steps, out)
+            run("run", "-n", str(size), __file__, "--", *arguments)
+            return float(out.read_text())
+
+        print(f"{size} processes", flush=True)
+        found[str(size)] = compare("computing", size, find_machine(str(mine)), measure, layouts(size))
+    return found
+
+
+def compare_network(count: int, rates: Sequence[str], steps: int, folder: Path) -> dict[str, Any]:
+    """Compare layouts of one rank per network namespace at each rate."""
+    found = {}
+    comm, mine, out = folder / "comm.json", folder / "mine.toml", folder / "seconds.json"
+    with nodes.started(count) as cluster:
+
+        def run(script: str, *arguments: str) -> None:
+            nodes.run_ranks(cluster, script, arguments, variables=ONE_THREAD)
+
+        def measure(layout: str) -> float:
+            run(__file__, *rank_arguments("sleeping", layout, steps, out))
+            return float(out.read_text())
+
+        for rate in rates:
+            nodes.limit(cluster, rate)
+            run(SHOAL, "bench", "comm", *COMM, "-o", str(comm))
+            run(SHOAL, "bench", "machine", "--comm", str(comm), "--link", "1", "-o", str(mine))
+            print(mine.read_text(), f"{count} ranks, {rate}", sep="\n", flush=True)
+            named = (*layouts(count), "LocalSGD")
+            found[rate] = compare("sleeping", count, find_machine(str(mine)), measure, named)
+    return found
+
+
+def main() -> None:
+    """Compare what is asked for; the last line with --json is one object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=("processes", "network", "rank"))
+    parser.add_argument("--numbers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--json", action="store_true")
+    for name in ("--model", "--layout", "--file"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.what == "rank":
+        run_rank(options.model, options.layout, options.steps, Path(options.file))
+        return
+    figures = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if options.what != "network":
+            figures["processes"] = compare_processes(options.numbers, options.steps, folder)
+        if options.what != "processes":
+            figures["network"] = compare_network(options.nodes, options.rates, options.steps, folder)
+    if options.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

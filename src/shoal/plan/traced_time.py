@@ -1,0 +1,171 @@
+"""Seconds of a traced step: the work of one rank, and the collectives that it waits for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+
+from shoal.plan.collectives import collective_seconds
+from shoal.plan.configuration import PlannedStep
+from shoal.plan.display import bar, part_name
+from shoal.plan.layer_time import ComputeSeconds, compute_seconds
+from shoal.plan.machines import Machine
+from shoal.plan.step_time import CONTENTION, slowest
+from shoal.plan.traced_work import TracedCollective, TracedSegment
+from shoal.util.tables import print_line, print_rows
+from shoal.util.units import duration, size
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedTime:
+    """Seconds of one optimizer step of a traced module, by part. They add up to `total`."""
+
+    products: float
+    convolutions: float
+    attention: float
+    memory: float
+    """Element-wise operations, and the operands of products."""
+    launch: float
+    """Between operations, and for the host."""
+    communication: float
+    """Waiting for collectives, and computing more slowly while they run."""
+    stragglers: float
+    """Waiting for the slowest device."""
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return float(sum(asdict(self).values()))
+
+
+@dataclass(kw_only=True)
+class CollectiveTotal:
+    """All calls of one kind of collective in a step. Seconds are those without other ones."""
+
+    calls: int = 0
+    count: int = 0
+    seconds: float = 0.0
+
+
+def step_seconds(segments: Sequence[TracedSegment], plan: PlannedStep, machine: Machine) -> TracedTime:
+    """Return the predicted time of a traced step on a machine."""
+    layout = plan.layout
+    here = machine.shared(min(layout.size, machine.devices))
+    timeline = _Timeline(here)
+    work = ComputeSeconds()
+    for segment in segments:
+        if segment.moment == "update":
+            timeline.wait()
+        found = compute_seconds(segment.work, plan, here)
+        work += found
+        timeline.now += found.total
+        if segment.collective is not None:
+            timeline.begin(segment.collective, alone=not segment.work.operations)
+    timeline.wait()
+    spread = here.efficiency.spread * slowest(layout.size)
+    return TracedTime(
+        products=work.products,
+        convolutions=work.convolutions,
+        attention=work.attention,
+        memory=work.memory,
+        launch=work.launch + work.host,
+        communication=timeline.now - work.total,
+        stragglers=spread * work.total,
+    )
+
+
+class _Timeline:
+    """One rank that computes, and a network that runs one collective after the other."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.now = 0.0
+        self._network = 0.0
+        self._prefetching = 0.0
+        """The moment from which the next parameters may be gathered."""
+        self._previous: TracedCollective | None = None
+        self._running: list[tuple[TracedCollective, float]] = []
+        self._idle = 0.0
+        """Seconds in which they run and the rank waits."""
+
+    def begin(self, collective: TracedCollective, *, alone: bool) -> None:
+        """Call a collective; `alone` says that no operation lies between the previous one and it."""
+        seconds = _seconds(collective, self.machine)
+        previous, self._previous = self._previous, collective
+        streams = collective.wait == "stream" and self.machine.cores is None
+        if streams and collective.operation == "all_gather":
+            # FSDP gathers the next parameters while it computes with the current ones.
+            self._network = max(self._network, self._prefetching) + seconds
+            waited = max(0.0, self._network - self.now)
+            self.now += waited + self._slowed(collective, max(0.0, seconds - waited))
+            self._prefetching = self.now
+            return
+        # HSDP sums over replicas on the stream on which it has reduced over shards.
+        follows = alone and previous is not None and previous.operation == "reduce_scatter"
+        reduces = streams and (collective.operation == "reduce_scatter" or follows)
+        if reduces or collective.wait == "update":
+            self._network = max(self._network, self.now) + seconds
+            self._running.append((collective, seconds))
+        else:
+            self._idle += max(0.0, self._network - self.now)
+            self.now = self._network = max(self._network, self.now) + seconds
+
+    def wait(self) -> None:
+        """Wait for all collectives."""
+        waited = max(0.0, self._network - self.now)
+        idle = self._idle + waited
+        slow = sum(self._slowed(each, seconds) for each, seconds in self._running)
+        total = sum(seconds for _, seconds in self._running)
+        self.now += waited
+        if total > idle:
+            self.now += slow * (1 - idle / total)
+        self._running, self._idle = [], 0.0
+
+    def _slowed(self, collective: TracedCollective, seconds: float) -> float:
+        """Return the seconds by which a collective delays the computation that it overlaps."""
+        if self.machine.cores is None:
+            return CONTENTION * seconds
+        inside = collective.group.per_node(self.machine.devices) == collective.group.size
+        return seconds if inside else 0.0  # within a node, cores copy the bytes
+
+
+def collective_totals(
+    segments: Sequence[TracedSegment], plan: PlannedStep, machine: Machine
+) -> dict[str, CollectiveTotal]:
+    """Return the collectives of a traced step by operation."""
+    here = machine.shared(min(plan.layout.size, machine.devices))
+    found: defaultdict[str, CollectiveTotal] = defaultdict(CollectiveTotal)
+    for segment in segments:
+        if (one := segment.collective) is not None:
+            total = found[one.operation]
+            total.calls += 1
+            total.count += one.count
+            total.seconds += _seconds(one, here)
+    return dict(found)
+
+
+def _seconds(one: TracedCollective, machine: Machine) -> float:
+    return collective_seconds(one.operation, one.count, one.group, machine)
+
+
+def print_traced_time(
+    console: Console, found: TracedTime, collectives: Mapping[str, CollectiveTotal]
+) -> None:
+    """Print the seconds of a step by part, and its collectives."""
+    print_line(console, f"A step takes {duration(found.total)}.", "")
+    parts = [
+        (part_name(name), duration(value), bar(value / found.total))
+        for name, value in asdict(found).items()
+        if value
+    ]
+    print_rows(console, "Step of a rank", ("part", "time", ""), parts, right=("time",))
+    rows = [
+        (name.replace("_", "-"), f"{one.calls:,}", size(one.count), duration(one.seconds))
+        for name, one in collectives.items()
+    ]
+    if rows:
+        heads = ("operation", "calls", "bytes", "time")
+        print_rows(console, "Collectives", heads, rows, right=heads[1:])

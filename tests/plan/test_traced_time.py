@@ -1,0 +1,190 @@
+"""The time of a traced step, from segments written by hand and from traces."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.cli import shoal as command
+from helpers.planned_models import MODELS
+from shoal.bench.scaling.models import Workload
+from shoal.distributed.layout import Layout
+from shoal.plan.collectives import RankGroup, collective_seconds
+from shoal.plan.configuration import PlannedStep
+from shoal.plan.layer_time import Work
+from shoal.plan.machines import Efficiency, Machine
+from shoal.plan.trace import TracedStep, trace_step
+from shoal.plan.traced_time import collective_totals, step_seconds
+from shoal.plan.traced_work import TracedCollective, TracedSegment, TracedWork
+
+CPU = Machine(
+    name="here",
+    half=1e12,
+    fp32=1e12,
+    memory=8e9,
+    memory_bandwidth=1e15,
+    link=1e9,
+    network=1e8,
+    devices=1,
+    cores=1,
+    source="",
+    efficiency=Efficiency(
+        product=0.5,
+        link=1.0,
+        network=1.0,
+        launch=0.0,
+        host=0.0,
+        spread=0.0,
+        link_latency=0.0,
+        network_latency=0.0,
+    ),
+)
+GPU = replace(CPU, cores=None)
+SECOND = Work(products=0.5e12)
+BYTES = 100_000_000
+"""Two nodes sum them in one second: each sends both halves once, with 1e8 bytes/s."""
+NEAR = 1e-3
+"""The fixed latency of some collectives, in seconds."""
+
+
+def planned(layout: str, batch: int = 8) -> PlannedStep:
+    degrees = Layout.parse(layout)
+    return PlannedStep(
+        layout=degrees, global_batch=batch, micro_batch=batch // degrees.data_size, precision="fp32"
+    )
+
+
+def segment(
+    moment: str, operation: str = "", wait: str = "update", work: Work = SECOND
+) -> TracedSegment:
+    called = TracedCollective(operation=operation, count=BYTES, group=RankGroup(2, 1), wait=wait)
+    return TracedSegment(moment=moment, work=work, collective=called if operation else None)
+
+
+def communication(
+    *segments: TracedSegment, layout: str = "replicate=2", machine: Machine = CPU
+) -> float:
+    return step_seconds(segments, planned(layout), machine).communication
+
+
+def test_a_bucket_that_backward_hides_takes_no_time() -> None:
+    bucket = segment("backward", "all_reduce")
+    rest = segment("backward"), segment("update")
+    assert communication(bucket, *rest) == pytest.approx(0.0, abs=NEAR)
+    assert communication(bucket, rest[1]) == pytest.approx(1.0, abs=NEAR)
+    # The network has one collective after the other.
+    assert communication(bucket, bucket, bucket, rest[1]) == pytest.approx(1.0, abs=NEAR)
+    short = segment("backward", "all_reduce", work=Work())
+    assert communication(bucket, short, *rest) == pytest.approx(1.0, abs=NEAR)
+
+
+def test_cores_copy_the_bytes_within_a_node() -> None:
+    node = replace(CPU, devices=2, cores=2)
+    segments = segment("backward", "all_reduce"), segment("backward"), segment("update")
+    assert communication(*segments, machine=node) == pytest.approx(0.1, abs=NEAR)
+
+
+def test_fsdp_blocks_a_cpu_and_prefetches_on_a_gpu() -> None:
+    gather = segment("forward", "all_gather", "stream")
+    segments = (gather, gather, segment("backward", "reduce_scatter", "stream"), segment("backward"))
+    # Gloo reduces and scatters with an all-reduce.
+    assert communication(*segments) == pytest.approx(0.5 + 0.5 + 1.0, abs=NEAR)
+    # The first is not hidden: no parameters were there. The others take a fifth of the device.
+    late = replace(gather, work=Work())
+    hidden = 0.2 * (0.5 + 0.5)
+    found = communication(late, gather, *segments[2:], machine=GPU)
+    assert found == pytest.approx(0.5 + hidden, abs=NEAR)
+
+
+def test_replicas_of_shards_sum_on_the_stream_that_reduces() -> None:
+    scatter = segment("backward", "reduce_scatter", "stream")
+    total = segment("backward", "all_reduce", "stream", work=Work())
+    hidden = communication(scatter, total, segment("backward"), segment("backward"), machine=GPU)
+    assert hidden == pytest.approx(0.2 * 1.5, abs=NEAR)
+    blocking = replace(total, work=Work(operations=1))
+    assert communication(scatter, blocking, machine=GPU) == pytest.approx(1.5, abs=NEAR)
+
+
+def test_a_module_waits_for_its_collectives() -> None:
+    summed = segment("forward", "all_reduce", "module")
+    for machine in (CPU, GPU):
+        assert communication(summed, segment("forward"), machine=machine) == pytest.approx(1, abs=NEAR)
+
+
+def test_devices_that_share_cores_take_turns() -> None:
+    node = replace(CPU, devices=4, cores=2)
+    times = [
+        step_seconds([segment("forward")], planned(f"replicate={ranks}"), node).products
+        for ranks in (1, 2, 4, 8)
+    ]
+    assert times == pytest.approx([1.0, 1.0, 2.0, 2.0])
+
+
+def test_gloo_broadcasts_along_a_tree() -> None:
+    group = RankGroup(8, 1)
+    # The first rank sends to three others, the first of these to two, and the first of these to one.
+    assert collective_seconds("broadcast", BYTES, group, CPU) == pytest.approx(6.0, abs=NEAR)
+    assert collective_seconds("broadcast", BYTES, group, GPU) == pytest.approx(1.0, abs=NEAR)
+
+
+def traced(name: str, layout: str) -> tuple[TracedStep, int]:
+    """Return a traced step, and the number of parameters."""
+    build, task, data = MODELS[name]()
+    model: nn.Module = build()
+    count = sum(each.numel() for each in model.parameters())
+    return trace_step(lambda: Workload(lambda: model, task, data), planned(layout)), count
+
+
+def test_the_collectives_of_a_trace_have_the_bytes_of_the_parameters() -> None:
+    step, numbers = traced("MLP", "replicate=4")
+    found = collective_totals(step.segments, planned("replicate=4"), CPU)
+    tally = 2 * 8  # of loss and count, in the first bucket
+    assert found.keys() == {"all_reduce"}
+    assert found["all_reduce"].count == pytest.approx(4 * numbers, abs=tally)
+    assert {each.collective.wait for each in step.segments if each.collective} == {"update"}
+
+    step, numbers = traced("MLP", "replicate=2,shard=2")
+    found = collective_totals(step.segments, planned("replicate=2,shard=2"), CPU)
+    sharded = found["reduce_scatter"].count
+    assert sharded == pytest.approx(4 * numbers, rel=0.01)  # with the padding of shards
+    assert found["all_reduce"].count == pytest.approx(sharded / 2, abs=64)
+    groups = {each.collective.group for each in step.segments if each.collective}
+    assert groups == {RankGroup(2, 1), RankGroup(2, 2), RankGroup(4, 1)}
+
+
+def test_ddp_only_copies_gradients_into_buckets() -> None:
+    def backward(layout: str) -> Work:
+        step, _ = traced("MLP", layout)
+        return sum((each.work for each in step.segments if each.moment == "backward"), Work())
+
+    # On four ranks, a rank has a fourth of the samples.
+    alone = trace_step(lambda: Workload(*MODELS["MLP"]()), planned("replicate=1", batch=2))
+    before = sum((each.work for each in alone.segments if each.moment == "backward"), Work())
+    numbers = traced("MLP", "replicate=4")[1]
+    copied = backward("replicate=4").traffic - before.traffic
+    assert 0 < copied <= 12 * numbers + 1000
+    assert backward("replicate=4").operations < 2 * before.operations
+
+
+def test_operations_in_place_read_and_write() -> None:
+    one, other = torch.ones(1000), torch.ones(1000)
+    with TracedWork(lambda: "") as found:
+        torch._foreach_add_([one], [other])
+        one.add_(other)
+    assert [each.work.traffic for each in found.segments] == [2 * 3 * 4000]
+
+
+def test_the_command_predicts_the_time() -> None:
+    asked = ("--layout", "replicate=4", "-n", "4", "--batch", "8", "--precision", "fp32")
+    done = command("plan", "--model", "dense:layers=2", *asked, "--machine", "cpu")
+    assert done.exit_code == 0, done.output
+    assert "Step of a rank" in done.stdout
+    assert "Collectives" in done.stdout
+    done = command("plan", "--model", "dense:layers=2", *asked, "--machine", "cpu", "--json")
+    found = json.loads(done.stdout)["tried"][0]
+    assert sum(found["step"].values()) == pytest.approx(found["step_seconds"])
+    assert found["collectives"]["all_reduce"]["calls"] == 1
