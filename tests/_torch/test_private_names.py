@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -488,8 +488,8 @@ def test_heartbeats_are_timed_by_the_own_clock(monkeypatch: pytest.MonkeyPatch) 
         offset = timedelta(hours=1)
 
         @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            return datetime.now(tz) + cls.offset
+        def now(cls, tz: Any = None) -> Self:
+            return super().now(tz) + cls.offset
 
     store = HashStore()
     backend = CheckedBackend(store, "run")
