@@ -18,7 +18,7 @@ from shoal.util.errors import LaunchError
 SCRATCH = Path("/dev/shm")
 """Exists on every Linux; inside the namespace, a new tmpfs is mounted over it."""
 TEMPORARY = SCRATCH / "tmp"
-"""The directory for temporary files of the storm."""
+"""The temporary directory of the storm."""
 _TRIAL = f"mount -t tmpfs tmpfs {SCRATCH}"
 _SECONDS = 30.0
 _TRIES = 100
@@ -99,7 +99,7 @@ class StormDisk:
         self._remount("size=50%,nr_inodes=1m")
 
     def _limit_to_use(self, limit: Callable[[os.statvfs_result], str]) -> None:
-        """Set a limit to what is in use; ranks that write meanwhile need another one."""
+        """Set a limit to what is in use. If ranks write at the same time, try again."""
         tries = _TRIES
         while True:
             tries -= 1

@@ -1,4 +1,4 @@
-"""What a storm is asked to do, without an import of torch."""
+"""The request for a storm. Does not import torch."""
 
 from __future__ import annotations
 
