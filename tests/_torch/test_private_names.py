@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -474,42 +473,6 @@ def test_elastic() -> None:
     assert (node.round, node.look()) == (0, ([node.me], []))
     node.leave(1.0)
     assert node.look() == ([], [])
-
-
-def test_heartbeats_are_timed_by_the_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    from shoal._torch.elastic import CheckedBackend, MonitoredRendezvous
-
-    class Clock(datetime):
-        """An hour ahead until it is set back by two."""
-
-        offset = timedelta(hours=1)
-
-        @classmethod
-        def now(cls, tz: Any = None) -> Self:
-            return super().now(tz) + cls.offset
-
-    store = HashStore()
-    backend = CheckedBackend(store, "run")
-    other = MonitoredRendezvous.from_backend("run", store, backend, 1, 2, keep_alive_interval=1)
-    other.next_rendezvous()
-    monkeypatch.setattr(dynamic_rendezvous, "datetime", Clock)
-    monkeypatch.setattr("shoal._torch.elastic.datetime", Clock)
-    node = MonitoredRendezvous.from_backend("run", store, backend, 1, 2, keep_alive_interval=1)
-    assert node.look()[0] == [other.me]  # its heartbeat is an hour old by this clock
-    Clock.offset = timedelta(hours=-1)
-    before = other._state_holder.state.last_heartbeats[other._this_node]
-    deadline = time.monotonic() + 20
-    while True:
-        with other._heartbeat_lock:
-            other._state_holder.sync()
-            if other._state_holder.state.last_heartbeats[other._this_node] < before:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    other.leave(1.0)
 
 
 def test_the_door_is_not_opened_by_importing_shoal() -> None:

@@ -99,7 +99,7 @@ class StormDisk:
         self._remount("size=50%,nr_inodes=1m")
 
     def _limit_to_use(self, limit: Callable[[os.statvfs_result], str]) -> None:
-        """Set a limit to what is in use. If ranks write at the same time, try again."""
+        """Set a limit to what is in use; if ranks write at the same time, it needs another one."""
         tries = _TRIES
         while True:
             tries -= 1

@@ -23,7 +23,7 @@ def main() -> None:
         raise SystemExit("a storm runs only as the first process of a PID namespace: shoal chaos")
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(SCRATCH)], check=True)
     TEMPORARY.mkdir()
-    # It imports torch, which makes a temporary directory.
+    # It imports torch, which creates a temporary directory.
     from shoal.chaos.storm import end_processes, run_storm
 
     values: dict[str, Any] = json.loads(sys.argv[1])

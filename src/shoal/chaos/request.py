@@ -1,4 +1,4 @@
-"""The request for a storm. Does not import torch."""
+"""The options of a storm, without an import of torch."""
 
 from __future__ import annotations
 
