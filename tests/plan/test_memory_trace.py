@@ -248,10 +248,13 @@ def test_a_batch_that_does_not_divide(script: str) -> None:
     assert "--batch 63" in done.exception.fix
 
 
-def test_a_layout_that_is_not_traced(script: str) -> None:
-    done = command("plan", "--model", script, "-n", "2", "--layout", "context=2", "--batch", "64")
+@pytest.mark.parametrize("layout", ["context=2", "pipeline=2,tensor=2"])
+def test_a_layout_that_is_not_traced(script: str, layout: str) -> None:
+    options = ("-n", str(Layout.parse(layout).size), "--layout", layout, "--batch", "64")
+    done = command("plan", "--model", script, *options)
     assert isinstance(done.exception, ShoalError)
-    assert "context parallelism can't be traced" in done.exception.found
+    assert "can't be traced" in done.exception.found
+    assert "--layout" in done.exception.fix
 
 
 def test_the_rank_of_a_pipeline_that_needs_most_is_named(script: str) -> None:

@@ -396,6 +396,12 @@ def planned_strategies(plan: PlannedStep) -> list[Any]:
             fix=f"--layout {replace(layout, context=1)} with sequences of 1/{layout.context} of the "
             "length; this leaves out the keys and values of the other ranks",
         )
+    if layout.pipeline > 1 and layout.tensor > 1:
+        raise ShoalError(
+            given=f"--layout {layout}",
+            found="pipelines whose layers are sharded by the tensor axis can't be traced",
+            fix=f"--layout {replace(layout, tensor=1)}, which needs more memory",
+        )
     found: list[Any] = []
     if plan.recompute != "none":
         save = ("products", "attention") if plan.recompute == "selective" else ()
