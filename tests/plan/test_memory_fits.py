@@ -1,4 +1,4 @@
-"""The measured memory of random networks is never above the traced one and its stated margin."""
+"""The measured memory of random networks is never above the traced one and the margin of shoal plan."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from helpers.measured_memory import measured_peak
 from helpers.random_models import random_case
 from helpers.ranks import Ranks
 from shoal.bench.scaling.models import Workload
+from shoal.plan.fit import SMALL_MARGIN, margin_of
 from shoal.plan.trace import trace_step
 
-ALONE, RANKS = 0.03, 0.5
-"""The margins of docs/guides/plan-memory.md, for one process and for several with Gloo."""
-SMALL = 32_000
-"""Bytes that a network may need in addition."""
 LAYOUTS = {"replicate=1": 60, "replicate=2": 20, "shard=2": 20}
 
 
@@ -30,8 +27,8 @@ def measured_case(world: shoal.World, layout: str, number: int, folder: str) -> 
 
 def allowed(layout: str, number: int) -> float:
     _, built, plan = random_case(random.Random(number), layout)
-    margin = ALONE if plan.layout.size == 1 else RANKS
-    return (1 + margin) * trace_step(lambda: Workload(*built), plan).memory.total + SMALL
+    traced = trace_step(lambda: Workload(*built), plan).memory.total
+    return (1 + margin_of(plan.layout)) * traced + SMALL_MARGIN
 
 
 @pytest.mark.full

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from shoal.plan.trace import TracedMemory, trace_step
 from shoal.util.errors import ShoalError
 
 WITHIN = 0.05
-RANK_LAYOUTS = ("shard=2", pytest.param("replicate=2", marks=pytest.mark.long))
+RANK_LAYOUTS = ("shard=2", "tensor=2", pytest.param("replicate=2", marks=pytest.mark.long))
 QUICK, FULL = ("MLP",), ("transformer", "ResNet", "LSTM")
 
 
@@ -76,12 +79,37 @@ def test_recomputed_activations(
     assert found.activations < traced(MODELS[name], planned(8, 4)).activations
 
 
+def test_a_stage_frees_the_modules_of_the_others() -> None:
+    plan = replace(planned(8, 2, "pipeline=2"), split_points=("3",))
+    parts = [trace_step(lambda: Workload(*MODELS["MLP"]()), plan, rank=rank).memory for rank in (0, 1)]
+    one = traced(MODELS["MLP"], planned(8, 2))
+    assert sum(part.parameters for part in parts) == one.parameters
+    assert all(part.moment == "update" for part in parts)  # after all activations
+    assert all(part.activations < 0.05 * part.parameters for part in parts)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", *(pytest.param(name, marks=pytest.mark.long) for name in ("interleaved", "zero-bubble"))],
+)
+def test_pipelines(schedule: str, tmp_path: Path) -> None:
+    plan = replace(planned(8, 2, "pipeline=2"), schedule=schedule)
+    with Ranks(2, layout="pipeline=2") as ranks:
+        for name in ("transformer", "MLP"):
+            build = partial(Workload, *MODELS[name]())
+            steps = [trace_step(build, plan, rank=rank) for rank in (0, 1)]
+            peaks = ranks.call(measured_on_rank, name, steps[0].plan, str(tmp_path / "trace.json"))
+            assert [each.memory.total for each in steps] == pytest.approx(peaks, rel=WITHIN), name
+
+
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", RANK_LAYOUTS)
 def test_ranks(layout: str, tmp_path: Path) -> None:
-    plan = planned(layout=layout, micro=2)
-    names = ("transformer", "U-Net", "MLP")
+    plan = planned(layout=layout, micro=4 if layout == "tensor=2" else 2)
+    names = ("transformer", "ViT") if layout == "tensor=2" else ("transformer", "U-Net", "MLP")
     with Ranks(2, layout=layout) as ranks:
         for name in names:
             path = tmp_path / "trace.json"
@@ -220,11 +248,33 @@ def test_a_batch_that_does_not_divide(script: str) -> None:
     assert "--batch 63" in done.exception.fix
 
 
-@pytest.mark.parametrize("layout", ["pipeline=2", "context=2"])
+@pytest.mark.parametrize("layout", ["context=2", "pipeline=2,tensor=2"])
 def test_a_layout_that_is_not_traced(script: str, layout: str) -> None:
-    done = command("plan", "--model", script, "-n", "2", "--layout", layout, "--batch", "64")
+    options = ("-n", str(Layout.parse(layout).size), "--layout", layout, "--batch", "64")
+    done = command("plan", "--model", script, *options)
     assert isinstance(done.exception, ShoalError)
     assert "can't be traced" in done.exception.found
+    assert "--layout" in done.exception.fix
+
+
+def test_the_rank_of_a_pipeline_that_needs_most_is_named(script: str) -> None:
+    options = ("-n", "2", "--layout", "pipeline=2", "--batch", "64", "--micro-batch", "16")
+    done = command("plan", "--model", script, *options, "--json")
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(done.stdout)["tried"]
+    # Stages of equal FLOPs: the first layer has most parameters, and the others belong to stage 1.
+    assert found["split_points"] == ["1"]
+    assert found["pipeline_rank"] == 0
+    assert found["memory"]["parameters"] == 4 * (64 * 1024 + 1024)
+    assert found["margin_bytes"] > 0
+
+
+@pytest.mark.parametrize("points", ["9", "0"])
+def test_wrong_split_points(script: str, points: str) -> None:
+    options = ("-n", "2", "--layout", "pipeline=2", "--batch", "64", "--split-points", points)
+    done = command("plan", "--model", script, *options)
+    assert isinstance(done.exception, ShoalError)
+    assert f"--split-points {points}" in done.exception.given
 
 
 @pytest.mark.full

@@ -66,6 +66,17 @@ _Recompute = Annotated[
 _Layout = Annotated[
     str, typer.Option(metavar="LAYOUT", help="Layout of a traced model, as for shoal.init.")
 ]
+_SplitPoints = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES",
+        help="Split points of a traced pipeline, with commas between them (default: stages of equal "
+        "FLOPs).",
+    ),
+]
+_Schedule = Annotated[
+    str, typer.Option(metavar="NAME", help="Schedule of a traced pipeline, as for shoal.Pipeline.")
+]
 _Measure = Annotated[
     bool,
     typer.Option(
@@ -108,6 +119,8 @@ def plan(
     micro_batch: _MicroBatch = None,
     recompute: _Recompute = "none",
     layout: _Layout = "replicate=-1",
+    split_points: _SplitPoints = "",
+    schedule: _Schedule = "1f1b",
     measure: _Measure = False,
     training: _Training = None,
     what_if: _WhatIf = None,
@@ -145,8 +158,11 @@ def plan(
         _check_run(check, model, found, micro_batch, kind, html=html, as_json=as_json)
     elif ":" in model:
         from shoal.plan.fit import plan_of
+        from shoal.strategies.pipeline.schedules import SCHEDULES
 
-        step = plan_of(layout, devices, batch, micro_batch, kind, precision)
+        _check_choice("--schedule", schedule, tuple(SCHEDULES), "1f1b")
+        points = tuple(filter(None, split_points.split(",")))
+        step = plan_of(layout, devices, batch, micro_batch, kind, precision, points, schedule)
         _trace(model, step, found, fake=not measure, html=html, as_json=as_json)
     else:
         questions = what_if or []

@@ -43,7 +43,8 @@ class PlannedStep:
     `global_batch` and `micro_batch` are in samples. `overlap` says whether gradients are summed during
     the backward pass, `tensor_overlap` whether the sums of tensor parallelism in the backward pass run
     during the products for the gradients of weights. `stages` is the number of pipeline stages per rank
-    (interleaved above 1).
+    (interleaved above 1). `split_points` and `schedule` are those of `shoal.Pipeline` for a traced
+    module; without split points, its stages get equal FLOPs.
     """
 
     layout: Layout
@@ -55,6 +56,8 @@ class PlannedStep:
     stages: int = 1
     overlap: bool = True
     tensor_overlap: bool = False
+    split_points: tuple[str, ...] = ()
+    schedule: str = "1f1b"
 
     @property
     def numbers(self) -> NumberFormat:

@@ -15,7 +15,7 @@ from shoal.distributed.layout import Layout
 from shoal.plan.configuration import PlannedStep, Recompute
 from shoal.plan.display import bar
 from shoal.plan.machines import Machine
-from shoal.plan.trace import TracedMemory, trace_step
+from shoal.plan.trace import TracedMemory, TracedStep, trace_step
 from shoal.plan.traced_time import (
     CollectiveTotal,
     TracedTime,
@@ -27,12 +27,26 @@ from shoal.util.errors import ShoalError
 from shoal.util.tables import print_line, print_rows
 from shoal.util.units import size
 
+MARGIN, SHARDED_MARGIN = 0.06, 0.15
+"""The parts of the traced memory that a training may need in addition: the largest measured ones."""
+SMALL_MARGIN = 64_000
+"""Bytes that it may need in addition to these."""
+
+
+def margin_of(layout: Layout) -> float:
+    """Return the part of the traced memory that a training in a layout may need in addition.
+
+    With `shard`, buffers of several collectives may live simultaneously.
+    """
+    return SHARDED_MARGIN if layout.shard > 1 else MARGIN
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleFit:
     """The memory of a traced step on a machine. `change` says how its plan differs from the given one.
 
-    `needed` is the memory with the part that torch's allocator loses on a GPU.
+    `needed` is the memory with the part that torch's allocator loses on a GPU, and the margin. `place`
+    is the place in the pipeline of the rank that needs most.
     """
 
     change: str
@@ -41,11 +55,17 @@ class ModuleFit:
     time: TracedTime
     collectives: Mapping[str, CollectiveTotal]
     available: float
+    place: int = 0
+
+    @property
+    def margin(self) -> int:
+        """Bytes that a training may need in addition to the trace."""
+        return round(margin_of(self.plan.layout) * self.memory.reserved) + SMALL_MARGIN
 
     @property
     def needed(self) -> int:
         """Bytes that the device must have."""
-        return self.memory.reserved
+        return self.memory.reserved + self.margin
 
     @property
     def fits(self) -> bool:
@@ -75,7 +95,14 @@ def named_workload(text: str, batch: int) -> Callable[[], Workload]:
 
 
 def plan_of(
-    layout: str, devices: int, batch: int, micro_batch: int | None, recompute: Recompute, precision: str
+    layout: str,
+    devices: int,
+    batch: int,
+    micro_batch: int | None,
+    recompute: Recompute,
+    precision: str,
+    split_points: tuple[str, ...] = (),
+    schedule: str = "1f1b",
 ) -> PlannedStep:
     """Return the plan that options describe. Raises ShoalError if the global batch does not divide."""
     degrees = Layout.parse(layout).resolve(devices)
@@ -95,7 +122,21 @@ def plan_of(
         micro_batch=micro,
         recompute=recompute,
         precision=precision,
+        split_points=split_points,
+        schedule=schedule,
     )
+
+
+def largest_step(
+    build: Callable[[], Workload], plan: PlannedStep, devices: int, *, fake: bool = True
+) -> tuple[int, TracedStep]:
+    """Return the step of the rank that needs most memory, and its place in the pipeline.
+
+    The ranks of one replica of the pipeline are traced one after another.
+    """
+    ranks = plan.layout.group(0, "pipeline")
+    steps = [trace_step(build, plan, rank=rank, devices=devices, fake=fake) for rank in ranks]
+    return max(enumerate(steps), key=lambda each: each[1].memory.reserved)
 
 
 def fit_module(
@@ -107,14 +148,15 @@ def fit_module(
     """
 
     def fit(change: str, tried: PlannedStep) -> ModuleFit:
-        traced = trace_step(build, tried, devices=machine.devices, fake=fake)
+        place, step = largest_step(build, tried, machine.devices, fake=fake)
         return ModuleFit(
             change=change,
-            plan=tried,
-            memory=traced.memory,
-            time=step_seconds(traced.segments, tried, machine),
-            collectives=collective_totals(traced.segments, tried, machine),
+            plan=step.plan,
+            memory=step.memory,
+            time=step_seconds(step.segments, step.plan, machine),
+            collectives=collective_totals(step.segments, step.plan, machine),
             available=machine.available,
+            place=place,
         )
 
     found = [fit("as given", plan)]
@@ -158,7 +200,10 @@ def fit_values(found: list[ModuleFit]) -> dict[str, Any]:
                 "recompute": each.plan.recompute,
                 "fits": each.fits,
                 "needed_bytes": each.needed,
+                "margin_bytes": each.margin,
                 "traced_bytes": each.memory.total,
+                "pipeline_rank": each.place,
+                "split_points": each.plan.split_points,
                 "memory": asdict(each.memory),
                 "step_seconds": each.time.total,
                 "step": asdict(each.time),
@@ -181,9 +226,15 @@ def print_fit(console: Console, machine: Machine, found: list[ModuleFit]) -> Non
     """Print the memory of the given plan by kind, its time, and the changes that were tried."""
     first = found[0]
     print_line(console, f"{first.plan.layout} on {machine.name} {first.verdict}.", "")
-    kinds = {**first.memory.kinds, "fragmentation": first.needed - first.memory.total}
+    lost = first.memory.reserved - first.memory.total
+    kinds = {**first.memory.kinds, "fragmentation": lost, "margin": first.margin}
     rows = [(kind, size(value), bar(value / first.available)) for kind, value in kinds.items()]
-    title = f"Memory of a rank at its peak, in the {_MOMENTS[first.memory.moment]}"
+    stages = first.plan.layout.pipeline
+    rank = f"rank {first.place} of {stages} in the pipeline" if stages > 1 else "a rank"
+    if stages > 1:
+        points = ", ".join(first.plan.split_points)
+        print_line(console, f"{rank} needs most. Stages begin at {points}.", "")
+    title = f"Memory of {rank} at its peak, in the {_MOMENTS[first.memory.moment]}"
     print_rows(console, title, ("kind", "bytes", ""), rows, right=("bytes",))
     print_traced_time(console, first.time, first.collectives)
     if len(found) > 1:

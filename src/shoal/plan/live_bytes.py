@@ -125,7 +125,7 @@ class LiveBytes(UncompiledMode):
         found = self._living.get(key)
         if found is None:
             storage = tensor.untyped_storage()
-            size = storage.nbytes() if counted else 0
+            size = storage.nbytes() if counted and tensor.device.type != "meta" else 0
             reference = weakref.ref(storage, lambda _: self._free(key))
             self._living[key] = found = _Storage(self._seen, self._moment(), reference)
             self._seen += 1

@@ -11,7 +11,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -37,12 +37,15 @@ from shoal.plan.gpu_allocator import reserved_bytes
 from shoal.plan.layer_time import Work
 from shoal.plan.live_bytes import LiveBytes, PeakStorage
 from shoal.plan.simulated_world import SimulatedWorld, simulated_world
+from shoal.plan.traced_stages import split_points, stage_forms
 from shoal.plan.traced_work import TracedSegment, TracedWork
 from shoal.strategies import parallelize
 from shoal.strategies.activation_checkpoint import ActivationCheckpointing
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.dtensor import share
 from shoal.strategies.fsdp.options import FSDP
+from shoal.strategies.pipeline.flow import KnownForms
+from shoal.strategies.pipeline.options import Pipeline
 from shoal.strategies.tensor_parallel.options import TensorParallel
 from shoal.training.step import PRECISIONS, Step
 from shoal.util.errors import ShoalError
@@ -87,8 +90,12 @@ class TracedMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """The memory of one rank in an optimizer step, and its operations in their order."""
+    """The memory of one rank in an optimizer step, and its operations in their order.
 
+    `plan` is the traced plan, with the split points of a pipeline.
+    """
+
+    plan: PlannedStep
     memory: TracedMemory
     segments: tuple[TracedSegment, ...]
 
@@ -126,10 +133,7 @@ def trace_step(
     world = simulated_world(plan.layout, rank, devices)
     try:
         trace = _Trace(build(), plan, world, fake=fake)
-        return trace.run(
-            planned_strategies(plan) if strategies is None else strategies,
-            optimizer or partial(torch.optim.AdamW, lr=1e-4),
-        )
+        return trace.run(strategies, optimizer or partial(torch.optim.AdamW, lr=1e-4))
     finally:
         world.close()
         if dist.is_initialized():
@@ -172,15 +176,18 @@ class _Trace:
 
     def run(
         self,
-        strategies: Sequence[Any],
+        strategies: Sequence[Any] | None,
         make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
     ) -> TracedStep:
         """Take three steps: one that creates the optimizer state, and two that look for the peak.
 
         The checks on the first batch come before them.
         """
+        if self.plan.layout.pipeline > 1:
+            self.plan = self.split()
         with self.counted():
-            model = parallelize(self.built(), self.world, strategies)
+            planned = planned_strategies(self.plan) if strategies is None else strategies
+            model = parallelize(self.built(), self.world, planned)
             optimizer = make_optimizer(model.parameters())
             optimizer.register_step_pre_hook(self.note_gradients)
             precision = TRACED[self.plan.precision]
@@ -205,7 +212,19 @@ class _Trace:
             raise
         except Exception as error:
             raise self.failure(error, names) from error
-        return TracedStep(memory=self.kinds(model, optimizer), segments=self.work.segments)
+        memory = self.kinds(model, optimizer)
+        return TracedStep(plan=self.plan, memory=memory, segments=self.work.segments)
+
+    def split(self) -> PlannedStep:
+        """Return the plan with split points; this rank then knows what other stages would send."""
+        with simulating(), self.fake or nullcontext(), self.numbers:
+            micro = self.fake_batch(next(self.batches())).micros[0]
+            task = self.workload.task
+            points = split_points(self.built(), self.plan, task, micro)
+            autocast = PRECISIONS[TRACED[self.plan.precision]]
+            forms = stage_forms(self.built(), points, self.world, task, micro, autocast)
+        self.world.provide(KnownForms, KnownForms(forms))
+        return replace(self.plan, split_points=points)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -369,11 +388,19 @@ def planned_strategies(plan: PlannedStep) -> list[Any]:
     Raises ShoalError for a layout that can't be traced.
     """
     layout = plan.layout
-    if layout.context > 1 or layout.pipeline > 1:
+    if layout.context > 1:
         raise ShoalError(
             given=f"--layout {layout}",
-            found="pipelines and context parallelism can't be traced",
-            fix="use the axes replicate, shard and tensor",
+            found="context parallelism can't be traced, because its attention exchanges keys and "
+            "values with ranks that do not exist",
+            fix=f"--layout {replace(layout, context=1)} with sequences of 1/{layout.context} of the "
+            "length; this leaves out the keys and values of the other ranks",
+        )
+    if layout.pipeline > 1 and layout.tensor > 1:
+        raise ShoalError(
+            given=f"--layout {layout}",
+            found="pipelines whose layers are sharded by the tensor axis can't be traced",
+            fix=f"--layout {replace(layout, tensor=1)}, which needs more memory",
         )
     found: list[Any] = []
     if plan.recompute != "none":
@@ -381,6 +408,8 @@ def planned_strategies(plan: PlannedStep) -> list[Any]:
         found.append(ActivationCheckpointing(save=save))
     if layout.tensor > 1:
         found.append(TensorParallel())
-    if layout.shard > 1 or not found:
+    if layout.pipeline > 1:
+        found.append(Pipeline(split_points=plan.split_points, schedule=plan.schedule))
+    elif layout.shard > 1 or not found:
         found.append(FSDP() if layout.shard > 1 else DDP())
     return found

@@ -58,8 +58,12 @@ class SplitCheck:
         if key in self._proved:
             return
         # All ranks make the first comparison at the same time; later ones are per pipeline.
-        gather = self._uncut.members.gather if self._proved else self._world.gather
+        later = self._proved and not self._world.simulated
+        gather = self._uncut.members.gather if later else self._world.gather
         output = self._run(batch, inputs, flow, gather)
+        if self._world.simulated:  # no other rank has its modules of the original model
+            self._proved.add(key)
+            return
         expected = partial(self._expected, inputs, draws, autocast)
         found = self._found(output, expected, inputs, flow, autocast)
         found = next(filter(None, gather(found)), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ Forms = dict[int, tuple[Form, Form]]
 """The forms of what a stage receives and returns, by the number of the stage."""
 
 
+@dataclass(frozen=True)
+class KnownForms:
+    """The forms of all stages, provided in a World whose other ranks do not exist."""
+
+    forms: Forms
+
+
 class StageFlow:
     """The stages of a model of class `kind`: this rank's `parts`, and the ranks of all, `owners`.
 
@@ -37,6 +45,7 @@ class StageFlow:
         self._owners = owners
         self._place = world.layout.coordinate(world.rank, "pipeline")
         self._group = world.mesh["pipeline"].get_group()
+        self._known = world.provided(KnownForms)
 
     def run(self, inputs: Inputs, draws: Draws | None) -> tuple[Any, Forms]:
         """Run all stages forward once. Return the output and the forms of this rank's stages.
@@ -54,7 +63,7 @@ class StageFlow:
             try:
                 if before == self._place and failure is not None:
                     raise failure
-                received = handed if before == self._place else self._receive(before)
+                received = handed if before == self._place else self._receive(before, number)
                 with Drawing(draws):
                     output = part(*received, micro=0)
             except Exception as error:  # later stages of this rank get it too, and pass it on
@@ -85,11 +94,14 @@ class StageFlow:
         objects.send(error, self._group, to)
 
     def _send(self, tensors: Sequence[Tensor], to: int) -> None:
-        objects.send(_form(tensors), self._group, to)
+        if self._known is None:
+            objects.send(_form(tensors), self._group, to)
         self._exchange(dist.isend, tensors, to)
 
-    def _receive(self, source: int) -> tuple[Tensor, ...]:
-        found: ShoalError | Form = objects.receive(self._group, source)
+    def _receive(self, source: int, stage: int) -> tuple[Tensor, ...]:
+        found: ShoalError | Form = (
+            objects.receive(self._group, source) if self._known is None else self._known.forms[stage][0]
+        )
         if isinstance(found, ShoalError):
             raise found
         tensors = tuple(

@@ -152,7 +152,7 @@ class Pipeline:
                 fix="use layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), "
                 "shoal.Pipeline(…)], or shoal.ContextParallel() with shoal.FSDP()",
             )
-        outer = trace(model, opened_by(self.split_points) if self.split_points else _wide(model))
+        outer = trace(model, opened_by(self.split_points) if self.split_points else wide(model))
         points = self.split_points or self._balanced(outer, self.example_args or (), ranks, world)
         stages = outer.cut(points, f"shoal.Pipeline(split_points={tuple(points)!r})")
         owners = self._owners(len(stages), ranks)
@@ -210,7 +210,7 @@ class Pipeline:
         return [stage % ranks for stage in range(stages)]
 
 
-def _wide(model: nn.Module) -> set[str]:
+def wide(model: nn.Module) -> set[str]:
     """Return the modules to trace into if there are no split points: those with repeated blocks."""
     units = {id(unit) for unit in find_units(model, None)}
     names = [name for name, part in model.named_modules() if id(part) in units]

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from shoal._torch.dispatch import tree_flatten, tree_map
+from shoal._torch.modules import set_tables
 from shoal._torch.pipelining import failed_to_split, step_micro_batches
 from shoal.data.batch import Batch
 from shoal.data.micro import Draws, MicroBatch
@@ -104,7 +105,10 @@ class PipelineRunner(Runner):
         self._recomputed = runs_again(module)
         self._blocks = RepeatedBlocks(module)
         self._blocks.keep_in(self._parts.values())
-        keep_only(module, kept, [stage for number, stage in enumerate(stages) if number not in mine])
+        others = [stage for number, stage in enumerate(stages) if number not in mine]
+        keep_only(module, kept, others)
+        for stage in others:
+            set_tables(stage.body, {}, {}, {})  # frees their memory
         self._place_parameters(stage_strategy, kept, units)
         self._held = HeldParameters(module, world)
         self.reducer = self._reducer = MeshReducer(
