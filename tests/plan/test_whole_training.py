@@ -79,6 +79,8 @@ def test_without_failures() -> None:
         ("mtbf=3,save=1,restart=1", "exactly one of steps and tokens"),
         ("steps=5,tokens=6", "exactly one of steps and tokens"),
         ("steps=5,mtbf=6,save=1", "mtbf without restart"),
+        ("steps=5,trace=a.csv,save=1,restart=2", "trace without start"),
+        ("steps=5,spare=2", "spare is a whole number that belongs to trace"),
     ],
 )
 def test_wrong_values(text: str, found: str) -> None:
@@ -100,7 +102,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "Save every" in done.stdout
     assert "Whole training" in (tmp_path / "index.html").read_text()
     values = json.loads(shoal(*words, given, "--json").stdout)
-    low, high = values["training"]["seconds_80_percent"]
+    low, high = values["best"][0]["training"]["seconds_80_percent"]
     assert 100_000 * values["best"][0]["step_seconds"] < low < high
     refused = shoal("plan", "--model", "train.py:build", "--training", given)
     assert "predicted step time" in str(refused.exception)

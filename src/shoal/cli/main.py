@@ -17,7 +17,7 @@ from shoal.cli.checkpoint import checkpoints
 from shoal.cli.examples import examples
 from shoal.cli.plan import plan
 from shoal.cli.report import report
-from shoal.cli.submit_options import ScriptArgs
+from shoal.cli.submit_options import SCRIPT_LAST, ScriptArgs
 from shoal.cli.usage import report_all_problems
 from shoal.cli.verify import verify
 from shoal.util.errors import LaunchError, ShoalError
@@ -36,11 +36,6 @@ app = typer.Typer(
 TRAIN, OBSERVE, CLUSTERS = "Train", "Observe", "Clusters"
 MEASURE, VERIFY = "Measure", "Verify"
 """The panels of `shoal --help`."""
-SCRIPT_LAST = {
-    "allow_interspersed_args": False,
-    "token_normalize_func": lambda name: name.replace("_", "-"),
-}
-"""Words after the script are its own; options may have underscores, as torchrun's do."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -380,6 +375,7 @@ app.command(
         "shoal plan --model llama-7b,seq=8192 --machine a100-80 -n 8 --json",
         "shoal plan --model llama-7b -n 64 --training tokens=2e12,mtbf=50000,save=20,restart=300",
         "shoal plan --model train.py:build --layout shard=8 -n 8 --batch 64",
+        "shoal plan --model llama-7b -n 8 --submit 1 -- --time 1:00:00 train.py --layout {layout}",
     ),
 )(plan)
 app.add_typer(measuring.benches, rich_help_panel=MEASURE)

@@ -14,6 +14,7 @@ from shoal.util.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.plan.configuration import PlannedStep, Recompute
     from shoal.plan.machines import Machine
+    from shoal.plan.search import Prediction
     from shoal.report.html import Page
 
 
@@ -89,7 +90,8 @@ _Training = Annotated[
     typer.Option(
         metavar="VALUES",
         help="Predict the whole training: steps=… or tokens=…, with mtbf=… (hours between failures "
-        "of one device), save=… and restart=… (seconds), queue=… (hours), price=… (of a device hour).",
+        "of one device) or trace=FILE, save=…, restart=… and start=… (seconds), queue=… and deadline=… "
+        "(hours), price=… (of a device hour). queue=auto asks Slurm, start=auto measures imports.",
     ),
 ]
 _WhatIf = Annotated[
@@ -100,6 +102,19 @@ _WhatIf = Annotated[
         help="Also find the fastest layout with a change: machine=h200, network=2x (any rate or "
         "efficiency of the machine), or slowest=1.2 (one device computes 1.2 times slower).",
     ),
+]
+_Submit = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Submit the N-th layout: `shoal submit` with its nodes and the words after `--`, where "
+        "{layout}, {micro_batch}, {micro_batches}, {recompute} and {batch} are replaced.",
+    ),
+]
+_SubmitWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="WORDS", help="Options of `shoal submit`, the script and its arguments."),
 ]
 _Html = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Also write an HTML page to this directory.")
@@ -124,6 +139,8 @@ def plan(
     measure: _Measure = False,
     training: _Training = None,
     what_if: _WhatIf = None,
+    submit: _Submit = None,
+    words: _SubmitWords = None,
     html: _Html = None,
     as_json: _Json = False,
 ) -> None:
@@ -132,9 +149,10 @@ def plan(
     It finds the fastest layout of a transformer from dimensions and data sheets. The exit code is 1 if
     no configuration fits. With --check, it compares the prediction for a run with its measured steps.
     With a function that returns a model, it predicts the memory and the step time of a rank in one
-    layout. With --training, it simulates the whole training with the fastest layout: saves, failures,
-    restarts.
+    layout. With --training, it simulates the whole training: queue, saves, failures, restarts. With
+    --submit, it submits a layout.
     """
+    from shoal.cli.plan_submit import check_submission, submit_plan
     from shoal.plan.configuration import FORMATS, RECOMPUTES
     from shoal.plan.machines import find_machine
 
@@ -142,9 +160,11 @@ def plan(
     _check_choice("--recompute", recompute, RECOMPUTES, "none")
     found = find_machine(machine)
     kind = cast("Recompute", recompute)
-    if training is not None and (check is not None or ":" in model):
+    check_submission(submit, top, words or ())
+    option = "--submit" if training is None and submit is not None else f"--training {training}"
+    if option != "--training None" and (check is not None or ":" in model):
         raise ShoalError(
-            given=f"--training {training} with {'--check' if check else '--model ' + model}",
+            given=f"{option} with {'--check' if check else '--model ' + model}",
             found="it needs the predicted step time of a transformer",
             fix="leave --check out, and describe the model as in --model llama-7b",
         )
@@ -166,7 +186,7 @@ def plan(
         _trace(model, step, found, fake=not measure, html=html, as_json=as_json)
     else:
         questions = what_if or []
-        _search(
+        best = _search(
             model,
             found,
             devices,
@@ -178,6 +198,8 @@ def plan(
             html=html,
             as_json=as_json,
         )
+        if submit is not None:
+            submit_plan(best, submit, found, words or ())
 
 
 def _check_run(
@@ -220,13 +242,13 @@ def _search(
     *,
     html: Path | None,
     as_json: bool,
-) -> None:
-    """Print the fastest configurations, and exit with 1 if none fits."""
+) -> Sequence[Prediction]:
+    """Print the fastest configurations and return them; exit with 1 if none fits."""
     from shoal.plan.display import (
         answer_values,
         print_answers,
         print_result,
-        print_training,
+        print_trainings,
         result_values,
         training_estimate,
         training_values,
@@ -238,13 +260,13 @@ def _search(
     from shoal.util.tables import plain_console
 
     dimensions = parse_model(model)
-    asked = None if training is None else parse_training(training)
+    asked = None if training is None else parse_training(_measured(training, devices, machine))
     for question in questions:
         changed_machine(machine, question)  # mistakes are reported before the search
     result = search_plans(dimensions, machine, devices, batch, precision=precision, top=top)
-    whole = None
-    if asked is not None and result.best:
-        whole = training_estimate(asked, dimensions, result.best[0])
+    whole = []
+    if asked is not None:
+        whole = [training_estimate(asked, dimensions, machine, each) for each in result.best]
     answers = [
         answer_what_if(each, result, dimensions, machine, devices, batch, precision=precision)
         for each in questions
@@ -252,20 +274,34 @@ def _search(
     if as_json:
         values = result_values(dimensions, machine, result)
         values |= {"what_if": [answer_values(each) for each in answers]} if answers else {}
-        values |= {"training": training_values(whole)} if whole else {}
+        if whole:
+            for each, training_time in zip(values["best"], whole, strict=True):
+                each["training"] = training_values(training_time)
         typer.echo(json.dumps(values, indent=2))
     else:
         print_result(plain_console(), dimensions, machine, result)
         if answers:
             print_answers(plain_console(), answers)
-        if whole is not None:
-            print_training(plain_console(), whole)
+        if whole:
+            print_trainings(plain_console(), result.best, whole)
     if html is not None:
         from shoal.plan.page import plan_page
 
         _write_page(plan_page(dimensions, machine, result, whole, answers), html)
     if not result.best:
         raise typer.Exit(1)
+    return result.best
+
+
+def _measured(training: str, devices: int, machine: Machine) -> str:
+    """Replace each `auto` by what is measured, and print it."""
+    from shoal.plan.measured_start import fill_in_measured
+    from shoal.util.tables import plain_console, print_line
+
+    text, sentences = fill_in_measured(training, devices, machine.devices, gpus=machine.name != "cpu")
+    for sentence in sentences:
+        print_line(plain_console(stderr=True), sentence)
+    return text
 
 
 def _trace(

@@ -6,6 +6,12 @@ from typing import Annotated
 
 import typer
 
+SCRIPT_LAST = {
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
+"""Words after the script are its own; options may have underscores, as torchrun's do."""
+
 ScriptArgs = Annotated[
     list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
 ]

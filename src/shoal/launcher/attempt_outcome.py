@@ -92,6 +92,14 @@ def decide_outcome(seen: NodeReport, *, patience: float) -> AttemptOutcome | Non
     return None
 
 
+def may_restart(outcome: AttemptOutcome, before: int, most: int) -> bool:
+    """Return whether an attempt follows a failure, after `before` of at most `most` restarts.
+
+    None follows the same failure twice in a row, which would come again.
+    """
+    return before < most and not outcome.repeated
+
+
 def _failed(seen: NodeReport, failure: Failure) -> AttemptOutcome:
     me = (seen.labels.get(seen.me, seen.me),)
     if preempted([failure]) and seen.told:

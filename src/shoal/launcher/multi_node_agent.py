@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from shoal.distributed.failure import Failure, no_restart
-from shoal.launcher.attempt_outcome import AttemptOutcome, Kind, NodeReport, decide_outcome
+from shoal.launcher.attempt_outcome import AttemptOutcome, Kind, NodeReport, decide_outcome, may_restart
 from shoal.launcher.elastic_agent import Agent, quiet
 from shoal.launcher.multi_node_rendezvous import BEAT, ClosedError, NodeAttempt, NodesRendezvous
 from shoal.launcher.nodes import Nodes
@@ -179,12 +179,12 @@ class NodesAgent(Agent):
         self._rendezvous_handler.count_one(verdict.kind, before)
         if verdict.kind == "failed":
             self._signature = verdict.signature
-        if verdict.repeated and before < most:
-            text += no_restart(verdict.signature)
-        elif before < most:
+        if may_restart(verdict, before, most):
             what = "restart" if verdict.kind == "failed" else "preemption"
             text += f"{what} {before + 1} of {most}\n"
             return self._again(text, False, verdict.code, mine)
+        if before < most:
+            text += no_restart(verdict.signature)
         self.ask("stop", [verdict.code, text, False, mine])
         self.verdict = verdict
         self.end_restarts()

@@ -31,6 +31,7 @@ _NAMES = {
     "launch": "launch and host",
     "stragglers": "slowest device",
     "repeated": "repeated steps",
+    "waiting": "waiting for nodes",
 }
 
 
@@ -167,11 +168,34 @@ def print_answers(console: Console, answers: Sequence[WhatIf]) -> None:
     print_rows(console, "What if", ANSWER_HEAD, answer_rows(answers), right=ANSWER_HEAD[2:3])
 
 
-def training_estimate(training: Training, model: Transformer, found: Prediction) -> TrainingEstimate:
+def training_estimate(
+    training: Training, model: Transformer, machine: Machine, found: Prediction
+) -> TrainingEstimate:
     """Return the estimate of a whole training in one configuration."""
     plan = found.plan
     tokens = plan.global_batch * model.seq
-    return estimate_training(training, found.step.total, plan.layout.size, tokens)
+    devices = plan.layout.size
+    nodes = math.ceil(devices / machine.devices)
+    return estimate_training(training, found.step.total, devices, tokens, nodes=nodes)
+
+
+def training_table(
+    layouts: Sequence[Prediction], found: Sequence[TrainingEstimate]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the head and the rows of a table of trainings, one for each layout."""
+    priced = any(each.price for each in found)
+    late = any(each.in_time < 1 for each in found)
+    heads = ("layout", "training", *(("price",) if priced else ()), *(("in time",) if late else ()))
+    rows = [
+        (
+            str(layout.plan.layout),
+            duration(each.median.total),
+            *((compact(each.price),) if priced else ()),
+            *((percent(each.in_time),) if late else ()),
+        )
+        for layout, each in zip(layouts, found, strict=True)
+    ]
+    return heads, rows
 
 
 def training_values(found: TrainingEstimate) -> dict[str, Any]:
@@ -183,6 +207,8 @@ def training_values(found: TrainingEstimate) -> dict[str, Any]:
         "save_interval": found.interval if math.isfinite(found.interval) else None,
         "device_hours": found.device_hours,
         "price": found.price,
+        "goodput": found.goodput,
+        "in_time": found.in_time,
     }
 
 
@@ -201,6 +227,8 @@ def training_sentences(found: TrainingEstimate) -> list[str]:
         f"The training takes {duration(median.total)} and {compact(found.device_hours)} device hours"
         f"{price}."
     ]
+    if median.failures:
+        sentences[0] += f" The goodput is {percent(found.goodput)}."
     if len(found.simulated) > 1:
         failures = [each.failures for each in found.simulated]
         sentences.append(
@@ -208,11 +236,23 @@ def training_sentences(found: TrainingEstimate) -> list[str]:
             f"{duration(low.total)} to {duration(high.total)}, with {min(failures)} to "
             f"{counted(max(failures), 'failure')}. Save every {duration(found.interval)}."
         )
+    elif median.failures:
+        sentences.append(
+            f"The trace interrupts it {counted(median.failures, 'time')}. "
+            f"Save every {duration(found.interval)}."
+        )
+    if found.in_time < 1:
+        sentences.append(f"{percent(found.in_time)} of the simulated trainings meet the deadline.")
     return sentences
 
 
-def print_training(console: Console, found: TrainingEstimate) -> None:
-    """Print the duration and the price of a whole training, by part."""
+def print_trainings(
+    console: Console, layouts: Sequence[Prediction], trainings: Sequence[TrainingEstimate]
+) -> None:
+    """Print the duration and the price of the training in each layout, and of the first by part."""
+    heads, rows = training_table(layouts, trainings)
+    print_rows(console, "Whole training", heads, rows, right=heads[1:])
+    found = trainings[0]
     total = found.median.total
     bars = [(name, duration(value), bar(value / total)) for name, value in training_parts(found)]
     print_rows(console, "Training with the first", ("part", "time", ""), bars, right=("time",))

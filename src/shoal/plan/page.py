@@ -15,6 +15,7 @@ from shoal.plan.display import (
     part_name,
     training_parts,
     training_sentences,
+    training_table,
 )
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
@@ -33,11 +34,11 @@ def plan_page(
     model: Transformer,
     machine: Machine,
     result: SearchResult,
-    training: TrainingEstimate | None,
+    trainings: Sequence[TrainingEstimate],
     answers: Sequence[WhatIf] = (),
 ) -> Page:
     """Return the page of a search: the fastest configurations, their parts and memory, answers to
-    questions, the training with the first, the others."""
+    questions, the training with each of them, the others."""
     sections = [Section(heading="Fastest", blocks=_fastest(model, machine, result.best))]
     if result.best:
         sections += [
@@ -52,8 +53,8 @@ def plan_page(
             right=ANSWER_HEAD[2:3],
         )
         sections.append(Section(heading="What if", blocks=[table]))
-    if training is not None:
-        sections.append(Section(heading="Whole training", blocks=_training(training)))
+    if trainings:
+        sections.append(Section(heading="Whole training", blocks=_trainings(result.best, trainings)))
     rows = [(str(each.plan.layout), reason) for each, reason in result.rejected]
     others = Table(caption="The best of other axes.", head=("layout", "why not"), rows=rows)
     sections.append(Section(heading="Others", blocks=[others]))
@@ -104,12 +105,18 @@ def _fastest(model: Transformer, machine: Machine, best: Sequence[Prediction]) -
     ]
 
 
-def _training(found: TrainingEstimate) -> list[Block]:
+def _trainings(best: Sequence[Prediction], trainings: Sequence[TrainingEstimate]) -> list[Block]:
+    head, cells = training_table(best, trainings)
+    layouts = Table(caption="The training by layout.", head=head, rows=cells, right=head[1:])
+    found = trainings[0]
     rows = [(name, duration(value)) for name, value in training_parts(found)]
     table = Table(
-        caption="The median training by part.", head=("part", "time"), rows=rows, right=("time",)
+        caption="The median training with the first by part.",
+        head=("part", "time"),
+        rows=rows,
+        right=("time",),
     )
-    return [Text(text=" ".join(training_sentences(found))), table]
+    return [Text(text=" ".join(training_sentences(found))), layouts, table]
 
 
 def _steps(best: Sequence[Prediction]) -> Figure:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
+from shoal.launcher.nodes import WAIT
+from shoal.launcher.submit.job import REQUEUES
+from shoal.plan.failure_trace import read_trace, time_between_failures
+from shoal.plan.rehearsal import Fleet, rehearse
 from shoal.training.save_policy import YoungDaly
 from shoal.util.errors import ShoalError
 from shoal.util.units import duration
@@ -26,7 +32,12 @@ class Training:
     Either `steps` or `tokens` is above 0. `mtbf` is the mean time between failures of one device, in
     hours; without it, nothing fails. `save` is the number of seconds for which a save blocks training,
     `restart` that from a failure to the next step, with the time in the queue. `queue` is the number of
-    hours before the first start, `price` that of one device for one hour.
+    hours before the first start, `start` that of seconds from there to the first step, `price` that of
+    one device for one hour. `deadline` is in hours, from submission; 0 is none.
+
+    With the file `trace` of failures, the training has `spare` nodes for those that are down, goes on
+    with at least `least` nodes (0: all), for which it waits `wait` seconds, and starts again after at
+    most `restarts` failures of processes.
     """
 
     steps: float = 0
@@ -35,7 +46,14 @@ class Training:
     save: float = 0
     restart: float = 0
     queue: float = 0
+    start: float = 0
     price: float = 0
+    deadline: float = 0
+    trace: str = ""
+    spare: float = 0
+    least: float = 0
+    wait: float = WAIT
+    restarts: float = REQUEUES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +66,18 @@ class TrainingTime:
     repeated: float
     restarts: float
     failures: int
+    start: float = 0.0
+    waiting: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds from submission to the end."""
-        return self.queue + self.occupied
+        return self.queue + self.waiting + self.occupied
 
     @property
     def occupied(self) -> float:
         """Seconds for which the devices are in use."""
-        return self.steps + self.saves + self.repeated + self.restarts
+        return self.start + self.steps + self.saves + self.repeated + self.restarts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +85,16 @@ class TrainingEstimate:
     """Simulated trainings, from the shortest to the longest.
 
     `interval` is the number of seconds between two saves, `device_hours` and `price` are of the median.
+    `goodput` is the fraction of the median's time, without the queue, that all devices would need for
+    the steps alone. `in_time` is the fraction of trainings that meet the deadline, 1 without one.
     """
 
     simulated: tuple[TrainingTime, ...]
     interval: float
     device_hours: float
     price: float
+    goodput: float
+    in_time: float
 
     def quantile(self, fraction: float) -> TrainingTime:
         """Return the training that is longer than this fraction of all."""
@@ -86,24 +110,29 @@ def parse_training(text: str) -> Training:
     """Return the training that `"steps=…,mtbf=…,save=…,restart=…"` describes.
 
     Raises ShoalError for unknown names and other values than numbers above 0, and if failures have no
-    `save` or no `restart`: both depend on the cluster.
+    `save` or no `restart`, or those of a trace no `start`: all depend on the cluster.
     """
     names = [each.name for each in fields(Training)]
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for part in (piece.strip() for piece in text.split(",")):
         key, _, value = part.partition("=")
-        number = _number(value)
-        if key not in names or key in values or number is None:
+        number = value if key == "trace" else _number(value)
+        if key not in names or key in values or not number:
             raise _wrong(text, f"{part!r} is not one NAME=NUMBER, above 0, of {', '.join(names)}")
         values[key] = number
     if ("steps" in values) == ("tokens" in values):
         raise _wrong(text, "it has not exactly one of steps and tokens")
-    missing = [name for name in ("save", "restart") if "mtbf" in values and name not in values]
+    cause = next((name for name in ("trace", "mtbf") if name in values), None)
+    needed = {"trace": ("save", "restart", "start"), "mtbf": ("save", "restart"), None: ()}[cause]
+    missing = [name for name in needed if name not in values]
     if missing:
         raise _wrong(
             text,
-            f"mtbf without {' and '.join(missing)}: seconds that `shoal report` shows for earlier runs",
+            f"{cause} without {' and '.join(missing)}: seconds that `shoal report` of a run shows",
         )
+    for name in ("spare", "least", "restarts"):
+        if values.get(name, 0) % 1 or (name in values and cause != "trace"):
+            raise _wrong(text, f"{name} is a whole number that belongs to trace=FILE")
     return Training(**values)
 
 
@@ -120,24 +149,27 @@ def _wrong(text: str, found: str) -> ShoalError:
 
 
 def estimate_training(
-    training: Training, step: float, devices: int, tokens: int, *, seed: int = 0
+    training: Training, step: float, devices: int, tokens: int, *, nodes: int = 1, seed: int = 0
 ) -> TrainingEstimate:
-    """Return simulated trainings with random failures.
+    """Return simulated trainings with random failures, or with those of a trace.
 
     Args:
         training: The values of the training.
         step: Seconds of an optimizer step.
         devices: Number of devices, each of which fails by itself.
         tokens: Number of tokens in a step.
+        nodes: Number of nodes, which the trace lets fail.
         seed: Of the times of failures, which are exponentially distributed.
 
     Returns:
-        200 trainings, or one if nothing fails.
+        200 trainings, or one if nothing fails or the failures are those of a trace.
 
     Raises:
         ShoalError: If failures are so frequent that the training does not end.
     """
     steps = math.ceil(training.steps or training.tokens / tokens)
+    if training.trace:
+        return _rehearsed(training, step, steps, devices, nodes)
     mean = 3600 * training.mtbf / devices
     interval = _interval(training.save, mean)
     if math.isinf(mean):
@@ -151,12 +183,59 @@ def estimate_training(
         ]
     found.sort(key=lambda each: each.total)
     hours = devices * found[(len(found) - 1) // 2].occupied / 3600
+    return _summary(training, found, interval, hours, steps * step)
+
+
+def _summary(
+    training: Training, found: Sequence[TrainingTime], interval: float, hours: float, ideal: float
+) -> TrainingEstimate:
+    """Return trainings, from the shortest to the longest, with what follows from them."""
+    median = found[round(0.5 * (len(found) - 1))]
+    limit = 3600 * training.deadline or math.inf
     return TrainingEstimate(
         simulated=tuple(found),
         interval=interval,
         device_hours=hours,
         price=hours * training.price,
+        goodput=ideal / (median.total - median.queue),
+        in_time=sum(each.total <= limit for each in found) / len(found),
     )
+
+
+def _rehearsed(
+    training: Training, step: float, steps: int, devices: int, nodes: int
+) -> TrainingEstimate:
+    """Return the training over a trace of failures, as the launcher's decisions let it run."""
+    least = int(training.least) or nodes
+    if least > nodes:
+        raise _wrong(f"least={least}", f"the layout is on {nodes} nodes")
+    pool = nodes + int(training.spare)
+    events = read_trace(Path(training.trace), pool)
+    mean = 3600 * training.mtbf / devices
+    interval = _interval(training.save, min(mean, time_between_failures(events, nodes, pool)))
+    fleet = Fleet(
+        nodes=nodes,
+        least=least,
+        restarts=int(training.restarts),
+        wait=training.wait,
+        start=training.start,
+        restart=training.restart,
+        save=training.save,
+        interval=interval,
+    )
+    found = rehearse(fleet, events, pool, step, steps)
+    once = TrainingTime(
+        queue=3600 * training.queue,
+        start=found.start,
+        steps=found.steps,
+        saves=found.saves,
+        repeated=found.repeated,
+        restarts=found.restarts,
+        waiting=found.waiting,
+        failures=found.failures,
+    )
+    hours = devices * found.used / nodes / 3600
+    return _summary(training, [once], interval, hours, steps * step)
 
 
 def _interval(save: float, mean: float) -> float:
@@ -207,6 +286,7 @@ def simulate_training(
             raise _endless(step, length)
     return TrainingTime(
         queue=3600 * training.queue,
+        start=training.start,
         steps=steps * step,
         saves=saves * training.save,
         repeated=repeated,

@@ -15,8 +15,8 @@ _UNREACHED = re.compile("configuration source|unable to contact slurm|DNS SRV", 
 _UNKNOWN = re.compile("invalid job id", re.IGNORECASE)
 
 
-def run_command(command: Sequence[str], *, known: bool = True) -> str:
-    """Run a command of Slurm and return its output.
+def run_command(command: Sequence[str], *, known: bool = True, errors: bool = False) -> str:
+    """Run a command of Slurm and return its output, with `errors` also that to stderr.
 
     Raises LaunchError if it is missing, reaches no cluster, or fails. If jobs need not be `known`, it
     may fail because Slurm does not know a job, or no longer knows it.
@@ -59,7 +59,7 @@ def run_command(command: Sequence[str], *, known: bool = True) -> str:
             found=done.stderr.strip() or f"exit code {done.returncode}",
             fix=f"change the option that Slurm rejects{shown}",
         )
-    return done.stdout
+    return done.stdout + (done.stderr if errors else "")
 
 
 def _is_unknown(said: str) -> bool:
