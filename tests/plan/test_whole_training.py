@@ -80,7 +80,7 @@ def test_without_failures() -> None:
         ("steps=5,tokens=6", "exactly one of steps and tokens"),
         ("steps=5,mtbf=6,save=1", "mtbf without restart"),
         ("steps=5,trace=a.csv,save=1,restart=2", "trace without start"),
-        ("steps=5,spare=2", "spare is a whole number that belongs to trace"),
+        ("steps=5,spare=2", "spare is an integer that belongs to trace"),
     ],
 )
 def test_wrong_values(text: str, found: str) -> None:

@@ -294,7 +294,7 @@ def _search(
 
 
 def _measured(training: str, devices: int, machine: Machine) -> str:
-    """Replace each `auto` by what is measured, and print it."""
+    """Replace each `auto` with a measured value, and print it."""
     from shoal.plan.measured_start import fill_in_measured
     from shoal.util.tables import plain_console, print_line
 

@@ -19,7 +19,7 @@ from shoal.util.units import duration
 class Fleet:
     """How a training runs on its nodes.
 
-    `nodes` is the number that it wants, `least` the number with which it goes on (as for `shoal run
+    `nodes` is the number that it wants, `least` the number with which it continues (as for `shoal run
     --nodes LEAST:NODES`); if they are equal, it waits in the queue for all. After at most `restarts`
     failures of processes it starts again. An elastic training waits for `wait` seconds for `least`
     nodes. `start` is the number of seconds from enough nodes to the next step, `restart` that from a
@@ -102,7 +102,7 @@ class _RehearsedTraining:
         return max(1, min(self._left, math.ceil(self._fleet.interval / self._pace)))
 
     def advance(self, until: float) -> bool:
-        """Go on to a time; return whether the training has ended before."""
+        """Simulate up to a time; return whether the training has ended before."""
         if not self._members and math.isinf(until):
             return False
         begins = min(until, self._ready)

@@ -35,7 +35,7 @@ class Training:
     hours before the first start, `start` that of seconds from there to the first step, `price` that of
     one device for one hour. `deadline` is in hours, from submission; 0 is none.
 
-    With the file `trace` of failures, the training has `spare` nodes for those that are down, goes on
+    With the file `trace` of failures, the training has `spare` nodes for those that are down, continues
     with at least `least` nodes (0: all), for which it waits `wait` seconds, and starts again after at
     most `restarts` failures of processes.
     """
@@ -132,7 +132,7 @@ def parse_training(text: str) -> Training:
         )
     for name in ("spare", "least", "restarts"):
         if values.get(name, 0) % 1 or (name in values and cause != "trace"):
-            raise _wrong(text, f"{name} is a whole number that belongs to trace=FILE")
+            raise _wrong(text, f"{name} is an integer that belongs to trace=FILE")
     return Training(**values)
 
 
