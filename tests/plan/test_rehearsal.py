@@ -24,7 +24,7 @@ def trace(tmp_path: Path, text: str, pool: int = 3) -> tuple[FleetEvent, ...]:
 
 def total(found: FleetTime) -> float:
     parts = asdict(found)
-    return float(sum(parts.values())) - parts["used"] - parts["failures"]
+    return float(sum(parts.values()) - parts["used"] - parts["failures"])
 
 
 @pytest.mark.parametrize("seed", range(5))

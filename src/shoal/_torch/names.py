@@ -162,6 +162,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "`shoal run` on several nodes can't start": (
         f"{_AGENT}._assign_worker_ranks",
         f"{_AGENT}._exit_barrier",
+        f"{_MEETING}_BackendRendezvousStateHolder._sanitize",
         f"{_MEETING}_NodeDesc",
         f"{_MEETING}_RendezvousExitOp",
         f"{_MEETING}_RendezvousState",

@@ -143,7 +143,7 @@ class LocalCollectives(UncompiledMode):
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
         """Return the first argument, the tensors that a collective changes, with completed work."""
-        if function is torch.ops._c10d_functional.wait_tensor.default:
+        if function.name() == "_c10d_functional::wait_tensor":
             return arguments[0]  # torch's fake kernel returns a copy
         if function.namespace != "c10d":
             return function(*arguments, **(named or {}))
