@@ -87,7 +87,22 @@ def check_run(
     usual = np.median(found.average(found.mean), axis=-1)
     measured = dict(zip(SHOWN, (float(each) for each in usual), strict=True))
     step = estimate_step(model, plan, machine)
-    predicted = {
+    predicted = predicted_parts(step)
+    parts = [
+        PartCheck(name=name, predicted=predicted[name], measured=sum(measured[each] for each in own))
+        for name, own in _MEASURED.items()
+    ]
+    parts += [
+        PartCheck(name=LABELS[each], predicted=None, measured=measured[each])
+        for each in _REST
+        if measured[each] > 0
+    ]
+    return RunCheck(plan=plan, step=step, steps=found.steps, parts=tuple(parts))
+
+
+def predicted_parts(step: StepEstimate) -> dict[str, float]:
+    """Return the predicted seconds of a step, by the parts that a run measures."""
+    return {
         "forward and backward": step.products
         + step.attention
         + step.memory
@@ -101,16 +116,6 @@ def check_run(
         + step.data
         + step.stragglers,
     }
-    parts = [
-        PartCheck(name=name, predicted=predicted[name], measured=sum(measured[each] for each in own))
-        for name, own in _MEASURED.items()
-    ]
-    parts += [
-        PartCheck(name=LABELS[each], predicted=None, measured=measured[each])
-        for each in _REST
-        if measured[each] > 0
-    ]
-    return RunCheck(plan=plan, step=step, steps=found.steps, parts=tuple(parts))
 
 
 def _plan_of(

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from shoal.plan.bands import BANDS, step_band, step_kind
-from shoal.plan.check import RunCheck
+from shoal.plan.check import RunCheck, predicted_parts
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
 from shoal.plan.search import Prediction, SearchResult
@@ -66,11 +66,14 @@ def _values(model: Transformer, machine: Machine, found: Prediction) -> dict[str
     plan, total = found.plan, found.step.total
     return {
         "layout": str(plan.layout),
+        "devices": plan.layout.size,
+        "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,
         "micro_batches": plan.micro_batches,
         "recompute": plan.recompute,
         "precision": plan.precision,
         "step_seconds": total,
+        "parts": predicted_parts(found.step),
         "kind": step_kind(plan, found.step),
         "band": list(step_band(plan, found.step)),
         "tokens_per_second": plan.global_batch * model.seq / total,

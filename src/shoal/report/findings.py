@@ -8,7 +8,7 @@ from dataclasses import replace
 from shoal.report.advice import losses
 from shoal.report.breakdown import COMPUTING, LABELS
 from shoal.report.causes import AttemptProfile, Costs, Culprit, Finding, culprit_of, rank_names
-from shoal.report.event_fields import integer_in
+from shoal.report.event_fields import integer_in, number_in, text_in
 from shoal.report.history import Event, History
 from shoal.report.stragglers import Straggler
 from shoal.util.grouping import group_by
@@ -35,7 +35,24 @@ def list_findings(
     found += [each for each in small if each.cost > most]
     found.sort(key=lambda each: -each.cost)
     corrupt = _corruptions(history)
-    return [*corrupt, *found, *unread_findings(history), *_left_out(history, judged[-1])]
+    planned = _planned(history)
+    return [*corrupt, *found, *planned, *unread_findings(history), *_left_out(history, judged[-1])]
+
+
+def _planned(history: History) -> Iterator[Finding]:
+    """Yield the step time of the newest attempt that ended with a plan, and the planned one."""
+    said = [event for attempt in history.attempts for _, event in attempt.said("plan")]
+    ended = [event for event in said if number_in(event, "measured_seconds") is not None]
+    if not ended:
+        return
+    planned = number_in(ended[-1], "predicted_seconds")
+    measured = number_in(ended[-1], "measured_seconds")
+    if planned is not None and measured is not None:
+        yield Finding(
+            f"A step took {duration(measured)}, and {duration(planned)} was planned in "
+            f"{text_in(ended[-1], 'path')}: {text_in(ended[-1], 'difference')}.",
+            f"shoal plan --model MODEL --machine NAME --check {history.directory}",
+        )
 
 
 def _corruptions(history: History) -> Iterator[Finding]:

@@ -53,6 +53,7 @@ EventKind: TypeAlias = Literal[
     "usage",
     "collectives",
     "flops",
+    "plan",
     "save",
     "save_failed",
     "preempted",

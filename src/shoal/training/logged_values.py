@@ -70,6 +70,22 @@ def _copied(numbers: Mapping[str, float | Tensor]) -> tuple[dict[str, float | Te
     return found, events
 
 
+def plain_values(kind: str, values: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """Return the values of `run.note`, as strings if they are not numbers.
+
+    Raises StepError unless they are keyed by name.
+    """
+    check_names(
+        values,
+        call=lambda: f"run.note({kind!r}, {shown(values)})",
+        fix='run.note("data", {"rows": 100})',
+    )
+    return {
+        name: value if isinstance(value, str | int | float) else shown(value)
+        for name, value in values.items()
+    }
+
+
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float | Tensor]:
     """Return the numbers of `world.log`: tensors of devices with streams, all others as floats.
 

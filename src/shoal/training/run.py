@@ -22,8 +22,9 @@ from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
 from shoal.training.guards.create import create_guards, loss_guards
 from shoal.training.guards.options import Guards
-from shoal.training.logged_values import LogQueue, check_names, check_trackers
+from shoal.training.logged_values import LogQueue, check_trackers, plain_values
 from shoal.training.named_states import train_states
+from shoal.training.planned_steps import planned_steps
 from shoal.training.preemption import PreemptionHandler, StoppedExit, StopReason
 from shoal.training.progress_bar import ProgressBar
 from shoal.training.run_directory import RunDirectory, local_path
@@ -33,7 +34,6 @@ from shoal.training.run_state import RestorePoint, RunState, Stateful, check_opt
 from shoal.training.save_policy import LAST_WAIT, Every, SavePolicy, check_every
 from shoal.training.step import Step
 from shoal.util.errors import CheckpointError, DataError, StepError
-from shoal.util.text import shown
 
 
 class Run:
@@ -72,6 +72,9 @@ class Run:
             report runs/a --trace 100:105`). Default: None.
         guards: Checks for silent data corruption and bad losses while the Run is open. `None` checks
             nothing. Default: None.
+        plan: File with the output of `shoal plan --json`. Rank 0 warns once if steps take over 20 %
+            longer than the first configuration predicts, with the part and a likely cause, and again if
+            they get another 20 % slower; at the end, it prints both times. Default: None.
 
     Attributes:
         step: Number of optimizer steps since the start of training.
@@ -81,7 +84,8 @@ class Run:
 
     Raises:
         StepError: If `model`, `optimizer` or `schedule` do not fit each other, `profile` is out of
-            range, or the strategy has no state that `guards` could compare.
+            range, the strategy has no state that `guards` could compare, or `plan` is not a plan for
+            these ranks, this layout and this global batch.
         DataError: If `loader` is not a Loader.
         CheckpointError: On all ranks, if a directory can't be written, another run is open in it,
             `state` or `config` can't be saved, or a model's state_dict has an entry that a checkpoint
@@ -123,6 +127,7 @@ class Run:
         trackers: Sequence[Tracker] | None = None,
         profile: tuple[int, int] | None = None,
         guards: Guards | None = None,
+        plan: str | Path | None = None,
     ) -> None:
         call = f"shoal.Run(…, profile={profile})"
         window = None if profile is None else check_length(check_window(profile, call), call)
@@ -140,6 +145,7 @@ class Run:
         check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
         loader.compare_ranks()
+        planned = planned_steps(plan, loader)
         self._config = settings(config or {})
         self.contents = RunState(self.world, self.train_states, loader, self.state, self._config)
         self.files = RunDirectory(
@@ -157,7 +163,7 @@ class Run:
         self.world.run_log.attach(self.log, self.files.absolute)
         self._begun = self._closed = False
         self._first = self._numbers()
-        self._recording = RunEvents(self.events, self.train_states, loader)
+        self._recording = RunEvents(self.events, self.train_states, loader, planned)
         self._guards = create_guards(self.train_states, guards, self.events)
         self._guards += loss_guards(self.train_states, guards, self.events, loader, self._roll_back)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, BackgroundSave[AnyPath]] | None = None
@@ -368,15 +374,7 @@ class Run:
         Raises:
             StepError: If `values` is not a mapping whose keys are strings.
         """
-        check_names(
-            values,
-            call=lambda: f"run.note({kind!r}, {shown(values)})",
-            fix='run.note("data", {"rows": 100})',
-        )
-        plain = {
-            name: value if isinstance(value, str | int | float) else shown(value)
-            for name, value in values.items()
-        }
+        plain = plain_values(kind, values)
         self.events.write(kind, {"step": self.step, "position": self.loader.position, **plain})
 
     def log(self, values: Mapping[str, Any]) -> None:

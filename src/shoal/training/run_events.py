@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shoal.data.step_result import StepResult
+    from shoal.training.planned_steps import PlannedSteps
     from shoal.training.run_state import RestorePoint
     from shoal.training.train_state import TrainState
 
@@ -41,8 +42,15 @@ class _LateRow(NamedTuple):
 class RunEvents:
     """Writes the events of a run's start, steps and end; several Steps have names."""
 
-    def __init__(self, events: Events, steps: Mapping[str, TrainState], loader: Loader) -> None:
+    def __init__(
+        self,
+        events: Events,
+        steps: Mapping[str, TrainState],
+        loader: Loader,
+        planned: PlannedSteps | None = None,
+    ) -> None:
         self._events = events
+        self._planned = planned
         self._steps = steps
         self._loader = loader
         self._first = next(iter(steps))
@@ -95,6 +103,8 @@ class RunEvents:
                 **started,
             },
         )
+        if self._planned is not None:
+            self._planned.begin(self._events)
 
     def tick(self, now: float) -> bool:
         """Record the steps taken since the last tick; return whether the first Step took one."""
@@ -117,7 +127,10 @@ class RunEvents:
             else:
                 self._events.step(name, (*where, each, *result[:3], self._loader.load))
         self._write_changes()
-        return taken[0] == self._first
+        moved = taken[0] == self._first
+        if moved and self._planned is not None:
+            self._planned.step(recorded[self._first], spent)
+        return moved
 
     def replay(self, position: int) -> None:
         """Split batches from `position` on as an earlier attempt has recorded. Collective."""
@@ -182,6 +195,9 @@ class RunEvents:
         for row in self._late:  # after an error, some may never be known
             row.result.settled = row.result.known
         self.write_settled()
+        line = None if self._planned is None else self._planned.end(self._events)
+        if line is not None:
+            self._loader.world.print(line)
         step = next(iter(self._steps.values())).number
         if error is None or isinstance(error, StoppedExit):
             self._events.write("end", {"step": step, "reason": "closed"})
