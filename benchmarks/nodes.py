@@ -42,12 +42,13 @@ def run_ranks(
     *,
     seconds: float = 3600,
     variables: Mapping[str, str] | None = None,
+    nodes: int | None = None,
 ) -> str:
     """Run one rank of `script` on each node under srun, with more environment variables if given.
 
-    Return its output.
+    `nodes` is the number of nodes (default: all). Return its output.
     """
-    nodes = len(cluster.nodes)
+    nodes = nodes or len(cluster.nodes)
     command = [
         "srun",
         f"-N{nodes}",

@@ -178,6 +178,19 @@ def test_operations_in_place_read_and_write() -> None:
     assert [each.work.traffic for each in found.segments] == [2 * 3 * 4000]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_has_its_products(causal: bool) -> None:
+    batch, heads, seq, width = 2, 3, 16, 8
+    one = torch.randn(batch, heads, seq, width, requires_grad=True)
+    with TracedWork(lambda: "") as found:
+        result = nn.functional.scaled_dot_product_attention(one, one, one, is_causal=causal)
+        result.sum().backward()
+    product = 2 * batch * heads * seq * seq * width
+    # Two products forward, and five backward, because the scores are computed again.
+    total = sum(each.work.attention for each in found.segments)
+    assert total == 7 * product / (2 if causal else 1)
+
+
 def test_the_command_predicts_the_time() -> None:
     asked = ("--layout", "replicate=4", "-n", "4", "--batch", "8", "--precision", "fp32")
     done = command("plan", "--model", "dense:layers=2", *asked, "--machine", "cpu")

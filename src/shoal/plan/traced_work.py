@@ -9,13 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from shoal._torch.c10d import operator_group
 from shoal._torch.dispatch import UncompiledMode, is_wrapper, overloads_of, schema_of, tree_iter
 from shoal.plan.collectives import RankGroup
 from shoal.plan.layer_time import Work
 from shoal.telemetry.collective_stats import operation_name
+from shoal.telemetry.usage.flops import flop_formula
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _ATTRIBUTES = "prim"
@@ -94,9 +94,7 @@ class TracedWork(UncompiledMode):
 
 
 def _collective_of(function: Any, arguments: Any, named: Any, result: Any) -> TracedCollective | None:
-    schema = schema_of(function)
-    given = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
-    given |= dict(zip((each.name for each in schema.arguments), arguments, strict=False)) | named
+    given = _bound(function, arguments, named)
     group = operator_group(list(given.values()))
     if group is None:  # such as wait_tensor
         return None
@@ -106,11 +104,21 @@ def _collective_of(function: Any, arguments: Any, named: Any, result: Any) -> Tr
     ranks = dist.get_process_group_ranks(group)
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     return TracedCollective(
-        operation=operation_name(schema.name.rpartition("::")[2]),
+        operation=operation_name(schema_of(function).name.rpartition("::")[2]),
         count=max(map(_bytes_in, (*given.values(), result))),
         group=RankGroup(len(ranks), stride),
         wait=wait,
     )
+
+
+def _bound(function: Any, arguments: Any, named: Any) -> dict[str, Any]:
+    """Return all arguments of an operator by name, with the defaults of those that are not given."""
+    schema = schema_of(function)
+    given: dict[str, Any] = {
+        each.name: each.default_value for each in schema.arguments if each.has_default_value()
+    }
+    given |= dict(zip((each.name for each in schema.arguments), arguments, strict=False)) | named
+    return given
 
 
 def operation_work(function: Any, arguments: Any, named: Any, result: Any) -> Work:
@@ -120,15 +128,16 @@ def operation_work(function: Any, arguments: Any, named: Any, result: Any) -> Wo
         aliases = zip(schema_of(function).arguments, arguments, strict=False)
         written = [each for own, each in aliases if own.alias_info and own.alias_info.is_write]
     moved = float(_bytes_in((arguments, named)) + _bytes_in(written))
-    packet = overloads_of(function)
-    formula = flop_registry.get(packet)
-    name = str(packet).rpartition(".")[2]
+    formula = flop_formula(function)
+    name = str(overloads_of(function)).rpartition(".")[2]
     if formula is None:
         passes = len(arguments[1]) if name.startswith("_fft_") else 1
         return Work(traffic=passes * moved, operations=1)
     flops = float(formula(*arguments, **named, out_val=result))
     if "attention" in name:
-        return Work(attention=flops, traffic=moved, operations=1)
+        causal = _bound(function, arguments, named).get("is_causal", False)
+        # Fused kernels skip the blocks above the diagonal.
+        return Work(attention=flops / 2 if causal else flops, traffic=moved, operations=1)
     if "convolution" in name:
         return Work(convolutions=flops, product_bytes=moved, operations=1)
     return Work(products=flops, product_bytes=moved, operations=1)

@@ -7,12 +7,29 @@ to every module and the graph, and an operation that its formula does not fit ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import flop_registry
 
 from shoal._torch.dispatch import UncompiledMode, overloads_of
+
+_ON_CPU = "_for_cpu"
+
+
+def flop_formula(operator: Any) -> Callable[..., Any] | None:
+    """Return torch's formula for the FLOPs of an operator, or None if there is none.
+
+    The arguments of fused attention on the CPU, which lacks a formula, begin with those of the GPU's.
+    """
+    packet = overloads_of(operator)
+    name = str(packet).rpartition(".")[2]
+    if name.endswith((_ON_CPU, f"{_ON_CPU}_backward")):
+        packet = getattr(torch.ops.aten, name.replace(_ON_CPU, ""))
+    found: Callable[..., Any] | None = flop_registry.get(packet)
+    return found
 
 
 class FlopCounting:
@@ -51,7 +68,7 @@ class _FlopMode(UncompiledMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         out = func(*args, **named)
-        formula = flop_registry.get(overloads_of(func))
+        formula = flop_formula(func)
         if formula is not None:
             try:
                 self.flops += int(formula(*args, **named, out_val=out))
