@@ -45,13 +45,17 @@ from shoal.distributed.layout import Layout
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.machines import Machine, find_machine
 from shoal.plan.trace import planned_strategies, trace_step
-from shoal.plan.traced_time import step_seconds
+from shoal.plan.traced_time import pipeline_seconds, step_seconds
 
 WIDTH, HIDDEN, BLOCKS, BATCH = 256, 2048, 8, 32
 FORWARD = 0.02
 """Seconds that a block sleeps in its forward pass with a batch of BATCH on 8 ranks; backward twice."""
 EACH = FORWARD / (BATCH // 8 * HIDDEN)
 """The same, of one element."""
+MICRO_BATCHES = 8
+"""Of a pipeline."""
+SPLIT_POINTS = {2: ("blocks.2",), 4: ("blocks.1", "blocks.2", "blocks.3")}
+"""Where the stages of a pipeline of transformer blocks begin."""
 AVERAGING = 4
 """Steps between two averages of LocalSGD."""
 WARM = 4
@@ -140,15 +144,24 @@ MODELS: dict[str, Callable[[], Workload]] = {"sleeping": sleeping, "computing": 
 
 def layouts(size: int) -> tuple[str, ...]:
     """Return the layouts of `size` ranks that are compared."""
+    sharded = [f"shard={size}"] if size > 1 else []
     mixed = [f"replicate=2,shard={size // 2}"] if size >= 4 else []
-    return (f"replicate={size}", *([f"shard={size}"] if size > 1 else []), *mixed)
+    pipeline = [f"pipeline={size}"] if size in SPLIT_POINTS else []
+    return (f"replicate={size}", *sharded, *mixed, *pipeline)
 
 
 def plan_of(layout: str, size: int) -> PlannedStep:
     """Return the plan of a layout; LocalSGD trains as many replicas as there are ranks."""
     degrees = Layout.parse(f"replicate={size}" if layout == "LocalSGD" else layout).resolve(size)
     local = BATCH // degrees.data_size
-    return PlannedStep(layout=degrees, global_batch=BATCH, micro_batch=local, precision="fp32")
+    micro = local // MICRO_BATCHES if degrees.pipeline > 1 else local
+    return PlannedStep(
+        layout=degrees,
+        global_batch=BATCH,
+        micro_batch=micro,
+        precision="fp32",
+        split_points=SPLIT_POINTS.get(degrees.pipeline, ()),
+    )
 
 
 def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> float:
@@ -156,8 +169,12 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
     Rate.value = machine.fp32 * machine.efficiency.product
     plan = plan_of(layout, size)
     if layout != "LocalSGD":
-        step = trace_step(MODELS[model], plan, devices=machine.devices, optimizer=OPTIMIZER)
-        return step_seconds(step.segments, plan, machine).total
+        ranks = [
+            trace_step(MODELS[model], plan, rank=rank, devices=machine.devices, optimizer=OPTIMIZER)
+            for rank in plan.layout.group(0, "pipeline")
+        ]
+        segments = [each.segments for each in ranks]
+        return max(each.total for each in pipeline_seconds(segments, plan, machine))
     step = trace_step(
         MODELS[model], plan, strategies=[shoal.LocalSGD(sync_every=1)], optimizer=OPTIMIZER
     )
@@ -173,11 +190,13 @@ def run_rank(model: str, layout: str, steps: int, file: Path) -> None:
     assert not isinstance(built.model, nn.Module)
     with shoal.init(layout="replicate=-1" if layout == "LocalSGD" else layout, device="cpu") as world:
         averaging = [shoal.LocalSGD(sync_every=every)]
-        strategies = averaging if every > 1 else planned_strategies(plan_of(layout, world.size))
+        plan = plan_of(layout, world.size)
+        strategies = averaging if every > 1 else planned_strategies(plan)
         module = shoal.parallelize(built.model(), world, strategies)
         step = shoal.Step(module, OPTIMIZER(module.parameters()), built.task, clip=1.0)
         ends = []
-        for batch in shoal.Loader(built.dataset, world, batch_size=BATCH).epochs(100):
+        loader = shoal.Loader(built.dataset, world, batch_size=BATCH, micro_batches=plan.micro_batches)
+        for batch in loader.epochs(100):
             step(batch)
             ends.append(time.perf_counter())
             if len(ends) == WARM + steps:

@@ -147,7 +147,8 @@ def replay(cluster: Cluster, job: str, trace: Sequence[Outage], seconds: float) 
         time.sleep(max(0.0, begun + at - time.time()))
         name = cluster.nodes[node]
         what = "is killed" if kill else "is back"
-        print(f"{time.strftime('%H:%M:%S')} {name} {what}; job on {nodes_of(cluster, job)}", flush=True)
+        state = cluster.run(["squeue", "-h", "-j", job, "-o", "%T %r %N"]).stdout.strip()
+        print(f"{time.strftime('%H:%M:%S')} {name} {what}; job: {state}", flush=True)
         (cluster.kill if kill else cluster.revive)(name)
     time.sleep(max(0.0, begun + seconds - time.time()))
 

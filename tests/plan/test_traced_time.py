@@ -15,10 +15,11 @@ from shoal.bench.scaling.models import Workload
 from shoal.distributed.layout import Layout
 from shoal.plan.collectives import RankGroup, collective_seconds
 from shoal.plan.configuration import PlannedStep
+from shoal.plan.fit import trace_pipeline
 from shoal.plan.layer_time import Work
 from shoal.plan.machines import Efficiency, Machine
 from shoal.plan.trace import TracedStep, trace_step
-from shoal.plan.traced_time import collective_totals, step_seconds
+from shoal.plan.traced_time import collective_totals, pipeline_seconds, step_seconds
 from shoal.plan.traced_work import TracedCollective, TracedSegment, TracedWork
 
 CPU = Machine(
@@ -176,6 +177,56 @@ def test_operations_in_place_read_and_write() -> None:
         torch._foreach_add_([one], [other])
         one.add_(other)
     assert [each.work.traffic for each in found.segments] == [2 * 3 * 4000]
+
+
+def message(operation: str, number: int, work: Work = SECOND) -> TracedSegment:
+    """Return work before a message, which takes a second, between the two ranks of a pipeline."""
+    place = 1 if operation == "send" else 0
+    called = TracedCollective(
+        operation=operation,
+        count=BYTES,
+        group=RankGroup(2, 1),
+        wait="update",
+        peer=place,
+        message=number,
+    )
+    return TracedSegment(moment="forward", work=work, collective=called)
+
+
+def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
+    machine = replace(CPU, network=1e8)
+    first = [message("send", 0), message("send", 1), segment("forward")]
+    last = [message("recv", 0, Work()), message("recv", 1), segment("forward")]
+    sender, receiver = pipeline_seconds([first, last], planned("pipeline=2"), machine)
+    # The messages arrive after 2 and 3 seconds; the receiver computes from 2 to 3 and from 3 to 4.
+    assert (sender.products, sender.bubble) == pytest.approx((3.0, 1.0), abs=NEAR)
+    assert (receiver.products, receiver.bubble) == pytest.approx((2.0, 2.0), abs=NEAR)
+    # Without the sender, nothing arrives.
+    with pytest.raises(RuntimeError, match="wait for messages"):
+        pipeline_seconds([[], last], planned("pipeline=2"), machine)
+
+
+def test_stages_meet_in_collectives() -> None:
+    short = [segment("backward", "all_reduce", "stream")]
+    long = [segment("backward"), *short]
+    found = pipeline_seconds([short, long], planned("pipeline=2"), CPU)
+    assert [each.bubble for each in found] == pytest.approx([1.0, 0.0], abs=NEAR)
+    assert [each.communication for each in found] == pytest.approx([1.0, 1.0], abs=NEAR)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_stages_of_a_trace_end_together(schedule: str) -> None:
+    build, task, data = MODELS["MLP"]()
+    plan = replace(planned("pipeline=2"), micro_batch=1, schedule=schedule)
+    steps = trace_pipeline(lambda: Workload(build, task, data), plan, 2)
+    slow = replace(CPU, fp32=1e8)
+    found = pipeline_seconds([each.segments for each in steps], steps[0].plan, slow)
+    alone = [each.total - each.bubble for each in found]
+    assert found[0].total == pytest.approx(found[1].total)
+    assert max(alone) < found[0].total < sum(alone)
+    for name in ("send", "recv"):
+        totals = [collective_totals(each.segments, plan, CPU)[name].calls for each in steps]
+        assert totals[0] >= 8
 
 
 @pytest.mark.parametrize("causal", [False, True])

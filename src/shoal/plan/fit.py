@@ -20,8 +20,8 @@ from shoal.plan.traced_time import (
     CollectiveTotal,
     TracedTime,
     collective_totals,
+    pipeline_seconds,
     print_traced_time,
-    step_seconds,
 )
 from shoal.util.errors import ShoalError
 from shoal.util.tables import print_line, print_rows
@@ -127,16 +127,12 @@ def plan_of(
     )
 
 
-def largest_step(
+def trace_pipeline(
     build: Callable[[], Workload], plan: PlannedStep, devices: int, *, fake: bool = True
-) -> tuple[int, TracedStep]:
-    """Return the step of the rank that needs most memory, and its place in the pipeline.
-
-    The ranks of one replica of the pipeline are traced one after another.
-    """
+) -> list[TracedStep]:
+    """Return the steps of the ranks of one replica of the pipeline, traced one after another."""
     ranks = plan.layout.group(0, "pipeline")
-    steps = [trace_step(build, plan, rank=rank, devices=devices, fake=fake) for rank in ranks]
-    return max(enumerate(steps), key=lambda each: each[1].memory.reserved)
+    return [trace_step(build, plan, rank=rank, devices=devices, fake=fake) for rank in ranks]
 
 
 def fit_module(
@@ -148,12 +144,14 @@ def fit_module(
     """
 
     def fit(change: str, tried: PlannedStep) -> ModuleFit:
-        place, step = largest_step(build, tried, machine.devices, fake=fake)
+        steps = trace_pipeline(build, tried, machine.devices, fake=fake)
+        place, step = max(enumerate(steps), key=lambda each: each[1].memory.reserved)
+        times = pipeline_seconds([each.segments for each in steps], step.plan, machine)
         return ModuleFit(
             change=change,
             plan=step.plan,
             memory=step.memory,
-            time=step_seconds(step.segments, step.plan, machine),
+            time=times[place],
             collectives=collective_totals(step.segments, step.plan, machine),
             available=machine.available,
             place=place,

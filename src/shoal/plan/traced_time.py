@@ -1,9 +1,9 @@
-"""Seconds of a traced step: the work of one rank, and the collectives that it waits for."""
+"""Seconds of a traced step: the work of ranks, and the collectives and messages that they wait for."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -32,6 +32,8 @@ class TracedTime:
     """Between operations, and for the host."""
     communication: float
     """Waiting for collectives, and computing more slowly while they run."""
+    bubble: float
+    """Waiting for messages of other pipeline stages, and at the end for the last stage."""
     stragglers: float
     """Waiting for the slowest device."""
 
@@ -51,38 +53,75 @@ class CollectiveTotal:
 
 
 def step_seconds(segments: Sequence[TracedSegment], plan: PlannedStep, machine: Machine) -> TracedTime:
-    """Return the predicted time of a traced step on a machine."""
+    """Return the predicted time of a traced step of a rank that is alone or in no pipeline."""
+    return pipeline_seconds([segments], plan, machine)[0]
+
+
+def pipeline_seconds(
+    ranks: Sequence[Sequence[TracedSegment]], plan: PlannedStep, machine: Machine
+) -> list[TracedTime]:
+    """Return the predicted time of a traced step on each rank of one pipeline.
+
+    A rank waits for a message where it first reads it. The step ends when the last rank has finished.
+    """
     layout = plan.layout
     here = machine.shared(min(layout.size, machine.devices))
-    timeline = _Timeline(here)
-    work = ComputeSeconds()
-    for segment in segments:
-        if segment.moment == "update":
-            timeline.wait()
-        found = compute_seconds(segment.work, plan, here)
-        work += found
-        timeline.now += found.total
-        if segment.collective is not None:
-            timeline.begin(segment.collective, alone=not segment.work.operations)
-    timeline.wait()
+    pipeline = _Pipeline(plan)
+    timelines = [_Timeline(here, place, pipeline) for place in range(len(ranks))]
+    running = [each.run(found) for each, found in zip(timelines, ranks, strict=True)]
+    while running:
+        before = pipeline.progress
+        running = [each for each in running if next(each, None) is not None]
+        if running and pipeline.progress == before:
+            raise RuntimeError("ranks of the pipeline wait for messages of each other")
+    end = max(each.now for each in timelines)
     spread = here.efficiency.spread * slowest(layout.size)
-    return TracedTime(
-        products=work.products,
-        convolutions=work.convolutions,
-        attention=work.attention,
-        memory=work.memory,
-        launch=work.launch + work.host,
-        communication=timeline.now - work.total,
-        stragglers=spread * work.total,
-    )
+    return [
+        TracedTime(
+            products=each.work.products,
+            convolutions=each.work.convolutions,
+            attention=each.work.attention,
+            memory=each.work.memory,
+            launch=each.work.launch + each.work.host,
+            communication=each.now - each.waited - each.work.total,
+            bubble=each.waited + end - each.now,
+            stragglers=spread * each.work.total,
+        )
+        for each in timelines
+    ]
+
+
+class _Pipeline:
+    """What the ranks of a pipeline know of each other: messages, and calls of common collectives."""
+
+    def __init__(self, plan: PlannedStep) -> None:
+        self.plan = plan
+        self.progress = 0
+        """Segments that have ended."""
+        self.arrivals: dict[tuple[int, int, int], float] = {}
+        """When each message arrives, by sender, receiver and number."""
+        self.calls: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        """When each rank calls the collectives of all stages, by their order."""
+        ranks = plan.layout.group(0, "pipeline")
+        self._stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
+
+    def meets(self, one: TracedCollective) -> bool:
+        """Return whether all stages take part in a collective that they wait for."""
+        group = one.group
+        spans = 0 < group.stride <= self._stride < group.stride * group.size
+        return spans and one.wait != "update"
 
 
 class _Timeline:
     """One rank that computes, and a network that runs one collective after the other."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, place: int, pipeline: _Pipeline) -> None:
         self.machine = machine
-        self.now = 0.0
+        self.place = place
+        self.now = self.waited = 0.0
+        self.work = ComputeSeconds()
+        self._pipeline = pipeline
+        self._meetings = 0
         self._network = 0.0
         self._prefetching = 0.0
         """The moment from which the next parameters may be gathered."""
@@ -90,6 +129,38 @@ class _Timeline:
         self._running: list[tuple[TracedCollective, float]] = []
         self._idle = 0.0
         """Seconds in which they run and the rank waits."""
+
+    def run(self, segments: Sequence[TracedSegment]) -> Iterator[bool]:
+        """Compute all segments; yield while another stage has to go on first."""
+        for segment in segments:
+            if segment.moment == "update":
+                self.wait()
+            found = compute_seconds(segment.work, self._pipeline.plan, self.machine)
+            self.work += found
+            self.now += found.total
+            one = segment.collective
+            if one is not None and one.operation == "send":
+                self._network = max(self._network, self.now) + _seconds(one, self.machine)
+                self._pipeline.arrivals[self.place, one.peer, one.message] = self._network
+            elif one is not None and one.operation == "recv":
+                while (sent := (one.peer, self.place, one.message)) not in self._pipeline.arrivals:
+                    yield True
+                self._wait_until(self._pipeline.arrivals[sent])
+            elif one is not None:
+                if self._pipeline.meets(one):
+                    calls = self._pipeline.calls[self._meetings]
+                    calls[self.place] = self.now
+                    self._meetings += 1
+                    while len(calls) < self._pipeline.plan.layout.pipeline:
+                        yield True
+                    self._wait_until(max(calls.values()))
+                self.begin(one, alone=not segment.work.operations)
+            self._pipeline.progress += 1
+        self.wait()
+
+    def _wait_until(self, moment: float) -> None:
+        self.waited += max(0.0, moment - self.now)
+        self.now = max(self.now, moment)
 
     def begin(self, collective: TracedCollective, *, alone: bool) -> None:
         """Call a collective; `alone` says that no operation lies between the previous one and it."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal._torch.autograd import storage_key
 from shoal._torch.c10d import operator_group
 from shoal._torch.dispatch import UncompiledMode, is_wrapper, overloads_of, schema_of, tree_iter
 from shoal.plan.collectives import RankGroup
@@ -27,13 +30,17 @@ class TracedCollective:
     """A call of a collective, with the bytes of the full tensor.
 
     `wait` says what waits for it: "module" (the next operation), "stream" (the stream that calls it,
-    on a CPU the next operation) or "update" (nothing before the update).
+    on a CPU the next operation) or "update" (nothing before the update). A send and a receive have the
+    other rank of the group (`peer`) and the number of the message. A receive stands where the message
+    is first read.
     """
 
     operation: str
     count: int
     group: RankGroup
     wait: str
+    peer: int = -1
+    message: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,9 @@ class TracedWork(UncompiledMode):
         self._now = ""
         self._work = Work()
         self._segments: list[TracedSegment] = []
+        self._messages: Counter[tuple[str, int]] = Counter()
+        self._unread: dict[int, TracedCollective] = {}
+        """Messages that no operation has read, by the storage of their tensor."""
 
     @property
     def segments(self) -> tuple[TracedSegment, ...]:
@@ -73,6 +83,8 @@ class TracedWork(UncompiledMode):
         if any(map(is_wrapper, types)):
             return NotImplemented
         named = named or {}
+        if self._unread and function.namespace not in _COLLECTIVES:
+            self._read_messages((arguments, named))
         result = function(*arguments, **named)
         if (moment := self._moment()) != self._now:
             self._end_segment(None)
@@ -80,10 +92,25 @@ class TracedWork(UncompiledMode):
         if function.namespace in _COLLECTIVES:
             collective = _collective_of(function, arguments, named, result)
             if collective is not None:
-                self._end_segment(collective)
+                self._add_collective(collective, (arguments, named))
         elif not function.is_view and function.namespace != _ATTRIBUTES:
             self._work += operation_work(function, arguments, named, result)
         return result
+
+    def _add_collective(self, collective: TracedCollective, given: Any) -> None:
+        if collective.peer >= 0:
+            key = collective.operation, collective.peer
+            collective = replace(collective, message=self._messages[key])
+            self._messages[key] += 1
+        if collective.operation == "recv":
+            self._unread |= dict.fromkeys(_storages(given), collective)
+        else:
+            self._end_segment(collective)
+
+    def _read_messages(self, given: Any) -> None:
+        for storage in _storages(given):
+            if storage in self._unread:
+                self._end_segment(self._unread.pop(storage))
 
     def _end_segment(self, collective: TracedCollective | None) -> None:
         if collective is not None or self._work != Work():
@@ -108,6 +135,7 @@ def _collective_of(function: Any, arguments: Any, named: Any, result: Any) -> Tr
         count=max(map(_bytes_in, (*given.values(), result))),
         group=RankGroup(len(ranks), stride),
         wait=wait,
+        peer=given.get("dst", given.get("src", -1)),
     )
 
 
@@ -141,6 +169,12 @@ def operation_work(function: Any, arguments: Any, named: Any, result: Any) -> Wo
     if "convolution" in name:
         return Work(convolutions=flops, product_bytes=moved, operations=1)
     return Work(products=flops, product_bytes=moved, operations=1)
+
+
+def _storages(values: Any) -> list[int]:
+    """Return an identifier of the storage of each tensor."""
+    tensors = (each for each in tree_iter(values) if isinstance(each, Tensor))
+    return [storage_key(each) for each in tensors if each.layout is torch.strided]
 
 
 def _bytes_in(values: Any) -> int:
