@@ -92,7 +92,7 @@ def pipeline_seconds(
 
 
 class _Pipeline:
-    """What the ranks of a pipeline know of each other: messages, and calls of common collectives."""
+    """Messages and common collectives of the ranks of a pipeline."""
 
     def __init__(self, plan: PlannedStep) -> None:
         self.plan = plan
@@ -131,7 +131,7 @@ class _Timeline:
         """Seconds in which they run and the rank waits."""
 
     def run(self, segments: Sequence[TracedSegment]) -> Iterator[bool]:
-        """Compute all segments; yield while another stage has to go on first."""
+        """Compute all segments; yield while the rank waits for another stage."""
         for segment in segments:
             if segment.moment == "update":
                 self.wait()
