@@ -69,6 +69,7 @@ def megatron() -> tuple[list[Case], list[float]]:
             recompute="full",
             stages=stages,
             overlap=overlap,
+            split_sends=True,
             precision="fp16",
         )
         cases.append((gpt(heads, hidden, layers), plan, A100))
@@ -89,6 +90,7 @@ def korthikanti() -> tuple[list[Case], list[float]]:
                 stages=int(stages),
                 precision="fp16",
                 tensor_overlap=True,
+                split_sends=True,
             )
             cases.append((gpt(int(heads), int(hidden), int(layers)), plan, A100))
             measured.append(time)

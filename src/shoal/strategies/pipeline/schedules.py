@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,15 +100,22 @@ def timetable(
             found="the schedule does not support these numbers",
             fix="timetable(ranks=4, micro_batches=8)",
         )
-    if chosen.fixed and per_rank == 1:
-        ahead = [micro_batches if schedule == "gpipe" else ranks - rank for rank in range(ranks)]
-        orders = [_forwards_ahead(rank, some, micro_batches) for rank, some in enumerate(ahead)]
-    else:
-        orders = _torchs(schedule, ranks, per_rank, micro_batches)
+    orders = action_lists(schedule, ranks, per_rank, micro_batches)
     return Timetable(_timed(orders, ranks * per_rank))
 
 
-def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> list[PipelineAction]:
+@lru_cache(maxsize=256)
+def action_lists(
+    schedule: str, ranks: int, per_rank: int, micro_batches: int
+) -> tuple[tuple[PipelineAction, ...], ...]:
+    """Return the actions of each rank in their order. Raise StepError for wrong micro-batches."""
+    if SCHEDULES[schedule].fixed and per_rank == 1:
+        ahead = [micro_batches if schedule == "gpipe" else ranks - rank for rank in range(ranks)]
+        return tuple(_forwards_ahead(rank, some, micro_batches) for rank, some in enumerate(ahead))
+    return _torchs(schedule, ranks, per_rank, micro_batches)
+
+
+def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> tuple[PipelineAction, ...]:
     """Return up to `ahead` more forward than backward passes. torch lists 1F1B's last rank too late."""
     begun = min(ahead, micro_batches)
     works = [PipelineAction("F", stage, micro) for micro in range(begun)]
@@ -115,18 +123,20 @@ def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> list[Pipeline
         works.append(PipelineAction("B", stage, micro))
         if begun + micro < micro_batches:
             works.append(PipelineAction("F", stage, begun + micro))
-    return works
+    return tuple(works)
 
 
-def _torchs(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> list[list[PipelineAction]]:
-    from torch.distributed.pipelining.schedules import get_schedule_class
+def _torchs(
+    schedule: str, ranks: int, per_rank: int, micro_batches: int
+) -> tuple[tuple[PipelineAction, ...], ...]:
+    from shoal._torch.pipelining import pipeline_order  # imports torch's pipelining
 
-    kind: Any = get_schedule_class(SCHEDULES[schedule].torchs)
+    stages = [_Stage(ranks, ranks * per_rank) for _ in range(per_rank)]
     try:
-        planned = kind([_Stage(ranks, ranks * per_rank) for _ in range(per_rank)], micro_batches)
+        order = pipeline_order(SCHEDULES[schedule].torchs, stages, micro_batches)
     except ValueError as error:
         raise micro_batches_refused(schedule, ranks, micro_batches, error) from None
-    return [list(_works(planned.pipeline_order[rank])) for rank in range(ranks)]
+    return tuple(tuple(_works(order[rank])) for rank in range(ranks))
 
 
 def micro_batches_refused(schedule: str, ranks: int, micro_batches: int, error: Exception) -> StepError:
