@@ -51,7 +51,7 @@ def test_text() -> None:
     done = shoal(*PLAN, "-n", "1,8,16", "--training", "steps=1000,price=2")
     assert done.exit_code == 0, done.exception
     assert "1 device: no configuration fits" in done.stdout
-    assert "is the cheapest" in done.stdout
+    assert "Least cost: 8 devices, with" in done.stdout
     late = shoal(*PLAN, "-n", "8,16", "--training", "steps=1000,deadline=0.01")
     assert "No number of devices meets the deadline" in " ".join(late.stdout.split())
 

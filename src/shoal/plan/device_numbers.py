@@ -134,6 +134,7 @@ def _verdict(found: Sequence[NumberOfDevices]) -> str:
     first = cheapest(found)
     if first is None or first.training is None:
         return f"No number of devices meets the deadline in {percent(IN_TIME)} of simulated trainings."
-    price = f"a price of {compact(first.training.price)} and " if first.training.price else ""
-    what = "meets the deadline at the least cost" if first.deadline else "is the cheapest"
-    return f"-n {first.devices} {what}: {price}{compact(first.training.device_hours)} device hours."
+    price = f" and a price of {compact(first.training.price)}" if first.training.price else ""
+    within = " within the deadline" if first.deadline else ""
+    hours = f"{compact(first.training.device_hours)} device hours"
+    return f"Least cost{within}: {counted(first.devices, 'device')}, with {hours}{price}."

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
 from shoal.plan.search import Prediction
+from shoal.strategies.pipeline.schedules import SCHEDULES
 from shoal.util.units import duration, percent, size
 
 NUMERICS = (
@@ -26,48 +27,29 @@ def model_utilization(model: Transformer, machine: Machine, found: Prediction) -
 def fastest_table(
     model: Transformer, machine: Machine, best: Sequence[Prediction]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the head and the rows of the table; its last three columns are numbers.
-
-    Columns of choices that are the usual ones in all rows, and a common precision, are left out.
-    """
-    columns = [(head, [text(each.plan) for each in best]) for head, text in _CHOICES.items()]
-    choices = [(head, cells) for head, cells in columns if any(cells)]
-    precisions = [each.plan.precision for each in best]
-    if len(set(precisions)) > 1:
-        choices.append(("precision", precisions))
-    heads = (
-        "layout",
-        "micro-batches",
-        "recompute",
-        *(head for head, _ in choices),
-        *("step", "MFU", "memory"),
-    )
-    rows = [
+    """Return the head and the rows of the table; its last three columns are numbers."""
+    several = len({each.plan.precision for each in best}) > 1
+    heads = ("layout", "batches", "recompute", "options", "step", "MFU", "memory")
+    rows: list[tuple[str, ...]] = [
         (
             str(each.plan.layout),
             f"{each.plan.micro_batches} x {each.plan.micro_batch}",
             each.plan.recompute,
-            *(cells[place] for _, cells in choices),
+            ", ".join((*_options(each.plan), *((each.plan.precision,) if several else ()))),
             duration(each.step.total),
             percent(model_utilization(model, machine, each)),
             size(each.memory.total),
         )
-        for place, each in enumerate(best)
+        for each in best
     ]
     return heads, rows
 
 
-def _schedule(plan: PlannedStep) -> str:
-    if plan.layout.pipeline == 1 or plan.schedule == "1f1b":
-        return ""
-    return plan.schedule if plan.stages == 1 else f"{plan.schedule} x {plan.stages}"
-
-
-def _kept(plan: PlannedStep) -> str:
-    if plan.layout.pipeline > 1 or plan.layout.shard == 1:
-        return ""
-    kept = ["parameters"] * plan.keeps_parameters + ["gradients"] * plan.keeps_gradients
-    return ", ".join(kept)
-
-
-_CHOICES: dict[str, Callable[[PlannedStep], str]] = {"schedule": _schedule, "FSDP keeps": _kept}
+def _options(plan: PlannedStep) -> list[str]:
+    """Return the schedule of a pipeline, or the options of FSDP, unless they are the usual ones."""
+    if plan.layout.pipeline > 1:
+        stages = "" if SCHEDULES[plan.schedule].fixed else f" x {plan.stages}"
+        return [] if plan.schedule == "1f1b" else [plan.schedule + stages]
+    if plan.layout.shard == 1:
+        return []
+    return ["no reshard"] * plan.keeps_parameters + ["whole"] * plan.keeps_gradients
