@@ -62,6 +62,20 @@ def test_nothing_fits() -> None:
     assert [each["best"] for each in json.loads(done.stdout)["numbers"]] == [None, None]
 
 
+def test_numbers_that_do_not_divide_the_batch_have_a_reason() -> None:
+    found = values("-n", "8,24")["numbers"]
+    assert found[0]["best"]
+    assert "no layout splits 64 samples" in found[1]["reason"]
+    assert "no layout splits 64 samples" in failed("-n", "24,48").found
+
+
+def test_a_training_that_does_not_end_has_a_reason() -> None:
+    training = ("--training", "steps=100000,mtbf=3,save=20,restart=900")
+    found = values("-n", "8,64", *training)["numbers"]
+    assert found[0]["training"]
+    assert "the training has not ended" in found[1]["reason"]
+
+
 @pytest.mark.parametrize("text", ["", "0", "8,", "8,x", "8,8", "-4", "70000", "8 16"])
 def test_lists_that_are_wrong(text: str) -> None:
     error = failed(f"--devices={text}")

@@ -56,7 +56,7 @@ def compare_numbers(
 ) -> None:
     """Print the fastest layout on each number of devices; exit with 1 if none fits on any."""
     from shoal.cli.plan import measured_values
-    from shoal.plan.device_numbers import numbers_values, print_numbers, search_number
+    from shoal.plan.device_numbers import numbers_values, print_numbers, search_numbers
     from shoal.plan.model import parse_model
     from shoal.plan.whole_training import parse_training
     from shoal.util.tables import plain_console
@@ -68,9 +68,7 @@ def compare_numbers(
             return None
         return parse_training(measured_values(training, devices, machine))
 
-    found = [
-        search_number(dimensions, machine, each, batch, precision, asked(each)) for each in numbers
-    ]
+    found = search_numbers(dimensions, machine, numbers, batch, precision, asked)
     if as_json:
         typer.echo(json.dumps(numbers_values(dimensions, machine, found), indent=2))
     else:

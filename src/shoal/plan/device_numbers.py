@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,7 +47,32 @@ class NumberOfDevices:
         return self.training.price or self.training.device_hours if self.training else 0.0
 
 
-def search_number(
+def search_numbers(
+    model: Transformer,
+    machine: Machine,
+    numbers: Sequence[int],
+    batch: int,
+    precision: str,
+    training: Callable[[int], Training | None],
+) -> list[NumberOfDevices]:
+    """Return the fastest configuration on each number of devices, and the training with it.
+
+    Raises the ShoalError of the last number if all fail.
+    """
+    found, errors = [], []
+    for devices in numbers:
+        asked = training(devices)
+        try:
+            found.append(_search_number(model, machine, devices, batch, precision, asked))
+        except ShoalError as error:
+            errors.append(error)
+            found.append(NumberOfDevices(devices=devices, reason=error.found))
+    if len(errors) == len(found):
+        raise errors[-1]
+    return found
+
+
+def _search_number(
     model: Transformer,
     machine: Machine,
     devices: int,
@@ -55,11 +80,7 @@ def search_number(
     precision: str,
     training: Training | None,
 ) -> NumberOfDevices:
-    """Return the fastest configuration on a number of devices, and the training with it."""
-    try:
-        result = search_plans(model, machine, devices, batch, precision=precision, top=1)
-    except ShoalError as error:
-        return NumberOfDevices(devices=devices, reason=error.found)
+    result = search_plans(model, machine, devices, batch, precision=precision, top=1)
     if not result.best:
         return NumberOfDevices(devices=devices, reason="no configuration fits")
     best = result.best[0]
