@@ -15,13 +15,13 @@ import statistics
 import time
 from collections.abc import Callable
 
+from shoal.distributed.pipeline_schedules import action_lists
 from shoal.plan.bounds import memory_bytes, step_bounds
 from shoal.plan.candidates import Candidates, find_candidates
 from shoal.plan.configuration import ANY_PRECISION, FORMATS
 from shoal.plan.machines import Machine, find_machine
 from shoal.plan.model import Transformer, parse_model
 from shoal.plan.search import predict, search_plans
-from shoal.strategies.pipeline.schedules import action_lists
 
 BATCH = 2048
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.distributed.layout import Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES, action_lists
 from shoal.plan import pipeline_run
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.machines import find_machine
@@ -14,7 +15,7 @@ from shoal.plan.memory import held_micro_batches
 from shoal.plan.model import Transformer
 from shoal.plan.pipeline_run import run_pipeline, simulate_actions
 from shoal.plan.step_time import estimate_step
-from shoal.strategies.pipeline.schedules import SCHEDULES, action_lists, timetable
+from shoal.strategies.pipeline.schedules import timetable
 from shoal.util.errors import StepError
 
 A100 = find_machine("a100-80")

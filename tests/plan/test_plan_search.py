@@ -10,12 +10,13 @@ import pytest
 
 import shoal
 from shoal.distributed.layout import AXES, Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.plan.configuration import FORMATS, PlannedStep, Recompute
 from shoal.plan.machines import find_machine
 from shoal.plan.memory import estimate_memory
 from shoal.plan.model import Transformer, parse_model
 from shoal.plan.search import predict, search_plans
-from shoal.strategies.pipeline.schedules import SCHEDULES, timetable
+from shoal.strategies.pipeline.schedules import timetable
 from shoal.util.errors import ShoalError, StepError
 
 MODEL = Transformer(hidden=1024, layers=4, heads=8, vocab=5000, seq=512)

@@ -181,8 +181,8 @@ def plan(
     elif check is not None:
         _check_run(check, model, found, micro_batch, kind, html=html, as_json=as_json)
     elif ":" in model:
+        from shoal.distributed.pipeline_schedules import SCHEDULES
         from shoal.plan.fit import plan_of
-        from shoal.strategies.pipeline.schedules import SCHEDULES
 
         _check_choice("--schedule", schedule, tuple(SCHEDULES), "1f1b")
         points = tuple(filter(None, split_points.split(",")))

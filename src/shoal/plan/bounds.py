@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.plan.candidates import Candidates, Numbers
 from shoal.plan.collectives import BASE_LATENCY, RankGroup, ring_bandwidth
 from shoal.plan.configuration import FORMATS, PlannedStep
@@ -34,7 +35,6 @@ from shoal.plan.step_time import (
     slowest,
     table_work,
 )
-from shoal.strategies.pipeline.schedules import SCHEDULES
 
 _LAYER = ("piped", "tensor", "context", "micro", "precision")
 _ROUNDING = 1e-9

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.distributed.layout import AXES, Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.plan.configuration import FORMATS, RECOMPUTES, PlannedStep
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
-from shoal.strategies.pipeline.schedules import SCHEDULES
 
 Integers = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]

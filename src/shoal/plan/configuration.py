@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.distributed.layout import Layout
-from shoal.strategies.pipeline.schedules import SCHEDULES
+from shoal.distributed.pipeline_schedules import SCHEDULES
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")

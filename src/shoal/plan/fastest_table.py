@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
 from shoal.plan.search import Prediction
-from shoal.strategies.pipeline.schedules import SCHEDULES
 from shoal.util.units import duration, percent, size
 
 NUMERICS = (

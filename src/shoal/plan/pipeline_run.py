@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.distributed.pipeline_schedules import PipelineAction, action_lists
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.layer_time import compute_seconds
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
 from shoal.plan.step_time import head_work, layer_pass, table_work
-from shoal.strategies.pipeline.schedules import PipelineAction, action_lists
 
 _ROUNDS = 6
 """Rounds of as many micro-batches as ranks that are simulated. Each further one takes the time that the

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.plan.collectives import RankGroup, collective_seconds
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.layer_time import (
@@ -22,7 +23,6 @@ from shoal.plan.machines import Machine
 from shoal.plan.memory import stage_parameters
 from shoal.plan.model import Transformer
 from shoal.plan.products import alignment_factor
-from shoal.strategies.pipeline.schedules import SCHEDULES
 
 LOSS_BYTES = 16
 """Bytes that the loss reads and writes per score, forward and backward, in float32: cast, log_softmax,
