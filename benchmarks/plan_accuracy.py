@@ -65,6 +65,7 @@ def megatron(folder: Path) -> list[Row]:
             recompute="full",
             stages=number.get("virtual_stages", 1),
             overlap=each["ddp_impl"] == "torch",
+            split_sends=True,
             precision="fp16",
         )
         seconds = float(each["iter_time_s_derived"])
@@ -84,6 +85,7 @@ def korthikanti(folder: Path) -> list[Row]:
             recompute=cast("Recompute", each["recompute"]),
             sequence_parallel=each["sequence_parallel"] == "yes",
             tensor_overlap=True,
+            split_sends=True,
             precision="fp16",
             stages=number.get("virtual_stages", 1),
             overlap=False,
@@ -137,6 +139,7 @@ def vtrain(folder: Path) -> list[Row]:
             micro_batch=number["microbatch"],
             recompute="none",
             overlap=False,
+            split_sends=True,
             precision="fp16",
         )
         seconds = float(each["iter_time_ms"]) / 1e3

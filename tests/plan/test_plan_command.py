@@ -52,6 +52,35 @@ def test_an_unknown_precision() -> None:
     assert "--precision mixed" in done.exception.fix
 
 
+def test_any_precision_tries_all_and_says_that_results_differ() -> None:
+    words = ("plan", "--model", "llama-7b", "--machine", "a100-80", "-n", "8", "--batch", "64")
+    done = shoal(*words, "--precision", "any", "--top", "40")
+    assert "Compare losses" in done.stdout
+    found = json.loads(shoal(*words, "--precision", "any", "--json").stdout)["best"][0]
+    alone = [
+        json.loads(shoal(*words, "--precision", name, "--json").stdout)["best"][0]
+        for name in ("mixed", "fp16", "half", "fp32")
+    ]
+    assert found == min(alone, key=lambda each: each["step_seconds"])
+
+
+def test_the_table_has_the_schedule_of_pipelines() -> None:
+    # Between nodes, only a pipeline is fast enough.
+    words = ("plan", "--model", "llama-70b", "--machine", "h100-sxm", "-n", "64", "--batch", "128")
+    found = json.loads(shoal(*words, "--json").stdout)
+    piped = [each for each in (*found["best"], *found["rejected"]) if "pipeline" in each["layout"]]
+    assert {each["schedule"] for each in piped} - {"1f1b"}
+    for each in piped:
+        assert f'schedule="{each["schedule"]}"' in each["strategy"]
+    if found["best"][0]["schedule"] not in ("1f1b", None):
+        assert found["best"][0]["schedule"] in shoal(*words).stdout
+
+
+def test_a_traced_module_has_one_precision() -> None:
+    done = shoal("plan", "--model", "dense:layers=1", "--precision", "any")
+    assert isinstance(done.exception, ShoalError)
+
+
 def test_a_traced_module_has_no_page() -> None:
     done = shoal("plan", "--model", "dense:layers=1", "--html", "page")
     assert isinstance(done.exception, ShoalError)

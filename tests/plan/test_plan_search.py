@@ -2,52 +2,105 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
-from shoal.distributed.layout import Layout
+import shoal
+from shoal.distributed.layout import AXES, Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.plan.configuration import FORMATS, PlannedStep, Recompute
 from shoal.plan.machines import find_machine
 from shoal.plan.memory import estimate_memory
 from shoal.plan.model import Transformer, parse_model
-from shoal.plan.search import search_plans
-from shoal.plan.step_time import estimate_step
-from shoal.util.errors import ShoalError
+from shoal.plan.search import predict, search_plans
+from shoal.strategies.pipeline.schedules import timetable
+from shoal.util.errors import ShoalError, StepError
 
 MODEL = Transformer(hidden=1024, layers=4, heads=8, vocab=5000, seq=512)
 NODE = replace(find_machine("a100-80"), devices=4)
 
 
-@pytest.mark.parametrize("memory", [80e9, 4e9, 3e9])
-def test_the_best_is_that_of_all_combinations(memory: float) -> None:
-    machine = replace(NODE, memory=memory)
-    times = []
-    degrees = itertools.product((1, 2, 4, 8), repeat=5)
+def runnable(model: Transformer, devices: int, batch: int) -> Iterator[PlannedStep]:
+    """Yield the configurations of a model that Shoal runs, as the strategies decide."""
+    layouts = itertools.product((1, 2, 4, 8), repeat=5)
     recomputes: tuple[Recompute, ...] = ("none", "full")
-    for tensor, pipeline, shard, context, replicate in degrees:
+    sums: tuple[Literal["sharded", "whole"], ...] = ("sharded", "whole")
+    for tensor, pipeline, shard, context, replicate in layouts:
         layout = Layout(
             tensor=tensor, pipeline=pipeline, shard=shard, context=context, replicate=replicate
         )
-        if layout.size != 8 or tensor * context > 4 or pipeline > 4 or (pipeline > 1 and context > 1):
+        if layout.size != devices or tensor * context > 4 or (pipeline > 1 and context > 1):
             continue
-        local = 16 // layout.data_size
-        for micro, recompute in itertools.product((1, 2, 4, 8, 16), recomputes):
-            if micro > local or (pipeline > 1 and local // micro < pipeline):
-                continue
+        local = batch // layout.data_size
+        choices = itertools.product(
+            (micro for micro in range(1, local + 1) if local % micro == 0),
+            recomputes,
+            SCHEDULES if pipeline > 1 else ("1f1b",),
+            (1, 2, 4),
+            (True, False) if shard > 1 and pipeline == 1 else (True,),
+            sums if shard > 1 and pipeline == 1 else ("sharded",),
+        )
+        for micro, recompute, schedule, stages, reshard, accumulate in choices:
             plan = PlannedStep(
                 layout=layout,
-                global_batch=16,
+                global_batch=batch,
                 micro_batch=micro,
                 recompute=recompute,
-                sequence_parallel=tensor > 1,
+                sequence_parallel=tensor > 1 and pipeline == 1,
+                schedule=schedule,
+                stages=stages,
+                reshard_after_forward=reshard,
+                accumulate=accumulate,
             )
-            if estimate_memory(MODEL, plan).total <= machine.available:
-                times.append(estimate_step(MODEL, plan, machine).total)
-    found = search_plans(MODEL, machine, 8, 16)
-    assert found.fitting == len(times)
-    assert [each.step.total for each in found.best] == sorted(times)[:5]
+            if supported(model, plan):
+                yield plan
+
+
+def supported(model: Transformer, plan: PlannedStep) -> bool:
+    kind, ranks = SCHEDULES[plan.schedule], plan.layout.pipeline
+    if ranks == 1:
+        return plan.stages == 1
+    if model.layers % (ranks * plan.stages) or (kind.splits and plan.recompute != "none"):
+        return False
+    if (model.tied and not kind.folded) or (plan.schedule == "1f1b" and plan.micro_batches < ranks):
+        return False
+    if not kind.fixed and plan.stages == 1:
+        return False  # a plain schedule in other words
+    try:
+        timetable(plan.schedule, ranks, plan.micro_batches, plan.stages)
+    except StepError:
+        return False
+    return plan.layout.shard == 1 or plan.stages < 4
+
+
+@pytest.mark.parametrize("tied", [0, 1])
+@pytest.mark.parametrize("memory", [80e9, 4e9, 3e9])
+def test_no_configuration_that_shoal_runs_is_faster(memory: float, tied: int) -> None:
+    machine, model = replace(NODE, memory=memory), replace(MODEL, tied=tied)
+    every = [predict(model, plan, machine) for plan in runnable(model, 8, 16)]
+    fits = [each for each in every if each.memory.total <= machine.available]
+    found = search_plans(model, machine, 8, 16)
+    assert found.best[0].step.total == min(each.step.total for each in fits)
     assert all(each.memory.total <= machine.available for each in found.best)
+    plans = {each.plan for each in every}
+    assert {each.plan for each in (*found.best, *(each for each, _ in found.rejected))} <= plans
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "gpt2"])
+def test_strategies_are_those_of_shoal(name: str) -> None:
+    model = parse_model(name)
+    found = search_plans(model, replace(NODE, memory=20e9), 16, 64, top=20)
+    for each in (*found.best, *(each for each, _ in found.rejected)):
+        text = each.plan.strategy.replace("plan=…", "plan={}").replace(
+            "example_args=…", "example_args=()"
+        )
+        strategies = eval(text, {"shoal": shoal})
+        served = strategies if isinstance(strategies, list) else [strategies]
+        axes = {axis for strategy in served for axis in strategy.axes}
+        assert {axis for axis in AXES if each.plan.layout.degree(axis) > 1} <= axes
 
 
 @pytest.mark.parametrize("rate", ["half", "memory_bandwidth", "link", "network"])
@@ -57,7 +110,7 @@ def test_faster_hardware_is_never_slower(rate: str) -> None:
     slow = search_plans(model, machine, 16, 64, top=100).best
     faster = replace(machine, **{rate: 2 * getattr(machine, rate)})
     for each in slow:
-        assert estimate_step(model, each.plan, faster).total <= each.step.total
+        assert predict(model, each.plan, faster).step.total <= each.step.total
 
 
 def test_parts_of_a_step_and_of_memory_add_up() -> None:

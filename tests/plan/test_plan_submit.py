@@ -19,12 +19,15 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 def test_the_second_layout_is_submitted(fakes: Fakes) -> None:
     words = ("--time", "1:00:00", "train.py", "--layout", "{layout}", "--micro={micro_batches}")
-    done = shoal(*PLAN, "--submit", "2", "--", *words)
+    pipeline = ("--schedule={schedule}", "--stages={stages}")
+    done = shoal(*PLAN, "--submit", "2", "--", *words, *pipeline)
     assert done.exit_code == 0, done.exception
     assert "job 42: 2 nodes with 8 GPUs, 16 process(es), 01:00:00" in done.output
-    layouts = [line.split()[0] for line in done.output.splitlines() if line.startswith("replicate=")]
+    rows = done.output[done.output.index("Fastest") : done.output.index("The strategy")].splitlines()
+    layouts = [line.split()[0] for line in rows if line.startswith(("replicate=", "shard="))]
     script = Path("runs/train/jobs/1/job.sh").read_text()
     assert f"--layout {layouts[1]} --micro=" in script.replace("'", "")
+    assert "--schedule=1f1b --stages=1" in script.replace("'", "")
     assert "{" + "layout}" not in script
 
 

@@ -16,6 +16,7 @@ from shoal.plan.configuration import PlannedStep, Recompute
 from shoal.plan.machines import find_machine
 from shoal.plan.memory import stage_activations
 from shoal.plan.model import Transformer
+from shoal.plan.pipeline_run import run_pipeline
 from shoal.plan.step_time import estimate_step
 
 A100 = find_machine("a100-80")
@@ -69,6 +70,7 @@ def megatron() -> tuple[list[Case], list[float]]:
             recompute="full",
             stages=stages,
             overlap=overlap,
+            split_sends=True,
             precision="fp16",
         )
         cases.append((gpt(heads, hidden, layers), plan, A100))
@@ -89,6 +91,7 @@ def korthikanti() -> tuple[list[Case], list[float]]:
                 stages=int(stages),
                 precision="fp16",
                 tensor_overlap=True,
+                split_sends=True,
             )
             cases.append((gpt(int(heads), int(hidden), int(layers)), plan, A100))
             measured.append(time)
@@ -103,6 +106,14 @@ def errors(cases: list[Case], seconds: list[float]) -> list[float]:
 def test_steps_from_data_sheets() -> None:
     for cases, seconds in (megatron(), korthikanti()):
         assert statistics.mean(errors(cases, seconds)) < 0.03
+
+
+def test_simulated_schedules_agree_with_the_closed_form() -> None:
+    for model, plan, machine in (*megatron()[0], *korthikanti()[0]):
+        if plan.layout.pipeline > 1:
+            schedule = "1f1b" if plan.stages == 1 else "interleaved"
+            found = run_pipeline(model, replace(plan, schedule=schedule), machine)
+            assert found.bubble == pytest.approx(estimate_step(model, plan, machine).bubble, rel=0.01)
 
 
 def test_steps_of_megatron_with_one_parameter_fitted_on_the_other_rows() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.strategies.pipeline.schedules import SCHEDULES, PipelineAction, timetable
+from shoal.distributed.pipeline_schedules import SCHEDULES, PipelineAction
+from shoal.strategies.pipeline.schedules import timetable
 from shoal.util.errors import StepError
 
 

@@ -31,7 +31,13 @@ _Model = Annotated[
 ]
 _Machine = Annotated[str, typer.Option(metavar="NAME", help="A GPU such as h100-sxm, or a TOML file.")]
 _Devices = Annotated[
-    int, typer.Option("-n", "--devices", min=1, max=65536, metavar="N", help="Number of devices.")
+    str,
+    typer.Option(
+        "-n",
+        "--devices",
+        metavar="N",
+        help="Number of devices, or several to compare, such as 8,16,32.",
+    ),
 ]
 _Batch = Annotated[
     int, typer.Option(min=1, max=10**6, metavar="N", help="Global batch size in samples.")
@@ -41,7 +47,7 @@ _Precision = Annotated[
     typer.Option(
         metavar="NAME",
         help="mixed (16 bits with float32 parameters), fp16 (the same with 16-bit gradients), half "
-        "(16 bits only) or fp32.",
+        "(16 bits only), fp32, or any to try all of them.",
     ),
 ]
 _Top = Annotated[
@@ -109,7 +115,8 @@ _Submit = Annotated[
         min=1,
         metavar="N",
         help="Submit the N-th layout: `shoal submit` with its nodes and the words after `--`, where "
-        "{layout}, {micro_batch}, {micro_batches}, {recompute} and {batch} are replaced.",
+        "{layout}, {micro_batch}, {micro_batches}, {recompute}, {schedule}, {stages} and {batch} are "
+        "replaced.",
     ),
 ]
 _SubmitWords = Annotated[
@@ -126,7 +133,7 @@ def plan(
     *,
     model: _Model,
     machine: _Machine = "h100-sxm",
-    devices: _Devices = 8,
+    devices: _Devices = "8",
     batch: _Batch = 512,
     precision: _Precision = "mixed",
     top: _Top = 5,
@@ -152,44 +159,41 @@ def plan(
     layout. With --training, it simulates the whole training: queue, saves, failures, restarts. With
     --submit, it submits a layout.
     """
+    from shoal.cli.plan_numbers import check_numbers, compare_numbers, parse_numbers
     from shoal.cli.plan_submit import check_submission, submit_plan
-    from shoal.plan.configuration import FORMATS, RECOMPUTES
+    from shoal.plan.configuration import ANY_PRECISION, FORMATS, RECOMPUTES
     from shoal.plan.machines import find_machine
 
-    _check_choice("--precision", precision, tuple(FORMATS), "mixed")
+    traced = ":" in model and check is None
+    known = tuple(FORMATS) if traced else (*FORMATS, ANY_PRECISION)
+    _check_choice("--precision", precision, known, "mixed")
+    numbers = parse_numbers(devices)
     _check_choice("--recompute", recompute, RECOMPUTES, "none")
     found = find_machine(machine)
     kind = cast("Recompute", recompute)
     check_submission(submit, top, words or ())
-    option = "--submit" if training is None and submit is not None else f"--training {training}"
-    if option != "--training None" and (check is not None or ":" in model):
-        raise ShoalError(
-            given=f"{option} with {'--check' if check else '--model ' + model}",
-            found="it needs the predicted step time of a transformer",
-            fix="leave --check out, and describe the model as in --model llama-7b",
-        )
-    if what_if and (check is not None or ":" in model):
-        raise ShoalError(
-            given=f"--what-if {what_if[0]} with {'--check' if check else '--model ' + model}",
-            found="it needs the search for layouts of a transformer",
-            fix="leave --check out, and describe the model as in --model llama-7b",
-        )
-    if check is not None:
+    if check is not None or ":" in model:
+        _refuse_search(model, check, training, submit, what_if)
+    if len(numbers) > 1:
+        others = {"--check": check, "--submit": submit, "--what-if": what_if, "--html": html}
+        check_numbers(devices, model, others)
+        compare_numbers(model, found, numbers, batch, precision, training, as_json=as_json)
+    elif check is not None:
         _check_run(check, model, found, micro_batch, kind, html=html, as_json=as_json)
     elif ":" in model:
+        from shoal.distributed.pipeline_schedules import SCHEDULES
         from shoal.plan.fit import plan_of
-        from shoal.strategies.pipeline.schedules import SCHEDULES
 
         _check_choice("--schedule", schedule, tuple(SCHEDULES), "1f1b")
         points = tuple(filter(None, split_points.split(",")))
-        step = plan_of(layout, devices, batch, micro_batch, kind, precision, points, schedule)
+        step = plan_of(layout, numbers[0], batch, micro_batch, kind, precision, points, schedule)
         _trace(model, step, found, fake=not measure, html=html, as_json=as_json)
     else:
         questions = what_if or []
         best = _search(
             model,
             found,
-            devices,
+            numbers[0],
             batch,
             precision,
             top,
@@ -200,6 +204,28 @@ def plan(
         )
         if submit is not None:
             submit_plan(best, submit, found, words or ())
+
+
+def _refuse_search(
+    model: str,
+    check: Path | None,
+    training: str | None,
+    submit: int | None,
+    what_if: Sequence[str] | None,
+) -> None:
+    """Raise ShoalError for options of the search."""
+    if training is not None or submit is not None:
+        option = "--submit" if training is None else f"--training {training}"
+        found = "it needs the predicted step time of a transformer"
+    elif what_if:
+        option, found = f"--what-if {what_if[0]}", "it needs the search for layouts of a transformer"
+    else:
+        return
+    raise ShoalError(
+        given=f"{option} with {'--check' if check else '--model ' + model}",
+        found=found,
+        fix="leave --check out, and describe the model as in --model llama-7b",
+    )
 
 
 def _check_run(
@@ -260,7 +286,7 @@ def _search(
     from shoal.util.tables import plain_console
 
     dimensions = parse_model(model)
-    asked = None if training is None else parse_training(_measured(training, devices, machine))
+    asked = None if training is None else parse_training(measured_values(training, devices, machine))
     for question in questions:
         changed_machine(machine, question)  # mistakes are reported before the search
     result = search_plans(dimensions, machine, devices, batch, precision=precision, top=top)
@@ -293,7 +319,7 @@ def _search(
     return result.best
 
 
-def _measured(training: str, devices: int, machine: Machine) -> str:
+def measured_values(training: str, devices: int, machine: Machine) -> str:
     """Replace each `auto` with a measured value, and print it."""
     from shoal.plan.measured_start import fill_in_measured
     from shoal.util.tables import plain_console, print_line

@@ -70,6 +70,8 @@ def submit_plan(
         "{micro_batch}": str(plan.micro_batch),
         "{micro_batches}": str(plan.micro_batches),
         "{recompute}": plan.recompute,
+        "{schedule}": plan.schedule,
+        "{stages}": str(plan.stages),
         "{batch}": str(plan.global_batch),
     }
     app = typer.Typer()

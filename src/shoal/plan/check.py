@@ -144,7 +144,7 @@ def _plan_of(
         micro_batch=micro_batch or local,
         recompute=recompute,
         precision=_PRECISIONS.get(str(precision), "fp32"),
-        sequence_parallel=degrees.tensor > 1,
+        sequence_parallel=degrees.tensor > 1 and degrees.pipeline == 1,
     )
 
 

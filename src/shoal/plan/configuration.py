@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.distributed.layout import Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -35,6 +36,9 @@ FORMATS = {
 """`mixed` computes in 16 bits; parameters, gradients and optimizer state are float32: 18 bytes. `fp16`
 is the same with gradients in 16 bits."""
 
+ANY_PRECISION = "any"
+"""The precision with which a search tries all formats."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
@@ -42,9 +46,11 @@ class PlannedStep:
 
     `global_batch` and `micro_batch` are in samples. `overlap` says whether gradients are summed during
     the backward pass, `tensor_overlap` whether the sums of tensor parallelism in the backward pass run
-    during the products for the gradients of weights. `stages` is the number of pipeline stages per rank
-    (interleaved above 1). `split_points` and `schedule` are those of `shoal.Pipeline` for a traced
-    module; without split points, its stages get equal FLOPs.
+    during the products for the gradients of weights, and `split_sends` whether its ranks split the
+    logits and what a pipeline sends: Megatron-LM does both, Shoal neither. `stages` is the number of
+    pipeline stages per rank (interleaved above 1, also with the schedule "1f1b"). `split_points` and
+    `schedule` are those of `shoal.Pipeline`; without split points, the stages of a traced module get
+    equal FLOPs. `reshard_after_forward` and `accumulate` are those of `shoal.FSDP`.
     """
 
     layout: Layout
@@ -56,8 +62,11 @@ class PlannedStep:
     stages: int = 1
     overlap: bool = True
     tensor_overlap: bool = False
+    split_sends: bool = False
     split_points: tuple[str, ...] = ()
     schedule: str = "1f1b"
+    reshard_after_forward: bool = True
+    accumulate: Literal["sharded", "whole"] = "sharded"
 
     @property
     def numbers(self) -> NumberFormat:
@@ -68,3 +77,57 @@ class PlannedStep:
     def micro_batches(self) -> int:
         """Micro-batches of one rank in one optimizer step."""
         return self.global_batch // (self.layout.data_size * self.micro_batch)
+
+    @property
+    def shards(self) -> int:
+        """The ranks over which a parameter is sharded: FSDP uses the context axis too."""
+        return self.layout.shard * self.layout.context if self.layout.shard > 1 else 1
+
+    @property
+    def copies(self) -> int:
+        """The ranks that have the same part of the parameters and sum its gradients."""
+        return self.layout.size // (self.layout.pipeline * self.layout.tensor * self.shards)
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether sharded parameters stay gathered between the passes, as always in a pipeline."""
+        return self.layout.pipeline > 1 or not self.reshard_after_forward
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether only the last micro-batch sums gradients over shards, as always in a pipeline."""
+        return self.layout.pipeline > 1 or self.accumulate == "whole"
+
+    @property
+    def both_tables(self) -> bool:
+        """Whether a rank has the embedding and the output layer."""
+        return self.layout.pipeline == 1 or SCHEDULES[self.schedule].folded
+
+    @property
+    def splits_logits(self) -> bool:
+        """Whether ranks of tensor parallelism split the logits."""
+        return self.layout.pipeline == 1 or self.split_sends
+
+    @property
+    def strategy(self) -> str:
+        """The strategy for `shoal.parallelize`; `…` is what depends on the module."""
+        parts = []
+        if self.recompute != "none":
+            modules = 'modules=("….attention",)' if self.recompute == "selective" else ""
+            parts.append(f"shoal.ActivationCheckpointing({modules})")
+        if self.layout.context > 1:
+            parts.append("shoal.ContextParallel()")
+        if self.layout.tensor > 1:
+            parts.append("shoal.TensorParallel(plan=…)")
+        parts.append(self._last_strategy())
+        return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
+
+    def _last_strategy(self) -> str:
+        if self.layout.pipeline > 1:
+            stages = f", stages_per_rank={self.stages}" if self.stages > 1 else ""
+            return f'shoal.Pipeline(example_args=…, schedule="{self.schedule}"{stages})'
+        if self.layout.shard == 1:
+            return "shoal.DDP()"
+        options = [] if self.reshard_after_forward else ["reshard_after_forward=False"]
+        options += ['accumulate="whole"'] if self.accumulate == "whole" else []
+        return f"shoal.FSDP({', '.join(options)})"

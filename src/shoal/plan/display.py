@@ -11,6 +11,7 @@ from rich.console import Console
 
 from shoal.plan.bands import BANDS, step_band, step_kind
 from shoal.plan.check import RunCheck, predicted_parts
+from shoal.plan.fastest_table import NUMERICS, fastest_table, model_utilization
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
 from shoal.plan.search import Prediction, SearchResult
@@ -40,13 +41,6 @@ def part_name(part: str) -> str:
     return _NAMES.get(part, part)
 
 
-def model_utilization(model: Transformer, machine: Machine, found: Prediction) -> float:
-    """Return the model FLOP/s utilization (MFU) of a prediction, 0 to 1."""
-    plan = found.plan
-    peak = machine.half if plan.numbers.activation == 2 else machine.tf32 or machine.fp32
-    return model.flops(plan.global_batch) / (found.step.total * plan.layout.size * peak)
-
-
 def result_values(model: Transformer, machine: Machine, result: SearchResult) -> dict[str, Any]:
     """Return a result as plain values. Seconds, bytes and tokens per second; `band` is of the time."""
     return {
@@ -54,15 +48,18 @@ def result_values(model: Transformer, machine: Machine, result: SearchResult) ->
         "model": asdict(model) | {"parameters": model.parameters},
         "tried": result.tried,
         "fitting": result.fitting,
+        "evaluated": result.evaluated,
         "available_bytes": machine.available,
-        "best": [_values(model, machine, each) for each in result.best],
+        "best": [prediction_values(model, machine, each) for each in result.best],
         "rejected": [
-            {"reason": reason} | _values(model, machine, each) for each, reason in result.rejected
+            {"reason": reason} | prediction_values(model, machine, each)
+            for each, reason in result.rejected
         ],
     }
 
 
-def _values(model: Transformer, machine: Machine, found: Prediction) -> dict[str, Any]:
+def prediction_values(model: Transformer, machine: Machine, found: Prediction) -> dict[str, Any]:
+    """Return a prediction as plain values, in the same units."""
     plan, total = found.plan, found.step.total
     return {
         "layout": str(plan.layout),
@@ -72,6 +69,9 @@ def _values(model: Transformer, machine: Machine, found: Prediction) -> dict[str
         "micro_batches": plan.micro_batches,
         "recompute": plan.recompute,
         "precision": plan.precision,
+        "schedule": plan.schedule if plan.layout.pipeline > 1 else None,
+        "stages_per_rank": plan.stages,
+        "strategy": plan.strategy,
         "step_seconds": total,
         "parts": predicted_parts(found.step),
         "kind": step_kind(plan, found.step),
@@ -104,19 +104,12 @@ def print_result(console: Console, model: Transformer, machine: Machine, result:
 
 
 def _print_best(console: Console, model: Transformer, machine: Machine, result: SearchResult) -> None:
-    rows = [
-        (
-            str(each.plan.layout),
-            *_settings(each),
-            duration(each.step.total),
-            percent(model_utilization(model, machine, each)),
-            size(each.memory.total),
-        )
-        for each in result.best
-    ]
-    heads = ("layout", "micro-batches", "recompute", "step", "MFU", "memory")
-    print_rows(console, "Fastest", heads, rows, right=heads[3:])
+    heads, rows = fastest_table(model, machine, result.best)
+    print_rows(console, "Fastest", heads, rows, right=heads[-3:])
     first = result.best[0]
+    print_line(console, f"The strategy of the first: {first.plan.strategy}.")
+    if len({each.plan.precision for each in result.best}) > 1:
+        print_line(console, NUMERICS)
     total = first.step.total
     kind = step_kind(first.plan, first.step)
     low, high = BANDS[kind]
@@ -293,10 +286,6 @@ def print_check(console: Console, found: RunCheck) -> None:
     print_line(console, found.verdict, "")
     title = f"{counted(found.steps, 'step')}, {found.plan.layout}"
     print_rows(console, title, CHECK_HEAD, check_rows(found), right=CHECK_HEAD[1:])
-
-
-def _settings(found: Prediction) -> tuple[str, str]:
-    return f"{found.plan.micro_batches} x {found.plan.micro_batch}", found.plan.recompute
 
 
 def bar(fraction: float) -> str:

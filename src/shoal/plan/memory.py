@@ -69,41 +69,78 @@ def working_set(model: Transformer, plan: PlannedStep) -> float:
     return unit * (unsplit / slices + (split + kept) / tensor) * plan.numbers.activation / 2
 
 
-def stage_activations(model: Transformer, plan: PlannedStep) -> float:
-    """Return the bytes of activations on the first stage, which holds most micro-batches."""
-    stages = plan.layout.pipeline
-    held = float(min(stages, plan.micro_batches))
-    if plan.stages > 1:
-        held = min(held + (stages - 1) / plan.stages, plan.micro_batches)
-    layers = -(-model.layers // stages)
+def stage_activations(model: Transformer, plan: PlannedStep, held: float | None = None) -> float:
+    """Return the bytes of activations on the rank that holds most micro-batches: `held` if given."""
+    layers = -(-model.layers // plan.layout.pipeline)
+    held = held_micro_batches(plan) if held is None else held
     return held * layers * layer_activations(model, plan)
+
+
+def held_micro_batches(plan: PlannedStep) -> float:
+    """Return the largest number of micro-batches whose activations a rank of a pipeline holds.
+
+    A stage of several on a rank counts as this part of a micro-batch. `pipeline_run` simulates the
+    schedule, which gives the same number.
+    """
+    ranks, stages, count = plan.layout.pipeline, plan.stages, plan.micro_batches
+    if ranks == 1:
+        return 1.0
+    if plan.schedule in ("gpipe", "looped"):
+        return float(count)
+    # Forward passes of all stages of a rank that begin before a first backward pass ends.
+    if plan.schedule in ("zbv", "dualpipev"):
+        begun = 2 * ranks + (plan.schedule == "dualpipev")
+    else:
+        in_round = count // max(1, count // ranks)
+        interleaved = stages > 1 and plan.schedule != "zero-bubble"
+        begun = (stages - 1) * in_round + (2 * ranks - 1 if interleaved else ranks)
+    return min(begun / stages, float(count))
 
 
 def stage_parameters(model: Transformer, plan: PlannedStep) -> float:
     """Return the parameters of one rank before sharding: of the stage with most."""
     layout = plan.layout
     layers = -(-model.layers // layout.pipeline) * model.layer_weights
-    tables = model.embedding * (2 - model.tied if layout.pipeline == 1 else 1)
+    tables = model.embedding * (2 - model.tied if plan.both_tables else 1)
     return (layers + tables) / layout.tensor
 
 
-def estimate_memory(model: Transformer, plan: PlannedStep) -> MemoryEstimate:
-    """Return the bytes of a rank of the stage that needs most: the first or the last."""
+def logit_bytes(model: Transformer, plan: PlannedStep) -> float:
+    """Return the bytes of the output layer's result: float32 scores, their gradient, the product."""
+    tokens = model.seq / plan.layout.context * plan.micro_batch
+    columns = model.vocab / (plan.layout.tensor if plan.splits_logits else 1)
+    return tokens * columns * (8 + plan.numbers.activation)
+
+
+def message_bytes(model: Transformer, plan: PlannedStep) -> float:
+    """Return the bytes of the buffers of tensor and context parallelism."""
+    if plan.layout.tensor == plan.layout.context == 1:
+        return 0.0
+    tokens = model.seq / plan.layout.context * plan.micro_batch
+    return 2 * tokens * model.hidden * plan.numbers.activation
+
+
+def estimate_memory(
+    model: Transformer, plan: PlannedStep, *, held: float | None = None
+) -> MemoryEstimate:
+    """Return the bytes of a rank of the stage that needs most: the first or the last.
+
+    `held` is the number of micro-batches that it holds, if the schedule was simulated.
+    """
     numbers, layout = plan.numbers, plan.layout
-    parameters = stage_parameters(model, plan) / layout.shard
-    tokens = model.seq / layout.context * plan.micro_batch
-    # float32 scores, their gradient and the 16-bit output of the last product.
-    logits = tokens * model.vocab / layout.tensor * (8 + numbers.activation)
-    activations = stage_activations(model, plan) + working_set(model, plan)
-    buffers = 0.0
+    all_parameters = stage_parameters(model, plan)
+    parameters = all_parameters / plan.shards
+    logits = logit_bytes(model, plan)
+    activations = stage_activations(model, plan, held) + working_set(model, plan)
+    buffers = message_bytes(model, plan)
     if layout.shard > 1:
         # Two gathered layers, one in use and one prefetched, and the gradient of one.
         layer = max(model.layer_weights, model.embedding) / layout.tensor
-        buffers = layer * (2 * numbers.gathered + numbers.reduced)
-    elif layout.replicate > 1:
-        buffers = 25e6 * 2
-    if layout.tensor > 1 or layout.context > 1:
-        buffers += 2 * tokens * model.hidden * numbers.activation
+        buffers += numbers.gathered * (all_parameters if plan.keeps_parameters else 2 * layer)
+        several = plan.keeps_gradients and plan.micro_batches > 1
+        buffers += numbers.reduced * (all_parameters if several else layer)
+    elif plan.copies > 1:
+        buffers += 25e6 * 2
     return MemoryEstimate(
         parameters=parameters * numbers.parameter,
         gradients=parameters * numbers.gradient,

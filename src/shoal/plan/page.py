@@ -11,12 +11,12 @@ from shoal.plan.display import (
     CHECK_HEAD,
     answer_rows,
     check_rows,
-    model_utilization,
     part_name,
     training_parts,
     training_sentences,
     training_table,
 )
+from shoal.plan.fastest_table import fastest_table
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
 from shoal.plan.search import Prediction, SearchResult
@@ -25,7 +25,7 @@ from shoal.plan.whole_training import TrainingEstimate
 from shoal.report import PALETTE
 from shoal.report.html import Block, Figure, KeyNumbers, Page, Section, Table, Text
 from shoal.report.html.plots import Fill, plot_bars
-from shoal.util.units import compact, duration, percent, size, three_digits
+from shoal.util.units import compact, duration, size, three_digits
 
 _FILLS = tuple((each.colour, each.hatch) for each in PALETTE.values())
 
@@ -85,23 +85,13 @@ def check_page(found: RunCheck) -> Page:
 def _fastest(model: Transformer, machine: Machine, best: Sequence[Prediction]) -> list[Block]:
     if not best:
         return [Text(text="Use more devices, more memory, or --precision half.")]
-    head = ("layout", "micro-batches", "recompute", "step", "MFU", "memory")
-    rows = [
-        (
-            str(each.plan.layout),
-            f"{each.plan.micro_batches} x {each.plan.micro_batch}",
-            each.plan.recompute,
-            duration(each.step.total),
-            percent(model_utilization(model, machine, each)),
-            size(each.memory.total),
-        )
-        for each in best
-    ]
+    head, rows = fastest_table(model, machine, best)
     first = best[0]
     tokens = first.plan.global_batch * model.seq / first.step.total
     return [
         KeyNumbers(pairs=[("tokens/s", compact(tokens)), ("usable memory", size(machine.available))]),
-        Table(caption="The fastest configurations that fit.", head=head, rows=rows, right=head[3:]),
+        Text(text=f"The strategy of the first: {first.plan.strategy}."),
+        Table(caption="The fastest configurations that fit.", head=head, rows=rows, right=head[-3:]),
     ]
 
 

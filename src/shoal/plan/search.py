@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from bisect import insort
+from dataclasses import asdict, dataclass, replace
 
-from shoal.distributed.layout import AXES, Layout
-from shoal.plan.configuration import RECOMPUTES, PlannedStep
+import numpy as np
+
+from shoal.distributed.layout import AXES
+from shoal.plan.bounds import memory_bytes, step_bounds
+from shoal.plan.candidates import Candidates, Integers, find_candidates
+from shoal.plan.configuration import ANY_PRECISION, FORMATS, PlannedStep
 from shoal.plan.machines import Machine
 from shoal.plan.memory import MemoryEstimate, estimate_memory
 from shoal.plan.model import Transformer
+from shoal.plan.pipeline_run import run_pipeline
 from shoal.plan.step_time import StepEstimate, estimate_step
 from shoal.util.errors import ShoalError
 from shoal.util.units import counted, duration, percent, size
@@ -32,65 +37,26 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The fastest predictions that fit, and for each other set of axes its best one."""
+    """The fastest predictions that fit, and for each other set of axes its best one.
+
+    `evaluated` is the number of configurations whose lower bounds did not rule them out.
+    """
 
     best: tuple[Prediction, ...]
     rejected: tuple[tuple[Prediction, str], ...]
     tried: int
     fitting: int
+    evaluated: int
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def valid_layouts(model: Transformer, machine: Machine, devices: int, batch: int) -> Iterator[Layout]:
-    """Yield the layouts that the model, the node and the global batch allow.
-
-    Tensor and context parallelism stay within a node; stages have equal numbers of layers.
-    """
-    node = min(machine.devices, devices)
-    for tensor in _divisors(devices):
-        if tensor > node or node % tensor or model.key_heads % tensor or model.width % tensor:
-            continue
-        for context in _divisors(node // tensor):
-            if model.seq % context or model.key_heads // tensor % context:
-                continue
-            for pipeline in _divisors(math.gcd(model.layers, devices // (tensor * context))):
-                data = devices // (tensor * context * pipeline)
-                if pipeline > 1 and context > 1:
-                    continue  # Shoal does not combine them
-                if batch % data:
-                    continue
-                for shard in _divisors(data):
-                    yield Layout(
-                        tensor=tensor,
-                        context=context,
-                        pipeline=pipeline,
-                        shard=shard,
-                        replicate=data // shard,
-                    )
-
-
-def _configurations(
-    model: Transformer, layout: Layout, batch: int, precision: str
-) -> Iterator[PlannedStep]:
-    local = batch // layout.data_size
-    choices = [each for each in RECOMPUTES if each != "selective" or not model.flash]
-    for recompute in choices:
-        for micro in (2**power for power in range(local.bit_length())):
-            if local % micro:
-                break
-            if layout.pipeline > 1 and local // micro < layout.pipeline:
-                break  # most of the pipeline would wait
-            yield PlannedStep(
-                layout=layout,
-                global_batch=batch,
-                micro_batch=micro,
-                recompute=recompute,
-                precision=precision,
-                sequence_parallel=layout.tensor > 1,
-            )
+def predict(model: Transformer, plan: PlannedStep, machine: Machine) -> Prediction:
+    """Return the predicted memory and step time of a configuration; a pipeline is simulated."""
+    memory, step = estimate_memory(model, plan), estimate_step(model, plan, machine)
+    if plan.layout.pipeline > 1:
+        run = run_pipeline(model, plan, machine)
+        memory = estimate_memory(model, plan, held=run.held)
+        step = replace(step, bubble=run.bubble)
+    return Prediction(plan=plan, memory=memory, step=step)
 
 
 def search_plans(
@@ -104,52 +70,78 @@ def search_plans(
 ) -> SearchResult:
     """Return the `top` fastest configurations that fit, and why the others are not among them.
 
+    With the precision `"any"`, all are tried. Configurations are predicted in the order of their lower
+    bounds, until the next bound is above the step times that were found.
+
     Raises ShoalError if no layout is valid. `best` is empty if none fits.
     """
-    fits: list[Prediction] = []
-    near: dict[str, Prediction] = {}
-    tried = 0
-    for layout in valid_layouts(model, machine, devices, batch):
-        for plan in _configurations(model, layout, batch, precision):
-            tried += 1
-            memory = estimate_memory(model, plan)
-            found = Prediction(plan=plan, memory=memory, step=estimate_step(model, plan, machine))
-            if memory.total <= machine.available:
-                fits.append(found)
-            elif found.family not in near or memory.total < near[found.family].memory.total:
-                near[found.family] = found
-    if not tried:
+    precisions = tuple(FORMATS) if precision == ANY_PRECISION else (precision,)
+    candidates = find_candidates(model, machine, devices, batch, precisions)
+    if not len(candidates.rows):
         raise _no_layout(model, devices, batch)
-    fits.sort(key=lambda each: (each.step.total, each.memory.total))
-    best = tuple(fits[:top])
+    memory = memory_bytes(model, candidates)
+    fits = memory <= machine.available
+    chosen = _Screened(model, machine, candidates.where(fits))
+    best = chosen.fastest(np.arange(len(chosen.bounds)), top)
+    rejected = []
+    shown = {each.family for each in best}
+    families = candidates.families
+    for family in np.unique(families).tolist():
+        found = chosen.fastest(np.flatnonzero(families[fits] == family), 1)
+        if found and found[0].family not in shown:
+            rejected.append((found[0], _slower(found[0], best[0])))
+        if not found:
+            least = np.where(families == family, memory, math.inf).argmin()
+            closest = predict(model, candidates.plan(int(least)), machine)
+            rejected.append((closest, _too_much(closest, machine)))
+    # Plain strategies first: they are the ones that a user asks about.
+    rejected.sort(key=lambda pair: (pair[0].family.count("+"), "does not fit" in pair[1]))
     return SearchResult(
-        best=best, rejected=_rejections(best, fits, near, machine), tried=tried, fitting=len(fits)
+        best=tuple(best),
+        rejected=tuple(rejected),
+        tried=len(candidates.rows),
+        fitting=int(fits.sum()),
+        evaluated=len(chosen.predicted),
     )
 
 
-def _rejections(
-    best: Sequence[Prediction],
-    fits: Sequence[Prediction],
-    near: dict[str, Prediction],
-    machine: Machine,
-) -> tuple[tuple[Prediction, str], ...]:
-    """Return the best configuration of each set of axes that is not in `best`, with the reason."""
-    shown = {each.family for each in best}
-    result = []
-    for each in fits:
-        if each.family not in shown:
-            shown.add(each.family)
-            result.append((each, _slower(each, best[0])))
-    for family, each in near.items():
-        if family not in shown:
-            over = each.memory.total - machine.available
-            kinds = asdict(each.memory)
-            largest = max(kinds, key=kinds.__getitem__)
-            result.append(
-                (each, f"does not fit: {size(over)} too much; {largest} {size(kinds[largest])}")
-            )
-    # Plain strategies first: they are the ones that a user asks about.
-    return tuple(sorted(result, key=lambda pair: pair[0].family.count("+")))
+class _Screened:
+    """Configurations that fit, with lower bounds on their step times."""
+
+    def __init__(self, model: Transformer, machine: Machine, candidates: Candidates) -> None:
+        self._model, self._machine, self._candidates = model, machine, candidates
+        empty = not len(candidates.rows)
+        self.bounds = np.empty(0) if empty else step_bounds(model, machine, candidates)
+        self.predicted: dict[int, Prediction] = {}
+
+    def fastest(self, numbers: Integers, top: int) -> list[Prediction]:
+        """Return the `top` fastest of some configurations."""
+        found: list[Prediction] = []
+        for number in numbers[np.argsort(self.bounds[numbers], kind="stable")].tolist():
+            if len(found) == top and self.bounds[number] > found[-1].step.total:
+                break
+            predicted = self._predict(number)
+            if predicted.memory.total <= self._machine.available:
+                insort(found, predicted, key=_order)
+                del found[top:]
+        return found
+
+    def _predict(self, number: int) -> Prediction:
+        if number not in self.predicted:
+            plan = self._candidates.plan(number)
+            self.predicted[number] = predict(self._model, plan, self._machine)
+        return self.predicted[number]
+
+
+def _order(found: Prediction) -> tuple[float, float]:
+    return found.step.total, found.memory.total
+
+
+def _too_much(found: Prediction, machine: Machine) -> str:
+    over = found.memory.total - machine.available
+    kinds = asdict(found.memory)
+    largest = max(kinds, key=kinds.__getitem__)
+    return f"does not fit: {size(over)} too much; {largest} {size(kinds[largest])}"
 
 
 def _slower(slow: Prediction, fast: Prediction) -> str:

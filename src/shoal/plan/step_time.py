@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.plan.collectives import RankGroup, collective_seconds
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.layer_time import (
@@ -77,6 +78,11 @@ class LayerPass:
         """All seconds."""
         return self.forward.total + self.backward.total + self.again + self.tensor + self.context
 
+    @property
+    def forward_total(self) -> float:
+        """Seconds of the forward pass with its collectives."""
+        return self.forward.total + (self.tensor + self.context) / 3
+
 
 def layer_pass(model: Transformer, plan: PlannedStep, machine: Machine) -> LayerPass:
     """Return the seconds of one layer and one micro-batch."""
@@ -96,7 +102,8 @@ def estimate_step(model: Transformer, plan: PlannedStep, machine: Machine) -> St
     """Return the predicted time of one optimizer step of a valid configuration.
 
     The last stage computes without pause between its first and last micro-batch: its layers, and the
-    output layer. The others add the time in which it waits for its first one.
+    output layer. The others add the time in which it waits for its first one. For schedules that split
+    the backward pass, this is the least possible time.
     """
     layout, count = plan.layout, plan.micro_batches
     layers = model.layers / layout.pipeline
@@ -113,7 +120,7 @@ def estimate_step(model: Transformer, plan: PlannedStep, machine: Machine) -> St
     def seconds(name: str) -> float:
         return float(sum(times * getattr(part, name) for times, part in parts))
 
-    bubble = (layout.pipeline - 1) / plan.stages * layers * layer.total
+    bubble = (layout.pipeline - 1) / plan.stages * layers * filling_seconds(plan, layer)
     working = layers * count * (layer.total - layer.tensor - layer.context)
     working += count * (head.total + tables.total)
     return StepEstimate(
@@ -132,6 +139,15 @@ def estimate_step(model: Transformer, plan: PlannedStep, machine: Machine) -> St
     )
 
 
+def filling_seconds(plan: PlannedStep, layer: LayerPass) -> float:
+    """Return the seconds of a layer for which the last rank waits at the ends of a step."""
+    kind = SCHEDULES[plan.schedule]
+    if kind.folded:
+        return 0.0  # it has the first stage too
+    # The gradients of weights fill the time after the last backward pass.
+    return layer.forward_total if kind.splits else layer.total
+
+
 @lru_cache
 def slowest(count: int) -> float:
     """Return the expected maximum of `count` values of the standard normal distribution.
@@ -148,7 +164,8 @@ def head_work(model: Transformer, plan: PlannedStep, units: int | None) -> Work:
     shape = (rows, columns, model.hidden)
     product = product_work(shape, size, units) + gradient_work(shape, size, units)
     aligned = replace(product, products=product.products * alignment_factor(columns, size))
-    return aligned + Work(traffic=rows * columns * LOSS_BYTES, operations=12)
+    scores = rows * (columns if plan.splits_logits else model.vocab)
+    return aligned + Work(traffic=scores * LOSS_BYTES, operations=12)
 
 
 def table_work(model: Transformer, plan: PlannedStep) -> Work:
@@ -157,16 +174,22 @@ def table_work(model: Transformer, plan: PlannedStep) -> Work:
     return Work(traffic=table * 2 * plan.numbers.activation, operations=2)
 
 
-def _transfer_seconds(model: Transformer, plan: PlannedStep, machine: Machine) -> float:
-    """Return the seconds that stages wait for activations and their gradients."""
+def send_seconds(model: Transformer, plan: PlannedStep, machine: Machine) -> float:
+    """Return the seconds of one message between stages."""
     layout = plan.layout
-    if layout.pipeline == 1:
-        return 0.0
     full = plan.micro_batch * model.seq / layout.context * model.hidden * plan.numbers.activation
     neighbours = RankGroup(layout.pipeline, layout.size // layout.pipeline)
-    one = collective_seconds("send", full / layout.tensor, neighbours, machine)
+    sent = full / layout.tensor if plan.split_sends else full
+    return collective_seconds("send", sent, neighbours, machine)
+
+
+def _transfer_seconds(model: Transformer, plan: PlannedStep, machine: Machine) -> float:
+    """Return the seconds that stages wait for activations and their gradients."""
+    if plan.layout.pipeline == 1:
+        return 0.0
     # In each direction, of each micro-batch through each stage of this rank, and to fill the pipeline.
-    return 2 * one * (plan.micro_batches * plan.stages + layout.pipeline - 1)
+    messages = 2 * (plan.micro_batches * plan.stages + plan.layout.pipeline - 1)
+    return messages * send_seconds(model, plan, machine)
 
 
 def _data_seconds(
@@ -174,13 +197,13 @@ def _data_seconds(
 ) -> float:
     """Return the seconds of the data axes that no computation hides."""
     layout, numbers = plan.layout, plan.numbers
-    inner = layout.tensor * layout.context
-    shard = RankGroup(layout.shard, inner)
-    replicas = RankGroup(layout.replicate, inner * layout.shard)
+    shard = RankGroup(plan.shards, layout.tensor)
+    replicas = RankGroup(plan.copies, layout.tensor * plan.shards)
     parameters = stage_parameters(model, plan)
-    summed = parameters / layout.shard * numbers.reduced
+    sums = 1 if plan.keeps_gradients or layout.shard == 1 else plan.micro_batches
+    summed = parameters / plan.shards * numbers.reduced
     exposed = collective_seconds("all_reduce", summed, replicas, machine)
-    if plan.overlap and layout.replicate > 1:
+    if plan.overlap and plan.copies > 1:
         hidden = layers * layer.backward.total * (1 - 1 / max(layers, 1))
         tail = collective_seconds("all_reduce", min(summed, BUCKET), replicas, machine)
         exposed = max(tail, exposed - hidden)
@@ -189,15 +212,19 @@ def _data_seconds(
     weights = model.layer_weights / layout.tensor
     gather = collective_seconds("all_gather", weights * numbers.gathered, shard, machine)
     scatter = collective_seconds("reduce_scatter", weights * numbers.reduced, shard, machine)
-    forward = layer.forward.total + (layer.tensor + layer.context) / 3
-    backward = layer.total - forward
-    # Each layer is gathered twice while its neighbour computes. The table is gathered alone.
-    waits = _overlapped(gather, forward) + _overlapped(gather + scatter, backward)
-    table = model.embedding / layout.tensor * (numbers.gathered * 2 + numbers.reduced)
-    alone = collective_seconds("all_gather", table, shard, machine)
-    if not plan.overlap:
-        waits = 2 * gather + scatter
-    return exposed + plan.micro_batches * (layers * waits + alone)
+    forward = layer.forward_total if plan.overlap else 0.0
+    backward = layer.total - layer.forward_total if plan.overlap else 0.0
+    # A layer is gathered while its neighbour computes, and again for its backward pass unless it is
+    # kept. In a pipeline, it is kept for all micro-batches. The table is gathered alone.
+    gathers = 1 if layout.pipeline > 1 else plan.micro_batches
+    again = 0.0 if plan.keeps_parameters else gather
+    waits = gathers * _overlapped(gather, forward) + sums * _overlapped(again + scatter, backward)
+    waits += (gathers - sums) * _overlapped(again, backward)
+    table = model.embedding / layout.tensor
+    moved = table * numbers.gathered * (1 if plan.keeps_parameters else 2)
+    alone = sums * collective_seconds("all_gather", moved + table * numbers.reduced, shard, machine)
+    alone += (gathers - sums) * collective_seconds("all_gather", moved, shard, machine)
+    return sums * exposed + layers * waits + alone
 
 
 def _overlapped(communication: float, compute: float) -> float:
@@ -209,5 +236,5 @@ def _optimizer_seconds(model: Transformer, plan: PlannedStep, machine: Machine) 
     """Return the seconds of clipping and of Adam: every number is read and most are written."""
     numbers = plan.numbers
     each = 2 * numbers.parameter + 3 * numbers.gradient + 2 * numbers.state
-    parameters = stage_parameters(model, plan) / plan.layout.shard
+    parameters = stage_parameters(model, plan) / plan.shards
     return parameters * each / (machine.efficiency.memory * machine.memory_bandwidth)

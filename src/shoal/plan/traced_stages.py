@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from shoal.data.micro import MicroBatch
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.distributed.world import World
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.layer_time import Work
@@ -18,7 +19,6 @@ from shoal.strategies.partition.inputs import Inputs, by_name
 from shoal.strategies.partition.stages import OuterGraph, balanced, opened_by, trace
 from shoal.strategies.pipeline.flow import Forms, StageFlow
 from shoal.strategies.pipeline.options import wide
-from shoal.strategies.pipeline.schedules import SCHEDULES
 from shoal.strategies.pipeline.stage import StageModule
 from shoal.strategies.random_draws import draws
 from shoal.strategies.task import Task

@@ -15,7 +15,6 @@ from shoal.launcher.nodes import WAIT
 from shoal.launcher.submit.job import REQUEUES
 from shoal.plan.failure_trace import read_trace, time_between_failures
 from shoal.plan.rehearsal import Fleet, rehearse
-from shoal.training.save_policy import YoungDaly
 from shoal.util.errors import ShoalError
 from shoal.util.units import duration
 
@@ -242,6 +241,8 @@ def _interval(save: float, mean: float) -> float:
     """Return the seconds of training between two saves, those of `shoal.YoungDaly`."""
     if math.isinf(mean):
         return math.inf
+    from shoal.training.save_policy import YoungDaly  # imports torch
+
     return YoungDaly(mtbf=timedelta(seconds=mean)).seconds(save)
 
 

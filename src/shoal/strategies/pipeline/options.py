@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from shoal._torch.pipelining import splits_backward
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.contracts import Engine
@@ -27,7 +28,7 @@ from shoal.strategies.partition.stages import (
     seconds,
     trace,
 )
-from shoal.strategies.pipeline.schedules import SCHEDULES, Timetable, timetable
+from shoal.strategies.pipeline.schedules import Timetable, timetable
 from shoal.util.errors import LayoutError, StepError
 
 

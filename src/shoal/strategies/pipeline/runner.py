@@ -16,6 +16,7 @@ from shoal._torch.modules import set_tables
 from shoal._torch.pipelining import failed_to_split, step_micro_batches
 from shoal.data.batch import Batch
 from shoal.data.micro import Draws, MicroBatch
+from shoal.distributed.pipeline_schedules import SCHEDULES, micro_batches_refused
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.compiled import RepeatedBlocks, compile_parts, recomputed_refused
@@ -44,7 +45,6 @@ from shoal.strategies.partition.members import StageRanks
 from shoal.strategies.partition.stages import OuterGraph, Stage, keep_only, tied
 from shoal.strategies.partition.unsplit import UnsplitModel
 from shoal.strategies.pipeline.flow import Form, Forms, StageFlow
-from shoal.strategies.pipeline.schedules import SCHEDULES, micro_batches_refused
 from shoal.strategies.pipeline.stage import StageModule, learns
 from shoal.strategies.pipeline.timed_stage import MarkedStage, StagedBatch, schedule_marked, staged
 from shoal.strategies.random_draws.draws import slices_of
