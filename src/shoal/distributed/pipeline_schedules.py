@@ -61,7 +61,11 @@ def action_lists(
     if SCHEDULES[schedule].fixed and per_rank == 1:
         ahead = [micro_batches if schedule == "gpipe" else ranks - rank for rank in range(ranks)]
         return tuple(_forwards_ahead(rank, some, micro_batches) for rank, some in enumerate(ahead))
-    return _torchs(schedule, ranks, per_rank, micro_batches)
+    rounds = max(1, micro_batches // ranks)
+    if schedule == "interleaved" and micro_batches % rounds == 0:
+        size = micro_batches // rounds
+        return tuple(_interleaved(rank, ranks, per_rank, size, rounds) for rank in range(ranks))
+    return torch_action_lists(schedule, ranks, per_rank, micro_batches)
 
 
 def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> tuple[PipelineAction, ...]:
@@ -75,9 +79,34 @@ def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> tuple[Pipelin
     return tuple(works)
 
 
-def _torchs(
+def _interleaved(
+    rank: int, ranks: int, per_rank: int, size: int, rounds: int
+) -> tuple[PipelineAction, ...]:
+    """Return the actions of a rank in `rounds` of `size` micro-batches, of all its stages each.
+
+    The schedule of Narayanan et al. 2021 (arXiv:2104.04473), with as many first passes as torch has.
+    torch's own list would need its import, which takes seconds.
+    """
+    passes = [
+        (place, number * size + micro)
+        for number in range(rounds)
+        for place in range(per_rank)
+        for micro in range(size)
+    ]
+    forward = [PipelineAction("F", place * ranks + rank, micro) for place, micro in passes]
+    backward = [
+        PipelineAction("B", (per_rank - 1 - place) * ranks + rank, micro) for place, micro in passes
+    ]
+    ahead = min(len(passes), (per_rank - 1) * size + 2 * (ranks - 1 - rank))
+    pairs = zip(forward[ahead:], backward, strict=False)
+    rest = backward[len(passes) - ahead :]
+    return (*forward[:ahead], *(action for pair in pairs for action in pair), *rest)
+
+
+def torch_action_lists(
     schedule: str, ranks: int, per_rank: int, micro_batches: int
 ) -> tuple[tuple[PipelineAction, ...], ...]:
+    """Return the actions of one of torch's schedules. Raise StepError for wrong micro-batches."""
     from shoal._torch.pipelining import pipeline_order  # imports torch's pipelining
 
     stages = [_Stage(ranks, ranks * per_rank) for _ in range(per_rank)]
