@@ -95,6 +95,8 @@ PAGES = (
             "Guards",
             "BadSteps",
             "YoungDaly",
+            "load_plan",
+            "SavedPlan",
             "TensorBoard",
             "WandB",
         ),

@@ -51,6 +51,8 @@ from shoal.training.model_export import export as export
 from shoal.training.model_export import load as load
 from shoal.training.run import Run as Run
 from shoal.training.save_policy import YoungDaly as YoungDaly
+from shoal.training.saved_plan import SavedPlan as SavedPlan
+from shoal.training.saved_plan import load_plan as load_plan
 from shoal.training.schedule import LRSchedule as LRSchedule
 from shoal.training.step import Step as Step
 from shoal.util.decision import Decision as Decision

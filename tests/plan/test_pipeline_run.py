@@ -89,7 +89,7 @@ def repeats(plan: PlannedStep) -> bool:
     return True
 
 
-@pytest.mark.parametrize("plan", list(filter(repeats, PLANS)), ids=named)
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if repeats(plan)], ids=named)
 def test_further_rounds_take_the_time_of_the_busiest_rank(
     plan: PlannedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ def test_the_second_layout_is_submitted(fakes: Fakes) -> None:
     [
         (("--submit", "1", "--", "--time", "1:00:00", "train.py"), "no {layout} in the arguments"),
         (("--submit", "6", "--", "train.py", "{layout}"), "--top 5 shows fewer"),
-        (("--", "train.py", "{layout}"), "no --submit"),
+        (("--", "train.py", "{layout}"), "neither --submit nor"),
         (("--submit", "1", "--", "train.py", "{layout}"), "no time limit"),
         (("--submit", "1", "-n", "12", "--batch", "12", "--", "train.py", "{layout}"), "not be full"),
     ],

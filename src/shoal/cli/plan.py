@@ -12,6 +12,7 @@ import typer
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
+    from shoal.cli.plan_try import TriedLayout
     from shoal.plan.configuration import PlannedStep, Recompute
     from shoal.plan.machines import Machine
     from shoal.plan.search import Prediction
@@ -95,9 +96,8 @@ _Training = Annotated[
     str | None,
     typer.Option(
         metavar="VALUES",
-        help="Predict the whole training: steps=… or tokens=…, with mtbf=… (hours between failures "
-        "of one device) or trace=FILE, save=…, restart=… and start=… (seconds), queue=… and deadline=… "
-        "(hours), price=… (of a device hour). queue=auto asks Slurm, start=auto measures imports.",
+        help="Predict the whole training: steps=… or tokens=…, with mtbf=… or trace=FILE, save=…, "
+        "restart=…, start=…, queue=…, deadline=…, price=….",
     ),
 ]
 _WhatIf = Annotated[
@@ -119,9 +119,23 @@ _Submit = Annotated[
         "replaced.",
     ),
 ]
+_Try = Annotated[
+    int | None,
+    typer.Option(
+        "--try",
+        min=1,
+        metavar="N",
+        help="Run the words after `--` in the first N layouts on this machine: a script and its "
+        "arguments, where {run} (a directory for shoal.Run), {steps} and the names of --submit are "
+        "replaced. The fastest layout comes first.",
+    ),
+]
 _SubmitWords = Annotated[
     list[str] | None,
-    typer.Argument(metavar="WORDS", help="Options of `shoal submit`, the script and its arguments."),
+    typer.Argument(
+        metavar="WORDS",
+        help="The script and its arguments; with --submit, after options of `shoal submit`.",
+    ),
 ]
 _Html = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Also write an HTML page to this directory.")
@@ -147,6 +161,7 @@ def plan(
     training: _Training = None,
     what_if: _WhatIf = None,
     submit: _Submit = None,
+    tried: _Try = None,
     words: _SubmitWords = None,
     html: _Html = None,
     as_json: _Json = False,
@@ -156,11 +171,11 @@ def plan(
     It finds the fastest layout of a transformer from dimensions and data sheets. The exit code is 1 if
     no configuration fits. With --check, it compares the prediction for a run with its measured steps.
     With a function that returns a model, it predicts the memory and the step time of a rank in one
-    layout. With --training, it simulates the whole training: queue, saves, failures, restarts. With
-    --submit, it submits a layout.
+    layout. With --training, it simulates the whole training: queue, saves, failures, restarts. --try
+    measures layouts on this machine, and --submit submits one.
     """
     from shoal.cli.plan_numbers import check_numbers, compare_numbers, parse_numbers
-    from shoal.cli.plan_submit import check_submission, submit_plan
+    from shoal.cli.plan_submit import check_words, submit_plan
     from shoal.plan.configuration import ANY_PRECISION, FORMATS, RECOMPUTES
     from shoal.plan.machines import find_machine
 
@@ -171,11 +186,12 @@ def plan(
     _check_choice("--recompute", recompute, RECOMPUTES, "none")
     found = find_machine(machine)
     kind = cast("Recompute", recompute)
-    check_submission(submit, top, words or ())
+    check_words(submit, tried, top, words or ())
     if check is not None or ":" in model:
-        _refuse_search(model, check, training, submit, what_if)
+        _refuse_search(model, check, training, submit or tried, what_if)
     if len(numbers) > 1:
-        others = {"--check": check, "--submit": submit, "--what-if": what_if, "--html": html}
+        others = {"--check": check, "--submit": submit, "--try": tried, "--what-if": what_if}
+        others["--html"] = html
         check_numbers(devices, model, others)
         compare_numbers(model, found, numbers, batch, precision, training, as_json=as_json)
     elif check is not None:
@@ -199,6 +215,7 @@ def plan(
             top,
             training,
             questions,
+            (tried, words or ()),
             html=html,
             as_json=as_json,
         )
@@ -215,7 +232,7 @@ def _refuse_search(
 ) -> None:
     """Raise ShoalError for options of the search."""
     if training is not None or submit is not None:
-        option = "--submit" if training is None else f"--training {training}"
+        option = "--submit or --try" if training is None else f"--training {training}"
         found = "it needs the predicted step time of a transformer"
     elif what_if:
         option, found = f"--what-if {what_if[0]}", "it needs the search for layouts of a transformer"
@@ -265,11 +282,16 @@ def _search(
     top: int,
     training: str | None,
     questions: Sequence[str],
+    trial: tuple[int | None, Sequence[str]],
     *,
     html: Path | None,
     as_json: bool,
 ) -> Sequence[Prediction]:
-    """Print the fastest configurations and return them; exit with 1 if none fits."""
+    """Print the fastest configurations and return them; exit with 1 if none fits.
+
+    `trial` is the number of layouts to try, and the words that run the script.
+    """
+    from shoal.cli.plan_try import print_tried, tried_values, try_layouts
     from shoal.plan.display import (
         answer_values,
         print_answers,
@@ -290,6 +312,9 @@ def _search(
     for question in questions:
         changed_machine(machine, question)  # mistakes are reported before the search
     result = search_plans(dimensions, machine, devices, batch, precision=precision, top=top)
+    tried: list[TriedLayout] = []
+    if trial[0] is not None:
+        result, tried = try_layouts(result, trial[0], machine, trial[1])
     whole = []
     if asked is not None:
         whole = [training_estimate(asked, dimensions, machine, each) for each in result.best]
@@ -299,6 +324,7 @@ def _search(
     ]
     if as_json:
         values = result_values(dimensions, machine, result)
+        values |= {"tried": tried_values(tried)} if tried else {}
         values |= {"what_if": [answer_values(each) for each in answers]} if answers else {}
         if whole:
             for each, training_time in zip(values["best"], whole, strict=True):
@@ -306,6 +332,8 @@ def _search(
         typer.echo(json.dumps(values, indent=2))
     else:
         print_result(plain_console(), dimensions, machine, result)
+        if tried:
+            print_tried(plain_console(), tried)
         if answers:
             print_answers(plain_console(), answers)
         if whole:

@@ -13,32 +13,43 @@ from shoal.util.errors import ShoalError
 from shoal.util.units import counted
 
 if TYPE_CHECKING:
+    from shoal.plan.configuration import PlannedStep
     from shoal.plan.machines import Machine
     from shoal.plan.search import Prediction
 
 _EXAMPLE = "--submit 1 -- --time 20:00:00 train.py --layout {layout}"
+_TRIED = "--try 3 -- train.py --layout {layout} --run {run} --steps {steps}"
 
 
-def check_submission(number: int | None, top: int, words: Sequence[str]) -> None:
+def check_words(number: int | None, tried: int | None, top: int, words: Sequence[str]) -> None:
     """Raise ShoalError if there is no such layout, or if the script would not get it."""
-    if number is None:
+    count, option = (number, "--submit") if tried is None else (tried, "--try")
+    if count is None:
         if words:
             raise ShoalError(
-                given=" ".join(words), found="no --submit: nothing is submitted", fix=_EXAMPLE
+                given=" ".join(words),
+                found="neither --submit nor --try: nothing starts",
+                fix=_EXAMPLE,
             )
         return
-    if number > top:
+    given = f"{option} {count}"
+    if tried is not None and number is not None:
         raise ShoalError(
-            given=f"--submit {number}",
-            found=f"--top {top} shows fewer layouts",
-            fix=f"use --top {number}",
+            given=f"{given} --submit {number}", found="both start the script", fix=_EXAMPLE
         )
-    if not any("{layout}" in word for word in words):
+    if count > top:
         raise ShoalError(
-            given=f"--submit {number} -- {' '.join(words)}".rstrip(),
-            found="no {layout} in the arguments: the script would not get the layout",
-            fix=_EXAMPLE,
+            given=given, found=f"--top {top} shows fewer layouts", fix=f"use --top {count}"
         )
+    example = _EXAMPLE if tried is None else _TRIED
+    for place in ("{layout}",) if tried is None else ("{layout}", "{run}"):
+        if not any(place in word for word in words):
+            what = "the layout" if place == "{layout}" else "the directory for its shoal.Run"
+            raise ShoalError(
+                given=f"{given} -- {' '.join(words)}".rstrip(),
+                found=f"no {place} in the arguments: the script would not get {what}",
+                fix=example,
+            )
 
 
 def submit_plan(
@@ -65,23 +76,28 @@ def submit_plan(
         )
     size = ["--nodes", str(devices // per_node), "-n", str(devices)]
     size += [] if machine.name == "cpu" else ["--gpus-per-node", str(per_node)]
-    values = {
-        "{layout}": str(plan.layout),
-        "{micro_batch}": str(plan.micro_batch),
-        "{micro_batches}": str(plan.micro_batches),
-        "{recompute}": plan.recompute,
-        "{schedule}": plan.schedule,
-        "{stages}": str(plan.stages),
-        "{batch}": str(plan.global_batch),
-    }
     app = typer.Typer()
     app.command(context_settings=SCRIPT_LAST)(submit)
     typer.main.get_command(app).main(
-        [*size, *(_filled(word, values) for word in words)], "shoal submit", standalone_mode=False
+        [*size, *filled(words, plan)], "shoal submit", standalone_mode=False
     )
 
 
-def _filled(word: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace(name, value)
-    return word
+def filled(words: Sequence[str], plan: PlannedStep, **others: str) -> list[str]:
+    """Return words with the values of a plan, and others, for their names in braces."""
+    values = {
+        "layout": str(plan.layout),
+        "micro_batch": str(plan.micro_batch),
+        "micro_batches": str(plan.micro_batches),
+        "recompute": plan.recompute,
+        "schedule": plan.schedule,
+        "stages": str(plan.stages),
+        "batch": str(plan.global_batch),
+        **others,
+    }
+    found = []
+    for word in words:
+        for name, value in values.items():
+            word = word.replace(f"{{{name}}}", value)  # noqa: PLW2901
+        found.append(word)
+    return found

@@ -19,6 +19,12 @@ DATA_AXES = ("replicate", "shard")
 """Axes whose ranks receive different samples."""
 
 
+_PLANNED = (
+    ", or let shoal plan find one: shoal plan --model MODEL -n N --json > plan.json, and "
+    "layout=shoal.load_plan('plan.json').layout"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Degrees of the five axes of the device mesh; their product is the world size.
@@ -96,7 +102,8 @@ class Layout:
                 raise LayoutError(
                     given=f"layout={text!r}",
                     found=found,
-                    fix="pass layout='replicate=-1' or layout='shard=4,tensor=2'",
+                    fix="pass layout='replicate=-1' or layout='shard=4,tensor=2'"
+                    + (_PLANNED if text == "auto" else ""),
                 )
             degrees[axis] = int(degree)
         if not degrees:

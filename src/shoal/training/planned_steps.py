@@ -6,8 +6,6 @@ waiting of rank 0 includes that for slower ranks.
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +27,7 @@ from shoal.telemetry.step_timer import (
     WAIT,
     Spent,
 )
+from shoal.training.saved_plan import read_plan
 from shoal.util.errors import StepError
 from shoal.util.units import counted, duration
 
@@ -47,8 +46,6 @@ _PARTS: Mapping[str, tuple[int, ...]] = {
     "checkpoints and evaluation": (CHECKPOINT, EVALUATION),
     "the script's own time": (OTHER,),
 }
-_PREDICTED = tuple(_PARTS)[:3]
-"""The parts that a plan has; it predicts no time for the others."""
 _CAUSES = {
     "forward and backward": "the device is slower than the machine of the plan, or the model, the "
     "precision or the recomputation is another one: shoal doctor, shoal bench machine",
@@ -166,38 +163,26 @@ def planned_steps(path: str | Path | None, loader: Loader) -> PlannedSteps | Non
 
 def _read(path: str | Path, loader: Loader) -> Mapping[str, float]:
     given, world = f"shoal.Run(…, plan={str(path)!r})", loader.world
-    command = f"shoal plan --model MODEL -n {world.size} --batch {loader.batch_size} --json > plan.json"
-    try:
-        best = json.loads(Path(path).read_bytes())["best"]
-        if not best:
-            raise StepError(
-                given=given,
-                found="no configuration of this plan fits the memory of its machine",
-                fix="plan for more devices, or for another machine",
-            )
-        layout, devices, batch = (best[0][name] for name in ("layout", "devices", "global_batch"))
-        predicted = {part: float(best[0]["parts"][part]) for part in _PREDICTED}
-        if not 0 < sum(predicted.values()) < math.inf or min(predicted.values()) < 0:
-            raise ValueError(predicted)
-    except OSError as error:
-        raise StepError(given=given, found=f"it can't be read: {error.strerror}", fix=command) from None
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        found = "it is not the output of shoal plan --json with layouts of a transformer"
-        raise StepError(given=given, found=found, fix=command) from None
-    if devices != world.size:
-        found = f"the plan is for {devices} devices, and this run has {counted(world.size, 'rank')}"
-        raise StepError(given=given, found=found, fix=command)
-    if layout != str(world.layout):
+    size = f"-n {world.size} --batch {loader.batch_size}"
+    plan = read_plan(path, given, size)
+    if plan.devices != world.size:
         raise StepError(
             given=given,
-            found=f"the plan has the layout {layout}, and this run has {world.layout}",
-            fix=f'shoal.init(layout="{layout}")',
+            found=f"the plan is for {plan.devices} devices, and this run has "
+            f"{counted(world.size, 'rank')}",
+            fix=f"shoal plan --model MODEL {size} --json > plan.json",
         )
-    if batch != loader.batch_size:
+    if plan.layout != str(world.layout):
         raise StepError(
             given=given,
-            found=f"the plan has a global batch of {batch} samples, and this run has "
+            found=f"the plan has the layout {plan.layout}, and this run has {world.layout}",
+            fix=f'shoal.init(layout="{plan.layout}")',
+        )
+    if plan.batch_size != loader.batch_size:
+        raise StepError(
+            given=given,
+            found=f"the plan has a global batch of {plan.batch_size} samples, and this run has "
             f"{loader.batch_size}",
-            fix=f"shoal.Loader(…, batch_size={batch}), or plan again with --batch",
+            fix=f"shoal.Loader(…, batch_size={plan.batch_size}), or plan again with --batch",
         )
-    return predicted
+    return plan.predicted

@@ -1,0 +1,173 @@
+"""`shoal plan --try`: the first layouts of the result, measured on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.bench.scaling.jobs import reason_of
+from shoal.cli.plan_submit import filled
+from shoal.util.errors import CheckpointError, ShoalError
+from shoal.util.tables import plain_console, print_line, print_rows
+from shoal.util.units import counted, duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shoal.plan.machines import Machine
+    from shoal.plan.search import Prediction, SearchResult
+
+STEPS = 30
+"""Steps that a script takes; the first ones warm up and do not count."""
+ROUNDS = 2
+"""Times that each layout runs. The fastest counts: other programs only make steps slower."""
+LIMIT = 900.0
+"""Seconds after which a script is ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriedLayout:
+    """A layout with the predicted and the measured seconds of a step, or the end of a failed run."""
+
+    layout: str
+    predicted: float
+    measured: float | None
+    problem: str = ""
+
+
+def try_layouts(
+    result: SearchResult, count: int, machine: Machine, words: Sequence[str]
+) -> tuple[SearchResult, list[TriedLayout]]:
+    """Run a script in the first layouts, and return the result with the fastest one first.
+
+    Rounds alternate the layouts. A layout whose run fails is recorded and stays behind. Configurations
+    that differ in options which the script does not get count once.
+
+    Raises:
+        ShoalError: If this machine has too few devices, or all runs fail.
+    """
+    commands: dict[tuple[str, ...], Prediction] = {}
+    for each in result.best:
+        commands.setdefault(tuple(filled(words, each.plan)), each)
+    best = list(commands.values())[:count]
+    if best:
+        _check_devices(best[0].plan.layout.size, machine)
+    runs: list[list[float]] = [[] for _ in best]
+    problems = [""] * len(best)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(ROUNDS):
+            for place, each in enumerate(best):
+                if not problems[place]:
+                    directory = Path(folder, f"{place}-{number}")
+                    seconds, problems[place] = _run(each, words, directory)
+                    runs[place] += [] if seconds is None else [seconds]
+    tried = [
+        TriedLayout(
+            layout=str(each.plan.layout),
+            predicted=each.step.total,
+            measured=None if problem else min(seconds),
+            problem=problem,
+        )
+        for each, seconds, problem in zip(best, runs, problems, strict=True)
+    ]
+    if best and all(problems):
+        raise ShoalError(
+            given=f"--try {count} -- {' '.join(words)}",
+            found=f"{counted(len(best), 'layout')} failed: {problems[0]}",
+            fix=f"start the first one: shoal run -n {best[0].plan.layout.size} "
+            f"{' '.join(filled(words, best[0].plan, run='runs/try', steps=str(STEPS)))}",
+        )
+    order = sorted(range(len(best)), key=lambda place: tried[place].measured or float("inf"))
+    ordered = [best[place] for place in order]
+    rest = [each for each in result.best if each not in ordered]
+    return replace(result, best=(*ordered, *rest)), [tried[place] for place in order]
+
+
+def print_tried(console: Console, tried: Sequence[TriedLayout]) -> None:
+    """Print the predicted and the measured time of a step in each layout, and the fastest."""
+    rows = [
+        (
+            each.layout,
+            duration(each.predicted),
+            "failed" if each.measured is None else duration(each.measured),
+            each.problem,
+        )
+        for each in tried
+    ]
+    print_rows(console, "Tried", ("layout", "predicted", "measured", ""), rows, right=("measured",))
+    first = tried[0]
+    if first.measured is not None:
+        ratio = first.measured / first.predicted
+        print_line(
+            console,
+            f"{first.layout} is the fastest of {counted(len(tried), 'layout')} that ran here: "
+            f"{ratio:.2f} times the predicted time.",
+        )
+
+
+def tried_values(tried: Sequence[TriedLayout]) -> list[dict[str, Any]]:
+    """Return tried layouts as plain values, in seconds."""
+    return [asdict(each) for each in tried]
+
+
+def _run(found: Prediction, words: Sequence[str], directory: Path) -> tuple[float | None, str]:
+    """Return the median seconds of a step, or the reason of a failed run."""
+    plan = found.plan
+    program, *arguments = filled(words, plan, run=str(directory), steps=str(STEPS))
+    command = [sys.executable, "-m", "shoal", "run", "-n", str(plan.layout.size), program]
+    print_line(plain_console(stderr=True), f"Trying {plan.layout} …")
+    try:
+        done = subprocess.run(
+            [*command, "--", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=LIMIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"it took longer than {duration(LIMIT)}"
+    if done.returncode:
+        return None, reason_of(done.returncode, done.stdout)
+    try:
+        return _seconds(directory), ""
+    except ShoalError as error:
+        return None, error.found
+
+
+def _seconds(directory: Path) -> float:
+    import numpy as np
+
+    from shoal.report import profile, read_history
+
+    attempt = read_history(directory).latest
+    found = None if attempt is None else profile(attempt)
+    if found is None:
+        raise CheckpointError(
+            given=str(directory), found="it has recorded too few steps", fix=f"take {STEPS} steps"
+        )
+    return float(np.median(found.average(found.mean), axis=-1).sum())
+
+
+def _check_devices(count: int, machine: Machine) -> None:
+    """Raise ShoalError if this machine has fewer devices than a plan needs."""
+    import torch
+
+    from shoal.util import accelerator
+
+    if machine.cores is not None or machine.name == "cpu":
+        return
+    here = torch.accelerator.device_count() if accelerator.current()[0] else 0
+    if here < count:
+        raise ShoalError(
+            given=f"-n {count} --machine {machine.name} --try",
+            found=f"this machine has {counted(here, 'GPU')}",
+            fix="run it on such a node, or submit a layout: --submit 1 -- …",
+        )

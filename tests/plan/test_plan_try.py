@@ -1,0 +1,100 @@
+"""Layouts of a plan that are tried on this machine, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shoal
+from helpers.cli import shoal as command
+from shoal.util.errors import ShoalError
+
+MODEL = ("plan", "--model", "hidden=64,layers=2,heads=2,vocab=100,seq=32", "--precision", "fp32")
+PLAN = (*MODEL, "--machine", "cpu", "-n", "2", "--batch", "16")
+WORDS = ("--layout", "{layout}", "--run", "{run}", "--steps", "{steps}")
+SCRIPT = """
+import sys, time
+import torch
+import shoal
+
+def loss(output, batch):
+    return (output - batch[1]).square().sum(), len(batch[1])
+
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if given["--layout"].startswith(given.get("--fail", "none")):
+    raise ValueError("this layout fails")
+with shoal.init(layout=given["--layout"], device="cpu", seed=0) as world:
+    rows = torch.randn(64, 8)
+    model = shoal.parallelize(torch.nn.Linear(8, 1), world)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
+    loader = shoal.Loader((rows, rows[:, :1]), world, batch_size=16)
+    with shoal.Run(given["--run"], step, loader, trackers=()) as run:
+        for batch in loader.epochs(1 + int(given["--steps"]) // 4):
+            if given["--layout"].startswith(given.get("--slow", "none")):
+                time.sleep(0.05)
+            step(batch)
+            run.tick()
+"""
+
+
+def refused(*arguments: str) -> ShoalError:
+    done = command(*arguments)
+    assert isinstance(done.exception, ShoalError), (done.output, done.exception)
+    return done.exception
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.processes
+def test_the_fastest_measured_layout_comes_first(script: str, tmp_path: Path) -> None:
+    predicted = json.loads(command(*PLAN, "--json").stdout)["best"]
+    first, second = list(dict.fromkeys(each["layout"] for each in predicted))[:2]
+    words = ("--", script, *WORDS, "--slow", first)
+    done = command(*PLAN, "--try", "2", "--json", *words)
+    assert done.exit_code == 0, done.exception
+    found = json.loads(done.stdout)
+    assert [each["layout"] for each in found["tried"]] == [second, first]
+    assert found["tried"][1]["measured"] > max(0.05, found["tried"][0]["measured"])
+    assert found["best"][0]["layout"] == second
+    assert len(found["best"]) == len(predicted)
+    saved = tmp_path / "plan.json"
+    saved.write_text(done.stdout)
+    plan = shoal.load_plan(saved)
+    assert (plan.layout, plan.devices, plan.batch_size) == (second, 2, 16)
+    assert plan.step_seconds == pytest.approx(found["best"][0]["step_seconds"])
+
+
+@pytest.mark.processes
+def test_a_layout_that_fails_stays_behind(script: str) -> None:
+    layouts = ("replicate=2", "shard=2")
+    done = command(*PLAN, "--try", "2", "--", script, *WORDS, "--fail", layouts[0])
+    assert done.exit_code == 0, done.exception
+    table = done.stdout[done.stdout.index("Tried") :]
+    assert "this layout fails" in " ".join(table.split())
+    assert f"{layouts[1]} is the fastest" in table
+    problem = refused(*PLAN, "--try", "1", "--", script, *WORDS, "--fail", "")
+    assert "1 layout failed" in problem.found
+    assert "this layout fails" in problem.found
+    assert "shoal run -n 2" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ((*PLAN, "--try", "1", "--", "train.py", "{run}"), "no {layout}"),
+        ((*PLAN, "--try", "1", "--", "train.py", "{layout}"), "no {run}"),
+        ((*PLAN, "--try", "6", "--", "train.py", *WORDS), "--top 5 shows fewer"),
+        ((*PLAN, "--try", "1", "--submit", "1", "--", "train.py", *WORDS), "both start"),
+        ((*MODEL, "-n", "64", "--try", "1", "--", "train.py", *WORDS), "this machine has"),
+        (("plan", "--model", "dense:", "--try", "1", "--", "train.py", *WORDS), "transformer"),
+    ],
+)
+def test_what_is_refused(words: tuple[str, ...], found: str) -> None:
+    assert found in refused(*words).found
