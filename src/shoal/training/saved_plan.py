@@ -79,11 +79,12 @@ def load_plan(path: str | Path) -> SavedPlan:
         StepError: If the file can't be read, is not such a plan, or no configuration fits.
 
     Example:
-        >>> import subprocess, sys
+        >>> import pathlib, subprocess, sys, tempfile
         >>> command = [sys.executable, "-m", "shoal", "plan", "--model", "llama-7b", "--json"]
-        >>> with open("plan.json", "w") as file:
-        ...     done = subprocess.run([*command, "-n", "8", "--batch", "64"], stdout=file)
-        >>> plan = shoal.load_plan("plan.json")
+        >>> printed = subprocess.run([*command, "-n", "8", "--batch", "64"], capture_output=True)
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "plan.json")
+        >>> count = file.write_bytes(printed.stdout)
+        >>> plan = shoal.load_plan(file)
         >>> plan.devices, plan.batch_size
         (8, 64)
     """
