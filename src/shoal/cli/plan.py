@@ -58,6 +58,14 @@ _Check = Annotated[
     Path | None,
     typer.Option(metavar="RUN", help="Compare the prediction with the steps of this run instead."),
 ]
+_Update = Annotated[
+    bool,
+    typer.Option(
+        "--update",
+        help="With --check: move the efficiencies in the file of --machine half of the way to those "
+        "of the run.",
+    ),
+]
 _MicroBatch = Annotated[
     int | None,
     typer.Option(
@@ -78,8 +86,7 @@ _SplitPoints = Annotated[
     str,
     typer.Option(
         metavar="NAMES",
-        help="Split points of a traced pipeline, with commas between them (default: stages of equal "
-        "FLOPs).",
+        help="Split points of a traced pipeline (default: stages of equal FLOPs).",
     ),
 ]
 _Schedule = Annotated[
@@ -105,8 +112,8 @@ _WhatIf = Annotated[
     typer.Option(
         "--what-if",
         metavar="CHANGE",
-        help="Also find the fastest layout with a change: machine=h200, network=2x (any rate or "
-        "efficiency of the machine), or slowest=1.2 (one device computes 1.2 times slower).",
+        help="Also find the fastest layout with a change: machine=h200, network=2x (or another rate or "
+        "efficiency), slowest=1.2 (a device is 1.2 times slower).",
     ),
 ]
 _Submit = Annotated[
@@ -125,9 +132,8 @@ _Try = Annotated[
         "--try",
         min=1,
         metavar="N",
-        help="Run the words after `--` in the first N layouts on this machine: a script and its "
-        "arguments, where {run} (a directory for shoal.Run), {steps} and the names of --submit are "
-        "replaced. The fastest layout comes first.",
+        help="Run the script after `--` in the first N layouts here; the fastest comes first. {run}, "
+        "{steps} and the names of --submit are replaced.",
     ),
 ]
 _SubmitWords = Annotated[
@@ -152,6 +158,7 @@ def plan(
     precision: _Precision = "mixed",
     top: _Top = 5,
     check: _Check = None,
+    update: _Update = False,
     micro_batch: _MicroBatch = None,
     recompute: _Recompute = "none",
     layout: _Layout = "replicate=-1",
@@ -187,15 +194,15 @@ def plan(
     found = find_machine(machine)
     kind = cast("Recompute", recompute)
     check_words(submit, tried, top, words or ())
+    updated = _updated_file(machine, check) if update else None
     if check is not None or ":" in model:
         _refuse_search(model, check, training, submit or tried, what_if)
     if len(numbers) > 1:
-        others = {"--check": check, "--submit": submit, "--try": tried, "--what-if": what_if}
-        others["--html"] = html
-        check_numbers(devices, model, others)
+        starts = {"--submit": submit, "--try": tried}
+        check_numbers(devices, model, {"--check": check, "--what-if": what_if, "--html": html} | starts)
         compare_numbers(model, found, numbers, batch, precision, training, as_json=as_json)
     elif check is not None:
-        _check_run(check, model, found, micro_batch, kind, html=html, as_json=as_json)
+        _check_run(check, model, found, micro_batch, kind, updated, html=html, as_json=as_json)
     elif ":" in model:
         from shoal.distributed.pipeline_schedules import SCHEDULES
         from shoal.plan.fit import plan_of
@@ -205,7 +212,6 @@ def plan(
         step = plan_of(layout, numbers[0], batch, micro_batch, kind, precision, points, schedule)
         _trace(model, step, found, fake=not measure, html=html, as_json=as_json)
     else:
-        questions = what_if or []
         best = _search(
             model,
             found,
@@ -214,13 +220,24 @@ def plan(
             precision,
             top,
             training,
-            questions,
+            what_if or (),
             (tried, words or ()),
             html=html,
             as_json=as_json,
         )
         if submit is not None:
             submit_plan(best, submit, found, words or ())
+
+
+def _updated_file(machine: str, check: Path | None) -> str:
+    """Return the machine file to update. Raises ShoalError if there is no run or no file."""
+    if check is None or not machine.endswith(".toml"):
+        raise ShoalError(
+            given=f"--update with --machine {machine}",
+            found="it changes the machine file of a run that is checked",
+            fix="use --check RUN --machine my-cluster.toml --update",
+        )
+    return machine
 
 
 def _refuse_search(
@@ -251,15 +268,16 @@ def _check_run(
     machine: Machine,
     micro_batch: int | None,
     recompute: Recompute,
+    updated: str | None,
     *,
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare the prediction for a run with its measured steps."""
+    """Compare the prediction for a run with its measured steps, and update a machine file."""
     from shoal.plan.check import check_run
     from shoal.plan.display import check_values, print_check
     from shoal.plan.model import parse_model
-    from shoal.util.tables import plain_console
+    from shoal.util.tables import plain_console, print_line
 
     dimensions = parse_model(model)
     found = check_run(run, dimensions, machine, micro_batch=micro_batch, recompute=recompute)
@@ -271,6 +289,14 @@ def _check_run(
         from shoal.plan.page import check_page
 
         _write_page(check_page(found), html)
+    if updated is not None:
+        from shoal.plan.machine_update import efficiency_changes, update_machine_file
+
+        changes = efficiency_changes(found, machine)
+        update_machine_file(updated, run, changes)
+        for each in changes:
+            line = f"{updated}: {each.name} {each.before:.4g} -> {each.after:.4g}"
+            print_line(plain_console(stderr=True), line)
 
 
 def _search(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.bench.scaling.jobs import reason_of
+from shoal.bench.scaling.jobs import LOG, end_job_on_signals, execute, reason_of
 from shoal.cli.plan_submit import filled
 from shoal.util.errors import CheckpointError, ShoalError
 from shoal.util.tables import plain_console, print_line, print_rows
@@ -121,21 +120,14 @@ def _run(found: Prediction, words: Sequence[str], directory: Path) -> tuple[floa
     program, *arguments = filled(words, plan, run=str(directory), steps=str(STEPS))
     command = [sys.executable, "-m", "shoal", "run", "-n", str(plan.layout.size), program]
     print_line(plain_console(stderr=True), f"Trying {plan.layout} …")
-    try:
-        done = subprocess.run(
-            [*command, "--", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=LIMIT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    folder = directory.with_suffix(".log")
+    folder.mkdir()
+    with end_job_on_signals():
+        done = execute([*command, "--", *arguments], folder, LIMIT)
+    if done.code is None:
         return None, f"it took longer than {duration(LIMIT)}"
-    if done.returncode:
-        return None, reason_of(done.returncode, done.stdout)
+    if done.code:
+        return None, reason_of(done.code, (folder / LOG).read_text(errors="replace"))
     try:
         return _seconds(directory), ""
     except ShoalError as error:

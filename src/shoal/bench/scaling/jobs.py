@@ -64,7 +64,7 @@ def run_job(study: Study, configuration: Configuration, number: int, mpirun: str
     command = command_of(study, configuration, folder, mpirun)
     threads = str(study.options.threads) if study.options.threads else None
     with set_variables({THREADS: threads} if threads else {}):
-        done = _execute(command, folder, study.options.limit)
+        done = execute(command, folder, study.options.limit)
     return read_job_result(study, configuration, number, done)
 
 
@@ -137,8 +137,11 @@ def find_mpirun() -> str:
     return f"{path} --oversubscribe --bind-to none" if "Open MPI" in told.stdout else path
 
 
-def _execute(command: Sequence[str], folder: Path, limit: float) -> Done:
-    """Run a command to its end or its time limit. The command never runs on afterwards."""
+def execute(command: Sequence[str], folder: Path, limit: float) -> Done:
+    """Run a command to its end or its time limit, with its output in `folder / LOG`.
+
+    The command never runs on afterwards.
+    """
     began, clock, busy, own = time.time(), time.perf_counter(), _busy(), _own()
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(
