@@ -198,8 +198,8 @@ def plan(
     if check is not None or ":" in model:
         _refuse_search(model, check, training, submit or tried, what_if)
     if len(numbers) > 1:
-        starts = {"--submit": submit, "--try": tried}
-        check_numbers(devices, model, {"--check": check, "--what-if": what_if, "--html": html} | starts)
+        alone: dict[str, object] = {"--check": check, "--submit": submit, "--try": tried}
+        check_numbers(devices, model, alone | {"--what-if": what_if, "--html": html})
         compare_numbers(model, found, numbers, batch, precision, training, as_json=as_json)
     elif check is not None:
         _check_run(check, model, found, micro_batch, kind, updated, html=html, as_json=as_json)
