@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +87,6 @@ def test_lists_that_are_wrong(text: str) -> None:
     "words",
     [
         ("--what-if", "network=2x"),
-        ("--html", "page"),
         ("--submit", "1", "--", "train.py", "{layout}"),
         ("--check", "runs/a"),
         ("--model", "train.py:build"),
@@ -96,3 +96,13 @@ def test_options_that_need_one_number(words: tuple[str, ...]) -> None:
     error = failed("-n", "8,16", *words)
     assert "one number of devices" in error.found
     assert error.fix == "use -n 8"
+
+
+def test_a_page_of_numbers(tmp_path: Path) -> None:
+    done = shoal(
+        *("plan", "--model", "llama-7b", "-n", "1,8,16", "--batch", "64"), "--html", str(tmp_path)
+    )
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "index.html").read_text()
+    for part in ("proportional to devices", "80 % from", "1 device: no configuration fits."):
+        assert part in page

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -81,7 +82,26 @@ def test_a_traced_module_has_one_precision() -> None:
     assert isinstance(done.exception, ShoalError)
 
 
-def test_a_traced_module_has_no_page() -> None:
-    done = shoal("plan", "--model", "dense:layers=1", "--html", "page")
-    assert isinstance(done.exception, ShoalError)
-    assert "--json" in done.exception.fix
+def test_the_page_of_a_traced_module(tmp_path: Path) -> None:
+    asked = ("--layout", "replicate=2", "-n", "2", "--batch", "8", "--precision", "fp32")
+    done = shoal(
+        *("plan", "--model", "dense:layers=1", *asked, "--machine", "cpu", "--html", str(tmp_path))
+    )
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "index.html").read_text()
+    for part in ("replicate=2 fits", "fragmentation", "all-reduce", "launch and host"):
+        assert part in page
+
+
+def test_the_page_of_a_module_that_does_not_fit_has_the_changes(tmp_path: Path) -> None:
+    asked = ("--layout", "replicate=2", "-n", "2", "--batch", "8", "--precision", "fp32")
+    machine = tmp_path / "small.toml"
+    lines = ("half = 1", "fp32 = 1", "memory = 1.501", "memory_bandwidth = 50", "link = 10")
+    machine.write_text("\n".join(("[small]", *lines, "network = 1", "devices = 2", 'source = "<b>"')))
+    words = ("--machine", str(machine), "--html", str(tmp_path))
+    done = shoal("plan", "--model", "dense:layers=1", *asked, *words)
+    assert done.exit_code == 1, done.output
+    page = (tmp_path / "index.html").read_text()
+    assert "does not fit" in page
+    assert "--layout shard=2" in page
+    assert "usable memory" in page

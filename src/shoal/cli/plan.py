@@ -199,8 +199,8 @@ def plan(
         _refuse_search(model, check, training, submit or tried, what_if)
     if len(numbers) > 1:
         alone: dict[str, object] = {"--check": check, "--submit": submit, "--try": tried}
-        check_numbers(devices, model, alone | {"--what-if": what_if, "--html": html})
-        compare_numbers(model, found, numbers, batch, precision, training, as_json=as_json)
+        check_numbers(devices, model, alone | {"--what-if": what_if})
+        compare_numbers(model, found, numbers, batch, precision, training, html=html, as_json=as_json)
     elif check is not None:
         _check_run(check, model, found, micro_batch, kind, updated, html=html, as_json=as_json)
     elif ":" in model:
@@ -288,7 +288,7 @@ def _check_run(
     if html is not None:
         from shoal.plan.page import check_page
 
-        _write_page(check_page(found), html)
+        write_page(check_page(found), html)
     if updated is not None:
         from shoal.plan.machine_update import efficiency_changes, update_machine_file
 
@@ -367,7 +367,7 @@ def _search(
     if html is not None:
         from shoal.plan.page import plan_page
 
-        _write_page(plan_page(dimensions, machine, result, whole, answers), html)
+        write_page(plan_page(dimensions, machine, result, whole, answers), html)
     if not result.best:
         raise typer.Exit(1)
     return result.best
@@ -394,12 +394,6 @@ def _trace(
     as_json: bool,
 ) -> None:
     """Trace a module, print its memory and its time, and exit with 1 if it does not fit."""
-    if html is not None:
-        raise ShoalError(
-            given=f"--html {html} with --model {model}",
-            found="there is no page for a traced module",
-            fix="leave --html out, or use --json",
-        )
     from shoal.plan.fit import fit_module, fit_values, named_workload, print_fit
     from shoal.util.tables import plain_console
 
@@ -408,6 +402,10 @@ def _trace(
         typer.echo(json.dumps(fit_values(found), indent=2))
     else:
         print_fit(plain_console(), machine, found)
+    if html is not None:
+        from shoal.plan.module_page import module_page
+
+        write_page(module_page(model, machine, found), html)
     if not found[0].fits:
         raise typer.Exit(1)
 
@@ -421,7 +419,8 @@ def _check_choice(option: str, given: str, known: Sequence[str], usual: str) -> 
         )
 
 
-def _write_page(page: Page, folder: Path) -> None:
+def write_page(page: Page, folder: Path) -> None:
+    """Write a page to a directory and print its path."""
     from shoal.report.html import save_page
     from shoal.util.tables import plain_console, print_path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -52,10 +53,11 @@ def compare_numbers(
     precision: str,
     training: str | None,
     *,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Print the fastest layout on each number of devices; exit with 1 if none fits on any."""
-    from shoal.cli.plan import measured_values
+    from shoal.cli.plan import measured_values, write_page
     from shoal.plan.device_numbers import numbers_values, print_numbers, search_numbers
     from shoal.plan.model import parse_model
     from shoal.plan.whole_training import parse_training
@@ -73,5 +75,9 @@ def compare_numbers(
         typer.echo(json.dumps(numbers_values(dimensions, machine, found), indent=2))
     else:
         print_numbers(plain_console(), dimensions, machine, found)
+    if html is not None:
+        from shoal.plan.page import numbers_page
+
+        write_page(numbers_page(dimensions, machine, found), html)
     if not any(each.best for each in found):
         raise typer.Exit(1)

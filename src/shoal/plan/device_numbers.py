@@ -128,6 +128,19 @@ def print_numbers(
         "per device.",
         "",
     )
+    heads, rows = numbers_table(model, found)
+    print_rows(console, "Fastest on each number of devices", heads, rows, right=heads[2:])
+    for each in found:
+        if not each.best:
+            print_line(console, f"{counted(each.devices, 'device')}: {each.reason}.")
+    if verdict := numbers_verdict(found):
+        print_line(console, verdict)
+
+
+def numbers_table(
+    model: Transformer, found: Sequence[NumberOfDevices]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the head and a row for each number of devices on which a configuration fits."""
     usable = [each for each in found if each.best]
     layouts = [each.best for each in usable if each.best]
     trainings = [each.training for each in usable if each.training]
@@ -143,15 +156,13 @@ def print_numbers(
         )
         for best, cells in zip(layouts, costs, strict=True)
     ]
-    print_rows(console, "Fastest on each number of devices", heads, rows, right=heads[2:])
-    for each in found:
-        if not each.best:
-            print_line(console, f"{counted(each.devices, 'device')}: {each.reason}.")
-    if trainings:
-        print_line(console, _verdict(found))
+    return heads, rows
 
 
-def _verdict(found: Sequence[NumberOfDevices]) -> str:
+def numbers_verdict(found: Sequence[NumberOfDevices]) -> str:
+    """Return which number of devices is the cheapest, or "" without trainings."""
+    if not any(each.training for each in found):
+        return ""
     first = cheapest(found)
     if first is None or first.training is None:
         return f"No number of devices meets the deadline in {percent(IN_TIME)} of simulated trainings."

@@ -220,20 +220,29 @@ _MOMENTS = {
 }
 
 
+def memory_kinds(found: ModuleFit) -> dict[str, float]:
+    """Return the bytes at the peak by kind, with what the allocator loses and the margin."""
+    lost = found.memory.reserved - found.memory.total
+    return {**found.memory.kinds, "fragmentation": lost, "margin": found.margin}
+
+
+def memory_title(found: ModuleFit) -> str:
+    """Return whose memory it is, and the moment of its peak."""
+    stages = found.plan.layout.pipeline
+    rank = f"rank {found.place} of {stages} in the pipeline" if stages > 1 else "a rank"
+    return f"Memory of {rank} at its peak, in the {_MOMENTS[found.memory.moment]}"
+
+
 def print_fit(console: Console, machine: Machine, found: list[ModuleFit]) -> None:
     """Print the memory of the given plan by kind, its time, and the changes that were tried."""
     first = found[0]
     print_line(console, f"{first.plan.layout} on {machine.name} {first.verdict}.", "")
-    lost = first.memory.reserved - first.memory.total
-    kinds = {**first.memory.kinds, "fragmentation": lost, "margin": first.margin}
-    rows = [(kind, size(value), bar(value / first.available)) for kind, value in kinds.items()]
-    stages = first.plan.layout.pipeline
-    rank = f"rank {first.place} of {stages} in the pipeline" if stages > 1 else "a rank"
-    if stages > 1:
+    kinds = memory_kinds(first).items()
+    rows = [(kind, size(value), bar(value / first.available)) for kind, value in kinds]
+    if first.plan.split_points:
         points = ", ".join(first.plan.split_points)
-        print_line(console, f"{rank} needs most. Stages begin at {points}.", "")
-    title = f"Memory of {rank} at its peak, in the {_MOMENTS[first.memory.moment]}"
-    print_rows(console, title, ("kind", "bytes", ""), rows, right=("bytes",))
+        print_line(console, f"Rank {first.place} needs most. Stages begin at {points}.", "")
+    print_rows(console, memory_title(first), ("kind", "bytes", ""), rows, right=("bytes",))
     print_traced_time(console, first.time, first.collectives)
     if len(found) > 1:
         changes = [(each.change, each.verdict) for each in found[1:]]

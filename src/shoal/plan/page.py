@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from shoal.plan.bands import step_band
 from shoal.plan.check import RunCheck
+from shoal.plan.device_numbers import NumberOfDevices, numbers_table, numbers_verdict
 from shoal.plan.display import (
     ANSWER_HEAD,
     CHECK_HEAD,
@@ -24,9 +26,11 @@ from shoal.plan.what_if import WhatIf
 from shoal.plan.whole_training import TrainingEstimate
 from shoal.report import PALETTE
 from shoal.report.html import Block, Figure, KeyNumbers, Page, Section, Table, Text
-from shoal.report.html.plots import Fill, plot_bars
-from shoal.util.units import compact, duration, size, three_digits
+from shoal.report.html.plots import Fill, Series, plot_bars, plot_lines
+from shoal.util.units import compact, counted, duration, size, three_digits
 
+_FARTHEST = 5.0
+"""The largest multiple of the longest bar at which a limit is drawn."""
 _FILLS = tuple((each.colour, each.hatch) for each in PALETTE.values())
 
 
@@ -43,7 +47,7 @@ def plan_page(
     if result.best:
         sections += [
             Section(heading="Where a step's time goes", blocks=[_steps(result.best)]),
-            Section(heading="Memory of a rank", blocks=[_memory(result.best)]),
+            Section(heading="Memory of a rank", blocks=[_memory(result.best, machine)]),
         ]
     if answers:
         table = Table(
@@ -82,6 +86,58 @@ def check_page(found: RunCheck) -> Page:
     )
 
 
+def numbers_page(model: Transformer, machine: Machine, found: Sequence[NumberOfDevices]) -> Page:
+    """Return the page of a comparison of numbers of devices: throughput with its band, and a table."""
+    heads, rows = numbers_table(model, found)
+    best = [each.best for each in found if each.best]
+    verdict = numbers_verdict(found) or "The throughput of the fastest layouts."
+    blocks: list[Block] = [_throughput(model, best)] if best else []
+    blocks.append(Table(caption="The fastest layouts.", head=heads, rows=rows, right=heads[2:]))
+    blocks += [
+        Text(text=f"{counted(each.devices, 'device')}: {each.reason}.")
+        for each in found
+        if not each.best
+    ]
+    return Page(
+        title=f"{compact(model.parameters)} parameters on {machine.name}",
+        verdict=verdict,
+        about=f"shoal plan, {counted(len(found), 'number')} of devices",
+        sections=[Section(heading="Throughput", blocks=blocks)],
+    )
+
+
+def _throughput(model: Transformer, best: Sequence[Prediction]) -> Figure:
+    devices = [float(each.plan.layout.size) for each in best]
+    tokens = [each.plan.global_batch * model.seq for each in best]
+    bands = [step_band(each.plan, each.step) for each in best]
+    predicted = [count / each.step.total for count, each in zip(tokens, best, strict=True)]
+    low = [count / high for count, (_, high) in zip(tokens, bands, strict=True)]
+    high = [count / low for count, (low, _) in zip(tokens, bands, strict=True)]
+    lines = [
+        Series(label="predicted", x=devices, y=predicted, low=low, high=high, points=True),
+        Series(
+            label="proportional to devices",
+            x=devices,
+            y=[predicted[0] * count / devices[0] for count in devices],
+            faint=True,
+        ),
+    ]
+    head = ("devices", "tokens/s", "80 % from", "to")
+    rows = [
+        (f"{count:.0f}", *map(compact, values))
+        for count, *values in zip(devices, predicted, low, high, strict=True)
+    ]
+    return Figure(
+        name="throughput",
+        caption="Tokens per second of the fastest layout on each number of devices. 80 % of measured "
+        "steps of the same kinds are within the band.",
+        drawing=plot_lines(
+            lines, x="devices", y="tokens/s", log_x=True, log_y=True, ticks=sorted(set(devices))
+        ),
+        table=Table(caption="As drawn.", head=head, rows=rows, right=head),
+    )
+
+
 def _fastest(model: Transformer, machine: Machine, best: Sequence[Prediction]) -> list[Block]:
     if not best:
         return [Text(text="Use more devices, more memory, or --precision half.")]
@@ -111,23 +167,36 @@ def _trainings(best: Sequence[Prediction], trainings: Sequence[TrainingEstimate]
 
 def _steps(best: Sequence[Prediction]) -> Figure:
     parts = [{part_name(name): value for name, value in asdict(each.step).items()} for each in best]
-    return _bars("step", "Predicted milliseconds of a step by part.", best, parts, 1e3, "milliseconds")
+    caption = "Predicted milliseconds of a step by part."
+    return bars_figure("step", caption, _labels(best), parts, 1e3, "milliseconds")
 
 
-def _memory(best: Sequence[Prediction]) -> Figure:
+def _memory(best: Sequence[Prediction], machine: Machine) -> Figure:
     kinds = [asdict(each.memory) for each in best]
-    return _bars("memory", "Predicted memory of a rank by kind.", best, kinds, 1e-9, "GB")
+    caption = "Predicted memory of a rank by kind."
+    limit = machine.available
+    return bars_figure("memory", caption, _labels(best), kinds, 1e-9, "GB", limit=limit)
 
 
-def _bars(
+def _labels(best: Sequence[Prediction]) -> list[str]:
+    return [f"{place}: {each.plan.layout}" for place, each in enumerate(best, 1)]
+
+
+def bars_figure(
     name: str,
     caption: str,
-    best: Sequence[Prediction],
+    labels: Sequence[str],
     parts: Sequence[Mapping[str, float]],
     scale: float,
     unit: str,
+    *,
+    limit: float | None = None,
 ) -> Figure:
-    labels = [f"{place}: {each.plan.layout}" for place, each in enumerate(best, 1)]
+    """Return a bar of parts for each label, with a table of the values times `scale`, in `unit`.
+
+    Parts below a thousandth of all bars are left out. `limit` is drawn as a line, unless it is so far
+    away that the bars would be invisible.
+    """
     used = [part for part in parts[0] if any(each[part] > 0.001 * sum(each.values()) for each in parts)]
     values = {part: [each[part] * scale for each in parts] for part in used}
     fills: dict[str, Fill] = {part: _FILLS[place % len(_FILLS)] for place, part in enumerate(used)}
@@ -136,9 +205,12 @@ def _bars(
         (label, *(three_digits(values[part][place]) for part in used))
         for place, label in enumerate(labels)
     ]
+    longest = max(sum(each.values()) for each in parts)
+    drawn = limit is not None and limit < _FARTHEST * longest
+    line = ("usable memory", limit * scale) if limit is not None and drawn else None
     return Figure(
         name=name,
         caption=caption,
-        drawing=plot_bars(labels, values, x=unit, fills=fills),
+        drawing=plot_bars(labels, values, x=unit, fills=fills, limit=line),
         table=Table(caption=f"{unit}, as drawn.", head=head, rows=rows, right=head[1:]),
     )

@@ -18,6 +18,8 @@ from shoal.plan.traced_work import TracedCollective, TracedSegment
 from shoal.util.tables import print_line, print_rows
 from shoal.util.units import duration, size
 
+COLLECTIVES_HEAD = ("operation", "calls", "bytes", "time")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TracedTime:
@@ -233,10 +235,13 @@ def print_traced_time(
         if value
     ]
     print_rows(console, "Step of a rank", ("part", "time", ""), parts, right=("time",))
-    rows = [
+    if rows := collective_rows(collectives):
+        print_rows(console, "Collectives", COLLECTIVES_HEAD, rows, right=COLLECTIVES_HEAD[1:])
+
+
+def collective_rows(collectives: Mapping[str, CollectiveTotal]) -> list[tuple[str, ...]]:
+    """Return the calls, bytes and seconds of each kind of collective as text."""
+    return [
         (name.replace("_", "-"), f"{one.calls:,}", size(one.count), duration(one.seconds))
         for name, one in collectives.items()
     ]
-    if rows:
-        heads = ("operation", "calls", "bytes", "time")
-        print_rows(console, "Collectives", heads, rows, right=heads[1:])

@@ -105,9 +105,17 @@ def plot_lines(
 
 
 def plot_bars(
-    labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str, fills: Mapping[str, Fill]
+    labels: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    x: str,
+    fills: Mapping[str, Fill],
+    limit: tuple[str, float] | None = None,
 ) -> Plot:
-    """Draw one bar for each label, of parts laid end to end; `fills` has a fill for each part."""
+    """Draw one bar for each label, of parts laid end to end; `fills` has a fill for each part.
+
+    `limit` is the label and the place of a vertical line.
+    """
 
     def draw(axes: Axes, small: bool) -> None:
         places, left = list(range(len(labels))), [0.0] * len(labels)
@@ -115,6 +123,8 @@ def plot_bars(
             look = _fill(fills[part])
             axes.barh(places, list(values), left=left, height=0.78, label=printable(part), **look)
             left = [a + b for a, b in zip(left, values, strict=True)]
+        if limit is not None:
+            axes.axvline(limit[1], label=printable(limit[0]), color=_INK, linewidth=1.2, linestyle="--")
         axes.set_yticks(places, [printable(label) for label in labels])
         axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_xlabel(x)
