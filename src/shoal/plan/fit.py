@@ -221,13 +221,13 @@ _MOMENTS = {
 
 
 def memory_kinds(found: ModuleFit) -> dict[str, float]:
-    """Return the bytes at the peak by kind, with what the allocator loses and the margin."""
+    """Return the bytes at the peak by kind, with the loss of the allocator and the margin."""
     lost = found.memory.reserved - found.memory.total
     return {**found.memory.kinds, "fragmentation": lost, "margin": found.margin}
 
 
 def memory_title(found: ModuleFit) -> str:
-    """Return whose memory it is, and the moment of its peak."""
+    """Return a title with the rank and the moment of its peak."""
     stages = found.plan.layout.pipeline
     rank = f"rank {found.place} of {stages} in the pipeline" if stages > 1 else "a rank"
     return f"Memory of {rank} at its peak, in the {_MOMENTS[found.memory.moment]}"
