@@ -42,13 +42,12 @@ def run_ranks(
     *,
     seconds: float = 3600,
     variables: Mapping[str, str] | None = None,
-    nodes: int | None = None,
 ) -> str:
     """Run one rank of `script` on each node under srun, with more environment variables if given.
 
-    `nodes` is the number of nodes (default: all). Return its output.
+    Return its output.
     """
-    nodes = nodes or len(cluster.nodes)
+    nodes = len(cluster.nodes)
     command = [
         "srun",
         f"-N{nodes}",

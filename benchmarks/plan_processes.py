@@ -10,10 +10,9 @@ be 1.5 times slower when it is started again, so each layout is launched several
 launch counts. The C library keeps freed memory: otherwise, the kernel clears it again in some steps.
 
 *network* starts a Slurm cluster on this machine (see nodes.py): a network namespace and a link for
-each node. It measures the links between all ranks, and the computation of one, with the same commands
-at each rate. Almost all of the computation is a sleep of known duration, so that the ranks do not
-disturb each other and the network is tested. The layouts are ranked by both times. LocalSGD, which is
-another training, is not among them.
+each node. It measures the ranks, all at once, with the same commands at each rate. Almost all of the
+computation is a sleep of known duration, so that the ranks do not disturb each other and the network is
+tested. The layouts are ranked by both times. LocalSGD, which is another training, is not among them.
 """
 
 from __future__ import annotations
@@ -268,8 +267,8 @@ def compare_network(count: int, rates: Sequence[str], steps: int, folder: Path) 
     comm, mine, out = folder / "comm.json", folder / "mine.toml", folder / "seconds.json"
     with nodes.started(count) as cluster:
 
-        def run(script: str, *arguments: str, ranks: int = count) -> None:
-            nodes.run_ranks(cluster, script, arguments, variables=ONE_THREAD, nodes=ranks)
+        def run(script: str, *arguments: str) -> None:
+            nodes.run_ranks(cluster, script, arguments, variables=ONE_THREAD)
 
         def measure(layout: str) -> float:
             run(__file__, *rank_arguments("sleeping", layout, steps, out))
@@ -278,8 +277,7 @@ def compare_network(count: int, rates: Sequence[str], steps: int, folder: Path) 
         for rate in rates:
             nodes.limit(cluster, rate)
             run(SHOAL, "bench", "comm", *COMM, "-o", str(comm))
-            machine = ("bench", "machine", "--comm", str(comm), "--link", "1", "-o", str(mine))
-            run(SHOAL, *machine, ranks=1)  # ranks that sleep share the two cores rarely
+            run(SHOAL, "bench", "machine", "--comm", str(comm), "--link", "1", "-o", str(mine))
             print(mine.read_text(), f"{count} ranks, {rate}", sep="\n", flush=True)
             named = (*layouts(count), "LocalSGD")
             found[rate] = compare("sleeping", count, find_machine(str(mine)), measure, named)
