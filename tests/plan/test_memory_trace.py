@@ -79,6 +79,7 @@ def test_recomputed_activations(
     assert found.activations < traced(MODELS[name], planned(8, 4)).activations
 
 
+@pytest.mark.full
 def test_a_stage_frees_the_modules_of_the_others() -> None:
     plan = replace(planned(8, 2, "pipeline=2"), split_points=("3",))
     parts = [trace_step(lambda: Workload(*MODELS["MLP"]()), plan, rank=rank).memory for rank in (0, 1)]

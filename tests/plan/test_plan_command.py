@@ -93,6 +93,7 @@ def test_the_page_of_a_traced_module(tmp_path: Path) -> None:
         assert part in page
 
 
+@pytest.mark.full
 def test_the_page_of_a_module_that_does_not_fit_has_the_changes(tmp_path: Path) -> None:
     asked = ("--layout", "replicate=2", "-n", "2", "--batch", "8", "--precision", "fp32")
     machine = tmp_path / "small.toml"

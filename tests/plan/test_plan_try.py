@@ -53,6 +53,7 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_the_fastest_measured_layout_comes_first(script: str, tmp_path: Path) -> None:
     predicted = json.loads(command(*PLAN, "--json").stdout)["best"]
     first, second = list(dict.fromkeys(each["layout"] for each in predicted))[:2]
@@ -72,6 +73,7 @@ def test_the_fastest_measured_layout_comes_first(script: str, tmp_path: Path) ->
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_a_layout_that_fails_stays_behind(script: str) -> None:
     layouts = ("replicate=2", "shard=2")
     done = command(*PLAN, "--try", "2", "--", script, *WORDS, "--fail", layouts[0])

@@ -157,6 +157,7 @@ def test_the_collectives_of_a_trace_have_the_bytes_of_the_parameters() -> None:
     assert groups == {RankGroup(2, 1), RankGroup(2, 2), RankGroup(4, 1)}
 
 
+@pytest.mark.full
 def test_ddp_only_copies_gradients_into_buckets() -> None:
     def backward(layout: str) -> Work:
         step, _ = traced("MLP", layout)
@@ -214,7 +215,10 @@ def test_stages_meet_in_collectives() -> None:
     assert [each.communication for each in found] == pytest.approx([1.0, 1.0], abs=NEAR)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["zbv", *(pytest.param(each, marks=pytest.mark.full) for each in ("1f1b", "interleaved"))],
+)
 def test_stages_of_a_trace_end_together(schedule: str) -> None:
     build, task, data = MODELS["MLP"]()
     plan = replace(planned("pipeline=2"), micro_batch=1, schedule=schedule)
