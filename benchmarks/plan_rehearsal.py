@@ -170,8 +170,7 @@ def record(options: argparse.Namespace, home: Path, trace: Sequence[Outage]) -> 
     seconds = 60 * options.minutes
     with (
         tempfile.TemporaryDirectory() as temporary,
-        # With GPUs, Slurm does not release those of an exclusive job that is requeued twice.
-        Cluster(Path(temporary, "cluster"), nodes=POOL, gpus=False) as cluster,
+        Cluster(Path(temporary, "cluster"), nodes=POOL) as cluster,
     ):
         submitted = time.time()
         job = submit(cluster, home)

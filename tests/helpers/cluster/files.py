@@ -49,7 +49,7 @@ KillWait=5
 MailProg=/bin/true
 GresTypes=gpu
 {settings}
-NodeName=node[01-{nodes:02d}] NodeAddr={network}.[11-{last}] CPUs=8 RealMemory=4096{gres}
+NodeName=node[01-{nodes:02d}] NodeAddr={network}.[11-{last}] CPUs=8 RealMemory=4096 Gres=gpu:{gpus}
 PartitionName=main Nodes=ALL Default=YES State=UP
 """
 
@@ -64,11 +64,11 @@ def addresses(number: int) -> tuple[str, ...]:
     return f"{NETWORK}.{number}/24", f"{NETWORK_6}:{number}/64"
 
 
-def write(folder: Path, nodes: Sequence[str], *, silence: int, settings: str, gpus: bool) -> None:
+def write(folder: Path, nodes: Sequence[str], *, silence: int, settings: str) -> None:
     """Write all that the daemons of a cluster read, but for the hosts files.
 
     After `silence` seconds without an answer a node counts as down. `settings` are more lines of
-    slurm.conf, above the nodes and the partition `main`. `gpus` says whether nodes have GPUs.
+    slurm.conf, above the nodes and the partition `main`.
     """
     for name in ("state", "munge", *(f"spool-{node}" for node in nodes)):
         (folder / name).mkdir(parents=True)
@@ -85,13 +85,13 @@ def write(folder: Path, nodes: Sequence[str], *, silence: int, settings: str, gp
         network=NETWORK,
         nodes=len(nodes),
         last=last,
-        gres=f" Gres=gpu:{GPUS}" if gpus else "",
+        gpus=GPUS,
         silence=silence,
         settings=settings,
     )
     (folder / "slurm.conf").write_text(text)
-    devices = f"AutoDetect=off\nName=gpu File={folder}/gpu[0-{GPUS - 1}]\n"
-    (folder / "gres.conf").write_text(devices if gpus else "")
+    gpus = f"AutoDetect=off\nName=gpu File={folder}/gpu[0-{GPUS - 1}]\n"
+    (folder / "gres.conf").write_text(gpus)
     # A node's /sys has no cgroups, and its /tmp is the machine's.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
     (folder / "mpi.conf").write_text("PMIxCliTmpDirBase=/dev/shm\n")

@@ -56,7 +56,7 @@ class Cluster:
     """A cluster with `nodes` nodes, node01 …, and a login node, ctl; gone after the `with` block.
 
     A node that is silent for `silence` seconds counts as down; Slurm looks every few seconds.
-    `settings` are more lines of slurm.conf, and `gpus` says whether nodes have GPUs.
+    `settings` are more lines of slurm.conf.
     """
 
     def __init__(
@@ -66,11 +66,10 @@ class Cluster:
         nodes: int = 4,
         silence: int = 10,
         settings: str = "",
-        gpus: bool = True,
         prefix: str | None = None,
     ) -> None:
         self.folder = folder
-        self._silence, self._settings, self._gpus = silence, settings, gpus
+        self._silence, self._settings = silence, settings
         self.nodes = [f"node{number:02d}" for number in range(1, nodes + 1)]
         self._prefix = prefix or f"s{secrets.token_hex(3)}"
         numbers = files.numbered(self.nodes)
@@ -92,13 +91,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         try:
-            files.write(
-                self.folder,
-                self.nodes,
-                silence=self._silence,
-                settings=self._settings,
-                gpus=self._gpus,
-            )
+            files.write(self.folder, self.nodes, silence=self._silence, settings=self._settings)
             self.name_hosts()
             self.network.create()
             munge = self.folder / "munge"
