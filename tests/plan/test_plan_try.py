@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,19 @@ def test_the_fastest_measured_layout_comes_first(script: str, tmp_path: Path) ->
     plan = shoal.load_plan(saved)
     assert (plan.layout, plan.devices, plan.batch_size) == (second, 2, 16)
     assert plan.step_seconds == pytest.approx(found["best"][0]["step_seconds"])
+
+
+@pytest.mark.processes
+def test_the_script_of_the_page(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/plan-try.md").read_text()
+    block = re.search(r"```py\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    (tmp_path / "train.py").write_text(block[1])
+    (tmp_path / "plan.json").write_text(command(*PLAN, "--json").stdout)
+    words = [sys.executable, "-m", "shoal", "run", "-n", "2", "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "planned" in done.stdout
 
 
 @pytest.mark.processes
