@@ -30,6 +30,7 @@ from shoal.bench.scaling.models import Workload
 from shoal.distributed.layout import Layout
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.fit import trace_pipeline
+from shoal.plan.machines import find_machine
 from shoal.util.errors import ShoalError
 
 LAYOUTS = ["replicate=1", "replicate=2", "shard=2", "tensor=2", "pipeline=2"]
@@ -89,7 +90,7 @@ def main() -> None:
 
 def compared(ranks: Ranks, name: str, plan: PlannedStep, folder: str, runs: int) -> dict[str, Any]:
     """Return the traced peak and the measured ones of the place in the pipeline that needs most."""
-    steps = trace_pipeline(partial(built, name), plan, 8)
+    steps = trace_pipeline(partial(built, name), plan, find_machine("cpu"))
     place, step = max(enumerate(steps), key=lambda each: each[1].memory.reserved)
     mine = [
         rank for rank in range(plan.layout.size) if plan.layout.coordinate(rank, "pipeline") == place

@@ -44,7 +44,7 @@ from shoal.distributed.layout import Layout
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.machines import Machine, find_machine
 from shoal.plan.trace import planned_strategies, trace_step
-from shoal.plan.traced_time import pipeline_seconds, step_seconds
+from shoal.plan.traced_time import run_ranks, step_seconds
 
 WIDTH, HIDDEN, BLOCKS, BATCH = 256, 2048, 8, 32
 FORWARD = 0.02
@@ -173,7 +173,7 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
             for rank in plan.layout.group(0, "pipeline")
         ]
         segments = [each.segments for each in ranks]
-        return max(each.total for each in pipeline_seconds(segments, plan, machine))
+        return max(each.time.total for each in run_ranks(segments, plan, machine))
     step = trace_step(
         MODELS[model], plan, strategies=[shoal.LocalSGD(sync_every=1)], optimizer=OPTIMIZER
     )

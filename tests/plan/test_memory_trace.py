@@ -24,7 +24,7 @@ from shoal.plan.trace import TracedMemory, trace_step
 from shoal.util.errors import ShoalError
 
 WITHIN = 0.05
-RANK_LAYOUTS = ("shard=2", "tensor=2", pytest.param("replicate=2", marks=pytest.mark.long))
+RANK_LAYOUTS = ("shard=2", "tensor=2", "context=2", pytest.param("replicate=2", marks=pytest.mark.long))
 QUICK, FULL = ("MLP",), ("transformer", "ResNet", "LSTM")
 
 
@@ -109,8 +109,9 @@ def test_pipelines(schedule: str, tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", RANK_LAYOUTS)
 def test_ranks(layout: str, tmp_path: Path) -> None:
-    plan = planned(layout=layout, micro=4 if layout == "tensor=2" else 2)
-    names = ("transformer", "ViT") if layout == "tensor=2" else ("transformer", "U-Net", "MLP")
+    divided = layout in ("tensor=2", "context=2")
+    plan = planned(layout=layout, micro=4 if divided else 2)
+    names = ("transformer", "ViT") if divided else ("transformer", "U-Net", "MLP")
     with Ranks(2, layout=layout) as ranks:
         for name in names:
             path = tmp_path / "trace.json"
@@ -118,6 +119,28 @@ def test_ranks(layout: str, tmp_path: Path) -> None:
             runs = [ranks.call(measured_on_rank, name, plan, str(path)) for _ in range(3)]
             measured = min(min(peaks) for peaks in runs)
             assert traced(MODELS[name], plan).total == pytest.approx(measured, rel=WITHIN), name
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pipeline=2,tensor=2",
+        *(
+            pytest.param(layout, marks=pytest.mark.long)
+            for layout in ("context=2,shard=2", "context=2,tensor=2", "pipeline=2,shard=2")
+        ),
+    ],
+)
+def test_four_ranks(layout: str, tmp_path: Path) -> None:
+    plan = planned(8, 2, layout)
+    build = partial(Workload, *MODELS["transformer"]())
+    steps = [trace_step(build, plan, rank=rank) for rank in range(4)]
+    with Ranks(4, layout=layout) as ranks:
+        path = str(tmp_path / "trace.json")
+        peaks = ranks.call(measured_on_rank, "transformer", steps[0].plan, path)
+    assert [each.memory.total for each in steps] == pytest.approx(peaks, rel=WITHIN)
 
 
 def measured_on_rank(world: shoal.World, name: str, plan: PlannedStep, path: str) -> int:
@@ -247,15 +270,6 @@ def test_a_batch_that_does_not_divide(script: str) -> None:
     done = command("plan", "--model", script, "-n", "3", "--batch", "64")
     assert isinstance(done.exception, ShoalError)
     assert "--batch 63" in done.exception.fix
-
-
-@pytest.mark.parametrize("layout", ["context=2", "pipeline=2,tensor=2"])
-def test_a_layout_that_is_not_traced(script: str, layout: str) -> None:
-    options = ("-n", str(Layout.parse(layout).size), "--layout", layout, "--batch", "64")
-    done = command("plan", "--model", script, *options)
-    assert isinstance(done.exception, ShoalError)
-    assert "can't be traced" in done.exception.found
-    assert "--layout" in done.exception.fix
 
 
 def test_the_rank_of_a_pipeline_that_needs_most_is_named(script: str) -> None:

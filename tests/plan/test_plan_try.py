@@ -64,8 +64,8 @@ def test_the_fastest_measured_layout_comes_first(script: str, tmp_path: Path) ->
     done = command(*PLAN, "--try", "2", "--json", *words)
     assert done.exit_code == 0, done.exception
     found = json.loads(done.stdout)
-    assert [each["layout"] for each in found["tried"]] == [second, first]
-    assert found["tried"][1]["measured"] > max(0.05, found["tried"][0]["measured"])
+    assert [each["layout"] for each in found["tried_layouts"]] == [second, first]
+    assert found["tried_layouts"][1]["measured"] > max(0.05, found["tried_layouts"][0]["measured"])
     assert found["best"][0]["layout"] == second
     assert len(found["best"]) == len(predicted)
     saved = tmp_path / "plan.json"
@@ -111,7 +111,8 @@ def test_a_layout_that_fails_stays_behind(script: str) -> None:
         ((*PLAN, "--try", "6", "--", "train.py", *WORDS), "--top 5 shows fewer"),
         ((*PLAN, "--try", "1", "--submit", "1", "--", "train.py", *WORDS), "both start"),
         ((*MODEL, "-n", "64", "--try", "1", "--", "train.py", *WORDS), "this machine has"),
-        (("plan", "--model", "dense:", "--try", "1", "--", "train.py", *WORDS), "transformer"),
+        (("plan", "--model", "dense:", "--what-if", "network=2x"), "transformer"),
+        (("plan", "--model", "dense:", "--layout", "auto", "--split-points", "1"), "equal FLOPs"),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], found: str) -> None:

@@ -19,7 +19,7 @@ from shoal.plan.fit import trace_pipeline
 from shoal.plan.layer_time import Work
 from shoal.plan.machines import Efficiency, Machine
 from shoal.plan.trace import TracedStep, trace_step
-from shoal.plan.traced_time import collective_totals, pipeline_seconds, step_seconds
+from shoal.plan.traced_time import collective_totals, run_ranks, step_seconds
 from shoal.plan.traced_work import TracedCollective, TracedSegment, TracedWork
 
 CPU = Machine(
@@ -198,19 +198,22 @@ def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
     machine = replace(CPU, network=1e8)
     first = [message("send", 0), message("send", 1), segment("forward")]
     last = [message("recv", 0, Work()), message("recv", 1), segment("forward")]
-    sender, receiver = pipeline_seconds([first, last], planned("pipeline=2"), machine)
+    runs = run_ranks([first, last], planned("pipeline=2"), machine)
+    sender, receiver = (each.time for each in runs)
     # The messages arrive after 2 and 3 seconds; the receiver computes from 2 to 3 and from 3 to 4.
     assert (sender.products, sender.bubble) == pytest.approx((3.0, 1.0), abs=NEAR)
     assert (receiver.products, receiver.bubble) == pytest.approx((2.0, 2.0), abs=NEAR)
+    assert runs[1].spans[0].start == pytest.approx(2.0, abs=NEAR)
+    assert runs[1].spans[-1].end == pytest.approx(4.0, abs=NEAR)
     # Without the sender, nothing arrives.
     with pytest.raises(RuntimeError, match="wait for messages"):
-        pipeline_seconds([[], last], planned("pipeline=2"), machine)
+        run_ranks([[], last], planned("pipeline=2"), machine)
 
 
 def test_stages_meet_in_collectives() -> None:
     short = [segment("backward", "all_reduce", "stream")]
     long = [segment("backward"), *short]
-    found = pipeline_seconds([short, long], planned("pipeline=2"), CPU)
+    found = [each.time for each in run_ranks([short, long], planned("pipeline=2"), CPU)]
     assert [each.bubble for each in found] == pytest.approx([1.0, 0.0], abs=NEAR)
     assert [each.communication for each in found] == pytest.approx([1.0, 1.0], abs=NEAR)
 
@@ -222,9 +225,10 @@ def test_stages_meet_in_collectives() -> None:
 def test_stages_of_a_trace_end_together(schedule: str) -> None:
     build, task, data = MODELS["MLP"]()
     plan = replace(planned("pipeline=2"), micro_batch=1, schedule=schedule)
-    steps = trace_pipeline(lambda: Workload(build, task, data), plan, 2)
+    steps = trace_pipeline(lambda: Workload(build, task, data), plan, CPU)
     slow = replace(CPU, fp32=1e8)
-    found = pipeline_seconds([each.segments for each in steps], steps[0].plan, slow)
+    runs = run_ranks([each.segments for each in steps], steps[0].plan, slow)
+    found = [each.time for each in runs]
     alone = [each.total - each.bubble for each in found]
     assert found[0].total == pytest.approx(found[1].total)
     assert max(alone) < found[0].total < sum(alone)

@@ -104,5 +104,7 @@ def test_the_command(tmp_path: Path) -> None:
     values = json.loads(shoal(*words, given, "--json").stdout)
     low, high = values["best"][0]["training"]["seconds_80_percent"]
     assert 100_000 * values["best"][0]["step_seconds"] < low < high
-    refused = shoal("plan", "--model", "train.py:build", "--training", given)
-    assert "predicted step time" in str(refused.exception)
+    refused = shoal("plan", "--model", "dense:", "--training", "tokens=1e9")
+    assert "tokens in a sample" in str(refused.exception)
+    refused = shoal("plan", "--model", "llama-7b", "--check", "runs/a", "--training", given)
+    assert "--training with --check" in str(refused.exception)

@@ -288,19 +288,39 @@ def test_a_batch_of_another_structure_is_compared_anew(two: Ranks, strategy: Any
         assert f"{NOT_WHOLE}the input of first differs" in error
 
 
-def said(world: shoal.World) -> list[str]:
+def said(world: shoal.World, strategy: Any, make: Any) -> list[str]:
     lines: list[str] = []
     say = world.print
     world.print = lambda *parts: lines.append(" ".join(map(str, parts)))  # type: ignore[method-assign]
     try:
-        log(world, PIPELINE, Opaque)
+        log(world, strategy, make)
     finally:
         world.print = say  # type: ignore[method-assign]
     return lines
 
 
+NOT_COMPARED = "cannot be compared with the original model: a module returns"
+
+
 def test_what_cannot_be_compared_is_said(two: Ranks) -> None:
-    for lines in two.call(said):
-        assert any(
-            "cannot be compared with the original model: a module returns" in line for line in lines
-        )
+    for lines in two.call(said, PIPELINE, Opaque):
+        assert any(NOT_COMPARED in line for line in lines)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        super().__init__()
+        self.words = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](self.words(x.long() % 16).mean(1)))  # type: ignore[no-any-return]
+
+
+def test_results_of_sharded_layers_are_compared() -> None:
+    plan = {"words": "vocabulary"}
+    with Ranks(4, layout="tensor=2,pipeline=2", seed=0) as ranks:
+        for lines in ranks.call(said, [shoal.TensorParallel(plan=plan), PIPELINE], Words):
+            assert not any(NOT_COMPARED in line for line in lines)

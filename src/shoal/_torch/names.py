@@ -136,6 +136,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.distributed._functional_collectives:wait_tensor",
         "torch.distributed.pipelining.schedules:_wait_batch_p2p",
     ),
+    "a pipeline of sharded layers is not compared with the original model": (
+        "torch.distributed._functional_collectives:AsyncCollectiveTensor.trigger_wait",
+    ),
     "iterable datasets see that they are read by a worker": (
         "torch.utils.data:_utils.worker._worker_info",
     ),

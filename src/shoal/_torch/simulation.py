@@ -31,6 +31,13 @@ def form_fake_group(rank: int, size: int) -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
+def end_fake_group() -> None:
+    """Destroy the process groups, and the cached layouts of DTensors that refer to them."""
+    imported("torch.distributed.tensor.debug", "_clear_sharding_prop_cache", _FEATURE)()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 class KnownNumbers(UncompiledMode):
     """Dispatch mode in which a number that is read from a tensor is 1, unless `by_user()` is true.
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
+from shoal._torch.dispatch import tree_map_only
+
 Wrapper: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -17,6 +19,14 @@ def tensor_waits(wrap: Wrapper) -> AbstractContextManager[None]:
     from torch.distributed import _functional_collectives
 
     return _wrapped(_functional_collectives, "wait_tensor", wrap)
+
+
+def arrived(tree: Any) -> Any:
+    """Return a tree in which results of functional collectives are plain tensors, after a wait."""
+    from torch.distributed import _functional_collectives
+
+    kind = getattr(_functional_collectives, "AsyncCollectiveTensor", None)
+    return tree if kind is None else tree_map_only(kind, lambda each: each.trigger_wait(), tree)
 
 
 def pipeline_waits(wrap: Wrapper) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -12,8 +13,9 @@ import typer
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
+    from shoal.cli.plan_options import PlanOptions
     from shoal.cli.plan_try import TriedLayout
-    from shoal.plan.configuration import PlannedStep, Recompute
+    from shoal.plan.configuration import PlannedLayout, Recompute
     from shoal.plan.machines import Machine
     from shoal.plan.search import Prediction
     from shoal.report.html import Page
@@ -121,8 +123,8 @@ _Submit = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Submit the N-th layout: `shoal submit` with its nodes and the words after `--`, where "
-        "{layout}, {micro_batch}, {micro_batches}, {recompute}, {schedule}, {stages} and {batch} are "
+        help="Submit the N-th layout: `shoal submit` with its nodes and the words after `--`; "
+        "{layout}, {micro_batch}, {micro_batches}, {recompute}, {schedule}, {stages}, {batch} are "
         "replaced.",
     ),
 ]
@@ -175,58 +177,57 @@ def plan(
 ) -> None:
     """Predict layout, step time and memory.
 
-    It finds the fastest layout of a transformer from dimensions and data sheets. The exit code is 1 if
+    It finds the fastest layout of a transformer from its dimensions. The exit code is 1 if
     no configuration fits. With --check, it compares the prediction for a run with its measured steps.
     With a function that returns a model, it predicts the memory and the step time of a rank in one
-    layout. With --training, it simulates the whole training: queue, saves, failures, restarts. --try
-    measures layouts on this machine, and --submit submits one.
+    layout, or with --layout auto in all. With --training, it simulates the whole training: queue,
+    saves, failures, restarts. --try measures layouts on this machine, and --submit submits one.
     """
     from shoal.cli.plan_numbers import check_numbers, compare_numbers, parse_numbers
+    from shoal.cli.plan_options import PlanOptions, refuse_options
     from shoal.cli.plan_submit import check_words, submit_plan
-    from shoal.plan.configuration import ANY_PRECISION, FORMATS, RECOMPUTES
     from shoal.plan.machines import find_machine
 
-    traced = ":" in model and check is None
-    known = tuple(FORMATS) if traced else (*FORMATS, ANY_PRECISION)
-    _check_choice("--precision", precision, known, "mixed")
-    numbers = parse_numbers(devices)
-    _check_choice("--recompute", recompute, RECOMPUTES, "none")
-    found = find_machine(machine)
-    kind = cast("Recompute", recompute)
     check_words(submit, tried, top, words or ())
+    numbers = parse_numbers(devices)
+    options = PlanOptions(
+        model=model,
+        machine=find_machine(machine),
+        devices=numbers[0],
+        batch=batch,
+        precision=precision,
+        top=top,
+        micro_batch=micro_batch,
+        recompute=cast("Recompute", recompute),
+        layout=layout,
+        split_points=tuple(filter(None, split_points.split(","))),
+        schedule=schedule,
+        fake=not measure,
+        training=training,
+        what_if=tuple(what_if or ()),
+        tried=tried,
+        words=tuple(words or ()),
+        html=html,
+        as_json=as_json,
+    )
     updated = _updated_file(machine, check) if update else None
-    if check is not None or ":" in model:
-        _refuse_search(model, check, training, submit or tried, what_if)
+    options.check(of_run=check is not None)
+    started: dict[str, object] = {"--submit": submit, "--try": tried}
+    best: Sequence[PlannedLayout] = ()
     if len(numbers) > 1:
-        alone: dict[str, object] = {"--check": check, "--submit": submit, "--try": tried}
-        check_numbers(devices, model, alone | {"--what-if": what_if})
-        compare_numbers(model, found, numbers, batch, precision, training, html=html, as_json=as_json)
+        check_numbers(devices, model, started | {"--check": check, "--what-if": what_if})
+        compare_numbers(options, numbers)
     elif check is not None:
-        _check_run(check, model, found, micro_batch, kind, updated, html=html, as_json=as_json)
-    elif ":" in model:
-        from shoal.distributed.pipeline_schedules import SCHEDULES
-        from shoal.plan.fit import plan_of
+        refuse_options(started | {"--training": training, "--what-if": what_if}, "--check")
+        _check_run(check, options, updated)
+    elif options.traced:
+        from shoal.cli.plan_module import plan_module
 
-        _check_choice("--schedule", schedule, tuple(SCHEDULES), "1f1b")
-        points = tuple(filter(None, split_points.split(",")))
-        step = plan_of(layout, numbers[0], batch, micro_batch, kind, precision, points, schedule)
-        _trace(model, step, found, fake=not measure, html=html, as_json=as_json)
+        best = plan_module(options)
     else:
-        best = _search(
-            model,
-            found,
-            numbers[0],
-            batch,
-            precision,
-            top,
-            training,
-            what_if or (),
-            (tried, words or ()),
-            html=html,
-            as_json=as_json,
-        )
-        if submit is not None:
-            submit_plan(best, submit, found, words or ())
+        best = _search(options)
+    if submit is not None:
+        submit_plan(best, submit, options.machine, options.words)
 
 
 def _updated_file(machine: str, check: Path | None) -> str:
@@ -240,55 +241,29 @@ def _updated_file(machine: str, check: Path | None) -> str:
     return machine
 
 
-def _refuse_search(
-    model: str,
-    check: Path | None,
-    training: str | None,
-    submit: int | None,
-    what_if: Sequence[str] | None,
-) -> None:
-    """Raise ShoalError for options of the search."""
-    if training is not None or submit is not None:
-        option = "--submit or --try" if training is None else f"--training {training}"
-        found = "it needs the predicted step time of a transformer"
-    elif what_if:
-        option, found = f"--what-if {what_if[0]}", "it needs the search for layouts of a transformer"
-    else:
-        return
-    raise ShoalError(
-        given=f"{option} with {'--check' if check else '--model ' + model}",
-        found=found,
-        fix="leave --check out, and describe the model as in --model llama-7b",
-    )
-
-
-def _check_run(
-    run: Path,
-    model: str,
-    machine: Machine,
-    micro_batch: int | None,
-    recompute: Recompute,
-    updated: str | None,
-    *,
-    html: Path | None,
-    as_json: bool,
-) -> None:
+def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
     """Compare the prediction for a run with its measured steps, and update a machine file."""
     from shoal.plan.check import check_run
     from shoal.plan.display import check_values, print_check
     from shoal.plan.model import parse_model
     from shoal.util.tables import plain_console, print_line
 
-    dimensions = parse_model(model)
-    found = check_run(run, dimensions, machine, micro_batch=micro_batch, recompute=recompute)
-    if as_json:
+    machine = options.machine
+    found = check_run(
+        run,
+        parse_model(options.model),
+        machine,
+        micro_batch=options.micro_batch,
+        recompute=options.recompute,
+    )
+    if options.as_json:
         typer.echo(json.dumps(check_values(found), indent=2))
     else:
         print_check(plain_console(), found)
-    if html is not None:
+    if options.html is not None:
         from shoal.plan.page import check_page
 
-        write_page(check_page(found), html)
+        write_page(check_page(found), options.html)
     if updated is not None:
         from shoal.plan.machine_update import efficiency_changes, update_machine_file
 
@@ -299,24 +274,8 @@ def _check_run(
             print_line(plain_console(stderr=True), line)
 
 
-def _search(
-    model: str,
-    machine: Machine,
-    devices: int,
-    batch: int,
-    precision: str,
-    top: int,
-    training: str | None,
-    questions: Sequence[str],
-    trial: tuple[int | None, Sequence[str]],
-    *,
-    html: Path | None,
-    as_json: bool,
-) -> Sequence[Prediction]:
-    """Print the fastest configurations and return them; exit with 1 if none fits.
-
-    `trial` is the number of layouts to try, and the words that run the script.
-    """
+def _search(options: PlanOptions) -> Sequence[Prediction]:
+    """Print the fastest configurations and return them; exit with 1 if none fits."""
     from shoal.cli.plan_try import print_tried, tried_values, try_layouts
     from shoal.plan.display import (
         answer_values,
@@ -324,8 +283,8 @@ def _search(
         print_result,
         print_trainings,
         result_values,
-        training_estimate,
         training_values,
+        trainings_on,
     )
     from shoal.plan.model import parse_model
     from shoal.plan.search import search_plans
@@ -333,24 +292,26 @@ def _search(
     from shoal.plan.whole_training import parse_training
     from shoal.util.tables import plain_console
 
-    dimensions = parse_model(model)
-    asked = None if training is None else parse_training(measured_values(training, devices, machine))
-    for question in questions:
+    dimensions, machine = parse_model(options.model), options.machine
+    size = options.devices, options.batch
+    asked = None
+    if options.training is not None:
+        asked = parse_training(measured_values(options.training, options.devices, machine))
+    for question in options.what_if:
         changed_machine(machine, question)  # mistakes are reported before the search
-    result = search_plans(dimensions, machine, devices, batch, precision=precision, top=top)
+    result = search_plans(dimensions, machine, *size, precision=options.precision, top=options.top)
     tried: list[TriedLayout] = []
-    if trial[0] is not None:
-        result, tried = try_layouts(result, trial[0], machine, trial[1])
-    whole = []
-    if asked is not None:
-        whole = [training_estimate(asked, dimensions, machine, each) for each in result.best]
+    if options.tried is not None:
+        best, tried = try_layouts(result.best, options.tried, machine, options.words)
+        result = replace(result, best=tuple(best))
+    whole = trainings_on(asked, result.best, machine, dimensions.seq)
     answers = [
-        answer_what_if(each, result, dimensions, machine, devices, batch, precision=precision)
-        for each in questions
+        answer_what_if(each, result, dimensions, machine, *size, precision=options.precision)
+        for each in options.what_if
     ]
-    if as_json:
+    if options.as_json:
         values = result_values(dimensions, machine, result)
-        values |= {"tried": tried_values(tried)} if tried else {}
+        values |= {"tried_layouts": tried_values(tried)} if tried else {}
         values |= {"what_if": [answer_values(each) for each in answers]} if answers else {}
         if whole:
             for each, training_time in zip(values["best"], whole, strict=True):
@@ -364,10 +325,10 @@ def _search(
             print_answers(plain_console(), answers)
         if whole:
             print_trainings(plain_console(), result.best, whole)
-    if html is not None:
+    if options.html is not None:
         from shoal.plan.page import plan_page
 
-        write_page(plan_page(dimensions, machine, result, whole, answers), html)
+        write_page(plan_page(dimensions, machine, result, whole, answers), options.html)
     if not result.best:
         raise typer.Exit(1)
     return result.best
@@ -382,41 +343,6 @@ def measured_values(training: str, devices: int, machine: Machine) -> str:
     for sentence in sentences:
         print_line(plain_console(stderr=True), sentence)
     return text
-
-
-def _trace(
-    model: str,
-    asked: PlannedStep,
-    machine: Machine,
-    *,
-    fake: bool,
-    html: Path | None,
-    as_json: bool,
-) -> None:
-    """Trace a module, print its memory and its time, and exit with 1 if it does not fit."""
-    from shoal.plan.fit import fit_module, fit_values, named_workload, print_fit
-    from shoal.util.tables import plain_console
-
-    found = fit_module(named_workload(model, asked.global_batch), asked, machine, fake=fake)
-    if as_json:
-        typer.echo(json.dumps(fit_values(found), indent=2))
-    else:
-        print_fit(plain_console(), machine, found)
-    if html is not None:
-        from shoal.plan.module_page import module_page
-
-        write_page(module_page(model, machine, found), html)
-    if not found[0].fits:
-        raise typer.Exit(1)
-
-
-def _check_choice(option: str, given: str, known: Sequence[str], usual: str) -> None:
-    if given not in known:
-        raise ShoalError(
-            given=f"{option} {given}",
-            found=f"it is not one of {', '.join(known)}",
-            fix=f"use {option} {usual}",
-        )
 
 
 def write_page(page: Page, folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,7 +11,7 @@ import typer
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.plan.machines import Machine
+    from shoal.cli.plan_options import PlanOptions
     from shoal.plan.whole_training import Training
 
 _MOST = 65536
@@ -45,17 +44,7 @@ def check_numbers(devices: str, model: str, options: Mapping[str, object]) -> No
         )
 
 
-def compare_numbers(
-    model: str,
-    machine: Machine,
-    numbers: Sequence[int],
-    batch: int,
-    precision: str,
-    training: str | None,
-    *,
-    html: Path | None,
-    as_json: bool,
-) -> None:
+def compare_numbers(options: PlanOptions, numbers: Sequence[int]) -> None:
     """Print the fastest layout on each number of devices; exit with 1 if none fits on any."""
     from shoal.cli.plan import measured_values, write_page
     from shoal.plan.device_numbers import numbers_values, print_numbers, search_numbers
@@ -63,21 +52,21 @@ def compare_numbers(
     from shoal.plan.whole_training import parse_training
     from shoal.util.tables import plain_console
 
-    dimensions = parse_model(model)
+    dimensions, machine = parse_model(options.model), options.machine
 
     def asked(devices: int) -> Training | None:
-        if training is None:
+        if options.training is None:
             return None
-        return parse_training(measured_values(training, devices, machine))
+        return parse_training(measured_values(options.training, devices, machine))
 
-    found = search_numbers(dimensions, machine, numbers, batch, precision, asked)
-    if as_json:
+    found = search_numbers(dimensions, machine, numbers, options.batch, options.precision, asked)
+    if options.as_json:
         typer.echo(json.dumps(numbers_values(dimensions, machine, found), indent=2))
     else:
         print_numbers(plain_console(), dimensions, machine, found)
-    if html is not None:
+    if options.html is not None:
         from shoal.plan.page import numbers_page
 
-        write_page(numbers_page(dimensions, machine, found), html)
+        write_page(numbers_page(dimensions, machine, found), options.html)
     if not any(each.best for each in found):
         raise typer.Exit(1)

@@ -13,9 +13,8 @@ from shoal.util.errors import ShoalError
 from shoal.util.units import counted
 
 if TYPE_CHECKING:
-    from shoal.plan.configuration import PlannedStep
+    from shoal.plan.configuration import PlannedLayout, PlannedStep
     from shoal.plan.machines import Machine
-    from shoal.plan.search import Prediction
 
 _EXAMPLE = "--submit 1 -- --time 20:00:00 train.py --layout {layout}"
 _TRIED = "--try 3 -- train.py --layout {layout} --run {run} --steps {steps}"
@@ -53,7 +52,7 @@ def check_words(number: int | None, tried: int | None, top: int, words: Sequence
 
 
 def submit_plan(
-    best: Sequence[Prediction], number: int, machine: Machine, words: Sequence[str]
+    best: Sequence[PlannedLayout], number: int, machine: Machine, words: Sequence[str]
 ) -> None:
     """Submit the layout of a number: `words` are those of `shoal submit`, with values in braces.
 

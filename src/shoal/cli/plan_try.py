@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.bench.scaling.jobs import LOG, end_job_on_signals, execute, reason_of
 from shoal.cli.plan_submit import filled
@@ -18,8 +18,10 @@ from shoal.util.units import counted, duration
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shoal.plan.configuration import PlannedLayout
     from shoal.plan.machines import Machine
-    from shoal.plan.search import Prediction, SearchResult
+
+_Layout = TypeVar("_Layout", bound="PlannedLayout")
 
 STEPS = 30
 """Steps that a script takes; the first ones warm up and do not count."""
@@ -40,9 +42,9 @@ class TriedLayout:
 
 
 def try_layouts(
-    result: SearchResult, count: int, machine: Machine, words: Sequence[str]
-) -> tuple[SearchResult, list[TriedLayout]]:
-    """Run a script in the first layouts, and return the result with the fastest one first.
+    given: Sequence[_Layout], count: int, machine: Machine, words: Sequence[str]
+) -> tuple[list[_Layout], list[TriedLayout]]:
+    """Run a script in the first layouts, and return all of them with the fastest one first.
 
     Rounds alternate the layouts. A layout whose run fails is recorded and stays behind. Configurations
     that differ in options which the script does not get count once.
@@ -50,8 +52,8 @@ def try_layouts(
     Raises:
         ShoalError: If this machine has too few devices, or all runs fail.
     """
-    commands: dict[tuple[str, ...], Prediction] = {}
-    for each in result.best:
+    commands: dict[tuple[str, ...], _Layout] = {}
+    for each in given:
         commands.setdefault(tuple(filled(words, each.plan)), each)
     best = list(commands.values())[:count]
     if best:
@@ -68,7 +70,7 @@ def try_layouts(
     tried = [
         TriedLayout(
             layout=str(each.plan.layout),
-            predicted=each.step.total,
+            predicted=each.step_seconds,
             measured=None if problem else min(seconds),
             problem=problem,
         )
@@ -83,8 +85,8 @@ def try_layouts(
         )
     order = sorted(range(len(best)), key=lambda place: tried[place].measured or float("inf"))
     ordered = [best[place] for place in order]
-    rest = [each for each in result.best if each not in ordered]
-    return replace(result, best=(*ordered, *rest)), [tried[place] for place in order]
+    rest = [each for each in given if not any(each is other for other in ordered)]
+    return [*ordered, *rest], [tried[place] for place in order]
 
 
 def print_tried(console: Console, tried: Sequence[TriedLayout]) -> None:
@@ -114,7 +116,7 @@ def tried_values(tried: Sequence[TriedLayout]) -> list[dict[str, Any]]:
     return [asdict(each) for each in tried]
 
 
-def _run(found: Prediction, words: Sequence[str], directory: Path) -> tuple[float | None, str]:
+def _run(found: PlannedLayout, words: Sequence[str], directory: Path) -> tuple[float | None, str]:
     """Return the median seconds of a step, or the reason of a failed run."""
     plan = found.plan
     program, *arguments = filled(words, plan, run=str(directory), steps=str(STEPS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
@@ -131,3 +131,15 @@ class PlannedStep:
         options = [] if self.reshard_after_forward else ["reshard_after_forward=False"]
         options += ['accumulate="whole"'] if self.accumulate == "whole" else []
         return f"shoal.FSDP({', '.join(options)})"
+
+
+class PlannedLayout(Protocol):
+    """A plan with its predicted time: of a transformer's dimensions, or of a traced module."""
+
+    @property
+    def plan(self) -> PlannedStep:
+        """How ranks divide the work."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of an optimizer step."""

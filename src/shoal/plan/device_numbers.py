@@ -87,7 +87,7 @@ def _search_number(
     return NumberOfDevices(
         devices=devices,
         best=best,
-        training=None if training is None else training_estimate(training, model, machine, best),
+        training=None if training is None else training_estimate(training, best, machine, model.seq),
         deadline=training is not None and training.deadline > 0,
     )
 

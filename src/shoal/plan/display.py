@@ -11,6 +11,7 @@ from rich.console import Console
 
 from shoal.plan.bands import BANDS, step_band, step_kind
 from shoal.plan.check import RunCheck, predicted_parts
+from shoal.plan.configuration import PlannedLayout, PlannedStep
 from shoal.plan.fastest_table import NUMERICS, fastest_table, model_utilization
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
@@ -61,16 +62,7 @@ def result_values(model: Transformer, machine: Machine, result: SearchResult) ->
 def prediction_values(model: Transformer, machine: Machine, found: Prediction) -> dict[str, Any]:
     """Return a prediction as plain values, in the same units."""
     plan, total = found.plan, found.step.total
-    return {
-        "layout": str(plan.layout),
-        "devices": plan.layout.size,
-        "global_batch": plan.global_batch,
-        "micro_batch": plan.micro_batch,
-        "micro_batches": plan.micro_batches,
-        "recompute": plan.recompute,
-        "precision": plan.precision,
-        "schedule": plan.schedule if plan.layout.pipeline > 1 else None,
-        "stages_per_rank": plan.stages,
+    return plan_values(plan) | {
         "strategy": plan.strategy,
         "step_seconds": total,
         "parts": predicted_parts(found.step),
@@ -81,6 +73,22 @@ def prediction_values(model: Transformer, machine: Machine, found: Prediction) -
         "memory_bytes": found.memory.total,
         "memory": asdict(found.memory),
         "step": asdict(found.step),
+    }
+
+
+def plan_values(plan: PlannedStep) -> dict[str, Any]:
+    """Return what `shoal.load_plan` reads, and the script needs, as plain values."""
+    return {
+        "layout": str(plan.layout),
+        "devices": plan.layout.size,
+        "global_batch": plan.global_batch,
+        "micro_batch": plan.micro_batch,
+        "micro_batches": plan.micro_batches,
+        "recompute": plan.recompute,
+        "precision": plan.precision,
+        "schedule": plan.schedule if plan.layout.pipeline > 1 else None,
+        "stages_per_rank": plan.stages,
+        "split_points": list(plan.split_points),
     }
 
 
@@ -165,18 +173,22 @@ def print_answers(console: Console, answers: Sequence[WhatIf]) -> None:
 
 
 def training_estimate(
-    training: Training, model: Transformer, machine: Machine, found: Prediction
+    training: Training, found: PlannedLayout, machine: Machine, tokens: int = 1
 ) -> TrainingEstimate:
-    """Return the estimate of a whole training in one configuration."""
+    """Return the estimate of a whole training in one layout, with samples of `tokens` tokens."""
     plan = found.plan
-    tokens = plan.global_batch * model.seq
     devices = plan.layout.size
-    nodes = math.ceil(devices / machine.devices)
-    return estimate_training(training, found.step.total, devices, tokens, nodes=nodes)
+    return estimate_training(
+        training,
+        found.step_seconds,
+        devices,
+        plan.global_batch * tokens,
+        nodes=math.ceil(devices / machine.devices),
+    )
 
 
 def training_table(
-    layouts: Sequence[Prediction], found: Sequence[TrainingEstimate]
+    layouts: Sequence[PlannedLayout], found: Sequence[TrainingEstimate]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the head and the rows of a table of trainings, one for each layout."""
     priced = any(each.price for each in found)
@@ -242,8 +254,15 @@ def training_sentences(found: TrainingEstimate) -> list[str]:
     return sentences
 
 
+def trainings_on(
+    asked: Training | None, best: Sequence[PlannedLayout], machine: Machine, tokens: int = 1
+) -> list[TrainingEstimate]:
+    """Return the estimates of a training in each layout; none if none is asked for."""
+    return [] if asked is None else [training_estimate(asked, each, machine, tokens) for each in best]
+
+
 def print_trainings(
-    console: Console, layouts: Sequence[Prediction], trainings: Sequence[TrainingEstimate]
+    console: Console, layouts: Sequence[PlannedLayout], trainings: Sequence[TrainingEstimate]
 ) -> None:
     """Print the duration and the price of the training in each layout, and of the first by part."""
     heads, rows = training_table(layouts, trainings)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from rich.console import Console
+import torch
 
 from shoal.bench.import_target import call_target, import_named
 from shoal.bench.scaling.models import Workload, make_model, workload_of
 from shoal.bench.scaling.subject import SIZES, BuiltIn, parse_subject
 from shoal.distributed.layout import Layout
 from shoal.plan.configuration import PlannedStep, Recompute
-from shoal.plan.display import bar
 from shoal.plan.machines import Machine
 from shoal.plan.trace import TracedMemory, TracedStep, trace_step
 from shoal.plan.traced_time import (
     CollectiveTotal,
+    RankRun,
     TracedTime,
     collective_totals,
-    pipeline_seconds,
-    print_traced_time,
+    run_ranks,
 )
 from shoal.util.errors import ShoalError
-from shoal.util.tables import print_line, print_rows
 from shoal.util.units import size
 
 MARGIN, SHARDED_MARGIN = 0.06, 0.15
@@ -43,19 +42,34 @@ def margin_of(layout: Layout) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleFit:
-    """The memory of a traced step on a machine. `change` says how its plan differs from the given one.
+    """The traced steps of a plan on a machine. `change` says how it differs from the given one.
 
-    `needed` is the memory with the part that torch's allocator loses on a GPU, and the margin. `place`
-    is the place in the pipeline of the rank that needs most.
+    `memories` and `runs` are those of the ranks of one replica, in the order of the pipeline.
+    `collectives` are those of the rank that needs most memory. Its index is `place`.
     """
 
     change: str
     plan: PlannedStep
-    memory: TracedMemory
-    time: TracedTime
+    memories: tuple[TracedMemory, ...]
+    runs: tuple[RankRun, ...]
     collectives: Mapping[str, CollectiveTotal]
     available: float
     place: int = 0
+
+    @property
+    def memory(self) -> TracedMemory:
+        """The memory of the rank that needs most."""
+        return self.memories[self.place]
+
+    @property
+    def time(self) -> TracedTime:
+        """The time of the rank that needs most memory."""
+        return self.runs[self.place].time
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step: those of the slowest rank."""
+        return max(each.time.total for each in self.runs)
 
     @property
     def margin(self) -> int:
@@ -64,7 +78,7 @@ class ModuleFit:
 
     @property
     def needed(self) -> int:
-        """Bytes that the device must have."""
+        """Bytes that the device must have: with what torch's allocator loses, and the margin."""
         return self.memory.reserved + self.margin
 
     @property
@@ -128,41 +142,38 @@ def plan_of(
 
 
 def trace_pipeline(
-    build: Callable[[], Workload], plan: PlannedStep, devices: int, *, fake: bool = True
+    build: Callable[[], Workload], plan: PlannedStep, machine: Machine, *, fake: bool = True
 ) -> list[TracedStep]:
-    """Return the steps of the ranks of one replica of the pipeline, traced one after another."""
-    ranks = plan.layout.group(0, "pipeline")
-    return [trace_step(build, plan, rank=rank, devices=devices, fake=fake) for rank in ranks]
+    """Return the steps of the ranks of one replica of the pipeline, traced one after another.
+
+    On a GPU, AdamW updates lists of parameters with few kernels (`foreach`), as it does by default.
+    """
+    optimizer = partial(torch.optim.AdamW, foreach=machine.cores is None)
+    return [
+        trace_step(build, plan, rank=rank, devices=machine.devices, fake=fake, optimizer=optimizer)
+        for rank in plan.layout.group(0, "pipeline")
+    ]
 
 
 def fit_module(
-    build: Callable[[], Workload], plan: PlannedStep, machine: Machine, *, fake: bool = True
+    build: Callable[[], Workload],
+    plan: PlannedStep,
+    machine: Machine,
+    *,
+    fake: bool = True,
+    layouts: bool = True,
 ) -> list[ModuleFit]:
     """Trace a plan, and, if it does not fit, changes of it until one fits.
 
-    Raises ShoalError if the module can't be traced with the given plan.
+    With `layouts`, another layout is one of the changes. Raises ShoalError if the module can't be
+    traced with the given plan.
     """
-
-    def fit(change: str, tried: PlannedStep) -> ModuleFit:
-        steps = trace_pipeline(build, tried, machine.devices, fake=fake)
-        place, step = max(enumerate(steps), key=lambda each: each[1].memory.reserved)
-        times = pipeline_seconds([each.segments for each in steps], step.plan, machine)
-        return ModuleFit(
-            change=change,
-            plan=step.plan,
-            memory=step.memory,
-            time=times[place],
-            collectives=collective_totals(step.segments, step.plan, machine),
-            available=machine.available,
-            place=place,
-        )
-
-    found = [fit("as given", plan)]
+    found = [fit_plan(build, plan, machine, fake=fake)]
     if found[0].fits:
         return found
-    for change, tried in _changes(plan):
+    for change, tried in _changes(plan, layouts=layouts):
         try:
-            found.append(fit(change, tried))
+            found.append(fit_plan(build, tried, machine, change, fake=fake))
         except ShoalError:
             continue  # such as activation checkpointing of a model without repeated blocks
         if found[-1].fits:
@@ -170,80 +181,42 @@ def fit_module(
     return found
 
 
-def _changes(plan: PlannedStep) -> Iterator[tuple[str, PlannedStep]]:
+def fit_plan(
+    build: Callable[[], Workload],
+    plan: PlannedStep,
+    machine: Machine,
+    change: str = "as given",
+    *,
+    fake: bool = True,
+) -> ModuleFit:
+    """Trace one plan. Raises ShoalError if the module can't be traced with it."""
+    steps = trace_pipeline(build, plan, machine, fake=fake)
+    memories = tuple(each.memory for each in steps)
+    place = max(range(len(steps)), key=lambda each: memories[each].reserved)
+    step = steps[place]
+    return ModuleFit(
+        change=change,
+        plan=step.plan,
+        memories=memories,
+        runs=tuple(run_ranks([each.segments for each in steps], step.plan, machine)),
+        collectives=collective_totals(step.segments, step.plan, machine),
+        available=machine.available,
+        place=place,
+    )
+
+
+def _changes(plan: PlannedStep, *, layouts: bool) -> Iterator[tuple[str, PlannedStep]]:
     """Yield changes that need less memory: alone, then together."""
-    layout = plan.layout
-    smaller = replace(plan, micro_batch=1)
+    changes: dict[str, dict[str, Any]] = {}
     if plan.micro_batch > 1:
-        yield "--micro-batch 1", smaller
+        changes["--micro-batch 1"] = {"micro_batch": 1}
     if plan.recompute != "full":
-        yield "--recompute full", replace(plan, recompute="full")
-    if layout.replicate > 1:
-        sharded = replace(layout, shard=layout.data_size, replicate=1)
-        yield f"--layout {sharded}", replace(plan, layout=sharded)
-        layout = sharded
-    yield "all of them", replace(smaller, recompute="full", layout=layout)
-
-
-def fit_values(found: list[ModuleFit]) -> dict[str, Any]:
-    """Return the fits as plain values, bytes of one rank; the given plan first."""
-    return {
-        "fits": found[0].fits,
-        "available_bytes": found[0].available,
-        "tried": [
-            {
-                "change": each.change,
-                "layout": str(each.plan.layout),
-                "micro_batch": each.plan.micro_batch,
-                "recompute": each.plan.recompute,
-                "fits": each.fits,
-                "needed_bytes": each.needed,
-                "margin_bytes": each.margin,
-                "traced_bytes": each.memory.total,
-                "pipeline_rank": each.place,
-                "split_points": each.plan.split_points,
-                "memory": asdict(each.memory),
-                "step_seconds": each.time.total,
-                "step": asdict(each.time),
-                "collectives": {name: asdict(one) for name, one in each.collectives.items()},
-            }
-            for each in found
-        ],
-    }
-
-
-_MOMENTS = {
-    "forward": "forward pass",
-    "backward": "backward pass",
-    "update": "update",
-    "checks": "checks on the first batch",
-}
-
-
-def memory_kinds(found: ModuleFit) -> dict[str, float]:
-    """Return the bytes at the peak by kind, with the loss of the allocator and the margin."""
-    lost = found.memory.reserved - found.memory.total
-    return {**found.memory.kinds, "fragmentation": lost, "margin": found.margin}
-
-
-def memory_title(found: ModuleFit) -> str:
-    """Return a title with the rank and the moment of its peak."""
-    stages = found.plan.layout.pipeline
-    rank = f"rank {found.place} of {stages} in the pipeline" if stages > 1 else "a rank"
-    return f"Memory of {rank} at its peak, in the {_MOMENTS[found.memory.moment]}"
-
-
-def print_fit(console: Console, machine: Machine, found: list[ModuleFit]) -> None:
-    """Print the memory of the given plan by kind, its time, and the changes that were tried."""
-    first = found[0]
-    print_line(console, f"{first.plan.layout} on {machine.name} {first.verdict}.", "")
-    kinds = memory_kinds(first).items()
-    rows = [(kind, size(value), bar(value / first.available)) for kind, value in kinds]
-    if first.plan.split_points:
-        points = ", ".join(first.plan.split_points)
-        print_line(console, f"Rank {first.place} needs most. Stages begin at {points}.", "")
-    print_rows(console, memory_title(first), ("kind", "bytes", ""), rows, right=("bytes",))
-    print_traced_time(console, first.time, first.collectives)
-    if len(found) > 1:
-        changes = [(each.change, each.verdict) for each in found[1:]]
-        print_rows(console, "Changes", ("change", ""), changes)
+        changes["--recompute full"] = {"recompute": "full"}
+    if layouts and plan.layout.replicate > 1:
+        sharded = replace(plan.layout, shard=plan.layout.data_size, replicate=1)
+        changes[f"--layout {sharded}"] = {"layout": sharded}
+    for change, values in changes.items():
+        yield change, replace(plan, **values)
+    if len(changes) > 1:
+        together = {name: value for values in changes.values() for name, value in values.items()}
+        yield "all of them", replace(plan, **together)

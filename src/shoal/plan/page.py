@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from shoal.plan.bands import step_band
 from shoal.plan.check import RunCheck
+from shoal.plan.configuration import PlannedLayout, PlannedStep
 from shoal.plan.device_numbers import NumberOfDevices, numbers_table, numbers_verdict
 from shoal.plan.display import (
     ANSWER_HEAD,
@@ -21,12 +22,14 @@ from shoal.plan.display import (
 from shoal.plan.fastest_table import fastest_table
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
+from shoal.plan.pipeline_run import run_pipeline
 from shoal.plan.search import Prediction, SearchResult
+from shoal.plan.spans import Span
 from shoal.plan.what_if import WhatIf
 from shoal.plan.whole_training import TrainingEstimate
 from shoal.report import PALETTE
 from shoal.report.html import Block, Figure, KeyNumbers, Page, Section, Table, Text
-from shoal.report.html.plots import Fill, Series, plot_bars, plot_lines
+from shoal.report.html.plots import Fill, Series, plot_bars, plot_lines, plot_spans
 from shoal.util.units import compact, counted, duration, size, three_digits
 
 _FARTHEST = 5.0
@@ -49,6 +52,10 @@ def plan_page(
             Section(heading="Where a step's time goes", blocks=[_steps(result.best)]),
             Section(heading="Memory of a rank", blocks=[_memory(result.best, machine)]),
         ]
+    pipelines = [each.plan for each in result.best if each.plan.layout.pipeline > 1]
+    if pipelines:
+        blocks = _timeline(model, pipelines[0], machine)
+        sections.append(Section(heading="Pipeline", blocks=blocks))
     if answers:
         table = Table(
             caption="The fastest layout after a change, compared with the first.",
@@ -58,7 +65,9 @@ def plan_page(
         )
         sections.append(Section(heading="What if", blocks=[table]))
     if trainings:
-        sections.append(Section(heading="Whole training", blocks=_trainings(result.best, trainings)))
+        sections.append(
+            Section(heading="Whole training", blocks=training_blocks(result.best, trainings))
+        )
     rows = [(str(each.plan.layout), reason) for each, reason in result.rejected]
     others = Table(caption="The best of other axes.", head=("layout", "why not"), rows=rows)
     sections.append(Section(heading="Others", blocks=[others]))
@@ -78,11 +87,15 @@ def check_page(found: RunCheck) -> Page:
     """Return the page of a comparison with a run."""
     rows = check_rows(found)
     table = Table(caption="A step by part.", head=CHECK_HEAD, rows=rows, right=CHECK_HEAD[1:])
+    predicted = {each.name: each.predicted or 0.0 for each in found.parts}
+    measured = {each.name: each.measured for each in found.parts}
+    caption = "Milliseconds of a step by part, predicted and measured."
+    bars = bars_figure("step", caption, CHECK_HEAD[1:], [predicted, measured], 1e3, "milliseconds")
     return Page(
         title=f"Prediction and run: {found.plan.layout}",
         verdict=found.verdict,
         about=f"shoal plan --check, {found.steps:,} steps",
-        sections=[Section(heading="Parts", blocks=[table])],
+        sections=[Section(heading="Parts", blocks=[bars, table])],
     )
 
 
@@ -151,7 +164,10 @@ def _fastest(model: Transformer, machine: Machine, best: Sequence[Prediction]) -
     ]
 
 
-def _trainings(best: Sequence[Prediction], trainings: Sequence[TrainingEstimate]) -> list[Block]:
+def training_blocks(
+    best: Sequence[PlannedLayout], trainings: Sequence[TrainingEstimate]
+) -> list[Block]:
+    """Return the training in each layout, and its parts in the first."""
     head, cells = training_table(best, trainings)
     layouts = Table(caption="The training by layout.", head=head, rows=cells, right=head[1:])
     found = trainings[0]
@@ -176,6 +192,41 @@ def _memory(best: Sequence[Prediction], machine: Machine) -> Figure:
     caption = "Predicted memory of a rank by kind."
     limit = machine.available
     return bars_figure("memory", caption, _labels(best), kinds, 1e-9, "GB", limit=limit)
+
+
+def _timeline(model: Transformer, plan: PlannedStep, machine: Machine) -> list[Block]:
+    """Return the figure of a pipeline, of its first rounds if it has many micro-batches."""
+    spans: list[list[Span]] = [[] for _ in range(plan.layout.pipeline)]
+    run_pipeline(model, plan, machine, spans)
+    text = f"{plan.layout} with the schedule {plan.schedule}: when each rank computes what."
+    return [timeline_figure(f"{text} In the gaps, it waits.", spans)]
+
+
+def timeline_figure(caption: str, ranks: Sequence[Sequence[Span]]) -> Figure:
+    """Return a figure of the spans of the ranks of a pipeline, with a table of their seconds."""
+    kinds = list(dict.fromkeys(each.kind for spans in ranks for each in spans))
+    end = max((each.end for spans in ranks for each in spans), default=0.0)
+    seconds = [
+        [sum(each.end - each.start for each in spans if each.kind == kind) for kind in kinds]
+        for spans in ranks
+    ]
+    head = ("rank", *kinds, "waiting")
+    rows = [
+        (str(place), *(duration(each) for each in found), duration(max(0.0, end - sum(found))))
+        for place, found in enumerate(seconds)
+    ]
+    scaled = [[(kind, start * 1e3, stop * 1e3) for kind, start, stop in spans] for spans in ranks]
+    return Figure(
+        name="pipeline",
+        caption=caption,
+        drawing=plot_spans(
+            [f"rank {place}" for place in range(len(ranks))],
+            scaled,
+            x="milliseconds",
+            fills={kind: _FILLS[place % len(_FILLS)] for place, kind in enumerate(kinds)},
+        ),
+        table=Table(caption="Of each rank, as drawn.", head=head, rows=rows, right=head[1:]),
+    )
 
 
 def _labels(best: Sequence[Prediction]) -> list[str]:

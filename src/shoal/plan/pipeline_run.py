@@ -10,11 +10,19 @@ from shoal.plan.configuration import PlannedStep
 from shoal.plan.layer_time import compute_seconds
 from shoal.plan.machines import Machine
 from shoal.plan.model import Transformer
+from shoal.plan.spans import Span
 from shoal.plan.step_time import head_work, layer_pass, table_work
 
 _ROUNDS = 6
 """Rounds of as many micro-batches as ranks that are simulated. Each further one takes the time that the
 rank with the output layer computes. For folded schedules, the step is up to 0.5 % too long."""
+
+ACTIONS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+}
 
 
 @dataclass(frozen=True)
@@ -28,10 +36,16 @@ class PipelineRun:
     held: float
 
 
-def run_pipeline(model: Transformer, plan: PlannedStep, machine: Machine) -> PipelineRun:
+def run_pipeline(
+    model: Transformer,
+    plan: PlannedStep,
+    machine: Machine,
+    spans: Sequence[list[Span]] | None = None,
+) -> PipelineRun:
     """Simulate the schedule of a plan with the predicted times of its stages.
 
-    Messages take no time here. Raises ShoalError if the schedule does not support the micro-batches.
+    Messages take no time here. `spans` are empty lists, one for each rank, to which its actions are
+    added. Raises ShoalError if the schedule does not support the micro-batches.
     """
     ranks, stages, count = plan.layout.pipeline, plan.stages, plan.micro_batches
     layer = layer_pass(model, plan, machine)
@@ -52,19 +66,23 @@ def run_pipeline(model: Transformer, plan: PlannedStep, machine: Machine) -> Pip
     rounds = count // ranks
     simulated = count if rounds <= _ROUNDS else _ROUNDS * (count // rounds)
     orders = action_lists(plan.schedule, ranks, stages, simulated)
-    seconds, held = simulate_actions(orders, [usual] * (ranks * stages - 1) + [last])
+    durations = [usual] * (ranks * stages - 1) + [last]
+    seconds, held = simulate_actions(orders, durations, spans)
     busy = simulated * (stages * layers * layer.total + head.total)
     all_held = held == simulated * stages
     return PipelineRun(bubble=max(0.0, seconds - busy), held=count if all_held else held / stages)
 
 
 def simulate_actions(
-    orders: Sequence[Sequence[PipelineAction]], seconds: Sequence[Mapping[str, float]]
+    orders: Sequence[Sequence[PipelineAction]],
+    seconds: Sequence[Mapping[str, float]],
+    spans: Sequence[list[Span]] | None = None,
 ) -> tuple[float, int]:
     """Return the seconds of a step, and the largest number of passes whose activations a rank holds.
 
     Each rank takes its actions in order, each as soon as those that it needs have ended. `seconds` are
     those of each kind of action, for each stage. Activations are held until the gradients of weights.
+    The actions of each rank are added to `spans`.
     """
     last = len(seconds) - 1
     forward: dict[tuple[int, int], float] = {}
@@ -85,7 +103,10 @@ def simulate_actions(
                     ready = backward.get((stage + 1, micro))
                 if ready is None:
                     break
-                now = max(now, ready) + seconds[stage][kind]
+                began = max(now, ready)
+                now = began + seconds[stage][kind]
+                if spans is not None:
+                    spans[rank].append(Span(ACTIONS[kind], began, now))
                 if kind == "F":
                     forward[stage, micro] = now
                     held[rank] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -28,6 +29,11 @@ class Prediction:
     plan: PlannedStep
     memory: MemoryEstimate
     step: StepEstimate
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of an optimizer step."""
+        return self.step.total
 
     @property
     def family(self) -> str:
@@ -89,7 +95,7 @@ def search_plans(
     for family in np.unique(families).tolist():
         found = chosen.fastest(np.flatnonzero(families[fits] == family), 1)
         if found and found[0].family not in shown:
-            rejected.append((found[0], _slower(found[0], best[0])))
+            rejected.append((found[0], slower_by(asdict(found[0].step), asdict(best[0].step))))
         if not found:
             least = np.where(families == family, memory, math.inf).argmin()
             closest = predict(model, candidates.plan(int(least)), machine)
@@ -144,12 +150,12 @@ def _too_much(found: Prediction, machine: Machine) -> str:
     return f"does not fit: {size(over)} too much; {largest} {size(kinds[largest])}"
 
 
-def _slower(slow: Prediction, fast: Prediction) -> str:
-    ours, theirs = asdict(slow.step), asdict(fast.step)
-    part = max(ours, key=lambda name: ours[name] - theirs[name])
-    more = ours[part] - theirs[part]
-    ratio = slow.step.total / fast.step.total - 1
-    return f"{percent(ratio, tenths=True)} slower: {duration(more)} more of {part}"
+def slower_by(slow: Mapping[str, float], fast: Mapping[str, float]) -> str:
+    """Return by how much a step of these seconds is slower, and the part that takes longer."""
+    part = max(slow, key=lambda name: slow[name] - fast[name])
+    ratio = sum(slow.values()) / sum(fast.values()) - 1
+    more = duration(slow[part] - fast[part])
+    return f"{percent(ratio, tenths=True)} slower: {more} more of {part}"
 
 
 def _no_layout(model: Transformer, devices: int, batch: int) -> ShoalError:

@@ -17,7 +17,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal._torch.autograd import in_backward
@@ -27,6 +26,7 @@ from shoal._torch.simulation import (
     KernelWorkspaces,
     KnownNumbers,
     LocalCollectives,
+    end_fake_group,
     simulating,
 )
 from shoal.bench.scaling.models import Workload
@@ -41,6 +41,7 @@ from shoal.plan.traced_stages import split_points, stage_forms
 from shoal.plan.traced_work import TracedSegment, TracedWork
 from shoal.strategies import parallelize
 from shoal.strategies.activation_checkpoint import ActivationCheckpointing
+from shoal.strategies.context_parallel.options import ContextParallel
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.dtensor import share
 from shoal.strategies.fsdp.options import FSDP
@@ -136,8 +137,7 @@ def trace_step(
         return trace.run(strategies, optimizer or partial(torch.optim.AdamW, lr=1e-4))
     finally:
         world.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        end_fake_group()
 
 
 class _Trace:
@@ -383,29 +383,14 @@ def _kind(one: PeakStorage) -> str:
 
 
 def planned_strategies(plan: PlannedStep) -> list[Any]:
-    """Return Shoal's strategies for a plan, with their default options.
-
-    Raises ShoalError for a layout that can't be traced.
-    """
+    """Return Shoal's strategies for a plan, with their default options."""
     layout = plan.layout
-    if layout.context > 1:
-        raise ShoalError(
-            given=f"--layout {layout}",
-            found="context parallelism can't be traced, because its attention exchanges keys and "
-            "values with ranks that do not exist",
-            fix=f"--layout {replace(layout, context=1)} with sequences of 1/{layout.context} of the "
-            "length; this leaves out the keys and values of the other ranks",
-        )
-    if layout.pipeline > 1 and layout.tensor > 1:
-        raise ShoalError(
-            given=f"--layout {layout}",
-            found="pipelines whose layers are sharded by the tensor axis can't be traced",
-            fix=f"--layout {replace(layout, tensor=1)}, which needs more memory",
-        )
     found: list[Any] = []
     if plan.recompute != "none":
         save = ("products", "attention") if plan.recompute == "selective" else ()
         found.append(ActivationCheckpointing(save=save))
+    if layout.context > 1:
+        found.append(ContextParallel())
     if layout.tensor > 1:
         found.append(TensorParallel())
     if layout.pipeline > 1:

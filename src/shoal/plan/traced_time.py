@@ -13,6 +13,7 @@ from shoal.plan.configuration import PlannedStep
 from shoal.plan.display import bar, part_name
 from shoal.plan.layer_time import ComputeSeconds, compute_seconds
 from shoal.plan.machines import Machine
+from shoal.plan.spans import Span, add_span
 from shoal.plan.step_time import CONTENTION, slowest
 from shoal.plan.traced_work import TracedCollective, TracedSegment
 from shoal.util.tables import print_line, print_rows
@@ -32,6 +33,8 @@ class TracedTime:
     """Element-wise operations, and the operands of products."""
     launch: float
     """Between operations, and for the host."""
+    optimizer: float
+    """The update of the parameters."""
     communication: float
     """Waiting for collectives, and computing more slowly while they run."""
     bubble: float
@@ -43,6 +46,24 @@ class TracedTime:
     def total(self) -> float:
         """All seconds."""
         return float(sum(asdict(self).values()))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by the parts that a run measures."""
+        passes = self.products + self.convolutions + self.attention + self.memory + self.launch
+        return {
+            "forward and backward": passes,
+            "optimizer": self.optimizer,
+            "communication and waiting": self.communication + self.bubble + self.stragglers,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRun:
+    """The predicted step of a rank: its seconds, and when it computes what."""
+
+    time: TracedTime
+    spans: tuple[Span, ...]
 
 
 @dataclass(kw_only=True)
@@ -56,13 +77,13 @@ class CollectiveTotal:
 
 def step_seconds(segments: Sequence[TracedSegment], plan: PlannedStep, machine: Machine) -> TracedTime:
     """Return the predicted time of a traced step of a rank that is alone or in no pipeline."""
-    return pipeline_seconds([segments], plan, machine)[0]
+    return run_ranks([segments], plan, machine)[0].time
 
 
-def pipeline_seconds(
+def run_ranks(
     ranks: Sequence[Sequence[TracedSegment]], plan: PlannedStep, machine: Machine
-) -> list[TracedTime]:
-    """Return the predicted time of a traced step on each rank of one pipeline.
+) -> list[RankRun]:
+    """Return the predicted step of each rank of one pipeline.
 
     A rank waits for a message where it first reads it. The step ends when the last rank has finished.
     """
@@ -78,19 +99,7 @@ def pipeline_seconds(
             raise RuntimeError("ranks of the pipeline wait for messages of each other")
     end = max(each.now for each in timelines)
     spread = here.efficiency.spread * slowest(layout.size)
-    return [
-        TracedTime(
-            products=each.work.products,
-            convolutions=each.work.convolutions,
-            attention=each.work.attention,
-            memory=each.work.memory,
-            launch=each.work.launch + each.work.host,
-            communication=each.now - each.waited - each.work.total,
-            bubble=each.waited + end - each.now,
-            stragglers=spread * each.work.total,
-        )
-        for each in timelines
-    ]
+    return [RankRun(time=each.time(end, spread), spans=tuple(each.spans)) for each in timelines]
 
 
 class _Pipeline:
@@ -122,6 +131,8 @@ class _Timeline:
         self.place = place
         self.now = self.waited = 0.0
         self.work = ComputeSeconds()
+        self.optimizer = 0.0
+        self.spans: list[Span] = []
         self._pipeline = pipeline
         self._meetings = 0
         self._network = 0.0
@@ -137,9 +148,7 @@ class _Timeline:
         for segment in segments:
             if segment.moment == "update":
                 self.wait()
-            found = compute_seconds(segment.work, self._pipeline.plan, self.machine)
-            self.work += found
-            self.now += found.total
+            self.compute(segment)
             one = segment.collective
             if one is not None and one.operation == "send":
                 self._network = max(self._network, self.now) + _seconds(one, self.machine)
@@ -159,6 +168,35 @@ class _Timeline:
                 self.begin(one, alone=not segment.work.operations)
             self._pipeline.progress += 1
         self.wait()
+
+    def compute(self, segment: TracedSegment) -> None:
+        """Compute the work of a segment."""
+        found = compute_seconds(segment.work, self._pipeline.plan, self.machine)
+        if segment.moment == "update":
+            self.optimizer += found.total
+        else:
+            self.work += found
+        add_span(self.spans, Span(segment.moment, self.now, self.now + found.total))
+        self.now += found.total
+
+    def time(self, end: float, spread: float) -> TracedTime:
+        """Return the seconds by part of a step that ends at `end`.
+
+        The slowest device needs the fraction `spread` more for its computation.
+        """
+        work = self.work
+        busy = work.total + self.optimizer
+        return TracedTime(
+            products=work.products,
+            convolutions=work.convolutions,
+            attention=work.attention,
+            memory=work.memory,
+            launch=work.launch + work.host,
+            optimizer=self.optimizer,
+            communication=self.now - self.waited - busy,
+            bubble=self.waited + end - self.now,
+            stragglers=spread * busy,
+        )
 
     def _wait_until(self, moment: float) -> None:
         self.waited += max(0.0, moment - self.now)

@@ -28,6 +28,7 @@ class SavedPlan:
         precision: "mixed", "fp16", "half" or "fp32".
         schedule: Schedule of the pipeline, for `shoal.Pipeline`; None without a pipeline.
         stages_per_rank: Pipeline stages of a rank.
+        split_points: Modules with which stages begin, of a traced pipeline.
         predicted: Predicted seconds of a step by part.
 
     Example:
@@ -57,6 +58,7 @@ class SavedPlan:
     precision: str
     schedule: str | None
     stages_per_rank: int
+    split_points: tuple[str, ...] = ()
     predicted: Mapping[str, float]
 
     @property
@@ -116,10 +118,11 @@ def read_plan(path: str | Path, given: str, size: str) -> SavedPlan:
             precision=str(first["precision"]),
             schedule=first["schedule"],
             stages_per_rank=int(first["stages_per_rank"]),
+            split_points=tuple(map(str, first["split_points"])),
             predicted=predicted,
         )
     except OSError as error:
         raise StepError(given=given, found=f"it can't be read: {error.strerror}", fix=command) from None
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        found = "it is not the output of shoal plan --json with layouts of a transformer"
+        found = "it is not the output of shoal plan --json"
         raise StepError(given=given, found=found, fix=command) from None

@@ -1,4 +1,4 @@
-"""Figures from plain numbers: lines with bands, bars and stacked areas of parts.
+"""Figures from plain numbers: lines with bands, bars, spans of time and stacked areas of parts.
 
 Each is drawn twice for the page, wide and for a phone, in colours that differ without colour vision and
 on light and dark backgrounds. Text and axes take the colour of the page. Only this module imports
@@ -128,6 +128,32 @@ def plot_bars(
         axes.set_yticks(places, [printable(label) for label in labels])
         axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_xlabel(x)
+        _ends(axes, legend=True, small=small, grid="x")
+
+    return _draw(draw, height=0.28 * len(labels))
+
+
+def plot_spans(
+    labels: Sequence[str],
+    spans: Sequence[Sequence[tuple[str, float, float]]],
+    *,
+    x: str,
+    fills: Mapping[str, Fill],
+) -> Plot:
+    """Draw a row for each label, with its spans: the kind, the start and the end of each."""
+
+    def draw(axes: Axes, small: bool) -> None:
+        for kind, fill in fills.items():
+            label = printable(kind)
+            for place, row in enumerate(spans):
+                places = [(start, end - start) for own, start, end in row if own == kind]
+                if places:
+                    axes.broken_barh(places, (place - 0.4, 0.8), label=label, **_fill(fill))
+                    label = "_" + label.lstrip("_")  # a second entry of the legend is not shown
+        axes.set_yticks(list(range(len(labels))), [printable(label) for label in labels])
+        axes.set_ylim(len(labels) - 0.4, -0.6)
+        axes.set_xlabel(x)
+        axes.margins(x=0)
         _ends(axes, legend=True, small=small, grid="x")
 
     return _draw(draw, height=0.28 * len(labels))

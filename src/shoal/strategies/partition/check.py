@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal._torch.dispatch import tree_leaves
+from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.data.micro import Draws
 from shoal.distributed.to_device import tensors_in as batch_tensors
 from shoal.distributed.to_device import version
@@ -62,6 +62,7 @@ class SplitCheck:
         gather = self._uncut.members.gather if later else self._world.gather
         output = self._run(batch, inputs, flow, gather)
         if self._world.simulated:  # no other rank has its modules of the original model
+            self._apart(output, tree_map_only(Tensor, Tensor.clone, output), autocast)
             self._proved.add(key)
             return
         expected = partial(self._expected, inputs, draws, autocast)

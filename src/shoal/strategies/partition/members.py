@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shoal._torch.waits import arrived
 from shoal.distributed import objects
 from shoal.distributed.to_device import move
 from shoal.util.errors import AgreementError
@@ -33,6 +34,7 @@ class StageRanks(NamedTuple):
         Raises CannotTravelError on all ranks for a tree that cannot be sent; see
         `shoal.distributed.codec`.
         """
+        tree = arrived(tree)
         try:
             received = objects.broadcast(tree if self.place == source else None, self.group, source)
         except AgreementError as error:

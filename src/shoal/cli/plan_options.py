@@ -1,0 +1,103 @@
+"""Options of `shoal plan`, and those that do not belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.util.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.plan.configuration import Recompute
+    from shoal.plan.machines import Machine
+
+AUTO, USUAL = "auto", "replicate=-1"
+"""The layout with which all layouts of a module are traced, and the default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The options of one command. `tried` is the number of layouts that run the script `words`."""
+
+    model: str
+    machine: Machine
+    devices: int
+    batch: int
+    precision: str
+    top: int
+    micro_batch: int | None
+    recompute: Recompute
+    layout: str
+    split_points: tuple[str, ...]
+    schedule: str
+    fake: bool
+    training: str | None
+    what_if: tuple[str, ...]
+    tried: int | None
+    words: tuple[str, ...]
+    html: Path | None
+    as_json: bool
+
+    @property
+    def traced(self) -> bool:
+        """Whether the model is a module, and not the dimensions of a transformer."""
+        return ":" in self.model
+
+    def check(self, *, of_run: bool) -> None:
+        """Raise ShoalError for wrong values, and for options that would have no effect.
+
+        `of_run` says that the prediction is that of a run.
+        """
+        from shoal.distributed.pipeline_schedules import SCHEDULES
+        from shoal.plan.configuration import ANY_PRECISION, FORMATS, RECOMPUTES
+
+        traced = self.traced and not of_run
+        known = tuple(FORMATS) if traced else (*FORMATS, ANY_PRECISION)
+        _check_choice("--precision", self.precision, known, "mixed")
+        _check_choice("--recompute", self.recompute, RECOMPUTES, "none")
+        _check_choice("--schedule", self.schedule, tuple(SCHEDULES), "1f1b")
+        if traced:
+            refuse_options({"--what-if": self.what_if}, f"--model {self.model}")
+            return
+        fixed = {
+            f"--layout {self.layout}": self.layout not in (AUTO, USUAL),
+            "--split-points": self.split_points,
+            f"--schedule {self.schedule}": self.schedule != "1f1b",
+            "--measure": not self.fake,
+        }
+        if not of_run:
+            fixed |= {
+                f"--micro-batch {self.micro_batch}": self.micro_batch,
+                f"--recompute {self.recompute}": self.recompute != "none",
+            }
+        for name, given in fixed.items():
+            if given:
+                raise ShoalError(
+                    given=f"{name} with {'--check' if of_run else f'--model {self.model}'}",
+                    found="it describes a traced module"
+                    if of_run
+                    else "the search for layouts of a transformer tries all values",
+                    fix="leave it out, or trace your module: --model train.py:build",
+                )
+
+
+def refuse_options(options: Mapping[str, object], given: str) -> None:
+    """Raise ShoalError if one of these options of the search is given."""
+    named = next((name for name, value in options.items() if value), None)
+    if named is not None:
+        raise ShoalError(
+            given=f"{named} with {given}",
+            found="it needs the search for layouts of a transformer",
+            fix=f"leave {named} out, or describe the model as in --model llama-7b",
+        )
+
+
+def _check_choice(option: str, given: str, known: Sequence[str], usual: str) -> None:
+    if given not in known:
+        raise ShoalError(
+            given=f"{option} {given}",
+            found=f"it is not one of {', '.join(known)}",
+            fix=f"use {option} {usual}",
+        )
