@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from helpers.torch_schedules import torch_action_lists
 from shoal.distributed.layout import Layout
-from shoal.distributed.pipeline_schedules import SCHEDULES, action_lists, torch_action_lists
+from shoal.distributed.pipeline_schedules import SCHEDULES, action_lists
 from shoal.plan import pipeline_run
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.machines import find_machine
@@ -59,13 +60,22 @@ def test_a_simulation_takes_the_time_of_the_timetable(plan: PlannedStep) -> None
     assert seconds == len(table.rows[0])
 
 
-INTERLEAVED = [plan for plan in PLANS if plan.schedule == "interleaved"]
-
-
-@pytest.mark.parametrize("plan", INTERLEAVED, ids=named)
-def test_interleaved_actions_are_those_of_torch(plan: PlannedStep) -> None:
-    shape = plan.schedule, plan.layout.pipeline, plan.stages, plan.micro_batches
-    assert action_lists(*shape) == torch_action_lists(*shape)
+@pytest.mark.parametrize("schedule", [name for name, kind in SCHEDULES.items() if kind.stages == 2])
+def test_actions_are_those_of_torch(schedule: str) -> None:
+    kind = SCHEDULES[schedule]
+    compared = 0
+    for ranks, count in [*PIPELINES, (2, 1), (3, 2), (4, 9), (5, 40)]:
+        for stages in (kind.stages,) if kind.fixed else (1, 2, 3):
+            shape = schedule, ranks, stages, count
+            try:
+                expected = torch_action_lists(*shape)
+            except ValueError:
+                with pytest.raises(StepError, match="micro-batches"):
+                    action_lists(*shape)
+                continue
+            assert action_lists(*shape) == expected, shape
+            compared += 1
+    assert compared >= 8
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=named)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.distributed.pipeline_schedules import SCHEDULES, PipelineAction
+from shoal.distributed.pipeline_action import PipelineAction
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.strategies.pipeline.schedules import timetable
 from shoal.util.errors import StepError
 

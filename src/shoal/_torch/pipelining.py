@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.pipelining import _backward
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shoal._torch.versions import required
 
@@ -26,19 +25,6 @@ def failed_to_split(error: BaseException) -> bool:
     """
     parts = {_backward.stage_backward_input.__code__, _backward.stage_backward_weight.__code__}
     return any(frame.f_code in parts for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def pipeline_order(
-    schedule: str, stages: Sequence[object], micro_batches: int
-) -> Mapping[int, Sequence[Any]]:
-    """Return the actions of each rank, None where it waits, of one of torch's schedules.
-
-    The messages between ranks, which torch lists too, take most of the time and are left out.
-    """
-    kind: Any = get_schedule_class(schedule)
-    bare = type(kind.__name__, (kind,), {"_prepare_schedule_with_comms": lambda *_: None})
-    order: Mapping[int, Sequence[Any]] = bare(stages, micro_batches).pipeline_order
-    return order
 
 
 def step_micro_batches(

@@ -5,11 +5,11 @@ They are not in `strategies`, which imports torch, so that `shoal plan` starts w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
 
+from shoal.distributed.folded_schedules import dualpipev_actions, zbv_actions
+from shoal.distributed.pipeline_action import PipelineAction
 from shoal.util.errors import StepError
 
 
@@ -41,31 +41,33 @@ SCHEDULES = {
 }
 
 
-KINDS = "FBIW"
-"""The kinds of actions that compute."""
-
-
-class PipelineAction(NamedTuple):
-    """One action: "F" forward, "B" backward, "I" backward for inputs, "W" backward for weights."""
-
-    kind: str
-    stage: int
-    micro: int
+_FOLDED = {"zbv": zbv_actions, "dualpipev": dualpipev_actions}
 
 
 @lru_cache(maxsize=256)
 def action_lists(
     schedule: str, ranks: int, per_rank: int, micro_batches: int
 ) -> tuple[tuple[PipelineAction, ...], ...]:
-    """Return the actions of each rank in their order. Raise StepError for wrong micro-batches."""
+    """Return the actions of each rank in their order. Raise StepError for wrong micro-batches.
+
+    torch's own lists would need its import, which takes seconds.
+    """
     if SCHEDULES[schedule].fixed and per_rank == 1:
         ahead = [micro_batches if schedule == "gpipe" else ranks - rank for rank in range(ranks)]
         return tuple(_forwards_ahead(rank, some, micro_batches) for rank, some in enumerate(ahead))
     rounds = max(1, micro_batches // ranks)
-    if schedule == "interleaved" and micro_batches % rounds == 0:
-        size = micro_batches // rounds
-        return tuple(_interleaved(rank, ranks, per_rank, size, rounds) for rank in range(ranks))
-    return torch_action_lists(schedule, ranks, per_rank, micro_batches)
+    try:
+        if schedule in _FOLDED:
+            return tuple(_FOLDED[schedule](rank, ranks, micro_batches) for rank in range(ranks))
+        if schedule == "looped":
+            shape = ranks, per_rank, micro_batches
+            return tuple(_breadth_first(rank, *shape) for rank in range(ranks))
+        if micro_batches % rounds:
+            raise ValueError(f"{micro_batches} micro-batches are not {rounds} rounds of equal size")
+    except ValueError as error:
+        raise micro_batches_refused(schedule, ranks, micro_batches, error) from None
+    parts = ranks, per_rank, micro_batches // rounds, rounds
+    return tuple(_interleaved(schedule, rank, *parts) for rank in range(ranks))
 
 
 def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> tuple[PipelineAction, ...]:
@@ -79,13 +81,25 @@ def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> tuple[Pipelin
     return tuple(works)
 
 
+def _breadth_first(
+    rank: int, ranks: int, per_rank: int, micro_batches: int
+) -> tuple[PipelineAction, ...]:
+    """Return the passes of a rank, stage by stage (Lamy-Poirier 2022, arXiv:2211.05953)."""
+    passes = [
+        (place * ranks + rank, micro) for place in range(per_rank) for micro in range(micro_batches)
+    ]
+    forward = [PipelineAction("F", stage, micro) for stage, micro in passes]
+    return (*forward, *(each._replace(kind="B") for each in reversed(forward)))
+
+
 def _interleaved(
-    rank: int, ranks: int, per_rank: int, size: int, rounds: int
+    schedule: str, rank: int, ranks: int, per_rank: int, size: int, rounds: int
 ) -> tuple[PipelineAction, ...]:
     """Return the actions of a rank in `rounds` of `size` micro-batches, of all its stages each.
 
-    The schedule of Narayanan et al. 2021 (arXiv:2104.04473), with as many first passes as torch has.
-    torch's own list would need its import, which takes seconds.
+    Interleaved 1F1B of Narayanan et al. 2021 (arXiv:2104.04473), with as many first passes as torch
+    has; or ZB-H1 of Qi et al. 2023 (arXiv:2401.10241), in which a rank has half of the additional first
+    passes, and runs the backward pass for weights `rank` passes later than that for inputs.
     """
     passes = [
         (place, number * size + micro)
@@ -97,24 +111,18 @@ def _interleaved(
     backward = [
         PipelineAction("B", (per_rank - 1 - place) * ranks + rank, micro) for place, micro in passes
     ]
-    ahead = min(len(passes), (per_rank - 1) * size + 2 * (ranks - 1 - rank))
-    pairs = zip(forward[ahead:], backward, strict=False)
-    rest = backward[len(passes) - ahead :]
-    return (*forward[:ahead], *(action for pair in pairs for action in pair), *rest)
-
-
-def torch_action_lists(
-    schedule: str, ranks: int, per_rank: int, micro_batches: int
-) -> tuple[tuple[PipelineAction, ...], ...]:
-    """Return the actions of one of torch's schedules. Raise StepError for wrong micro-batches."""
-    from shoal._torch.pipelining import pipeline_order  # imports torch's pipelining
-
-    stages = [_Stage(ranks, ranks * per_rank) for _ in range(per_rank)]
-    try:
-        order = pipeline_order(SCHEDULES[schedule].torchs, stages, micro_batches)
-    except ValueError as error:
-        raise micro_batches_refused(schedule, ranks, micro_batches, error) from None
-    return tuple(tuple(_works(order[rank])) for rank in range(ranks))
+    splits = SCHEDULES[schedule].splits
+    additional = (1 if splits else 2) * (ranks - 1 - rank)
+    ahead = min(len(passes), (per_rank - 1) * size + additional)
+    actions = forward[:ahead]
+    for number, action in enumerate(backward):
+        actions += forward[ahead + number : ahead + number + 1]
+        actions.append(action._replace(kind="I") if splits else action)
+        if splits and number >= rank:
+            actions.append(backward[number - rank]._replace(kind="W"))
+    if splits:
+        actions += [each._replace(kind="W") for each in backward[max(0, len(backward) - rank) :]]
+    return tuple(actions)
 
 
 def micro_batches_refused(schedule: str, ranks: int, micro_batches: int, error: Exception) -> StepError:
@@ -125,27 +133,3 @@ def micro_batches_refused(schedule: str, ranks: int, micro_batches: int, error: 
         found=str(error),
         fix=f"shoal.Loader(…, micro_batches={max(2 * ranks, micro_batches // ranks * ranks)})",
     )
-
-
-class _Stage:
-    """The attributes of a stage that torch's schedules read to plan."""
-
-    submod = None
-    group_rank = 0
-    has_backward = True
-    device = "cpu"
-
-    def __init__(self, ranks: int, stages: int) -> None:
-        self.group_size = ranks
-        self.num_stages = stages
-        self.stage_index_to_group_rank: dict[int, int] = {}
-        self.stage_index = 0
-        self.is_first = self.is_last = True
-
-
-def _works(actions: Sequence[Any]) -> Iterator[PipelineAction]:
-    for action in actions:
-        for part in (action.sub_actions or (action,)) if action is not None else ():
-            kind = part.computation_type.value
-            if kind in KINDS:  # others move parameters and sum gradients
-                yield PipelineAction(kind, part.stage_index, part.microbatch_index)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.distributed.pipeline_schedules import PipelineAction, action_lists
+from shoal.distributed.pipeline_action import PipelineAction
+from shoal.distributed.pipeline_schedules import action_lists
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.layer_time import compute_seconds
 from shoal.plan.machines import Machine
