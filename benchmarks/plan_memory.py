@@ -33,7 +33,7 @@ from shoal.plan.fit import trace_pipeline
 from shoal.plan.machines import find_machine
 from shoal.util.errors import ShoalError
 
-LAYOUTS = ["replicate=1", "replicate=2", "shard=2", "tensor=2", "pipeline=2"]
+LAYOUTS = ["replicate=1", "replicate=2", "shard=2", "tensor=2", "context=2", "pipeline=2"]
 
 
 def built(name: str) -> Workload:
@@ -49,7 +49,7 @@ def measured_here(world: shoal.World, name: str, plan: PlannedStep, folder: str)
 def main() -> None:
     """Print a table for each layout, and with --json one line of its figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, help="layouts of one or two ranks")
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, help="layouts")
     parser.add_argument("--batch", type=int, default=8, help="global batch size")
     parser.add_argument("--micro-batch", type=int, help="samples (default: local batch; pipeline: 2)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -59,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     figures: dict[str, dict[str, Any]] = {}
     for text in options.layouts:
-        layout = Layout.parse(text).resolve(1 if text == "replicate=1" else 2)
+        layout = Layout.parse(text)
         usual = 2 if layout.pipeline > 1 else options.batch // layout.data_size
         plan = PlannedStep(
             layout=layout,

@@ -12,6 +12,7 @@ import pytest
 
 import shoal
 from helpers.cli import shoal as command
+from helpers.cluster.slurm import Cluster
 from shoal.util.errors import ShoalError
 
 MODEL = ("plan", "--model", "hidden=64,layers=2,heads=2,vocab=100,seq=32", "--precision", "fp32")
@@ -88,6 +89,23 @@ def test_the_script_of_the_page(tmp_path: Path) -> None:
     assert "planned" in done.stdout
 
 
+@pytest.mark.system
+@pytest.mark.long
+def test_layouts_on_the_nodes_of_a_job(script: str, cluster: Cluster, tmp_path: Path) -> None:
+    machine = tmp_path / "two.toml"
+    machine.write_text(
+        "[two]\nhalf = 1\nfp32 = 1\nmemory = 64\nmemory_bandwidth = 10\nlink = 1\nnetwork = 1\n"
+        'devices = 1\ncores = 2\nsource = "test"\n'
+    )
+    words = (*MODEL, "--machine", str(machine), "-n", "2", "--batch", "16", "--json", "--try", "2")
+    run = [sys.executable, "-m", "shoal", *words, "--", script, *WORDS]
+    done = cluster.run(["salloc", "--nodes=2", *run])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [each["problem"] for each in found["tried_layouts"]] == ["", ""]
+    assert found["best"][0]["layout"] == found["tried_layouts"][0]["layout"]
+
+
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_layout_that_fails_stays_behind(script: str) -> None:
@@ -117,3 +135,12 @@ def test_a_layout_that_fails_stays_behind(script: str) -> None:
 )
 def test_what_is_refused(words: tuple[str, ...], found: str) -> None:
     assert found in refused(*words).found
+
+
+def test_a_job_with_too_few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    words = ("-n", "64", "--batch", "64", "--try", "1", "--", "train.py", *WORDS)
+    problem = refused(*MODEL, *words)
+    assert "the job has 2 nodes, of 8 devices each" in problem.found
+    assert "-n 16" in problem.fix

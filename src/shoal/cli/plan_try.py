@@ -1,7 +1,9 @@
-"""`shoal plan --try`: the first layouts of the result, measured on this machine."""
+"""`shoal plan --try`: the first layouts of the result, measured on this machine or in a Slurm job."""
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.bench.scaling.jobs import LOG, end_job_on_signals, execute, reason_of
 from shoal.cli.plan_submit import filled
+from shoal.distributed.placement import integer
 from shoal.util.errors import CheckpointError, ShoalError
 from shoal.util.tables import plain_console, print_line, print_rows
 from shoal.util.units import counted, duration
@@ -60,12 +63,14 @@ def try_layouts(
         _check_devices(best[0].plan.layout.size, machine)
     runs: list[list[float]] = [[] for _ in best]
     problems = [""] * len(best)
-    with tempfile.TemporaryDirectory() as folder:
+    # The nodes of a job share the directory in which it was submitted, not their own /tmp.
+    shared = Path.cwd() if _job_nodes() > 1 else None
+    with tempfile.TemporaryDirectory(prefix="shoal-try-", dir=shared) as folder:
         for number in range(ROUNDS):
             for place, each in enumerate(best):
                 if not problems[place]:
                     directory = Path(folder, f"{place}-{number}")
-                    seconds, problems[place] = _run(each, words, directory)
+                    seconds, problems[place] = _run(each, machine, words, directory)
                     runs[place] += [] if seconds is None else [seconds]
     tried = [
         TriedLayout(
@@ -116,16 +121,17 @@ def tried_values(tried: Sequence[TriedLayout]) -> list[dict[str, Any]]:
     return [asdict(each) for each in tried]
 
 
-def _run(found: PlannedLayout, words: Sequence[str], directory: Path) -> tuple[float | None, str]:
+def _run(
+    found: PlannedLayout, machine: Machine, words: Sequence[str], directory: Path
+) -> tuple[float | None, str]:
     """Return the median seconds of a step, or the reason of a failed run."""
     plan = found.plan
     program, *arguments = filled(words, plan, run=str(directory), steps=str(STEPS))
-    command = [sys.executable, "-m", "shoal", "run", "-n", str(plan.layout.size), program]
     print_line(plain_console(stderr=True), f"Trying {plan.layout} …")
     folder = directory.with_suffix(".log")
     folder.mkdir()
     with end_job_on_signals():
-        done = execute([*command, "--", *arguments], folder, LIMIT)
+        done = execute(_command(plan.layout.size, machine, program, arguments), folder, LIMIT)
     if done.code is None:
         return None, f"it took longer than {duration(LIMIT)}"
     if done.code:
@@ -150,18 +156,42 @@ def _seconds(directory: Path) -> float:
     return float(np.median(found.average(found.mean), axis=-1).sum())
 
 
+def _job_nodes() -> int:
+    """Return the number of nodes of the Slurm job in which this command runs; 1 outside of one."""
+    inside = "SLURM_JOB_ID" in os.environ
+    return integer(os.environ, "SLURM_JOB_NUM_NODES", 1) if inside else 1
+
+
+def _command(count: int, machine: Machine, program: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command that starts a script on this machine, or on the nodes of the job."""
+    if _job_nodes() == 1:
+        shoal_run = [sys.executable, "-m", "shoal", "run", "-n", str(count)]
+        return [*shoal_run, program, "--", *arguments]
+    per_node = min(machine.devices, count)
+    size = [f"--nodes={math.ceil(count / per_node)}", f"--ntasks={count}"]
+    tasks = [*size, f"--ntasks-per-node={per_node}"]
+    return ["srun", *tasks, sys.executable, program, *arguments]
+
+
 def _check_devices(count: int, machine: Machine) -> None:
-    """Raise ShoalError if this machine has fewer devices than a plan needs."""
+    """Raise ShoalError if this machine, or the job, has fewer devices than a plan needs."""
     import torch
 
     from shoal.util import accelerator
 
+    nodes = _job_nodes()
+    if 1 < nodes < math.ceil(count / machine.devices):
+        raise ShoalError(
+            given=f"-n {count} --machine {machine.name} --try",
+            found=f"the job has {counted(nodes, 'node')}, of {counted(machine.devices, 'device')} each",
+            fix=f"use -n {nodes * machine.devices}, or a job with more nodes",
+        )
     if machine.cores is not None or machine.name == "cpu":
         return
-    here = torch.accelerator.device_count() if accelerator.current()[0] else 0
+    here = nodes * torch.accelerator.device_count() if accelerator.current()[0] else 0
     if here < count:
         raise ShoalError(
             given=f"-n {count} --machine {machine.name} --try",
-            found=f"this machine has {counted(here, 'GPU')}",
+            found=f"{'this machine' if nodes == 1 else 'the job'} has {counted(here, 'GPU')}",
             fix="run it on such a node, or submit a layout: --submit 1 -- …",
         )
