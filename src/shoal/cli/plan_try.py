@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.bench.scaling.jobs import LOG, end_job_on_signals, execute, reason_of
 from shoal.cli.plan_submit import filled
-from shoal.distributed.placement import integer
+from shoal.distributed.env_vars import job_nodes
 from shoal.util.errors import CheckpointError, ShoalError
 from shoal.util.tables import plain_console, print_line, print_rows
 from shoal.util.units import counted, duration
@@ -64,7 +63,7 @@ def try_layouts(
     runs: list[list[float]] = [[] for _ in best]
     problems = [""] * len(best)
     # The nodes of a job share the directory in which it was submitted, not their own /tmp.
-    shared = Path.cwd() if _job_nodes() > 1 else None
+    shared = Path.cwd() if job_nodes() > 1 else None
     with tempfile.TemporaryDirectory(prefix="shoal-try-", dir=shared) as folder:
         for number in range(ROUNDS):
             for place, each in enumerate(best):
@@ -156,15 +155,9 @@ def _seconds(directory: Path) -> float:
     return float(np.median(found.average(found.mean), axis=-1).sum())
 
 
-def _job_nodes() -> int:
-    """Return the number of nodes of the Slurm job in which this command runs; 1 outside of one."""
-    inside = "SLURM_JOB_ID" in os.environ
-    return integer(os.environ, "SLURM_JOB_NUM_NODES", 1) if inside else 1
-
-
 def _command(count: int, machine: Machine, program: str, arguments: Sequence[str]) -> list[str]:
     """Return the command that starts a script on this machine, or on the nodes of the job."""
-    if _job_nodes() == 1:
+    if job_nodes() == 1:
         shoal_run = [sys.executable, "-m", "shoal", "run", "-n", str(count)]
         return [*shoal_run, program, "--", *arguments]
     per_node = min(machine.devices, count)
@@ -179,7 +172,7 @@ def _check_devices(count: int, machine: Machine) -> None:
 
     from shoal.util import accelerator
 
-    nodes = _job_nodes()
+    nodes = job_nodes()
     if 1 < nodes < math.ceil(count / machine.devices):
         raise ShoalError(
             given=f"-n {count} --machine {machine.name} --try",

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.distributed.cluster_env import Commands, Placement, detect, marks_found
+from shoal.distributed.placement import integer
 from shoal.util.text import is_secret, passwords
 
 SAFE_PATH = "PYTHONSAFEPATH"
@@ -146,6 +147,11 @@ def worker_variables(
 def speaks_mpi() -> bool:
     """Return whether the launcher has set the variables by which MPI ranks find each other."""
     return any(name.startswith(("PMI_", "PMI2_", "PMIX_")) for name in os.environ)
+
+
+def job_nodes() -> int:
+    """Return the number of nodes of the Slurm job in which this process runs; 1 outside of one."""
+    return integer(os.environ, "SLURM_JOB_NUM_NODES", 1) if os.environ.get("SLURM_JOB_ID") else 1
 
 
 def reports() -> int | None:
