@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from shoal.distributed.layout import Layout
 from shoal.plan.configuration import PlannedStep
 from shoal.plan.machines import Machine, find_machine
 from shoal.plan.trace import planned_strategies, trace_step
-from shoal.plan.traced_time import run_ranks, step_seconds
+from shoal.plan.traced_time import mean_time, run_ranks, step_seconds
 
 WIDTH, HIDDEN, BLOCKS, BATCH = 256, 2048, 8, 32
 FORWARD = 0.02
@@ -174,13 +173,18 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
         ]
         segments = [each.segments for each in ranks]
         return max(each.time.total for each in run_ranks(segments, plan, machine))
-    step = trace_step(
-        MODELS[model], plan, strategies=[shoal.LocalSGD(sync_every=1)], optimizer=OPTIMIZER
-    )
-    averaging = step_seconds(step.segments, plan, machine).total
-    alone = [replace(each, collective=None) for each in step.segments]
-    separate = step_seconds(alone, plan, machine).total
-    return separate + (averaging - separate) / AVERAGING
+    strategy = shoal.LocalSGD(sync_every=AVERAGING)
+    steps = [
+        trace_step(
+            lambda: MODELS[model]()._replace(strategy=strategy),
+            plan,
+            averaging=averaging,
+            optimizer=OPTIMIZER,
+        )
+        for averaging in (True, False)
+    ]
+    one, others = (step_seconds(each.segments, plan, machine) for each in steps)
+    return mean_time(one, others, AVERAGING).total
 
 
 def run_rank(model: str, layout: str, steps: int, file: Path) -> None:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import shoal
 from helpers.cli import shoal as command
 from helpers.planned_models import MODELS
 from shoal.bench.scaling.models import Workload
 from shoal.distributed.layout import Layout
 from shoal.plan.collectives import RankGroup, collective_seconds
-from shoal.plan.configuration import PlannedStep
-from shoal.plan.fit import trace_pipeline
+from shoal.plan.configuration import PlannedStep, Recompute
+from shoal.plan.fit import ModuleFit, fit_plan, trace_pipeline
 from shoal.plan.layer_time import Work
 from shoal.plan.machines import Efficiency, Machine
 from shoal.plan.trace import TracedStep, trace_step
 from shoal.plan.traced_time import collective_totals, run_ranks, step_seconds
 from shoal.plan.traced_work import TracedCollective, TracedSegment, TracedWork
+from shoal.util.errors import ShoalError
 
 CPU = Machine(
     name="here",
@@ -260,3 +263,38 @@ def test_the_command_predicts_the_time() -> None:
     found = json.loads(done.stdout)["tried"][0]
     assert sum(found["step"].values()) == pytest.approx(found["step_seconds"])
     assert found["collectives"]["all_reduce"]["calls"] == 1
+
+
+def strategy_step(strategy: object) -> ModuleFit:
+    build, task, data = MODELS["MLP"]()
+    machine = replace(CPU, fp32=1e9, network=1e7)
+    return fit_plan(lambda: Workload(build, task, data, strategy), planned("replicate=2"), machine)
+
+
+def test_one_of_several_steps_averages_parameters() -> None:
+    one, some, many = (strategy_step(shoal.LocalSGD(sync_every=every)) for every in (1, 4, 10**6))
+    averaging = one.step_seconds - many.step_seconds
+    assert averaging > 0.1
+    assert some.step_seconds == pytest.approx(many.step_seconds + averaging / 4, rel=1e-3)
+    assert many.time.communication == pytest.approx(0.0, abs=0.01)
+    assert strategy_step(shoal.DiLoCo(sync_every=4)).step_seconds > some.step_seconds
+
+
+@pytest.mark.parametrize("method", ["bf16", "int8", shoal.PowerSGD(warmup_steps=0), shoal.TopK()])
+def test_a_compressed_gradient_has_fewer_bytes(method: Any) -> None:
+    usual = strategy_step(None).collectives["all_reduce"].count
+    fewer = strategy_step(shoal.DDP(compression=method)).collectives
+    assert sum(each.count for each in fewer.values()) < 0.6 * usual
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "found"),
+    [("pipeline=2", "none", "pipelines"), ("replicate=2", "full", "--recompute")],
+)
+def test_options_that_a_given_strategy_does_not_use(
+    layout: str, recompute: Recompute, found: str
+) -> None:
+    build, task, data = MODELS["MLP"]()
+    plan = replace(planned(layout), recompute=recompute)
+    with pytest.raises(ShoalError, match=f"{found} can't be added"):
+        trace_step(lambda: Workload(build, task, data, shoal.DDP()), plan)

@@ -21,6 +21,7 @@ from shoal.plan.traced_time import (
     RankRun,
     TracedTime,
     collective_totals,
+    mean_time,
     run_ranks,
 )
 from shoal.util.errors import ShoalError
@@ -142,17 +143,27 @@ def plan_of(
 
 
 def trace_pipeline(
-    build: Callable[[], Workload], plan: PlannedStep, machine: Machine, *, fake: bool = True
+    build: Callable[[], Workload],
+    plan: PlannedStep,
+    machine: Machine,
+    *,
+    fake: bool = True,
+    averaging: bool = True,
 ) -> list[TracedStep]:
     """Return the steps of the ranks of one replica of the pipeline, traced one after another.
 
     On a GPU, AdamW updates lists of parameters with few kernels (`foreach`), as it does by default.
     """
-    optimizer = partial(torch.optim.AdamW, foreach=machine.cores is None)
-    return [
-        trace_step(build, plan, rank=rank, devices=machine.devices, fake=fake, optimizer=optimizer)
-        for rank in plan.layout.group(0, "pipeline")
-    ]
+    trace = partial(
+        trace_step,
+        build,
+        plan,
+        devices=machine.devices,
+        fake=fake,
+        averaging=averaging,
+        optimizer=partial(torch.optim.AdamW, foreach=machine.cores is None),
+    )
+    return [trace(rank=rank) for rank in plan.layout.group(0, "pipeline")]
 
 
 def fit_module(
@@ -189,16 +200,28 @@ def fit_plan(
     *,
     fake: bool = True,
 ) -> ModuleFit:
-    """Trace one plan. Raises ShoalError if the module can't be traced with it."""
+    """Trace one plan. Raises ShoalError if the module can't be traced with it.
+
+    The time of a strategy that averages the parameters in one of several steps is that of the mean
+    step; its memory and its collectives are those of a step that averages.
+    """
     steps = trace_pipeline(build, plan, machine, fake=fake)
     memories = tuple(each.memory for each in steps)
     place = max(range(len(steps)), key=lambda each: memories[each].reserved)
     step = steps[place]
+    runs = run_ranks([each.segments for each in steps], step.plan, machine)
+    if step.every > 1:
+        others = trace_pipeline(build, plan, machine, fake=fake, averaging=False)
+        rest = run_ranks([each.segments for each in others], step.plan, machine)
+        runs = [
+            replace(each, time=mean_time(run.time, each.time, step.every))
+            for run, each in zip(runs, rest, strict=True)
+        ]
     return ModuleFit(
         change=change,
         plan=step.plan,
         memories=memories,
-        runs=tuple(run_ranks([each.segments for each in steps], step.plan, machine)),
+        runs=tuple(runs),
         collectives=collective_totals(step.segments, step.plan, machine),
         available=machine.available,
         place=place,

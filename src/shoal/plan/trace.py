@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +43,7 @@ from shoal.strategies import parallelize
 from shoal.strategies.activation_checkpoint import ActivationCheckpointing
 from shoal.strategies.context_parallel.options import ContextParallel
 from shoal.strategies.data_parallel.ddp import DDP
+from shoal.strategies.data_parallel.local_sgd import DiLoCo, LocalSGD
 from shoal.strategies.dtensor import share
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.pipeline.flow import KnownForms
@@ -93,12 +94,14 @@ class TracedMemory:
 class TracedStep:
     """The memory of one rank in an optimizer step, and its operations in their order.
 
-    `plan` is the traced plan, with the split points of a pipeline.
+    `plan` is the traced plan, with the split points of a pipeline. `every` is the number of steps of
+    which one averages the parameters, as the traced step does; 1 for other strategies.
     """
 
     plan: PlannedStep
     memory: TracedMemory
     segments: tuple[TracedSegment, ...]
+    every: int = 1
 
     @property
     def work(self) -> Work:
@@ -113,14 +116,15 @@ def trace_step(
     rank: int = 0,
     devices: int = 8,
     fake: bool = True,
-    strategies: Sequence[Any] | None = None,
+    averaging: bool = True,
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> TracedStep:
     """Return the memory and the work of one rank in a step of a training, without the other ranks.
 
-    `build` returns the model, its task and its dataset; it is called once. `devices` is the number of
-    devices of a node. With `fake=False`, the steps compute with values, in the memory of this machine.
-    `strategies` replace those of the plan, and `optimizer` makes another one than AdamW.
+    `build` returns the model, its task, its dataset and its strategy, None for those of the plan; it is
+    called once. `devices` is the number of devices of a node. With `fake=False`, the steps compute with
+    values, in the memory of this machine. `averaging` says whether the step of a strategy such as
+    LocalSGD averages the parameters. `optimizer` makes another one than AdamW.
 
     Raises:
         ShoalError: If the module fails on fake tensors, with its name, or the plan does not fit it.
@@ -134,7 +138,7 @@ def trace_step(
     world = simulated_world(plan.layout, rank, devices)
     try:
         trace = _Trace(build(), plan, world, fake=fake)
-        return trace.run(strategies, optimizer or partial(torch.optim.AdamW, lr=1e-4))
+        return trace.run(optimizer or partial(torch.optim.AdamW, lr=1e-4), averaging=averaging)
     finally:
         world.close()
         end_fake_group()
@@ -176,18 +180,17 @@ class _Trace:
 
     def run(
         self,
-        strategies: Sequence[Any] | None,
         make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        averaging: bool,
     ) -> TracedStep:
         """Take three steps: one that creates the optimizer state, and two that look for the peak.
 
         The checks on the first batch come before them.
         """
-        if self.plan.layout.pipeline > 1:
-            self.plan = self.split()
+        strategy, every = self.strategy(averaging=averaging)
         with self.counted():
-            planned = planned_strategies(self.plan) if strategies is None else strategies
-            model = parallelize(self.built(), self.world, planned)
+            model = parallelize(self.built(), self.world, strategy)
             optimizer = make_optimizer(model.parameters())
             optimizer.register_step_pre_hook(self.note_gradients)
             precision = TRACED[self.plan.precision]
@@ -213,7 +216,28 @@ class _Trace:
         except Exception as error:
             raise self.failure(error, names) from error
         memory = self.kinds(model, optimizer)
-        return TracedStep(plan=self.plan, memory=memory, segments=self.work.segments)
+        return TracedStep(plan=self.plan, memory=memory, segments=self.work.segments, every=every)
+
+    def strategy(self, *, averaging: bool) -> tuple[Any, int]:
+        """Return the strategy of the steps, and the number of steps of which one averages parameters.
+
+        Raises ShoalError for options of the plan that a given strategy does not use.
+        """
+        given, plan = self.workload.strategy, self.plan
+        if given is None:
+            if plan.layout.pipeline > 1:
+                self.plan = self.split()
+            return planned_strategies(self.plan), 1
+        if plan.layout.pipeline > 1 or plan.recompute != "none":
+            unused = "pipelines" if plan.layout.pipeline > 1 else "--recompute"
+            raise ShoalError(
+                given=f"a function that returns the strategy {given!r}",
+                found=f"{unused} can't be added to it",
+                fix="return (model, task, dataset) without the strategy",
+            )
+        if isinstance(given, LocalSGD | DiLoCo):
+            return replace(given, sync_every=1 if averaging else _STEPS + 1), given.sync_every
+        return given, 1
 
     def split(self) -> PlannedStep:
         """Return the plan with split points; this rank then knows what other stages would send."""

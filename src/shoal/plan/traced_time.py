@@ -80,6 +80,13 @@ def step_seconds(segments: Sequence[TracedSegment], plan: PlannedStep, machine: 
     return run_ranks([segments], plan, machine)[0].time
 
 
+def mean_time(one: TracedTime, others: TracedTime, every: int) -> TracedTime:
+    """Return the mean time of steps, of which one in `every` takes the first time."""
+    rest = asdict(others)
+    mean = {name: value + (rest[name] - value) * (1 - 1 / every) for name, value in asdict(one).items()}
+    return TracedTime(**mean)
+
+
 def run_ranks(
     ranks: Sequence[Sequence[TracedSegment]], plan: PlannedStep, machine: Machine
 ) -> list[RankRun]:

@@ -21,11 +21,15 @@ BATCHES = 64
 
 
 class Workload(NamedTuple):
-    """A training: a module or a function that makes it, its task, and a dataset for a Loader."""
+    """A training: a module or a function that makes it, its task, and a dataset for a Loader.
+
+    `strategy` is that of `shoal.parallelize`: None for the default one of the layout.
+    """
 
     model: nn.Module | Callable[[], nn.Module]
     task: Task
     dataset: Any
+    strategy: Any = None
 
 
 def make_model(subject: BuiltIn | Factory, batch: int) -> Workload:
@@ -223,11 +227,11 @@ def _call(subject: Factory) -> Workload:
 
 def workload_of(made: object, given: str) -> Workload:
     """Return the workload that the function `given` has returned; LaunchError for other values."""
-    if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[1], Task):
+    if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance(made[1], Task):
         raise LaunchError(
             given=given,
             found=f"it returned {type(made).__name__}, not (model, task, dataset)",
-            fix="return model, shoal.Task(loss), dataset",
+            fix="return model, shoal.Task(loss), dataset; a fourth value is the strategy",
         )
     return Workload(*made)
 

@@ -35,8 +35,8 @@ def train_worker(path: str) -> None:
         device="cpu" if chosen.backend == "mpi" else None,
         seed=0,
     ) as world:
-        model, task, dataset = make_model(subject, chosen.batch)
-        spread = parallelize(model, world)
+        model, task, dataset, strategy = make_model(subject, chosen.batch)
+        spread = parallelize(model, world, strategy)
         optimizer = torch.optim.AdamW(spread.parameters(), lr=RATE)
         step = Step(
             spread,
