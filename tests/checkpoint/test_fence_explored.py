@@ -114,6 +114,7 @@ def number_in(name: str) -> int:
     return int(name.removesuffix(".json").partition("-")[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bounds", "states", "least"),
     [

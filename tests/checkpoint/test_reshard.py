@@ -104,7 +104,8 @@ MORE: dict[str, dict[str, ChosenInterface]] = {
 """Some to some."""
 
 RINGS = [
-    ("blocks", ("one", "Tensor 2", "DDP 3", "Pipeline 2", "ZeRO-3 3"), False),
+    ("blocks", ("one", "Tensor 2", "ZeRO-3 3"), False),
+    ("blocks", ("Tensor 2", "DDP 3", "Pipeline 2"), True),
     ("blocks", ("ZeRO-3 3", "Tensor, FSDP 4", *MORE["blocks"], "Pipeline 3"), True),
 ]
 """A model, ways of which each is restored by the next and the last by the first, and whether only

@@ -107,7 +107,7 @@ def plain() -> tuple[list[float], list[Tensor]]:
     return losses, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))])
 @pytest.mark.parametrize("raw", [False, True], ids=["step", "own loop"])
 def test_a_contrastive_loss_is_that_of_one_process(
     size: int, raw: bool, ranks: Callable[..., Ranks]

@@ -77,7 +77,9 @@ def test_two_jobs_with_the_same_ports_do_not_clash(join: Join) -> None:
     check_one_store(two, "of two")
 
 
-@pytest.mark.parametrize("taken", [1, 2, 3])
+@pytest.mark.parametrize(
+    "taken", [*(pytest.param(count, marks=pytest.mark.full) for count in (1, 2)), 3]
+)
 def test_a_port_that_something_else_listens_at_is_passed_over(taken: int, join: Join) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(taken)]

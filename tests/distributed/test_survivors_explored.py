@@ -66,6 +66,7 @@ def survivors(
     return Protocol(begin=begin, kills=kills, jumps=(1.0,) * early)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "times", "early"),
     [

@@ -73,6 +73,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         command.clean_up()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -168,7 +169,7 @@ def read_until(stream: IO[str] | None, text: str) -> None:
     ("leave", "code", "told"),
     [
         ('raise ValueError("boom")', 1, "ValueError: boom"),
-        ("sys.exit(7)", 7, ""),
+        pytest.param("sys.exit(7)", 7, "", marks=pytest.mark.full),
         pytest.param("raise KeyboardInterrupt", 128 + signal.SIGINT, "", marks=pytest.mark.full),
     ],
 )

@@ -235,6 +235,7 @@ def check_nodes(
 FAILED, PREEMPTED = {(1, 0): "failed"}, {(1, 1): "preempted"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bounds", "least"),
     [

@@ -89,6 +89,7 @@ def wrong_end(agents: Any, launchers: Any, restarts: int, preemptions: int) -> s
     return ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("restarts", "preemptions"),
     [

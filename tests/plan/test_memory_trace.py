@@ -160,6 +160,7 @@ class Tabled(nn.Module):
         return scores
 
 
+@pytest.mark.full
 def test_the_checks_on_the_first_batch_are_traced(world: shoal.World, tmp_path: Path) -> None:
     def build() -> Built:
         return Tabled, shoal.Task(classes), (torch.zeros(SAMPLES, 4), torch.arange(SAMPLES) % 4)

@@ -44,6 +44,7 @@ def test_layouts_of_at_most_two_axes() -> None:
     assert [str(each) for each in module_layouts(1, node)] == ["replicate=1"]
 
 
+@pytest.mark.full
 def test_the_fastest_comes_first_and_others_have_reasons() -> None:
     found = searched("MLP", find_machine("h100-sxm"))
     times = [each.step_seconds for each in found.best]

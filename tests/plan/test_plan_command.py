@@ -82,6 +82,7 @@ def test_a_traced_module_has_one_precision() -> None:
     assert isinstance(done.exception, ShoalError)
 
 
+@pytest.mark.full
 def test_the_page_of_a_traced_module(tmp_path: Path) -> None:
     asked = ("--layout", "replicate=2", "-n", "2", "--batch", "8", "--precision", "fp32")
     done = shoal(

@@ -143,6 +143,7 @@ def traced(name: str, layout: str) -> tuple[TracedStep, int]:
     return trace_step(lambda: Workload(lambda: model, task, data), planned(layout)), count
 
 
+@pytest.mark.full
 def test_the_collectives_of_a_trace_have_the_bytes_of_the_parameters() -> None:
     step, numbers = traced("MLP", "replicate=4")
     found = collective_totals(step.segments, planned("replicate=4"), CPU)
@@ -271,6 +272,7 @@ def strategy_step(strategy: object) -> ModuleFit:
     return fit_plan(lambda: Workload(build, task, data, strategy), planned("replicate=2"), machine)
 
 
+@pytest.mark.full
 def test_one_of_several_steps_averages_parameters() -> None:
     one, some, many = (strategy_step(shoal.LocalSGD(sync_every=every)) for every in (1, 4, 10**6))
     averaging = one.step_seconds - many.step_seconds
@@ -280,7 +282,16 @@ def test_one_of_several_steps_averages_parameters() -> None:
     assert strategy_step(shoal.DiLoCo(sync_every=4)).step_seconds > some.step_seconds
 
 
-@pytest.mark.parametrize("method", ["bf16", "int8", shoal.PowerSGD(warmup_steps=0), shoal.TopK()])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "bf16",
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("int8", shoal.PowerSGD(warmup_steps=0), shoal.TopK())
+        ),
+    ],
+)
 def test_a_compressed_gradient_has_fewer_bytes(method: Any) -> None:
     usual = strategy_step(None).collectives["all_reduce"].count
     fewer = strategy_step(shoal.DDP(compression=method)).collectives

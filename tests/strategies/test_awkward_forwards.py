@@ -474,7 +474,10 @@ def log(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("make", EQUAL)
+@pytest.mark.parametrize(
+    "make",
+    [*EQUAL[::2], *(pytest.param(make, marks=pytest.mark.full) for make in EQUAL[1::2])],
+)
 def test_the_numbers_are_those_of_one_process(two: Ranks, make: type[Net], strategy: Any) -> None:
     with shoal.init() as world:
         expected = log(world, None, make)

@@ -38,18 +38,15 @@ CASES = [
     if not (own and "Pipeline" in way) and not ("Pipeline" in way and micro_batches == 1)
 ]
 FEW = [
-    ("Single", 16, 3),
     ("DDP", 4, 3),
     ("FSDP", 16, 3),
-    ("Tensor", "batch", 1),
     ("Pipeline", 4, 3),
-    ("Recomputed, DDP", 4, 1),
 ]
 SIZES = {layout: size for layouts in LAYOUTS.values() for layout, size in layouts}
 
 
 def _parameters() -> list[object]:
-    """All cases; `make test` has each strategy but the compiled one, which is slow, and CI a cover."""
+    """All cases; `make test` has a few of them, and CI a cover."""
     few = [
         next(c for c in CASES if (c.way, c.statistics, c.micro_batches) == one and SIZES[c.layout] <= 2)
         for one in FEW

@@ -110,7 +110,9 @@ def two() -> Iterator[Ranks]:
     [
         [shoal.ContextParallel(), shoal.DDP(bucket_cap_mb=0.001)],
         [shoal.ContextParallel(modules=("blocks.*",)), shoal.FSDP()],
-        [shoal.ActivationCheckpointing(), shoal.ContextParallel()],
+        pytest.param(
+            [shoal.ActivationCheckpointing(), shoal.ContextParallel()], marks=pytest.mark.full
+        ),
         pytest.param(
             [
                 shoal.ContextParallel(),

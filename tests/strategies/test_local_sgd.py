@@ -242,7 +242,12 @@ def after(world: shoal.World, first: Any, second: Any, run: Path) -> list[list[T
 
 
 @pytest.mark.parametrize(
-    "first", [shoal.DDP(), shoal.DDP(compression="int8"), shoal.LocalSGD(sync_every=3)]
+    "first",
+    [
+        shoal.DDP(),
+        pytest.param(shoal.DDP(compression="int8"), marks=pytest.mark.full),
+        pytest.param(shoal.LocalSGD(sync_every=3), marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("second", [shoal.LocalSGD(sync_every=4), shoal.DiLoCo(sync_every=4)])
 def test_it_goes_on_from_another_strategy(

@@ -28,9 +28,9 @@ EVALUATED = {
 }
 FEW: list[tuple[int, str, str, tuple[str, ...], dict[str, int]]] = [
     (1, "replicate=1", "shoal.SingleProcess()", ("--fused",), {}),
-    (8, "shard=8", "shoal.FSDP()", ("--fused",), {}),
 ]
 MORE = [
+    (8, "shard=8", "shoal.FSDP()", ("--fused",), {}),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, (), ONE_READ),
     (8, "replicate=2,pipeline=4", PIPELINE, (*EIGHT, "--rank", "1"), ONE_READ),
     (1024, "replicate=16,shard=64", "shoal.FSDP()", ("--fused",), {}),

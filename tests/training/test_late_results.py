@@ -107,7 +107,7 @@ def assert_same(ours: Any, theirs: Any, place: str = "") -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.full)])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_late_results_are_those_of_now(
     world: shoal.World, optimizer: str, dtype: torch.dtype, clip: float | None

@@ -153,7 +153,9 @@ def test_late_results_of_three_ranks_are_those_of_now() -> None:
             assert ranks.call(trained, way) == [(True, True)] * 3
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.full] * (way in ("FSDP", "Tensor"))) for way in WAYS]
+)
 def test_all_ranks_raise_and_nothing_has_changed(ranks: Ranks, way: str, tmp_path: Path) -> None:
     ranks.divide(WAYS[way][0])
     for told, *found in ranks.call(failed, way, tmp_path):

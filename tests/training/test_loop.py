@@ -307,6 +307,7 @@ def apart(world: shoal.World, directory: Path, growing: int) -> tuple[Any, ...]:
     return done.reason, done.step.number, done.best, kept, done.metrics["own"]
 
 
+@pytest.mark.full
 def test_ranks_that_see_other_metrics_stop_and_keep_the_same(ranks: Ranks, tmp_path: Path) -> None:
     """FAILURES 19: rank 0's number decides for all, whether it is the better or the worse one."""
     for growing, outcome in (

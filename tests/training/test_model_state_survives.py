@@ -97,7 +97,10 @@ def ranks() -> Iterator[dict[int, Ranks]]:
         yield {1: alone, 3: three}
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.full) for name in STRATEGIES if name != "ddp")],
+)
 def test_all_survive_a_strategy_and_a_resume(
     name: str, ranks: dict[int, Ranks], tmp_path: Path
 ) -> None:

@@ -157,6 +157,7 @@ def test_killed_at_random_moments(seed: int, undisturbed: Undisturbed, tmp_path:
     assert_nothing_lost(training, undisturbed)
 
 
+@pytest.mark.full
 def test_killed_three_times_in_one_epoch(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """FAILURES 4: the order is that of the run that nobody disturbed."""
     training = Training(directory=tmp_path)

@@ -198,10 +198,9 @@ def assert_all_stopped_and_go_on(
     "moment",
     [
         "forward",
-        "save",
         *(
             pytest.param(each, marks=pytest.mark.full)
-            for each in ("backward", "evaluation", "data", "first")
+            for each in ("save", "backward", "evaluation", "data", "first")
         ),
     ],
 )

@@ -156,6 +156,7 @@ def check_stop(
         raise BrokenPropertyError(f"the ranks agreed on step {last}, and stopped after {stopped}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bounds", "states", "least"),
     [
