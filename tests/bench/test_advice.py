@@ -128,6 +128,8 @@ def test_what_users_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         call_target(import_named(f"{script}:breaks", "dataset"), "it")
     with pytest.raises(shoal.LaunchError, match="it requires a, b"):
         call_target(import_named(f"{script}:greedy", "dataset"), "it", "a world")
+    with pytest.raises(shoal.LaunchError, match="it is 3, not a function"):
+        call_target(3, "it")
     sys.modules.pop("my_sets")
 
 

@@ -132,6 +132,8 @@ def test_a_layout_that_fails_stays_behind(script: str) -> None:
         ((*MODEL, "-n", "64", "--try", "1", "--", "train.py", *WORDS), "this machine has"),
         (("plan", "--model", "dense:", "--what-if", "network=2x"), "transformer"),
         (("plan", "--model", "dense:", "--layout", "auto", "--split-points", "1"), "equal FLOPs"),
+        ((*MODEL, "--layout", "shard=8"), "tries all values"),
+        ((*MODEL, "--check", "runs/a", "--schedule", "zbv"), "describes a traced module"),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], found: str) -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,15 +48,21 @@ def import_named(text: str, what: str) -> Any:
         raise LaunchError(
             given=text,
             found=f"{place} has no {name}; it has {', '.join(names[:8]) or 'no functions'}",
-            fix=f"use a function that returns the {what}",
+            fix=f"use {place}:{names[0] if len(names) == 1 else what}",
         ) from None
 
 
-def call_target(function: Callable[..., Any], text: str, *arguments: Any) -> Any:
+def call_target(function: object, text: str, *arguments: Any) -> Any:
     """Call a user's function with as many of the arguments as it takes, and return its result.
 
-    Raises LaunchError, with the place, if it raises.
+    Raises LaunchError if it is not callable; or with the place, if it raises.
     """
+    if not callable(function):
+        raise LaunchError(
+            given=text,
+            found=f"it is {function!r:.60}, not a function",
+            fix="use the name of a function",
+        )
     try:
         wanted = [
             each

@@ -105,7 +105,7 @@ def named_workload(text: str, batch: int) -> Callable[[], Workload]:
         subject = parse_subject(text)
         if isinstance(subject, BuiltIn):
             return lambda: make_model(subject, batch)
-    function = import_named(text, "function")
+    function = import_named(text, "build")
     return lambda: workload_of(call_target(function, text), text)
 
 

@@ -128,7 +128,9 @@ def parse_model(text: str) -> Transformer:
                 given=f"--model {text}",
                 found=f"{part!r} is neither a model ({', '.join(MODELS)}) nor one NAME=INTEGER of "
                 f"{', '.join(names)}",
-                fix=_EXAMPLE,
+                fix=f"--model {text}:build, with a function that returns (model, task, dataset)"
+                if text.endswith(".py")
+                else _EXAMPLE,
             )
     if base is not None:
         return replace(base, **values)
