@@ -24,7 +24,11 @@ from shoal.plan.trace import TracedMemory, trace_step
 from shoal.util.errors import ShoalError
 
 WITHIN = 0.05
-RANK_LAYOUTS = ("shard=2", "tensor=2", "context=2", pytest.param("replicate=2", marks=pytest.mark.long))
+RANK_LAYOUTS = (
+    "shard=2",
+    "tensor=2",
+    *(pytest.param(layout, marks=pytest.mark.long) for layout in ("context=2", "replicate=2")),
+)
 QUICK, FULL = ("MLP",), ("transformer", "ResNet", "LSTM")
 
 

@@ -56,7 +56,7 @@ def test_the_fastest_comes_first_and_others_have_reasons() -> None:
     assert not set(names) & set(reasons)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_layouts_that_do_not_fit_are_traced_with_less_memory() -> None:
     usual = find_machine("h100-sxm")
     whole = searched("transformer", usual)
