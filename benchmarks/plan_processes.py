@@ -3,6 +3,7 @@
     python benchmarks/plan_processes.py                          # both, about 15 minutes
     python benchmarks/plan_processes.py network --nodes 8 --rates 1gbit 200mbit
     python benchmarks/plan_processes.py processes --numbers 1 2 4
+    python benchmarks/plan_processes.py processes --numbers 4 --ranks 4
 
 *processes* measures this machine with `shoal bench comm` and `shoal bench machine`, with one thread per
 process, and trains a transformer. The machine must be idle. On a virtual machine, the same process may
@@ -236,7 +237,7 @@ def rank_arguments(model: str, layout: str, steps: int, file: Path) -> list[str]
 
 
 def compare_processes(
-    numbers: Sequence[int], steps: int, launches: int, folder: Path
+    numbers: Sequence[int], ranks: int, steps: int, launches: int, folder: Path
 ) -> dict[str, Any]:
     """Compare layouts of processes on this machine, each with one thread."""
     variables = os.environ | ONE_THREAD | KEEP_MEMORY
@@ -245,7 +246,7 @@ def compare_processes(
         subprocess.run([SHOAL, *command], env=variables, check=True, stdout=subprocess.DEVNULL)
 
     comm, mine, out = folder / "comm.json", folder / "mine.toml", folder / "seconds.json"
-    run("bench", "comm", "-n", "2", *COMM, "-o", str(comm))
+    run("bench", "comm", "-n", str(ranks), *COMM, "-o", str(comm))
     run("bench", "machine", "--comm", str(comm), "--network", "1", "--devices", "4", "-o", str(mine))
     print(mine.read_text(), flush=True)
     found = {}
@@ -293,6 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=("processes", "network", "rank"))
     parser.add_argument("--numbers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ranks", type=int, default=2, help="that measure the link of the processes")
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
     parser.add_argument("--steps", type=int, default=12)
@@ -309,7 +311,7 @@ def main() -> None:
         folder = Path(temporary)
         if options.what != "network":
             figures["processes"] = compare_processes(
-                options.numbers, options.steps, options.launches, folder
+                options.numbers, options.ranks, options.steps, options.launches, folder
             )
         if options.what != "processes":
             figures["network"] = compare_network(options.nodes, options.rates, options.steps, folder)

@@ -215,7 +215,7 @@ def test_a_table_that_no_tensor_has(row: dict[str, Any], step: Path) -> None:
     forged["tensors"]["state/weight"] = right | row
     forge(step, "state.json", json.dumps(forged).encode())
     assert_refused(step, "state.json")
-    assert verify.problems(step, read=True)
+    assert verify.examine(step, read=True).problems
 
 
 def header(entries: dict[str, Any] | bytes, data: bytes = b"\0" * 32) -> bytes:
@@ -299,7 +299,7 @@ def test_what_is_no_file(name: str, make: Callable[[Path, Path], None], step: Pa
     (step / name).unlink()
     make(step / name, original)
     assert_refused(step, name)
-    assert any(name in problem for problem in verify.problems(step, read=True))
+    assert any(name in problem for problem in verify.examine(step, read=True).problems)
 
 
 @pytest.mark.parametrize("make", [pipe, device])
@@ -312,7 +312,7 @@ def test_a_state_that_no_manifest_names_is_not_waited_for(
     (step / "state.json").unlink()
     make(step / "state.json", step)
     assert_refused(step, "state.json")
-    assert verify.problems(step, read=True)
+    assert verify.examine(step, read=True).problems
 
 
 @pytest.mark.parametrize("form", ["step-0", "step-2.partial", "step-2.trash", "step-1.trash"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -20,7 +21,7 @@ import shoal
 from helpers.killed_training import same
 from helpers.processes import Alone
 from shoal.checkpoint import Checkpoints
-from shoal.checkpoint.inspect import diff, extract, locate, manifest
+from shoal.checkpoint.inspect import diff, display, extract, locate, manifest
 from shoal.cli.main import app
 from shoal.util import units
 from shoal.util.errors import CheckpointError
@@ -458,9 +459,14 @@ def test_a_checkpoint_that_a_live_run_renames_is_found_again(tmp_path: Path) -> 
         return diff.compare(*found)
 
     assert locate.read_newest([tmp_path, tmp_path], compare).same
-    assert locate.examined(partial, read=True) == (final, [])
+    found = locate.examine_listed(partial, read=True)
+    assert found is not None
+    assert (found.path, found.problems) == (final, [])
     shutil.rmtree(final)
-    assert locate.examined(final, read=True) == (None, [])
+    assert locate.examine_listed(final, read=True) is None
+    with (tmp_path / "out").open("w") as out:
+        display.verdict(Console(file=out, width=200), found)
+    assert (tmp_path / "out").read_text() == f"{final}: complete (step 8)\n"
 
 
 def test_a_checkpoint_that_is_damaged_and_there_is_an_error(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_as_if_one_process_had_saved(size: int, layout: str, strategy: Any, tmp_
     with Ranks(1) as alone:
         alone.call(save, shoal.SingleProcess(), tmp_path / "one")
     paths = [tmp_path / name / "run/checkpoints/step-2" for name in ("many", "one")]
-    assert [verify.problems(path, read=True) for path in paths] == [[], []]
+    assert [verify.examine(path, read=True).problems for path in paths] == [[], []]
     many, one = map(manifest.inspect_checkpoint, paths)
     if isinstance(strategy, shoal.FSDP):
         assert {len(row.chunks) for name, row in many.tensors.items() if name.endswith("weight")} == {3}

@@ -86,19 +86,16 @@ def verify_checkpoints(
 ) -> None:
     """Verify every byte; exit with 1 if any is damaged."""
     from shoal.checkpoint.inspect import display, locate
-    from shoal.checkpoint.inspect import verify as soundness
     from shoal.util.tables import plain_console
 
     damaged = False
     for path in paths:
         with _readable(path):
             for listed in locate.checkpoints(_place(path)):
-                found, problems = locate.examined(listed, read=True)
-                if found is None:  # a live run has removed it since
-                    continue
-                step = None if problems else soundness.manifest(found).step
-                display.verdict(plain_console(), found, problems, step=step)
-                damaged = damaged or bool(problems)
+                found = locate.examine_listed(listed, read=True)
+                if found is not None:  # None: a live run has removed it since
+                    display.verdict(plain_console(), found)
+                    damaged = damaged or bool(found.problems)
     raise typer.Exit(int(damaged))
 
 

@@ -25,6 +25,7 @@ from shoal.util.units import age, size
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect.diff import Comparison
     from shoal.checkpoint.inspect.extract import ExtractedModel
+    from shoal.checkpoint.inspect.verify import Examined
 
 _USUAL, _WIDE = 80, 100
 _LONGEST = 200
@@ -172,13 +173,12 @@ def _ranks(console: Console, found: CheckpointManifest) -> None:
         print_line(console, f"State of each of {whose}: {', '.join(names)}; {size(total)}")
 
 
-def verdict(console: Console, path: AnyPath, problems: Sequence[str], *, step: int | None) -> None:
+def verdict(console: Console, found: Examined) -> None:
     """Print whether a checkpoint is complete, and if not, each damaged file."""
-    if problems:
-        for each in problems:
-            print_path(console, f"{path}: damaged: {each}")
-    else:
-        print_path(console, f"{path}: complete (step {step:,})")
+    for each in found.problems:
+        print_path(console, f"{found.path}: damaged: {each}")
+    if found.manifest is not None and not found.problems:
+        print_path(console, f"{found.path}: complete (step {found.manifest.step:,})")
 
 
 def differences(console: Console, first: AnyPath, second: AnyPath, found: Comparison) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import TRASH
 from shoal.checkpoint.filesystem import Files
-from shoal.checkpoint.inspect.locate import examined
+from shoal.checkpoint.inspect.locate import examine_listed
 from shoal.checkpoint.inspect.manifest import simplify
-from shoal.checkpoint.inspect.verify import manifest, problems
+from shoal.checkpoint.inspect.verify import Examined, examine
 from shoal.checkpoint.paths import AnyPath, size_of
-from shoal.checkpoint.store import MANIFEST, DamageError
+from shoal.checkpoint.store import MANIFEST
 
 _LAST = 2.0**36  # in the year 4147; not every clock can show later times
 
@@ -45,9 +46,9 @@ def entries(folder: AnyPath, *, verify: bool) -> Iterator[CheckpointEntry]:
     """Yield the checkpoints in a directory, oldest first; `verify` reads all of their files."""
     newest_first: Sequence[AnyPath] = store_in(folder, Files()).candidates()
     for path in reversed(newest_first):
-        now, found = examined(path, read=verify)
-        if now is not None:
-            yield _entry(now, found)
+        found = examine_listed(path, read=verify)
+        if found is not None:
+            yield _entry(found)
 
 
 def leftovers(folder: AnyPath) -> list[Leftover]:
@@ -67,13 +68,12 @@ def leftovers(folder: AnyPath) -> list[Leftover]:
 
 def entry(path: AnyPath, *, verify: bool) -> CheckpointEntry:
     """Return one checkpoint; `verify` reads all of its files."""
-    return _entry(path, problems(path, read=verify))
+    return _entry(examine(path, read=verify))
 
 
-def _entry(path: AnyPath, found: Sequence[str]) -> CheckpointEntry:
-    try:
-        said = manifest(path)
-    except DamageError:
+def _entry(found: Examined) -> CheckpointEntry:
+    path, said = found.path, found.manifest
+    if said is None:
         files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
         return CheckpointEntry(
             path=path,
@@ -82,7 +82,7 @@ def _entry(path: AnyPath, found: Sequence[str]) -> CheckpointEntry:
             ranks=None,
             files=len(files),
             bytes=size_of(path),
-            problems=tuple(found),
+            problems=tuple(found.problems),
         )
     info = _info(said.info)
     return CheckpointEntry(
@@ -92,7 +92,7 @@ def _entry(path: AnyPath, found: Sequence[str]) -> CheckpointEntry:
         ranks=said.world_size,
         files=len(said.files),
         bytes=sum(record.bytes for record in said.files.values()),
-        problems=tuple(found),
+        problems=tuple(found.problems),
     )
 
 
@@ -101,7 +101,9 @@ def moment(path: AnyPath, info: dict[str, Any]) -> float | None:
     said = info.get("time")
     if isinstance(said, int | float) and 0 <= said < _LAST:
         return float(said)
-    return (path / MANIFEST).stat().st_mtime if isinstance(path, Path) else None
+    with suppress(FileNotFoundError):  # a live run has removed it
+        return (path / MANIFEST).stat().st_mtime if isinstance(path, Path) else None
+    return None
 
 
 def _info(encoded: Any) -> dict[str, Any]:

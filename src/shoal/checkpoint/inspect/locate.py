@@ -9,7 +9,7 @@ from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import DirectoryName, is_named
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, inspect_checkpoint
-from shoal.checkpoint.inspect.verify import problems
+from shoal.checkpoint.inspect.verify import Examined, examine
 from shoal.checkpoint.paths import AnyPath
 from shoal.checkpoint.store import MANIFEST
 from shoal.util.errors import CheckpointError
@@ -70,11 +70,11 @@ def newest(given: AnyPath) -> AnyPath:
     store = store_in(folders(given)[0], Files())
     reasons: list[str] = []
     for path in store.candidates():
-        now, found = examined(path, read=False)
-        if now is not None and not found:
-            return now
-        if now is not None:
-            reasons.append(f"{path.name}: {found[0]}")
+        found = examine_listed(path, read=False)
+        if found is not None and not found.problems:
+            return found.path
+        if found is not None:
+            reasons.append(f"{path.name}: {found.problems[0]}")
     if not reasons:
         raise _unfinished(given)
     raise CheckpointError(
@@ -84,18 +84,18 @@ def newest(given: AnyPath) -> AnyPath:
     )
 
 
-def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
-    """Return the current path of a checkpoint that was listed, and its problems, as `problems` does.
+def examine_listed(path: AnyPath, *, read: bool) -> Examined | None:
+    """Examine a checkpoint that was listed, as `examine` does; return None if it was removed since.
 
-    A live run renames `step-8.partial` to `step-8` when its save ends, and removes old checkpoints: the
-    path is None for a removed one.
+    A live run renames `step-8.partial` to `step-8` when its save ends, and removes old checkpoints.
     """
-    found = problems(path, read=read)
-    if not found or path.exists():
-        return path, found
+    found = examine(path, read=read)
+    if not found.problems or path.exists():
+        return found
     name = DirectoryName.read(path.name)
     final = path if name is None else path.parent / str(name._replace(suffix=""))
-    return (final, problems(final, read=read)) if final.exists() else (None, [])
+    found = examine(final, read=read)
+    return found if not found.problems or final.exists() else None
 
 
 def read_newest(given: Sequence[AnyPath], action: Callable[[list[CheckpointManifest]], R]) -> R:

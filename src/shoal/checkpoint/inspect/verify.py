@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from shoal.checkpoint import tensor_index
 from shoal.checkpoint.directory_names import is_named
@@ -27,12 +28,20 @@ def manifest(path: AnyPath) -> Manifest:
         raise DamageError(str(error)) from None
 
 
-def problems(path: AnyPath, *, read: bool) -> list[str]:
-    """Return the problems of a checkpoint; none if it is complete. With `read`, read its files."""
+class Examined(NamedTuple):
+    """A checkpoint that was read: its manifest, unless that is damaged, and its problems."""
+
+    path: AnyPath
+    manifest: Manifest | None
+    problems: list[str]
+
+
+def examine(path: AnyPath, *, read: bool) -> Examined:
+    """Examine a checkpoint; it has no problems if it is complete. With `read`, read its files."""
     try:
         said = manifest(path)
     except DamageError as damage:
-        return [str(damage)]
+        return Examined(path, None, [str(damage)])
     names = sorted(said.files)
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
         # Hashing and reading release the GIL.
@@ -40,13 +49,12 @@ def problems(path: AnyPath, *, read: bool) -> list[str]:
             threads.map(lambda name: said.files[name].difference(path / name, read=read), names)
         )
     listed = [f"{name} {reason}" for name, reason in zip(names, found, strict=True) if reason]
-    if listed or not read:
-        return listed
-    try:
-        with open_file(path / tensor_index.STATE) as file:
-            tensor_index.read_tensor_index(file.read(), said)
-    except RemoteError:
-        raise
-    except (DamageError, OSError) as error:
-        return [str(error)]
-    return []
+    if read and not listed:
+        try:
+            with open_file(path / tensor_index.STATE) as file:
+                tensor_index.read_tensor_index(file.read(), said)
+        except RemoteError:
+            raise
+        except (DamageError, OSError) as error:
+            listed = [str(error)]
+    return Examined(path, said, listed)
