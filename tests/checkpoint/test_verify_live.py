@@ -53,10 +53,13 @@ def latest(run: Path) -> int:
 @pytest.mark.parametrize("seed", range(3))
 def test_damage_is_found_while_a_run_saves(folder: Path, seed: int) -> None:
     before = latest(folder)
-    for _ in range(3):
+
+    def has_saved() -> bool:
         code, said = verify(folder)
         assert code == 0, said
-    assert latest(folder) > before
+        return latest(folder) > before + 2
+
+    wait_for(has_saved)
     draw = random.Random(seed)
     step = folder / f"checkpoints/step-{draw.choice((3, 6))}"
     file = draw.choice(sorted(path for path in step.iterdir() if path.stat().st_size))
