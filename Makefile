@@ -48,7 +48,7 @@ test-long: venv ## all the rest of long tables, which takes longest
 test-gpu: venv ## on a machine with GPUs: their tests and benchmarks, half an hour, into build/gpu
 	@$(PY) scripts/gpu_suite.py build/gpu
 
-chaos: venv ## 1,000 kills over five parallelism strategies, an hour, into build/chaos.jsonl
+chaos: venv ## 1,000 kills over six parallelism strategies, an hour, into build/chaos.jsonl
 	@$(PY) benchmarks/chaos.py --kills 1000
 
 test-all: test ## everything but test-gpu

@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 import shoal
 from helpers.planned_models import Built
 from shoal.plan.configuration import PlannedStep
-from shoal.plan.trace import TRACED, planned_strategies
+from shoal.plan.trace import planned_strategies
+from shoal.training.saved_plan import STEP_PRECISIONS
 
 
 def allocated_peak(call: Callable[[], object], path: Path) -> int:
@@ -52,7 +53,7 @@ def measured_peak(world: shoal.World, build: Callable[[], Built], plan: PlannedS
     def train() -> None:
         model = shoal.parallelize(make(), world, planned_strategies(plan))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        step = shoal.Step(model, optimizer, task, clip=1.0, precision=TRACED[plan.precision])
+        step = shoal.Step(model, optimizer, task, clip=1.0, precision=STEP_PRECISIONS[plan.precision])
         loader = shoal.Loader(
             dataset,
             world,

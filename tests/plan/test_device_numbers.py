@@ -80,7 +80,7 @@ def test_a_training_that_does_not_end_has_a_reason() -> None:
 @pytest.mark.parametrize("text", ["", "0", "8,", "8,x", "8,8", "-4", "70000", "8 16"])
 def test_lists_that_are_wrong(text: str) -> None:
     error = failed(f"--devices={text}")
-    assert "is not another integer from 1 to 65536" in error.found
+    assert "is repeated, or is not an integer from 1 to 65536" in error.found
 
 
 @pytest.mark.parametrize(

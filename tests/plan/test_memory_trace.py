@@ -275,6 +275,36 @@ def test_a_batch_that_does_not_divide(script: str) -> None:
     done = command("plan", "--model", script, "-n", "3", "--batch", "64")
     assert isinstance(done.exception, ShoalError)
     assert "--batch 63" in done.exception.fix
+    assert done.exception.given == "--batch 64 --layout replicate=-1 -n 3"
+    assert "a multiple of 3 samples" in done.exception.found
+    micro = command("plan", "--model", script, "-n", "2", "--batch", "64", "--micro-batch", "5")
+    assert isinstance(micro.exception, ShoalError)
+    assert "--micro-batch 5" in micro.exception.given
+    assert "--batch 60" in micro.exception.fix
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ("None, task, data", "it returned (NoneType, Task, tuple), not (model, task, dataset)"),
+        ("model(), data, task", "it returned (Linear, tuple, Task)"),
+        ("model(), task", "it returned (Linear, Task)"),
+        ("model()", "it returned Linear"),
+        ("lambda: 3, task, data", "a function that returns int, not a module"),
+        ("lambda: 1 / 0, task, data", "it raises ZeroDivisionError"),
+    ],
+)
+def test_values_of_a_function_that_are_wrong(tmp_path: Path, made: str, found: str) -> None:
+    path = tmp_path / "build_wrong.py"
+    path.write_text(
+        "import torch, shoal\n"
+        "model, data = lambda: torch.nn.Linear(2, 2), (torch.ones(8, 2), torch.ones(8, 2))\n"
+        "task = shoal.Task(lambda output, batch: (output.sum(), len(output)))\n"
+        f"def build():\n    return {made}\n"
+    )
+    done = command("plan", "--model", f"{path}:build", "-n", "1", "--batch", "4")
+    assert isinstance(done.exception, ShoalError)
+    assert found in done.exception.found
 
 
 def test_the_rank_of_a_pipeline_that_needs_most_is_named(script: str) -> None:

@@ -50,7 +50,7 @@ def test_the_command_and_its_page(tmp_path: Path) -> None:
 def test_runs_that_can_not_be_checked(tmp_path: Path) -> None:
     model = parse_model(MODEL)
     run = write(tmp_path / "run", simulate(2, 40))
-    with pytest.raises(ShoalError, match="does not divide by 5"):
+    with pytest.raises(ShoalError, match="is not divisible by 5"):
         check_run(run, model, CPU, micro_batch=5)
     budget = write(tmp_path / "budget", simulate(2, 40), start={"batch_size": "4096 tokens"})
     with pytest.raises(ShoalError, match="4096 tokens"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -83,10 +84,22 @@ def test_the_script_of_the_page(tmp_path: Path) -> None:
     block = re.search(r"```py\n(.*?)```", page, re.DOTALL)
     assert block is not None
     (tmp_path / "train.py").write_text(block[1])
-    (tmp_path / "plan.json").write_text(command(*PLAN, "--json").stdout)
-    words = [sys.executable, "-m", "shoal", "run", "-n", "2", "train.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    layouts = re.search(
+        r"```console\n\$ (shoal plan --model train.*?)\$ (shoal run[^\n]*)", page, re.DOTALL
+    )
+    assert layouts is not None
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for words in layouts.groups():
+        done = subprocess.run(
+            ["bash", "-c", words],
+            cwd=tmp_path,
+            env=os.environ | {"PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
     assert "planned" in done.stdout
 
 
@@ -132,6 +145,9 @@ def test_a_layout_that_fails_stays_behind(script: str) -> None:
         ((*MODEL, "-n", "64", "--try", "1", "--", "train.py", *WORDS), "this machine has"),
         (("plan", "--model", "dense:", "--what-if", "network=2x"), "transformer"),
         (("plan", "--model", "dense:", "--layout", "auto", "--split-points", "1"), "equal FLOPs"),
+        (("plan", "--model", "dense:", "--try", "2", "--", "t.py", *WORDS), "it is one layout"),
+        (("plan", "--model", "dense:", "--check", "runs/a"), "dimensions of a transformer"),
+        (("plan", "--model", "resnet50"), "neither a model"),
         ((*MODEL, "--layout", "shard=8"), "tries all values"),
         ((*MODEL, "--check", "runs/a", "--schedule", "zbv"), "describes a traced module"),
     ],

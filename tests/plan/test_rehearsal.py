@@ -74,7 +74,7 @@ def test_capacity_of_a_spot_market(tmp_path: Path) -> None:
     text = "at,nodes\n0,1\n60,2\n"
     assert rehearse(FLEET, trace(tmp_path, text, 2), 2, 2.0, 10).waiting == 60
     assert rehearse(replace(FLEET, least=1), trace(tmp_path, text, 2), 2, 2.0, 10).waiting == 0
-    with pytest.raises(ShoalError, match="too few nodes are there"):
+    with pytest.raises(ShoalError, match="too few nodes are left"):
         rehearse(FLEET, trace(tmp_path, "at,nodes\n20,1\n", 2), 2, 2.0, 10)
     late = trace(tmp_path, "at,nodes\n20,0\n1220,1\n", 2)
     with pytest.raises(ShoalError, match="it waited 20 min"):
@@ -87,7 +87,7 @@ def test_restarts_are_limited_by_the_rules_of_the_launcher(tmp_path: Path) -> No
     with pytest.raises(ShoalError, match="no restart of 2 is left"):
         rehearse(replace(FLEET, restarts=2), trace(tmp_path, "at,node,back\n" + lines), 3, 2.0, 100)
     causes = "at,node,back,cause\n20,0,0,train.py:9\n60,0,0,train.py:9\n"
-    with pytest.raises(ShoalError, match="the failure before was the same"):
+    with pytest.raises(ShoalError, match="repeats the failure before"):
         rehearse(FLEET, trace(tmp_path, causes), 3, 2.0, 100)
 
 
@@ -97,7 +97,7 @@ def test_restarts_are_limited_by_the_rules_of_the_launcher(tmp_path: Path) -> No
         ("", "the first line is ''"),
         ("time,node\n", "the first line is 'time,node'"),
         ("at,node,back\n1,2\n", "line 2"),
-        ("at,node,back\nnan,1,2\n", "other values than numbers"),
+        ("at,node,back\nnan,1,2\n", "must be numbers, not negative"),
         ("at,node,back\n1,3,2\n", "node is 3, and there are 3 nodes"),
         ("at,nodes\n1,4\n", "nodes is 4"),
     ],

@@ -76,11 +76,11 @@ def test_without_failures() -> None:
         ("steps=nan", "'steps=nan' is not"),
         ("steps=5,steps=6", "'steps=6' is not"),
         ("weeks=3", "'weeks=3' is not"),
-        ("mtbf=3,save=1,restart=1", "exactly one of steps and tokens"),
-        ("steps=5,tokens=6", "exactly one of steps and tokens"),
+        ("mtbf=3,save=1,restart=1", "either steps or tokens"),
+        ("steps=5,tokens=6", "either steps or tokens"),
         ("steps=5,mtbf=6,save=1", "mtbf without restart"),
         ("steps=5,trace=a.csv,save=1,restart=2", "trace without start"),
-        ("steps=5,spare=2", "spare is an integer that belongs to trace"),
+        ("steps=5,spare=2", "spare must be an integer, and needs trace"),
     ],
 )
 def test_wrong_values(text: str, found: str) -> None:

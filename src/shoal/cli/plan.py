@@ -50,7 +50,7 @@ _Precision = Annotated[
     typer.Option(
         metavar="NAME",
         help="mixed (16 bits with float32 parameters), fp16 (the same with 16-bit gradients), half "
-        "(16 bits only), fp32, or any to try all of them.",
+        "(16 bits only), fp32, or any to try all (not for a traced model).",
     ),
 ]
 _Top = Annotated[
@@ -79,7 +79,10 @@ _MicroBatch = Annotated[
 ]
 _Recompute = Annotated[
     str,
-    typer.Option(metavar="KIND", help="Recomputation in that training: none, selective or full."),
+    typer.Option(
+        metavar="KIND",
+        help="Recomputation in a traced model or the run of --check: none, selective, full.",
+    ),
 ]
 _Layout = Annotated[
     str, typer.Option(metavar="LAYOUT", help="Layout of a traced model, as for shoal.init.")
@@ -177,11 +180,11 @@ def plan(
 ) -> None:
     """Predict layout, step time and memory.
 
-    It finds the fastest layout of a transformer from its dimensions. The exit code is 1 if
-    no configuration fits. With --check, it compares the prediction for a run with its measured steps.
-    With a function that returns a model, it predicts the memory and the step time of a rank in one
-    layout, or with --layout auto in all. With --training, it simulates the whole training: queue,
-    saves, failures, restarts. --try measures layouts on this machine, and --submit submits one.
+    Find the fastest layout of a transformer from its dimensions; exit with 1 if no configuration fits.
+    With a function that returns a model, predict memory and step time of a rank in one layout, or with
+    --layout auto in all with at most two axes. --check compares a prediction with the steps of a run.
+    --training simulates the training: queue, saves, failures, restarts. --try measures layouts
+    here, and --submit submits one.
     """
     from shoal.cli.plan_numbers import check_numbers, compare_numbers, parse_numbers
     from shoal.cli.plan_options import PlanOptions, refuse_options
@@ -235,7 +238,7 @@ def _updated_file(machine: str, check: Path | None) -> str:
     if check is None or not machine.endswith(".toml"):
         raise ShoalError(
             given=f"--update with --machine {machine}",
-            found="it changes the machine file of a run that is checked",
+            found="it needs a run to check and a machine file (.toml)",
             fix="use --check RUN --machine my-cluster.toml --update",
         )
     return machine

@@ -25,7 +25,7 @@ def parse_numbers(text: str) -> list[int]:
         if not 1 <= number <= _MOST or number in found:
             raise ShoalError(
                 given=f"-n {text}",
-                found=f"{part!r} is not another integer from 1 to {_MOST}",
+                found=f"{part!r} is repeated, or is not an integer from 1 to {_MOST}",
                 fix="use -n 8, or -n 8,16,32 to compare numbers of devices",
             )
         found.append(number)

@@ -53,13 +53,26 @@ class PlanOptions:
         from shoal.distributed.pipeline_schedules import SCHEDULES
         from shoal.plan.configuration import ANY_PRECISION, FORMATS, RECOMPUTES
 
-        traced = self.traced and not of_run
+        if self.traced and of_run:
+            raise ShoalError(
+                given=f"--check with --model {self.model}",
+                found="a run is compared with the prediction for the dimensions of a transformer",
+                fix="use --model hidden=…,layers=…,heads=…,vocab=…,seq=…, or for a module, train with "
+                'shoal.Run(…, plan="plan.json")',
+            )
+        traced = self.traced
         known = tuple(FORMATS) if traced else (*FORMATS, ANY_PRECISION)
         _check_choice("--precision", self.precision, known, "mixed")
         _check_choice("--recompute", self.recompute, RECOMPUTES, "none")
         _check_choice("--schedule", self.schedule, tuple(SCHEDULES), "1f1b")
         if traced:
             refuse_options({"--what-if": self.what_if}, f"--model {self.model}")
+            if self.layout != AUTO and (self.tried or 1) > 1:
+                raise ShoalError(
+                    given=f"--try {self.tried} with --layout {self.layout}",
+                    found="it is one layout",
+                    fix=f"use --layout {AUTO}, or --try 1",
+                )
             return
         fixed = {
             f"--layout {self.layout}": self.layout not in (AUTO, USUAL),
@@ -79,7 +92,9 @@ class PlanOptions:
                     found="it describes a traced module"
                     if of_run
                     else "the search for layouts of a transformer tries all values",
-                    fix="leave it out, or trace your module: --model train.py:build",
+                    fix="leave it out"
+                    if of_run
+                    else "leave it out, or trace your module: --model train.py:build",
                 )
 
 
@@ -87,10 +102,11 @@ def refuse_options(options: Mapping[str, object], given: str) -> None:
     """Raise ShoalError if one of these options of the search is given."""
     named = next((name for name, value in options.items() if value), None)
     if named is not None:
+        other = "" if given == "--check" else ", or describe the model as in --model llama-7b"
         raise ShoalError(
             given=f"{named} with {given}",
             found="it needs the search for layouts of a transformer",
-            fix=f"leave {named} out, or describe the model as in --model llama-7b",
+            fix=f"leave {named} out{other}",
         )
 
 

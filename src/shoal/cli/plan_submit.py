@@ -10,7 +10,6 @@ import typer
 from shoal.cli.submit import submit
 from shoal.cli.submit_options import SCRIPT_LAST
 from shoal.util.errors import ShoalError
-from shoal.util.units import counted
 
 if TYPE_CHECKING:
     from shoal.plan.configuration import PlannedLayout, PlannedStep
@@ -61,7 +60,7 @@ def submit_plan(
     if number > len(best):
         raise ShoalError(
             given=f"--submit {number}",
-            found=f"only {counted(len(best), 'configuration')} fit",
+            found=f"the number of configurations that fit is {len(best)}",
             fix=f"use --submit {len(best)}",
         )
     plan = best[number - 1].plan

@@ -108,9 +108,10 @@ def print_tried(console: Console, tried: Sequence[TriedLayout]) -> None:
     first = tried[0]
     if first.measured is not None:
         ratio = first.measured / first.predicted
+        ran = sum(each.measured is not None for each in tried)
         print_line(
             console,
-            f"{first.layout} is the fastest of {counted(len(tried), 'layout')} that ran here: "
+            f"{first.layout} is the fastest of {counted(ran, 'layout')} that ran here: "
             f"{ratio:.2f} times the predicted time.",
         )
 
@@ -186,5 +187,5 @@ def _check_devices(count: int, machine: Machine) -> None:
         raise ShoalError(
             given=f"-n {count} --machine {machine.name} --try",
             found=f"{'this machine' if nodes == 1 else 'the job'} has {counted(here, 'GPU')}",
-            fix="run it on such a node, or submit a layout: --submit 1 -- …",
+            fix=f"run it where there are {counted(count, 'GPU')}, or submit a layout: --submit 1 -- …",
         )

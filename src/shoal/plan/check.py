@@ -135,7 +135,7 @@ def _plan_of(
     if micro_batch is not None and (micro_batch > local or local % micro_batch):
         raise _unusable(
             directory,
-            f"its local batch of {local} samples does not divide by {micro_batch}",
+            f"its local batch of {local} samples is not divisible by {micro_batch}",
             f"use --micro-batch {local}",
         )
     return PlannedStep(

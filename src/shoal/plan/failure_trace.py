@@ -79,7 +79,7 @@ def _changes(head: Sequence[str], row: Sequence[str], pool: int, where: str) -> 
         at, number, back = math.nan, 0, 0.0
     if len(row) > len(head) or not (0 <= at < math.inf and back >= 0) or math.isnan(back):
         raise _wrong(
-            where, f"{','.join(row)!r} has other values than numbers from 0 for {','.join(head)}"
+            where, f"{','.join(row)!r}: the values of {','.join(head)} must be numbers, not negative"
         )
     most = pool if head == CAPACITY else pool - 1
     if not 0 <= number <= most:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.bench.import_target import call_target, import_named
 from shoal.bench.scaling.models import Workload, make_model, workload_of
@@ -24,7 +25,7 @@ from shoal.plan.traced_time import (
     mean_time,
     run_ranks,
 )
-from shoal.util.errors import ShoalError
+from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.units import size
 
 MARGIN, SHARDED_MARGIN = 0.06, 0.15
@@ -106,7 +107,26 @@ def named_workload(text: str, batch: int) -> Callable[[], Workload]:
         if isinstance(subject, BuiltIn):
             return lambda: make_model(subject, batch)
     function = import_named(text, "build")
-    return lambda: workload_of(call_target(function, text), text)
+
+    def workload() -> Workload:
+        found = workload_of(call_target(function, text), text)
+        made = found.model
+        if isinstance(made, nn.Module):
+            return found
+        return found._replace(model=lambda: _module_of(call_target(made, text), text))
+
+    return workload
+
+
+def _module_of(made: object, given: str) -> nn.Module:
+    """Return the module that a function of a workload has returned; LaunchError for other values."""
+    if not isinstance(made, nn.Module):
+        raise LaunchError(
+            given=given,
+            found=f"its first value is a function that returns {type(made).__name__}, not a module",
+            fix="return a module, or a function that returns one",
+        )
+    return made
 
 
 def plan_of(
@@ -123,12 +143,12 @@ def plan_of(
     degrees = Layout.parse(layout).resolve(devices)
     local = batch // degrees.data_size
     micro = micro_batch or max(1, local)
-    unit = degrees.data_size * micro
-    if batch % degrees.data_size or not local or local % micro:
+    unit = degrees.data_size * (micro_batch or 1)
+    if batch % unit:
+        asked = "" if micro_batch is None else f" --micro-batch {micro_batch}"
         raise ShoalError(
-            given=f"--batch {batch} --micro-batch {micro} --layout {layout} -n {devices}",
-            found=f"{degrees.data_size} local batches of whole micro-batches have a multiple of {unit} "
-            "samples",
+            given=f"--batch {batch}{asked} --layout {layout} -n {devices}",
+            found=f"the global batch must be a multiple of {unit} samples",
             fix=f"use --batch {max(1, round(batch / unit)) * unit}",
         )
     return PlannedStep(

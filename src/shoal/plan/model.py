@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from shoal.bench.scaling.subject import SIZES
 from shoal.util.errors import ShoalError
 
 
@@ -109,6 +110,12 @@ MODELS = {
 Grattafiori 2024)."""
 
 
+def _fix(text: str) -> str:
+    if text.endswith(".py"):
+        return f"--model {text}:build, with a function that returns (model, task, dataset)"
+    return f"--model {text}: for the built-in model" if text in SIZES else _EXAMPLE
+
+
 def parse_model(text: str) -> Transformer:
     """Return the transformer that a string describes: a name of MODELS and dimensions that replace.
 
@@ -128,9 +135,7 @@ def parse_model(text: str) -> Transformer:
                 given=f"--model {text}",
                 found=f"{part!r} is neither a model ({', '.join(MODELS)}) nor one NAME=INTEGER of "
                 f"{', '.join(names)}",
-                fix=f"--model {text}:build, with a function that returns (model, task, dataset)"
-                if text.endswith(".py")
-                else _EXAMPLE,
+                fix=_fix(text),
             )
     if base is not None:
         return replace(base, **values)

@@ -68,7 +68,7 @@ def rehearse(
             return training.time
         training.apply(event)
     if not training.advance(math.inf):
-        raise _too_few(fleet, "after the trace, too few nodes are there")
+        raise _too_few(fleet, "too few nodes are left at the end of the trace")
     return training.time
 
 
@@ -219,7 +219,7 @@ class _RehearsedTraining:
 def _ended(event: FleetEvent, outcome: AttemptOutcome, fleet: Fleet) -> ShoalError:
     found = f"after {duration(event.at)}, {outcome.text}, and "
     found += (
-        "the failure before was the same"
+        "it repeats the failure before it"
         if outcome.repeated
         else f"no restart of {fleet.restarts} is left"
     )

@@ -49,11 +49,10 @@ from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.pipeline.flow import KnownForms
 from shoal.strategies.pipeline.options import Pipeline
 from shoal.strategies.tensor_parallel.options import TensorParallel
+from shoal.training.saved_plan import STEP_PRECISIONS
 from shoal.training.step import PRECISIONS, Step
 from shoal.util.errors import ShoalError
 
-TRACED = {"fp32": "fp32", "mixed": "bf16", "fp16": "fp16"}
-"""The precision of a Step for each precision of a plan that can be traced."""
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
 _STEPS = 3
 _NEARLY = 0.999
@@ -129,11 +128,11 @@ def trace_step(
     Raises:
         ShoalError: If the module fails on fake tensors, with its name, or the plan does not fit it.
     """
-    if plan.precision not in TRACED:
+    if plan.precision not in STEP_PRECISIONS:
         raise ShoalError(
             given=f"precision {plan.precision!r} of a traced module",
             found="Shoal's steps keep parameters in the dtype of the module",
-            fix=f"use one of {', '.join(TRACED)}; or convert the module where it is built",
+            fix=f"use one of {', '.join(STEP_PRECISIONS)}; or convert the module where it is built",
         )
     world = simulated_world(plan.layout, rank, devices)
     try:
@@ -193,7 +192,7 @@ class _Trace:
             model = parallelize(self.built(), self.world, strategy)
             optimizer = make_optimizer(model.parameters())
             optimizer.register_step_pre_hook(self.note_gradients)
-            precision = TRACED[self.plan.precision]
+            precision = STEP_PRECISIONS[self.plan.precision]
             step = Step(model, optimizer, self.workload.task, precision=precision, clip=1.0)
         names = {module: name for name, module in model.named_modules()}
         try:
@@ -245,7 +244,7 @@ class _Trace:
             micro = self.fake_batch(next(self.batches())).micros[0]
             task = self.workload.task
             points = split_points(self.built(), self.plan, task, micro)
-            autocast = PRECISIONS[TRACED[self.plan.precision]]
+            autocast = PRECISIONS[STEP_PRECISIONS[self.plan.precision]]
             forms = stage_forms(self.built(), points, self.world, task, micro, autocast)
         self.world.provide(KnownForms, KnownForms(forms))
         return replace(self.plan, split_points=points)

@@ -120,7 +120,7 @@ def parse_training(text: str) -> Training:
             raise _wrong(text, f"{part!r} is not one NAME=NUMBER, above 0, of {', '.join(names)}")
         values[key] = number
     if ("steps" in values) == ("tokens" in values):
-        raise _wrong(text, "it has not exactly one of steps and tokens")
+        raise _wrong(text, "it needs either steps or tokens, not both")
     cause = next((name for name in ("trace", "mtbf") if name in values), None)
     needed = {"trace": ("save", "restart", "start"), "mtbf": ("save", "restart"), None: ()}[cause]
     missing = [name for name in needed if name not in values]
@@ -131,7 +131,7 @@ def parse_training(text: str) -> Training:
         )
     for name in ("spare", "least", "restarts"):
         if values.get(name, 0) % 1 or (name in values and cause != "trace"):
-            raise _wrong(text, f"{name} is an integer that belongs to trace=FILE")
+            raise _wrong(text, f"{name} must be an integer, and needs trace=FILE")
     return Training(**values)
 
 

@@ -12,6 +12,8 @@ from shoal.util.errors import StepError
 
 PREDICTED = ("forward and backward", "optimizer", "communication and waiting")
 """The parts of a step that a plan predicts."""
+STEP_PRECISIONS = {"fp32": "fp32", "mixed": "bf16", "fp16": "fp16"}
+"""The precision of a `shoal.Step` for those precisions of a plan that it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,15 @@ class SavedPlan:
     def step_seconds(self) -> float:
         """Predicted seconds of an optimizer step."""
         return sum(self.predicted.values())
+
+    @property
+    def step_precision(self) -> str:
+        """The precision for `shoal.Step`: "bf16" for "mixed".
+
+        A plan with "half" keeps the parameters in 16 bits: convert the model to `torch.bfloat16`. The
+        step then has "fp32", without autocast.
+        """
+        return STEP_PRECISIONS.get(self.precision, "fp32")
 
 
 def load_plan(path: str | Path) -> SavedPlan:
@@ -124,5 +135,5 @@ def read_plan(path: str | Path, given: str, size: str) -> SavedPlan:
     except OSError as error:
         raise StepError(given=given, found=f"it can't be read: {error.strerror}", fix=command) from None
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        found = "it is not the output of shoal plan --json"
+        found = "it is not the output of shoal plan --json for one number of devices"
         raise StepError(given=given, found=found, fix=command) from None

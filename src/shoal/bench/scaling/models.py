@@ -227,13 +227,18 @@ def _call(subject: Factory) -> Workload:
 
 def workload_of(made: object, given: str) -> Workload:
     """Return the workload that the function `given` has returned; LaunchError for other values."""
-    if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance(made[1], Task):
-        raise LaunchError(
-            given=given,
-            found=f"it returned {type(made).__name__}, not (model, task, dataset)",
-            fix="return model, shoal.Task(loss), dataset; a fourth value is the strategy",
-        )
-    return Workload(*made)
+    match made:
+        case (model, Task(), _, *rest) if isinstance(made, tuple) and callable(model) and len(rest) < 2:
+            return Workload(*made)
+        case tuple():
+            types = f"({', '.join(type(each).__name__ for each in made)})"
+        case _:
+            types = type(made).__name__
+    raise LaunchError(
+        given=given,
+        found=f"it returned {types}, not (model, task, dataset)",
+        fix="return model, shoal.Task(loss), dataset; a fourth value is the strategy",
+    )
 
 
 def _generator() -> torch.Generator:
