@@ -73,6 +73,7 @@ def test_a_table_of_efficiencies_is_added(run: Path, tmp_path: Path) -> None:
     ("text", "steps", "found"),
     [
         (FILE, 15, "fewer than 16"),
+        (FILE.replace("fp32 = 1.0", "fp32 = 1e-6"), 60, "another model"),
         (FILE.replace("[mine.efficiency]\nproduct", "efficiency.product"), 60, "not lines"),
     ],
 )

@@ -46,12 +46,20 @@ def test_all_mistakes_of_a_file_are_reported(tmp_path: Path) -> None:
     for mistake in (
         "fp23 is unknown",
         "fp32 is missing",
-        "link is 0; it must be above 0",
+        "link is 0, not between 1e-07 and 1e+09",
         "devices is 2.5, not an integer",
         "efficiency.product is 3, not between",
         "threads needs cores",
     ):
         assert mistake in raised.value.found
+
+
+@pytest.mark.parametrize("value", ["1" + 400 * "0", "1e-320", "inf", "nan"])
+def test_rates_that_no_machine_has(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE.format(link=value, devices=4, product=0.6, more=""))
+    with pytest.raises(ShoalError, match=r"link is .*, not between"):
+        find_machine(str(path))
 
 
 @pytest.mark.parametrize("text", ["", "[a]\n[b]\n", "a = 1\n", "not toml", "[a]\nefficiency = 1\n"])

@@ -50,7 +50,7 @@ def test_a_measured_machine_is_one_that_plan_takes(tmp_path: Path) -> None:
     one = collectives(tmp_path / "one.json", ("a", "a"))
     out = tmp_path / "mine.toml"
     done = shoal(
-        *("bench", "machine", "--comm", str(one), "--network", "0.125", "--devices", "2"),
+        *("bench", "machine", "--comm", str(one), "--network", "0.125"),
         *("--name", "here", "-o", str(out)),
     )
     assert done.exit_code == 0, done.output
@@ -83,6 +83,7 @@ def test_rates_between_hosts_are_those_of_one_rank(tmp_path: Path) -> None:
     assert rates.link == pytest.approx(1.5 * 2e9)
     assert rates.network == pytest.approx(1.5 * 2e9 / 2)
     assert read_rates([inside], 7.0, None).link == 7e9
+    assert rates.per_node == 4
     assert rates.link_latency == rates.network_latency == pytest.approx((1e-4 - 30e-6) / 6)
 
 

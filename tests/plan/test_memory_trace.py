@@ -307,6 +307,123 @@ def test_values_of_a_function_that_are_wrong(tmp_path: Path, made: str, found: s
     assert found in done.exception.found
 
 
+FUNCTIONS = """
+import sys
+import torch, shoal
+from torch import nn
+
+class Read(nn.Module):
+    def __init__(self):
+        super().__init__()
+        count = int(torch.prod(torch.tensor([8, 16])).item())
+        self.layers = nn.Sequential(nn.Linear(8, count), nn.Linear(count, 8))
+
+    def forward(self, x):
+        return self.layers(x)
+
+def initialize():
+    layer = nn.Linear(8, 8)
+    nn.init.trunc_normal_(layer.weight)
+    return layer
+
+MODELS = {
+    "reads": Read,
+    "truncated": initialize,
+    "double": lambda: nn.Linear(8, 8).double(),
+    "half": lambda: nn.Linear(8, 8).to(torch.bfloat16),
+    "compiled": lambda: torch.compile(nn.Linear(8, 8)),
+    "shapes": lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 8)),
+}
+
+def __getattr__(name):
+    def build():
+        task = shoal.Task(lambda out, batch: ((out - batch[1]).square().sum(), len(batch[1])))
+        dtype = {"double": torch.float64, "half": torch.bfloat16}.get(name, torch.float32)
+        return MODELS[name], task, (torch.ones(64, 8, dtype=dtype), torch.ones(64, 8, dtype=dtype))
+
+    if name not in MODELS:
+        raise AttributeError(name)
+    return build
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "width"),
+    [
+        ("reads", 8 * 128 + 128 + 128 * 8 + 8, 4),
+        ("truncated", 72, 4),
+        ("double", 72, 8),
+        ("half", 72, 2),
+    ],
+)
+def test_functions_that_read_values_or_convert_the_model(
+    functions: Path, name: str, count: int, width: int
+) -> None:
+    options = ("-n", "1", "--batch", "8", "--precision", "fp32", "--machine", "cpu", "--json")
+    done = command("plan", "--model", f"{functions}:{name}", *options)
+    assert done.exit_code == 0, done.exception
+    assert json.loads(done.stdout)["tried"][0]["memory"]["parameters"] == width * count
+
+
+@pytest.mark.parametrize("layout", ["replicate=2", "pipeline=2", "auto"])
+def test_a_model_with_wrong_shapes(functions: Path, layout: str) -> None:
+    options = ("-n", "2", "--batch", "16", "--precision", "fp32", "--machine", "cpu")
+    done = command("plan", "--model", f"{functions}:shapes", "--layout", layout, *options)
+    assert isinstance(done.exception, ShoalError)
+    assert "must have same reduction dim" in done.exception.found
+
+
+def test_a_compiled_model(functions: Path) -> None:
+    done = command("plan", "--model", f"{functions}:compiled", "-n", "1", "--batch", "8")
+    assert isinstance(done.exception, ShoalError)
+    assert "compiled code" in done.exception.found
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (("--schedule", "zbv"), "no pipeline"),
+        (("--split-points", "1"), "no pipeline"),
+        (("--layout", "replicate=3"), "3 processes"),
+        (("--layout", "pipeline=2", "--batch", "15"), "a multiple of 2 samples"),
+        (("--html", __file__), "it is a file"),
+    ],
+)
+def test_options_that_do_not_fit_the_layout(
+    functions: Path, options: tuple[str, ...], found: str
+) -> None:
+    done = command("plan", "--model", f"{functions}:shapes", "-n", "2", *options)
+    assert isinstance(done.exception, ShoalError)
+    assert found in done.exception.found
+
+
+@pytest.mark.parametrize("text", ["import sys\nsys.exit(3)", "import argparse\n{parser}"])
+def test_a_script_that_ends_when_it_is_imported(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ends.py"
+    parser = "p = argparse.ArgumentParser()\np.add_argument('--lr', required=True)\np.parse_args()"
+    path.write_text(text.format(parser=parser))
+    done = command("plan", "--model", f"{path}:build", "-n", "1")
+    assert isinstance(done.exception, ShoalError)
+    assert "its import ends with exit code" in done.exception.found
+    assert "__main__" in done.exception.fix
+
+
+def test_the_stages_of_a_schedule_are_in_the_plan(tmp_path: Path) -> None:
+    words = ("--layout", "pipeline=2", "--schedule", "zbv", "--precision", "fp32", "--json")
+    done = command("plan", "--model", "gpt:", "-n", "2", "--batch", "16", *words)
+    assert done.exit_code == 0, done.exception
+    (found,) = json.loads(done.stdout)["tried"]
+    assert (found["stages_per_rank"], len(found["split_points"])) == (2, 3)
+    assert found["micro_batches"] == 8
+
+
 def test_the_rank_of_a_pipeline_that_needs_most_is_named(script: str) -> None:
     options = ("-n", "2", "--layout", "pipeline=2", "--batch", "64", "--micro-batch", "16")
     done = command("plan", "--model", script, *options, "--json")

@@ -149,7 +149,7 @@ def test_a_layout_that_fails_stays_behind(script: str) -> None:
         (("plan", "--model", "dense:", "--check", "runs/a"), "dimensions of a transformer"),
         (("plan", "--model", "resnet50"), "neither a model"),
         ((*MODEL, "--layout", "shard=8"), "tries all values"),
-        ((*MODEL, "--check", "runs/a", "--schedule", "zbv"), "describes a traced module"),
+        ((*MODEL, "--check", "runs/a", "--layout", "shard=2"), "describes a traced module"),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], found: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.cli import shoal
-from shoal.plan.failure_trace import FleetEvent, read_trace
+from shoal.plan.failure_trace import FleetEvent, read_trace, time_between_failures
 from shoal.plan.rehearsal import Fleet, FleetTime, rehearse
 from shoal.plan.whole_training import Training, simulate_training
 from shoal.util.errors import ShoalError
@@ -79,6 +80,27 @@ def test_capacity_of_a_spot_market(tmp_path: Path) -> None:
     late = trace(tmp_path, "at,nodes\n20,0\n1220,1\n", 2)
     with pytest.raises(ShoalError, match="it waited 20 min"):
         rehearse(replace(FLEET, least=1), late, 2, 2.0, 100)
+
+
+def test_a_trace_without_failures_is_a_training_without_them(tmp_path: Path) -> None:
+    for text in ("at,node,back\n", "at,nodes\n", "at,nodes\n0,1\n", "at,nodes\n50,1\n"):
+        path = tmp_path / "trace.csv"
+        path.write_text(text)
+        given = f"steps=100,trace={path},save=2,restart=30,start=10"
+        done = shoal("plan", "--model", "gpt2", "-n", "8", "--batch", "8", "--training", given)
+        assert done.exit_code == 0, done.exception
+        assert "start 10 s" in " ".join(done.stdout.split())
+
+
+def test_failures_at_the_start_and_far_in_the_future(tmp_path: Path) -> None:
+    assert time_between_failures(trace(tmp_path, "at,node,back\n0,0,5\n", 2), 2, 2) == math.inf
+    (only,) = trace(tmp_path, "at,node,back\n5,0,1e308\n", 2)
+    assert (only.at, only.up) == (5.0, frozenset({1}))
+
+
+def test_a_node_is_back_after_the_last_of_its_outages(tmp_path: Path) -> None:
+    events = trace(tmp_path, "at,node,back\n5,0,200\n50,0,10\n", 2)
+    assert [(each.at, len(each.up)) for each in events] == [(5, 1), (50, 1), (60, 1), (205, 2)]
 
 
 def test_restarts_are_limited_by_the_rules_of_the_launcher(tmp_path: Path) -> None:

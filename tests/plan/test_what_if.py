@@ -18,7 +18,7 @@ COMMAND = ("plan", "--model", "llama-7b", "--machine", "a100-80", "-n", "16", "-
 def test_a_factor_changes_one_rate() -> None:
     changed = asdict(changed_machine(A100, "network=2x"))
     assert changed == asdict(A100) | {"network": 2 * A100.network}
-    assert changed_machine(A100, "network=0.5").network == A100.network / 2
+    assert changed_machine(A100, "network=0.5x").network == A100.network / 2
 
 
 def test_a_factor_changes_an_efficiency_within_its_range() -> None:
@@ -55,9 +55,13 @@ def test_text_and_page_have_a_row_for_each_question(tmp_path: Path) -> None:
     [
         ("netwrok=2x", "a question is one of", "--what-if network="),
         ("network", "with a value", "network=2x"),
-        ("network=fast", "not a number above 0", "network=2x"),
-        ("network=0x", "not a number above 0", "network=2x"),
-        ("slowest=nan", "not a number above 0", "slowest=1.2"),
+        ("network=fast", "not a factor", "network=2x"),
+        ("network=0x", "not a factor", "network=2x"),
+        ("network=25", "not a factor from 0.001 to 1000, with x", "network=2x"),
+        ("half=1e-300x", "not a factor", "network=2x"),
+        ("slowest=nan", "not a factor from 1 to 1000", "slowest=1.2"),
+        ("slowest=0.5", "not a factor from 1 to 1000", "slowest=1.2"),
+        ("batch=32", "a question is one of", "use --what-if network=2x"),
         ("machine=h20", "not in the catalogue", "h200"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,10 @@ def bad(path: Path, plan: dict[str, Any]) -> dict[str, tuple[Path, str]]:
         "list": (path / "list.json", "not the output of shoal plan --json"),
         "another command": (path / "check.json", "not the output of shoal plan --json"),
         "negative": (write(path / "n.json", plan, parts=negative), "not the output of shoal plan"),
+        "infinite": (write(path / "i.json", plan, devices=math.inf), "not the output of shoal plan"),
+        "no integer": (write(path / "f.json", plan, devices=8.7), "not the output of shoal plan"),
+        "below one": (write(path / "m.json", plan, micro_batch=-3), "not the output of shoal plan"),
+        "no layout": (write(path / "o.json", plan, layout=None), "not the output of shoal plan"),
         "nothing fits": (path / "empty.json", "no configuration"),
         "ranks": (write(path / "r.json", plan, devices=8), "for 8 devices, and this run has 1 rank"),
         "layout": (write(path / "l.json", plan, layout="shard=1,tensor=1"), "has replicate=1"),
@@ -172,6 +177,7 @@ def bad(path: Path, plan: dict[str, Any]) -> dict[str, tuple[Path, str]]:
     "case",
     [
         *("absent", "text", "list", "another command", "negative", "nothing fits"),
+        *("infinite", "no integer", "below one", "no layout"),
         *("ranks", "layout", "batch"),
     ],
 )

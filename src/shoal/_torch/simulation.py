@@ -6,6 +6,7 @@ own tests.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,6 +74,23 @@ class KnownNumbers(UncompiledMode):
         if not dtype.is_floating_point:
             return 1
         return math.nan if self._finding_nothing else 1.0
+
+
+_MOVE = nn.Module.to
+
+
+@contextmanager
+def constructing(numbers: KnownNumbers) -> Iterator[None]:
+    """Let the user's code construct a module: values are read by it, and modules are converted.
+
+    The values that torch's initialization reads do not matter: it finds that nothing is left to do.
+    """
+    stay, nn.Module.to = nn.Module.to, _MOVE  # type: ignore[method-assign]
+    try:
+        with numbers.finding_nothing():
+            yield
+    finally:
+        nn.Module.to = stay  # type: ignore[method-assign]
 
 
 class FakeTensors(FakeTensorMode):
@@ -176,9 +194,13 @@ def simulating() -> Iterator[None]:
     for name, method in own.items():
         setattr(DeviceMesh, name, _without_modes(method))
     nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
+    # Its tracebacks of operations that fail on fake tensors repeat the error.
+    log = logging.getLogger(FakeTensorMode.__module__)
+    told, log.disabled = log.disabled, True
     try:
         yield
     finally:
+        log.disabled = told
         nn.Module.to = move  # type: ignore[method-assign]
         for name, method in own.items():
             setattr(DeviceMesh, name, method)

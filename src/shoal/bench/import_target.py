@@ -48,7 +48,9 @@ def import_named(text: str, what: str) -> Any:
         raise LaunchError(
             given=text,
             found=f"{place} has no {name}; it has {', '.join(names[:8]) or 'no functions'}",
-            fix=f"use {place}:{names[0] if len(names) == 1 else what}",
+            fix=f"use {place}:{names[0] if len(names) == 1 else what}"
+            if names
+            else f"define {name} in {place}",
         ) from None
 
 
@@ -117,8 +119,18 @@ def _imported(place: str, text: str) -> ModuleType:
             found=str(error),
             fix=f"try python -c 'import {place}' in this directory, or use path/file.py:name",
         ) from None
+    except SystemExit as error:
+        raise _exits(text, error) from None
     except Exception as error:
         raise target_error(text, error) from error
+
+
+def _exits(text: str, error: SystemExit) -> LaunchError:
+    return LaunchError(
+        given=text,
+        found=f"its import ends with exit code {error.code}, as of a script that reads its arguments",
+        fix='move the training into a function: if __name__ == "__main__": main()',
+    )
 
 
 def _loaded(path: Path, text: str) -> ModuleType:
@@ -136,9 +148,11 @@ def _loaded(path: Path, text: str) -> ModuleType:
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         sys.modules.pop(path.stem)
         if before is not None:
             sys.modules[path.stem] = before
+        if isinstance(error, SystemExit):
+            raise _exits(text, error) from None
         raise target_error(text, error) from error
     return module

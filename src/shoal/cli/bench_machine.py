@@ -171,7 +171,12 @@ def machine(
         float | None,
         typer.Option(min=1e-6, metavar="GB/S", help="Bandwidth between nodes, per device."),
     ] = None,
-    devices: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Devices of a node.")] = 1,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, metavar="N", help="Devices of a node (default: its ranks in --comm)."
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(metavar="NAME", help="Name of the machine.")] = "measured",
     out: Annotated[
         Path | None,
@@ -191,7 +196,8 @@ def machine(
             found="a name has letters, digits, - and _",
             fix="--name my-cluster",
         )
-    found = measure_machine(name, read_rates(comm or [], link, network), devices)
+    rates = read_rates(comm or [], link, network)
+    found = measure_machine(name, rates, devices or rates.per_node)
     text = machine_toml(found)
     if out is None:
         typer.echo(text, nl=False)

@@ -95,7 +95,8 @@ _SplitPoints = Annotated[
     ),
 ]
 _Schedule = Annotated[
-    str, typer.Option(metavar="NAME", help="Schedule of a traced pipeline, as for shoal.Pipeline.")
+    str,
+    typer.Option(metavar="NAME", help="Schedule of a traced pipeline or the run of --check."),
 ]
 _Measure = Annotated[
     bool,
@@ -117,8 +118,8 @@ _WhatIf = Annotated[
     typer.Option(
         "--what-if",
         metavar="CHANGE",
-        help="Also find the fastest layout with a change: machine=h200, network=2x (or another rate or "
-        "efficiency), slowest=1.2 (a device is 1.2 times slower).",
+        help="Also find the fastest layout with a change: machine=h200, network=2x (or another rate, "
+        "efficiency), slowest=1.2 (of a device).",
     ),
 ]
 _Submit = Annotated[
@@ -127,8 +128,7 @@ _Submit = Annotated[
         min=1,
         metavar="N",
         help="Submit the N-th layout: `shoal submit` with its nodes and the words after `--`; "
-        "{layout}, {micro_batch}, {micro_batches}, {recompute}, {schedule}, {stages}, {batch} are "
-        "replaced.",
+        "{layout}, {micro_batch}, {micro_batches}, {recompute} … are replaced.",
     ),
 ]
 _Try = Annotated[
@@ -230,7 +230,7 @@ def plan(
     else:
         best = _search(options)
     if submit is not None:
-        submit_plan(best, submit, options.machine, options.words)
+        submit_plan(best, submit, options)
 
 
 def _updated_file(machine: str, check: Path | None) -> str:
@@ -258,6 +258,7 @@ def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
         machine,
         micro_batch=options.micro_batch,
         recompute=options.recompute,
+        schedule=options.schedule,
     )
     if options.as_json:
         typer.echo(json.dumps(check_values(found), indent=2))

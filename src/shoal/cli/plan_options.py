@@ -60,6 +60,12 @@ class PlanOptions:
                 fix="use --model hidden=…,layers=…,heads=…,vocab=…,seq=…, or for a module, train with "
                 'shoal.Run(…, plan="plan.json")',
             )
+        if self.html is not None and self.html.exists() and not self.html.is_dir():
+            raise ShoalError(
+                given=f"--html {self.html}",
+                found="it is a file",
+                fix="use a directory, such as --html plan-page",
+            )
         traced = self.traced
         known = tuple(FORMATS) if traced else (*FORMATS, ANY_PRECISION)
         _check_choice("--precision", self.precision, known, "mixed")
@@ -77,7 +83,7 @@ class PlanOptions:
         fixed = {
             f"--layout {self.layout}": self.layout not in (AUTO, USUAL),
             "--split-points": self.split_points,
-            f"--schedule {self.schedule}": self.schedule != "1f1b",
+            f"--schedule {self.schedule}": self.schedule != "1f1b" and not of_run,
             "--measure": not self.fake,
         }
         if not of_run:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,8 +14,8 @@ from shoal.cli.submit_options import SCRIPT_LAST
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
+    from shoal.cli.plan_options import PlanOptions
     from shoal.plan.configuration import PlannedLayout, PlannedStep
-    from shoal.plan.machines import Machine
 
 _EXAMPLE = "--submit 1 -- --time 20:00:00 train.py --layout {layout}"
 _TRIED = "--try 3 -- train.py --layout {layout} --run {run} --steps {steps}"
@@ -50,10 +52,10 @@ def check_words(number: int | None, tried: int | None, top: int, words: Sequence
             )
 
 
-def submit_plan(
-    best: Sequence[PlannedLayout], number: int, machine: Machine, words: Sequence[str]
-) -> None:
-    """Submit the layout of a number: `words` are those of `shoal submit`, with values in braces.
+def submit_plan(best: Sequence[PlannedLayout], number: int, options: PlanOptions) -> None:
+    """Submit the layout of a number: the words are those of `shoal submit`, with values in braces.
+
+    With `--json`, its output goes to standard error: standard output has the plan only.
 
     Raises ShoalError if fewer layouts fit, or if the devices do not fill their nodes.
     """
@@ -63,7 +65,7 @@ def submit_plan(
             found=f"the number of configurations that fit is {len(best)}",
             fix=f"use --submit {len(best)}",
         )
-    plan = best[number - 1].plan
+    plan, machine = best[number - 1].plan, options.machine
     devices = plan.layout.size
     per_node = min(machine.devices, devices)
     if devices % per_node:
@@ -73,12 +75,13 @@ def submit_plan(
             fix=f"use -n {devices // per_node * per_node}",
         )
     size = ["--nodes", str(devices // per_node), "-n", str(devices)]
-    size += [] if machine.name == "cpu" else ["--gpus-per-node", str(per_node)]
+    size += [] if machine.is_cpu else ["--gpus-per-node", str(per_node)]
     app = typer.Typer()
     app.command(context_settings=SCRIPT_LAST)(submit)
-    typer.main.get_command(app).main(
-        [*size, *filled(words, plan)], "shoal submit", standalone_mode=False
-    )
+    with redirect_stdout(sys.stderr if options.as_json else sys.stdout):
+        typer.main.get_command(app).main(
+            [*size, *filled(options.words, plan)], "shoal submit", standalone_mode=False
+        )
 
 
 def filled(words: Sequence[str], plan: PlannedStep, **others: str) -> list[str]:
@@ -90,6 +93,8 @@ def filled(words: Sequence[str], plan: PlannedStep, **others: str) -> list[str]:
         "recompute": plan.recompute,
         "schedule": plan.schedule,
         "stages": str(plan.stages),
+        "reshard_after_forward": str(plan.reshard_after_forward),
+        "accumulate": plan.accumulate,
         "batch": str(plan.global_batch),
         **others,
     }

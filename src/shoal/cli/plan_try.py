@@ -136,6 +136,8 @@ def _run(
         return None, f"it took longer than {duration(LIMIT)}"
     if done.code:
         return None, reason_of(done.code, (folder / LOG).read_text(errors="replace"))
+    if not directory.is_dir():
+        return None, "the script did not create shoal.Run({run})"
     try:
         return _seconds(directory), ""
     except ShoalError as error:
@@ -180,7 +182,7 @@ def _check_devices(count: int, machine: Machine) -> None:
             found=f"the job has {counted(nodes, 'node')}, of {counted(machine.devices, 'device')} each",
             fix=f"use -n {nodes * machine.devices}, or a job with more nodes",
         )
-    if machine.cores is not None or machine.name == "cpu":
+    if machine.is_cpu:
         return
     here = nodes * torch.accelerator.device_count() if accelerator.current()[0] else 0
     if here < count:

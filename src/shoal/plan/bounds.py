@@ -76,7 +76,8 @@ def memory_bytes(model: Transformer, candidates: Candidates) -> Numbers:
     several = known.keeps_gradients & (known.count > 1)
     gathered = known.bytes_of("gathered") * np.where(known.keeps_parameters, known.parameters, 2 * one)
     gathered += known.bytes_of("reduced") * np.where(several, known.parameters, one)
-    bucket = np.where(known.copies > 1, 25e6 * 2, 0.0)
+    buckets = np.minimum(25e6 * 2, known.bytes_of("reduced") * known.parameters)
+    bucket = np.where(known.copies > 1, buckets, 0.0)
     lost = held * known.layers * layer + again + logits + messages
     lost += np.where(known.shards > 1, gathered, bucket)
     kept = known.bytes_of("parameter") + known.bytes_of("gradient") + known.bytes_of("state")

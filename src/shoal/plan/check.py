@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.distributed.layout import Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.plan.bands import BANDS, step_kind
 from shoal.plan.configuration import PlannedStep, Recompute
 from shoal.plan.machines import Machine
@@ -71,10 +72,11 @@ def check_run(
     *,
     micro_batch: int | None = None,
     recompute: Recompute = "none",
+    schedule: str = "1f1b",
 ) -> RunCheck:
     """Return a prediction for the last attempt of a run, and its steps without those that warm up.
 
-    `micro_batch` is in samples. Default: the local batch.
+    `micro_batch` is in samples. Default: the local batch. `schedule` is that of a pipeline.
 
     Raises:
         ShoalError: If the run has no steps or its events lack the layout or the batch size.
@@ -83,7 +85,7 @@ def check_run(
     found = None if attempt is None else profile(attempt)
     if attempt is None or found is None:
         raise _unusable(directory, "it has recorded no steps", "check a run that took some steps")
-    plan = _plan_of(directory, attempt, micro_batch, recompute)
+    plan = _plan_of(directory, attempt, micro_batch, recompute, schedule)
     usual = np.median(found.average(found.mean), axis=-1)
     measured = dict(zip(SHOWN, (float(each) for each in usual), strict=True))
     step = estimate_step(model, plan, machine)
@@ -119,7 +121,7 @@ def predicted_parts(step: StepEstimate) -> dict[str, float]:
 
 
 def _plan_of(
-    directory: Path, attempt: Attempt, micro_batch: int | None, recompute: Recompute
+    directory: Path, attempt: Attempt, micro_batch: int | None, recompute: Recompute, schedule: str
 ) -> PlannedStep:
     """Return the configuration of a run, from the events of its first rank."""
     start = next(iter(attempt.starts.values()), {})
@@ -145,6 +147,8 @@ def _plan_of(
         recompute=recompute,
         precision=_PRECISIONS.get(str(precision), "fp32"),
         sequence_parallel=degrees.tensor > 1 and degrees.pipeline == 1,
+        stages=SCHEDULES[schedule].stages if degrees.pipeline > 1 else 1,
+        schedule=schedule,
     )
 
 

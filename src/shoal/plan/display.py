@@ -89,6 +89,8 @@ def plan_values(plan: PlannedStep) -> dict[str, Any]:
         "schedule": plan.schedule if plan.layout.pipeline > 1 else None,
         "stages_per_rank": plan.stages,
         "split_points": list(plan.split_points),
+        "reshard_after_forward": plan.reshard_after_forward,
+        "accumulate": plan.accumulate,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from shoal.util.errors import ShoalError
 OUTAGES = ("at", "node", "back")
 """Columns of a trace of nodes; a fourth, `cause`, may follow."""
 CAPACITY = ("at", "nodes")
+_LAST = 1e10
+"""Seconds, over 300 years: what is later does not count."""
 _EXAMPLE = "a CSV file that begins with at,node,back or at,nodes"
 
 
@@ -35,6 +38,7 @@ class _Change:
     at: float
     down: frozenset[int] = frozenset()
     up: frozenset[int] = frozenset()
+    capacity: int | None = None
     failed: int | None = None
     cause: str = ""
 
@@ -66,7 +70,8 @@ def time_between_failures(events: Sequence[FleetEvent], nodes: int, pool: int) -
     """Return the mean seconds between failures of `nodes` of the pool, as far as the trace goes."""
     failures, before = 0.0, frozenset(range(pool))
     for each in events:
-        failures += len(before - each.up) + (each.failed is not None)
+        if each.at:
+            failures += len(before - each.up) + (each.failed is not None)
         before = each.up
     return events[-1].at * pool / (nodes * failures) if failures else math.inf
 
@@ -77,7 +82,7 @@ def _changes(head: Sequence[str], row: Sequence[str], pool: int, where: str) -> 
         back = float(row[2]) if head != CAPACITY else 0.0
     except (ValueError, IndexError):
         at, number, back = math.nan, 0, 0.0
-    if len(row) > len(head) or not (0 <= at < math.inf and back >= 0) or math.isnan(back):
+    if len(row) > len(head) or not (0 <= at <= _LAST and back >= 0):
         raise _wrong(
             where, f"{','.join(row)!r}: the values of {','.join(head)} must be numbers, not negative"
         )
@@ -89,7 +94,7 @@ def _changes(head: Sequence[str], row: Sequence[str], pool: int, where: str) -> 
             fix=f"a number from 0 to {most}, or a larger spare=… in --training",
         )
     if head == CAPACITY:
-        return [_Change(at=at, up=frozenset(range(number)), down=frozenset(range(number, pool)))]
+        return [_Change(at=at, capacity=number)]
     if not back:
         return [_Change(at=at, failed=number, cause=row[3] if len(row) > 3 else "")]
     node = frozenset((number,))
@@ -97,10 +102,13 @@ def _changes(head: Sequence[str], row: Sequence[str], pool: int, where: str) -> 
 
 
 def _events(changes: Sequence[_Change], pool: int) -> Iterator[FleetEvent]:
-    up = frozenset(range(pool))
+    up, outages = frozenset(range(pool)), Counter[int]()
     for each in sorted(changes, key=lambda change: change.at):
-        up = (up - each.down) | each.up
-        if math.isfinite(each.at):
+        outages.update(each.down)
+        outages.subtract(each.up)
+        ended = frozenset(node for node in each.up if not outages[node])
+        up = (up - each.down) | ended if each.capacity is None else frozenset(range(each.capacity))
+        if each.at <= _LAST:
             yield FleetEvent(at=each.at, up=up, failed=each.failed, cause=each.cause)
 
 

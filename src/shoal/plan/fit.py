@@ -14,6 +14,7 @@ from shoal.bench.import_target import call_target, import_named
 from shoal.bench.scaling.models import Workload, make_model, workload_of
 from shoal.bench.scaling.subject import SIZES, BuiltIn, parse_subject
 from shoal.distributed.layout import Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.plan.configuration import PlannedStep, Recompute
 from shoal.plan.machines import Machine
 from shoal.plan.trace import TracedMemory, TracedStep, trace_step
@@ -30,6 +31,8 @@ from shoal.util.units import size
 
 MARGIN, SHARDED_MARGIN = 0.06, 0.15
 """The parts of the traced memory that a training may need in addition: the largest measured ones."""
+_ROUNDS = (4, 2, 1)
+"""Micro-batches for each rank of a pipeline, of which the first that divides the batch is traced."""
 SMALL_MARGIN = 64_000
 """Bytes that it may need in addition to these."""
 
@@ -139,11 +142,24 @@ def plan_of(
     split_points: tuple[str, ...] = (),
     schedule: str = "1f1b",
 ) -> PlannedStep:
-    """Return the plan that options describe. Raises ShoalError if the global batch does not divide."""
-    degrees = Layout.parse(layout).resolve(devices)
-    local = batch // degrees.data_size
-    micro = micro_batch or max(1, local)
-    unit = degrees.data_size * (micro_batch or 1)
+    """Return the plan that options describe.
+
+    Without `micro_batch`, a pipeline has four micro-batches per rank, or two or one if the local batch
+    is not divisible by more. Other layouts have one micro-batch.
+
+    Raises ShoalError if the global batch does not divide, or options of a pipeline are given for
+    another layout.
+    """
+    degrees = _resolved(layout, devices)
+    pipelined = [f"--split-points {','.join(split_points)}"] if split_points else []
+    pipelined += [f"--schedule {schedule}"] if schedule != "1f1b" else []
+    if pipelined and degrees.pipeline == 1:
+        raise ShoalError(
+            given=f"{pipelined[0]} --layout {layout}",
+            found="the layout has no pipeline",
+            fix=f"leave it out, or use --layout pipeline={max(2, devices)}",
+        )
+    unit = degrees.data_size * (micro_batch or degrees.pipeline)
     if batch % unit:
         asked = "" if micro_batch is None else f" --micro-batch {micro_batch}"
         raise ShoalError(
@@ -154,12 +170,32 @@ def plan_of(
     return PlannedStep(
         layout=degrees,
         global_batch=batch,
-        micro_batch=micro,
+        micro_batch=micro_batch or _micro_batch(degrees, batch),
         recompute=recompute,
         precision=precision,
         split_points=split_points,
         schedule=schedule,
+        stages=SCHEDULES[schedule].stages if degrees.pipeline > 1 else 1,
     )
+
+
+def _resolved(layout: str, devices: int) -> Layout:
+    parsed = Layout.parse(layout)
+    try:
+        return parsed.resolve(devices)
+    except ShoalError as error:
+        raise ShoalError(
+            given=f"--layout {layout} -n {devices}",
+            found=error.found,
+            fix="use a layout of as many devices, such as --layout replicate=-1",
+        ) from None
+
+
+def _micro_batch(layout: Layout, batch: int) -> int:
+    """Return the samples of a micro-batch with which a pipeline has several micro-batches per rank."""
+    local = batch // layout.data_size
+    rounds = _ROUNDS if layout.pipeline > 1 else (1,)
+    return next(local // (n * layout.pipeline) for n in rounds if local % (n * layout.pipeline) == 0)
 
 
 def trace_pipeline(

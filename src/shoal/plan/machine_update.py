@@ -20,6 +20,8 @@ FEWEST = 16
 """Measured steps that an update needs."""
 LARGEST = 1.5
 """The largest factor of one update, so that one unusual run does not spoil the file."""
+FARTHEST = 20
+"""The largest ratio of measured and predicted time with which a run changes a file."""
 COMPUTATION = ("product", "attention", "memory", "launch", "host")
 _SECONDS = ("launch", "host")
 """Efficiencies in seconds; the others are fractions of a rate."""
@@ -41,7 +43,7 @@ def efficiency_changes(found: RunCheck, machine: Machine) -> list[EfficiencyChan
     them apart. Communication moves that of the links within the node, or between nodes if ranks are
     on several.
 
-    Raises ShoalError if the run has too few steps.
+    Raises ShoalError if the run has too few steps, or takes a time that only another model takes.
     """
     if found.steps < FEWEST:
         raise ShoalError(
@@ -51,6 +53,14 @@ def efficiency_changes(found: RunCheck, machine: Machine) -> list[EfficiencyChan
         )
     parts = {part.name: part for part in found.parts}
     link = "link" if found.plan.layout.size <= machine.devices else "network"
+    ours = sum(part.predicted or 0.0 for part in found.parts)
+    theirs = sum(part.measured for part in found.parts if part.predicted is not None)
+    if not 1 / FARTHEST <= theirs / ours <= FARTHEST:
+        raise ShoalError(
+            given="--check … --update",
+            found=f"the run takes {theirs / ours:.2g} times the predicted time: it is of another model",
+            fix="use the --model of the run, or measure the machine: shoal bench machine",
+        )
     changes = []
     for part, names in (
         ("forward and backward", COMPUTATION),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -98,6 +97,11 @@ class Machine:
     efficiency: Efficiency = field(default_factory=Efficiency)
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether its devices are CPUs."""
+        return self.cores is not None or self.name == "cpu"
+
+    @property
     def available(self) -> float:
         """Bytes of device memory without those of context and libraries."""
         return self.memory - _RESERVED
@@ -120,6 +124,8 @@ class Machine:
         )
 
 
+_PLAUSIBLE = (1e-7, 1e9)
+"""The values of a machine file, in its units and with those of efficiencies."""
 _WHOLE = ("devices", "units", "cores", "threads")
 _SCALE = {
     "half": 1e12,
@@ -208,9 +214,10 @@ def _efficiency_mistakes(table: object) -> list[str]:
 
 def _number_mistake(key: str, value: object, *, whole: bool = False) -> list[str]:
     kinds = (int,) if whole else (int, float)
-    if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
-        return [f"{key} is {value!r}, not {'an integer' if whole else 'a number'}"]
-    return [] if value > 0 else [f"{key} is {value}; it must be above 0"]
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        return [f"{key} is {value!r:.40}, not {'an integer' if whole else 'a number'}"]
+    low, high = _PLAUSIBLE
+    return [] if low <= value <= high else [f"{key} is {value!r:.40}, not between {low:g} and {high:g}"]
 
 
 def _wrong(name: str, found: str) -> ShoalError:

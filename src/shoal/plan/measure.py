@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,8 @@ class LinkRates:
     network: float | None
     link_latency: float | None = None
     network_latency: float | None = None
+    per_node: int = 1
+    """The largest number of ranks of a node in the files."""
 
 
 def read_rates(files: Sequence[Path], link: float | None, network: float | None) -> LinkRates:
@@ -43,12 +47,13 @@ def read_rates(files: Sequence[Path], link: float | None, network: float | None)
 
     A file whose ranks are on one host has `link`, any other `network`, per rank of a host.
     """
-    rates = {"link": None if link is None else link * 1e9}
+    rates: dict[str, Any] = {"link": None if link is None else link * 1e9}
     rates["network"] = None if network is None else network * 1e9
     for path in files:
         found = read_machine_file(path)
         name = "link" if len(set(found.hosts)) == 1 else "network"
         bandwidth, latency = _ring_rates(path, found)
+        rates["per_node"] = max(rates.get("per_node", 1), *Counter(found.hosts).values())
         if rates[name] is None:
             rates[name] = bandwidth
         rates[f"{name}_latency"] = latency

@@ -140,7 +140,7 @@ def estimate_memory(
         several = plan.keeps_gradients and plan.micro_batches > 1
         buffers += numbers.reduced * (all_parameters if several else layer)
     elif plan.copies > 1:
-        buffers += 25e6 * 2
+        buffers += min(25e6 * 2, numbers.reduced * parameters)  # two buckets
     return MemoryEstimate(
         parameters=parameters * numbers.parameter,
         gradients=parameters * numbers.gradient,

@@ -36,7 +36,7 @@ class Transformer:
         for each in fields(self):
             value = getattr(self, each.name)
             least = 0 if each.name in flags | {"ffn", "kv_heads"} else 1
-            most = 1 if each.name in flags else 10**9
+            most = 1 if each.name in flags else 10**7
             if not least <= value <= most:
                 mistakes.append(f"{each.name} is {value}, not between {least} and {most}")
         if not mistakes and self.hidden % self.heads:

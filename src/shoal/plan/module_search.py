@@ -17,8 +17,6 @@ from shoal.util.errors import ShoalError
 _AXES = ("replicate", "shard", "tensor", "context", "pipeline")
 _INSIDE = ("tensor", "context")
 """Axes that stay within a node."""
-_ROUNDS = (4, 2, 1)
-"""Micro-batches for each rank of a pipeline, of which the first that divides the batch is traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,8 @@ def search_module(
     for number, layout in enumerate(layouts, 1):
         note(f"Tracing {layout} ({number} of {len(layouts)}) …")
         try:
-            micro = micro_batch or _micro_batch(layout, batch)
-            plan = plan_of(str(layout), devices, batch, micro, recompute, precision, (), schedule)
+            flow = schedule if layout.pipeline > 1 else "1f1b"
+            plan = plan_of(str(layout), devices, batch, micro_batch, recompute, precision, (), flow)
             found = fit_module(build, plan, machine, fake=fake, layouts=False)[-1]
         except ShoalError as error:
             first = first or error
@@ -93,12 +91,3 @@ def module_layouts(devices: int, machine: Machine) -> list[Layout]:
         for each in (*single, *pairs)
         if all(each.degree(axis) <= machine.devices for axis in _INSIDE)
     ]
-
-
-def _micro_batch(layout: Layout, batch: int) -> int | None:
-    """Return the samples of a micro-batch with which a pipeline has several micro-batches per rank."""
-    local = batch // layout.data_size
-    if layout.pipeline == 1:
-        return None
-    counts = (each * layout.pipeline for each in _ROUNDS)
-    return next((local // count for count in counts if local and local % count == 0), None)

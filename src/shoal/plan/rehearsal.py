@@ -99,7 +99,7 @@ class _RehearsedTraining:
 
     @property
     def _segment(self) -> int:
-        return max(1, min(self._left, math.ceil(self._fleet.interval / self._pace)))
+        return max(1, math.ceil(min(self._left, self._fleet.interval / self._pace)))
 
     def advance(self, until: float) -> bool:
         """Simulate up to a time; return whether the training has ended before."""

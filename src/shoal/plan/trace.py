@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.autograd import in_backward
-from shoal._torch.dispatch import tree_iter, tree_map
+from shoal._torch.dispatch import tree_iter, tree_map, without_modes
+from shoal._torch.modules import compiled_module
 from shoal._torch.simulation import (
     FakeTensors,
     KernelWorkspaces,
     KnownNumbers,
     LocalCollectives,
+    constructing,
     end_fake_group,
     simulating,
 )
@@ -51,7 +53,7 @@ from shoal.strategies.pipeline.options import Pipeline
 from shoal.strategies.tensor_parallel.options import TensorParallel
 from shoal.training.saved_plan import STEP_PRECISIONS
 from shoal.training.step import PRECISIONS, Step
-from shoal.util.errors import ShoalError
+from shoal.util.errors import LaunchError, ShoalError
 
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
 _STEPS = 3
@@ -161,7 +163,8 @@ class _Trace:
         self.gradients: set[int] = set()
         self.fake = FakeTensors() if fake else None
         # A loss of fake tensors may read numbers too.
-        self.numbers = KnownNumbers(lambda: bool(self.calls or not fake) and _read_by_user())
+        self.constructing = False
+        self.numbers = KnownNumbers(self.read_by_user)
         self.live = LiveBytes(self.moment)
         self.work = TracedWork(self.moment)
 
@@ -187,15 +190,16 @@ class _Trace:
 
         The checks on the first batch come before them.
         """
-        strategy, every = self.strategy(averaging=averaging)
-        with self.counted():
-            model = parallelize(self.built(), self.world, strategy)
-            optimizer = make_optimizer(model.parameters())
-            optimizer.register_step_pre_hook(self.note_gradients)
-            precision = STEP_PRECISIONS[self.plan.precision]
-            step = Step(model, optimizer, self.workload.task, precision=precision, clip=1.0)
-        names = {module: name for name, module in model.named_modules()}
+        names: dict[nn.Module, str] = {}
         try:
+            strategy, every = self.strategy(averaging=averaging)
+            with self.counted():
+                model = parallelize(self.built(), self.world, strategy)
+                optimizer = make_optimizer(model.parameters())
+                optimizer.register_step_pre_hook(self.note_gradients)
+                precision = STEP_PRECISIONS[self.plan.precision]
+                step = Step(model, optimizer, self.workload.task, precision=precision, clip=1.0)
+            names |= {module: name for name, module in model.named_modules()}
             peak, batches = 0, self.batches()
             for number in range(1, _STEPS + 1):
                 with self.live:
@@ -281,14 +285,53 @@ class _Trace:
                 handle.remove()
 
     def built(self) -> nn.Module:
-        """Return the model of the workload, as a fake one if steps are."""
+        """Return the model of the workload, as a fake one if steps are.
+
+        A function that fails on fake tensors, such as one that reads a value, is called without them.
+        """
         model = self.workload.model
         if not isinstance(model, nn.Module):
-            return model()
+            try:
+                with self.constructed():
+                    made = model()
+            except Exception:
+                if self.fake is None:
+                    raise
+                with self.constructed(), without_modes():
+                    model = model()
+            else:
+                return self.checked(made)
+        self.checked(model)
         if self.fake is None:
             return model
         tensors = {id(each): each for each in chain(model.parameters(), model.buffers())}
         return copy.deepcopy(model, {key: self.fake.from_tensor(own) for key, own in tensors.items()})
+
+    @contextmanager
+    def constructed(self) -> Iterator[None]:
+        """Let the user's code construct a model."""
+        self.constructing = True
+        try:
+            with constructing(self.numbers):
+                yield
+        finally:
+            self.constructing = False
+
+    def checked(self, model: nn.Module) -> nn.Module:
+        """Return a model. Raises ShoalError if it is compiled: compiled code can't be traced."""
+        if compiled_module(model) is not None:
+            raise LaunchError(
+                given="a model of torch.compile",
+                found="compiled code can't be traced",
+                fix="return the model, and compile it in main, or with shoal.Step(…, compile=True)",
+            )
+        return model
+
+    def read_by_user(self) -> bool:
+        """Return whether the user's code reads a value: in a construction, or in a forward pass."""
+        if self.constructing:
+            return self.fake is None or not _read_by("torch.nn.init")
+        return bool(self.calls or self.fake is None) and _read_by_user()
 
     def batches(self) -> Iterator[Batch]:
         """Return the batches of this rank, with values."""
@@ -382,10 +425,18 @@ class _Trace:
         return ShoalError(
             given=f"a trace of {place}" + (" on fake tensors" if self.fake else ""),
             found=f"it raises {type(error).__name__}: {line}",
-            fix="measure a step with values on this machine: --measure"
+            fix="run the model on a batch; if it succeeds, measure a step with values: --measure"
             if self.fake
             else "run the module on this batch without a plan first",
         )
+
+
+def _read_by(name: str) -> bool:
+    """Return whether a function of this module of torch reads a value."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != name:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _read_by_user() -> bool:

@@ -13,7 +13,8 @@ from shoal.util.errors import ShoalError
 
 RATES = ("half", "tf32", "fp32", "memory", "memory_bandwidth", "link", "network")
 COMPUTATION = ("half", "tf32", "fp32", "memory_bandwidth")
-QUESTIONS = ("machine", "slowest", *RATES, *RANGES)
+QUESTIONS = tuple(dict.fromkeys(("machine", "slowest", *RATES, *RANGES)))
+_FACTORS = (1e-3, 1e3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +46,17 @@ def changed_machine(machine: Machine, question: str) -> Machine:
     """
     name, _, value = question.partition("=")
     if name not in QUESTIONS or not value:
-        near = difflib.get_close_matches(name, QUESTIONS, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name, QUESTIONS, n=1, cutoff=0.6)
         raise ShoalError(
             given=f"--what-if {question}",
             found=f"a question is one of {', '.join(QUESTIONS)}, with a value",
-            fix=f"use --what-if {(near or ['network'])[0]}=…, such as network=2x or machine=h200",
+            fix=f"use --what-if {near[0]}=…, such as network=2x or machine=h200"
+            if near
+            else "use --what-if network=2x, or machine=h200",
         )
     if name == "machine":
         return find_machine(value)
-    factor = _factor(question, value.removesuffix("x"))
+    factor = _factor(question, value)
     if name == "slowest":
         return _times(machine, COMPUTATION, 1 / factor)
     if name in RATES:
@@ -97,14 +100,16 @@ def answer_what_if(
 
 
 def _factor(question: str, text: str) -> float:
+    slowest = question.startswith("slowest=")
     try:
-        factor = float(text)
+        factor = float(text.removesuffix("x"))
     except ValueError:
         factor = math.nan
-    if not (math.isfinite(factor) and factor > 0):
+    low, high = 1.0 if slowest else _FACTORS[0], _FACTORS[1]
+    if not low <= factor <= high or not (slowest or text.endswith("x")):
         raise ShoalError(
             given=f"--what-if {question}",
-            found="the factor is not a number above 0",
+            found=f"it is not a factor from {low:g} to {high:g}" + ("" if slowest else ", with x"),
             fix="use a factor, such as --what-if network=2x or --what-if slowest=1.2",
         )
     return factor

@@ -105,6 +105,10 @@ class TrainingEstimate:
         return self.quantile(0.5)
 
 
+_LONGEST = 1e10
+"""Seconds between failures, over 300 years, above which a training has none."""
+
+
 def parse_training(text: str) -> Training:
     """Return the training that `"steps=…,mtbf=…,save=…,restart=…"` describes.
 
@@ -239,7 +243,7 @@ def _rehearsed(
 
 def _interval(save: float, mean: float) -> float:
     """Return the seconds of training between two saves, those of `shoal.YoungDaly`."""
-    if math.isinf(mean):
+    if mean > _LONGEST:
         return math.inf
     from shoal.training.save_policy import YoungDaly  # imports torch
 

@@ -31,6 +31,8 @@ class SavedPlan:
         schedule: Schedule of the pipeline, for `shoal.Pipeline`; None without a pipeline.
         stages_per_rank: Pipeline stages of a rank.
         split_points: Modules with which stages begin, of a traced pipeline.
+        reshard_after_forward: Option of `shoal.FSDP`.
+        accumulate: Option of `shoal.FSDP`.
         predicted: Predicted seconds of a step by part.
 
     Example:
@@ -61,6 +63,8 @@ class SavedPlan:
     schedule: str | None
     stages_per_rank: int
     split_points: tuple[str, ...] = ()
+    reshard_after_forward: bool = True
+    accumulate: str = "sharded"
     predicted: Mapping[str, float]
 
     @property
@@ -120,20 +124,34 @@ def read_plan(path: str | Path, given: str, size: str) -> SavedPlan:
         if not 0 < sum(predicted.values()) < math.inf or min(predicted.values()) < 0:
             raise ValueError(predicted)
         return SavedPlan(
-            layout=str(first["layout"]),
-            devices=int(first["devices"]),
-            batch_size=int(first["global_batch"]),
-            micro_batch=int(first["micro_batch"]),
-            micro_batches=int(first["micro_batches"]),
-            recompute=str(first["recompute"]),
-            precision=str(first["precision"]),
-            schedule=first["schedule"],
-            stages_per_rank=int(first["stages_per_rank"]),
-            split_points=tuple(map(str, first["split_points"])),
+            layout=_text(first["layout"]),
+            devices=_count(first["devices"]),
+            batch_size=_count(first["global_batch"]),
+            micro_batch=_count(first["micro_batch"]),
+            micro_batches=_count(first["micro_batches"]),
+            recompute=_text(first["recompute"]),
+            precision=_text(first["precision"]),
+            schedule=None if first["schedule"] is None else _text(first["schedule"]),
+            stages_per_rank=_count(first["stages_per_rank"]),
+            split_points=tuple(_text(each) for each in list(first["split_points"])),
+            reshard_after_forward=bool(first["reshard_after_forward"]),
+            accumulate=_text(first["accumulate"]),
             predicted=predicted,
         )
     except OSError as error:
         raise StepError(given=given, found=f"it can't be read: {error.strerror}", fix=command) from None
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
         found = "it is not the output of shoal plan --json for one number of devices"
         raise StepError(given=given, found=found, fix=command) from None
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(value)
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value

@@ -273,6 +273,8 @@ def _circumstances(attempt: Attempt) -> dict[str, Any]:
 
 _MEMORY = re.compile(r"out of memory|OutOfMemoryError|Cannot allocate memory|DefaultCPUAllocator", re.I)
 _RAISED = re.compile(r"^\s*(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt)): *(.*)$", re.M)
+_USAGE = re.compile(r"^\S+: error: .+$", re.M)
+"""The last line of argparse."""
 _FOUND = re.compile(r"^ *found: *(.+)$", re.M)
 
 
@@ -280,6 +282,8 @@ def reason_of(code: int, log: str) -> str:
     """Return why a job failed, in a line: from its output, else from its exit code."""
     found, raised = _FOUND.findall(log), _RAISED.findall(log)
     line = found[-1] if found else ": ".join(filter(None, raised[-1])) if raised else ""
+    if not line and (usage := _USAGE.findall(log)):
+        line = usage[-1]
     if _MEMORY.search(log):
         line = f"out of memory: {line}" if line else "out of memory"
     elif not line and code in (-signal.SIGKILL, 128 + signal.SIGKILL):
