@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,26 @@ def test_the_second_layout_is_submitted(fakes: Fakes) -> None:
     assert f"--layout {layouts[1]} --micro=" in script.replace("'", "")
     assert "--schedule=1f1b --stages=1" in script.replace("'", "")
     assert "{" + "layout}" not in script
+
+
+def test_the_output_of_json_stays_json(fakes: Fakes) -> None:
+    words = ("--time", "1:00:00", "train.py", "--layout", "{layout}")
+    done = shoal(*PLAN, "--json", "--submit", "1", "--", *words)
+    assert done.exit_code == 0, done.exception
+    assert json.loads(done.stdout)["best"]
+    assert "job 42: 2 nodes with 8 GPUs" in done.stderr
+
+
+def test_a_measured_cpu_gets_no_gpus(fakes: Fakes, tmp_path: Path) -> None:
+    machine = tmp_path / "mine.toml"
+    machine.write_text(
+        "[mine]\nhalf = 1\nfp32 = 1\nmemory = 640\nmemory_bandwidth = 10\nlink = 1\nnetwork = 1\n"
+        'devices = 8\ncores = 16\nsource = "test"\n'
+    )
+    words = ("--time", "1:00:00", "train.py", "--layout", "{layout}")
+    done = shoal(*PLAN, "--machine", str(machine), "--submit", "1", "--", *words)
+    assert done.exit_code == 0, done.exception
+    assert "gpu" not in Path("runs/train/jobs/1/job.sh").read_text().lower()
 
 
 @pytest.mark.parametrize(
