@@ -62,6 +62,14 @@ def test_rates_that_no_machine_has(tmp_path: Path, value: str) -> None:
         find_machine(str(path))
 
 
+def test_memory_that_libraries_fill(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    text = FILE.format(link=1, devices=4, product=0.6, more="")
+    path.write_text(text.replace("memory = 24", "memory = 1.2"))
+    with pytest.raises(ShoalError, match=r"memory is 1.2 GB"):
+        find_machine(str(path))
+
+
 @pytest.mark.parametrize("text", ["", "[a]\n[b]\n", "a = 1\n", "not toml", "[a]\nefficiency = 1\n"])
 def test_files_that_are_no_machine(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.toml"

@@ -239,18 +239,16 @@ def training_sentences(found: TrainingEstimate) -> list[str]:
     ]
     if median.failures:
         sentences[0] += f" The goodput is {percent(found.goodput)}."
+    every = "only at the end" if math.isinf(found.interval) else f"every {duration(found.interval)}"
     if len(found.simulated) > 1:
         failures = [each.failures for each in found.simulated]
         sentences.append(
             f"With random failures, 80 % of {len(found.simulated)} simulated trainings took "
             f"{duration(low.total)} to {duration(high.total)}, with {min(failures)} to "
-            f"{counted(max(failures), 'failure')}. Save every {duration(found.interval)}."
+            f"{counted(max(failures), 'failure')}. Save {every}."
         )
     elif median.failures:
-        sentences.append(
-            f"The trace interrupts it {counted(median.failures, 'time')}. "
-            f"Save every {duration(found.interval)}."
-        )
+        sentences.append(f"The trace interrupts it {counted(median.failures, 'time')}. Save {every}.")
     if found.in_time < 1:
         sentences.append(f"{percent(found.in_time)} of the simulated trainings meet the deadline.")
     return sentences

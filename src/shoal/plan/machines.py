@@ -191,6 +191,8 @@ def parse_machine(name: str, table: object) -> Machine:
         mistakes.append("source is not text")
     efficiency = table.get("efficiency", {})
     mistakes += _efficiency_mistakes(efficiency)
+    if not mistakes and table["memory"] * 1e9 <= _RESERVED:
+        mistakes.append(f"memory is {table['memory']} GB, and context and libraries take 1.5 GB")
     if mistakes:
         raise _wrong(name, "; ".join(mistakes))
     values: dict[str, Any] = {

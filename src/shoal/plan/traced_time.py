@@ -200,7 +200,7 @@ class _Timeline:
             memory=work.memory,
             launch=work.launch + work.host,
             optimizer=self.optimizer,
-            communication=self.now - self.waited - busy,
+            communication=max(0.0, round(self.now - self.waited - busy, 12)),
             bubble=self.waited + end - self.now,
             stragglers=spread * busy,
         )
