@@ -9,6 +9,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from helpers.processes import Alone
 from shoal.checkpoint import AnyPath, Checkpoints, commit, paths, store
 from shoal.checkpoint.inspect import extract, listing, locate, manifest, verify
+from shoal.checkpoint.object_store import RemotePath
 from shoal.cli.main import app
 from shoal.util.errors import CheckpointError
 
@@ -24,7 +26,7 @@ Act = Callable[[], object]
 Meet = Callable[[object, str, Act], None]
 
 
-def save(folder: Path, step: int, value: float | None = None, **info: Any) -> None:
+def save(folder: AnyPath, step: int, value: float | None = None, **info: Any) -> None:
     """Save `step`, whose parameters are all `value`, and remove the checkpoints of other steps."""
     weight = torch.full((20,), float(step) if value is None else value)
     state = {"steps": {"step": {"model": {"weight": weight}}}}
@@ -60,6 +62,13 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Meet:
         monkeypatch.setattr(owner, name, wrapped)
 
     return meet
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[AnyPath]:
+    """A directory on a file system without renames."""
+    yield paths.path_from(f"memory://{tmp_path}/checkpoints")
+    fsspec.filesystem("memory").store.clear()
 
 
 @pytest.fixture
@@ -171,6 +180,39 @@ def test_a_given_checkpoint_that_was_removed_is_an_error(after: Meet, tmp_path: 
     with pytest.raises(CheckpointError, match="there is no such directory") as caught:
         checkpoint("verify", tmp_path / "step-1")
     assert caught.value.given == str(tmp_path / "step-1")
+
+
+def test_ls_of_a_given_checkpoint_that_was_removed_is_an_error(after: Meet, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    after(locate, "is_checkpoint", lambda: save(tmp_path, 2))
+    with pytest.raises(CheckpointError, match="there is no such directory"):
+        checkpoint("ls", tmp_path / "step-1")
+
+
+def test_ls_of_a_given_save_that_is_running(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step-2.partial").mkdir()
+    code, out = checkpoint("ls", tmp_path / "step-2.partial")
+    assert code == 0
+    assert "step-2.partial manifest.json is missing" in out
+
+
+def test_a_remote_save_of_the_same_step_is_not_damage(after: Meet, remote: AnyPath) -> None:
+    checkpoints = Checkpoints(remote, Alone(), keep=1)
+    checkpoints.save(1, {}, {}, {})
+    after(verify, "manifest", lambda: checkpoints.save(1, {}, {}, {"second": True}))
+    assert checkpoint("verify", remote) == (0, f"{remote}/step-1.a0.2: complete (step 1)")
+
+
+def test_a_remote_checkpoint_that_is_being_removed_is_not_damage(after: Meet, remote: AnyPath) -> None:
+    """Its manifest is gone, and other files are there."""
+    checkpoints = Checkpoints(remote, Alone(), keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, {}, {}, {})
+    manifest_path = remote / "step-1.a0" / "manifest.json"
+    assert isinstance(manifest_path, RemotePath)
+    after(commit.RemoteStore, "candidates", manifest_path.unlink)
+    assert checkpoint("verify", remote) == (0, f"{remote}/step-2.a0: complete (step 2)")
 
 
 def test_a_given_save_that_is_running_is_not_damaged(tmp_path: Path) -> None:

@@ -36,11 +36,7 @@ def folders(given: AnyPath) -> list[AnyPath]:
     Raises CheckpointError if there is none.
     """
     if not given.is_dir():
-        raise CheckpointError(
-            given=str(given),
-            found="it is a file" if given.exists() else "there is no such directory",
-            fix="pass a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
-        )
+        raise no_directory(given)
     inside: list[AnyPath] = sorted(given.iterdir(), key=_name)
     # One that a live run has renamed since is neither a file nor a directory.
     if any(is_named(path) and not path.is_file() for path in inside):
@@ -177,6 +173,15 @@ def _version(path: AnyPath) -> tuple[int, int] | None:
         found = manifest.lstat()
         return found.st_ino, found.st_mtime_ns
     return None
+
+
+def no_directory(given: AnyPath) -> CheckpointError:
+    """Return the error for a path that is not a directory."""
+    return CheckpointError(
+        given=str(given),
+        found="it is a file" if given.exists() else "there is no such directory",
+        fix="pass a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
+    )
 
 
 def _name(path: AnyPath) -> str:
