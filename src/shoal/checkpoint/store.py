@@ -33,6 +33,7 @@ VERSION = 1
 _FILE = re.compile(r"\w[\w.+-]*", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST_MANIFEST = 1 << 28
+_LISTINGS = 5
 
 
 @dataclass(frozen=True)
@@ -204,14 +205,12 @@ class Store(ABC, Generic[P]):
         At the same step the partial one comes first: its manifest was written later. A partial one
         without a valid manifest was never committed and is not listed.
         """
-        return [path for name, path in reversed(self.directories()) if self.may_be_whole(name, path)]
+        return [path for _, path, whole in reversed(self._judged()) if whole]
 
     def leftovers(self) -> list[P]:
         """Return the directories of unfinished saves and removals, in order of steps."""
         return [
-            path
-            for name, path in self.directories()
-            if (name.suffix or name.numbered) and not self.may_be_whole(name, path)
+            path for name, path, whole in self._judged() if (name.suffix or name.numbered) and not whole
         ]
 
     def begin(self, step: int, size: int = 0, files: int = 0) -> None:
@@ -267,6 +266,19 @@ class Store(ABC, Generic[P]):
         # A plain file of such a name belongs to the user, not to Shoal.
         named = [(name, path) for name, path in found if name is not None and _is_ours(path)]
         return sorted(named, key=lambda each: each[0])
+
+    def _judged(self) -> list[tuple[DirectoryName, P, bool]]:
+        """Return the directories, in the order of `directories`, and whether each may be whole.
+
+        Another process may give a partial one its final name after it was listed: list them again.
+        """
+        judged: list[tuple[DirectoryName, P, bool]] = []
+        for _ in range(_LISTINGS):
+            found = self.directories()
+            judged = [(name, path, self.may_be_whole(name, path)) for name, path in found]
+            if all(path.exists() for name, path in found if name.suffix == PARTIAL):
+                break
+        return judged
 
     def may_be_whole(self, name: DirectoryName, path: P) -> bool:
         """Return whether to list a directory; damaged checkpoints are listed, for users to see."""

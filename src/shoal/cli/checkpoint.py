@@ -91,11 +91,9 @@ def verify_checkpoints(
     damaged = False
     for path in paths:
         with _readable(path):
-            for listed in locate.checkpoints(_place(path)):
-                found = locate.examine_listed(listed, read=True)
-                if found is not None:  # None: a live run has removed it since
-                    display.verdict(plain_console(), found)
-                    damaged = damaged or bool(found.problems)
+            for found in locate.examine_all(_place(path), locate.checkpoints, read=True):
+                display.verdict(plain_console(), found)
+                damaged = damaged or bool(found.problems)
     raise typer.Exit(int(damaged))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import TRASH
 from shoal.checkpoint.filesystem import Files
-from shoal.checkpoint.inspect.locate import examine_listed
+from shoal.checkpoint.inspect.locate import candidates, examine_all, examine_listed, no_directory
 from shoal.checkpoint.inspect.manifest import simplify
 from shoal.checkpoint.inspect.verify import Examined, examine
 from shoal.checkpoint.paths import AnyPath, size_of
@@ -44,11 +44,12 @@ class Leftover:
 
 def entries(folder: AnyPath, *, verify: bool) -> Iterator[CheckpointEntry]:
     """Yield the checkpoints in a directory, oldest first; `verify` reads all of their files."""
-    newest_first: Sequence[AnyPath] = store_in(folder, Files()).candidates()
-    for path in reversed(newest_first):
-        found = examine_listed(path, read=verify)
-        if found is not None:
-            yield _entry(found)
+    for found in examine_all(folder, _oldest_first, read=verify):
+        yield _entry(found)
+
+
+def _oldest_first(folder: AnyPath) -> Sequence[AnyPath]:
+    return candidates(folder)[::-1]
 
 
 def leftovers(folder: AnyPath) -> list[Leftover]:
@@ -67,8 +68,14 @@ def leftovers(folder: AnyPath) -> list[Leftover]:
 
 
 def entry(path: AnyPath, *, verify: bool) -> CheckpointEntry:
-    """Return one checkpoint; `verify` reads all of its files."""
-    return _entry(examine(path, read=verify))
+    """Return one checkpoint or unfinished save; `verify` reads all of its files.
+
+    Raises CheckpointError if a live run has removed it.
+    """
+    found = examine_listed(path, read=verify)
+    if found is None and not path.is_dir():
+        raise no_directory(path)
+    return _entry(found or examine(path, read=verify))
 
 
 def _entry(found: Examined) -> CheckpointEntry:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from shoal.checkpoint.commit import store_in
-from shoal.checkpoint.directory_names import DirectoryName, is_named
+from shoal.checkpoint.directory_names import is_named, step_of
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, inspect_checkpoint
 from shoal.checkpoint.inspect.verify import Examined, examine
+from shoal.checkpoint.object_store import RemotePath
 from shoal.checkpoint.paths import AnyPath
 from shoal.checkpoint.store import MANIFEST
 from shoal.util.errors import CheckpointError
@@ -17,7 +19,7 @@ from shoal.util.errors import CheckpointError
 R = TypeVar("R")
 
 _TRIES = 5
-"""The number of searches for a checkpoint that a live run renames or removes."""
+"""The number of searches for a checkpoint that a live run renames, replaces or removes."""
 
 USUAL = "checkpoints"
 """The directory of the checkpoints in a run directory."""
@@ -34,15 +36,12 @@ def folders(given: AnyPath) -> list[AnyPath]:
     Raises CheckpointError if there is none.
     """
     if not given.is_dir():
-        raise CheckpointError(
-            given=str(given),
-            found="it is a file" if given.exists() else "there is no such directory",
-            fix="pass a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
-        )
-    inside: list[AnyPath] = sorted((path for path in given.iterdir() if path.is_dir()), key=_name)
-    if any(map(is_named, inside)):
+        raise no_directory(given)
+    inside: list[AnyPath] = sorted(given.iterdir(), key=_name)
+    # One that a live run has renamed since is neither a file nor a directory.
+    if any(is_named(path) and not path.is_file() for path in inside):
         return [given]
-    found = [path for path in inside if any(map(is_named, path.iterdir()))]
+    found = [path for path in inside if path.is_dir() and any(map(is_named, path.iterdir()))]
     if not found:
         names = ", ".join(sorted(map(_name, given.iterdir()))[:5]) or "nothing"
         raise CheckpointError(
@@ -53,11 +52,16 @@ def folders(given: AnyPath) -> list[AnyPath]:
     return sorted(found, key=lambda path: path.name != USUAL)
 
 
+def candidates(folder: AnyPath) -> Sequence[AnyPath]:
+    """Return the checkpoints in a directory, complete or not, newest first."""
+    return store_in(folder, Files()).candidates()
+
+
 def checkpoints(given: AnyPath) -> list[AnyPath]:
     """Return all checkpoints at `given`, complete or not: itself, or those in its folders."""
     if is_checkpoint(given):
         return [given]
-    found = [path for folder in folders(given) for path in store_in(folder, Files()).candidates()]
+    found = [path for folder in folders(given) for path in candidates(folder)]
     if not found:
         raise _unfinished(given)
     return found
@@ -67,14 +71,11 @@ def newest(given: AnyPath) -> AnyPath:
     """Return `given` if it is a checkpoint, or else the latest complete one in its first folder."""
     if is_checkpoint(given):
         return given
-    store = store_in(folders(given)[0], Files())
     reasons: list[str] = []
-    for path in store.candidates():
-        found = examine_listed(path, read=False)
-        if found is not None and not found.problems:
+    for found in examine_all(folders(given)[0], candidates, read=False):
+        if not found.problems:
             return found.path
-        if found is not None:
-            reasons.append(f"{path.name}: {found.problems[0]}")
+        reasons.append(f"{found.path.name}: {found.problems[0]}")
     if not reasons:
         raise _unfinished(given)
     raise CheckpointError(
@@ -84,34 +85,103 @@ def newest(given: AnyPath) -> AnyPath:
     )
 
 
+def examine_all(
+    given: AnyPath, listed: Callable[[AnyPath], Sequence[AnyPath]], *, read: bool
+) -> Iterator[Examined]:
+    """Examine the checkpoints `listed(given)`, as `examine` does, and yield each once.
+
+    If a live run has removed one of them since, list them again. Raises CheckpointError if all were
+    removed each time.
+    """
+    done: set[AnyPath] = set()
+    for _ in range(_TRIES):
+        removed = False
+        for path in listed(given):
+            found = None
+            if path not in done:
+                found = examine_listed(path, read=read)
+                removed = removed or found is None
+            if found is not None and found.path not in done:
+                done.add(found.path)
+                yield found
+        if not removed:
+            return
+    if not done:
+        raise _unfinished(given)
+
+
 def examine_listed(path: AnyPath, *, read: bool) -> Examined | None:
     """Examine a checkpoint that was listed, as `examine` does; return None if it was removed since.
 
-    A live run renames `step-8.partial` to `step-8` when its save ends, and removes old checkpoints.
+    A live run renames `step-8.partial` to `step-8` when its save ends, which may replace another
+    `step-8`, and removes old checkpoints. Raises CheckpointError if it is replaced each time.
     """
-    found = examine(path, read=read)
-    if not found.problems or path.exists():
-        return found
-    name = DirectoryName.read(path.name)
-    final = path if name is None else path.parent / str(name._replace(suffix=""))
-    found = examine(final, read=read)
-    return found if not found.problems or final.exists() else None
+    for _ in range(_TRIES):
+        before = _version(path)
+        found = examine(path, read=read)
+        if not found.problems:
+            return found
+        there = _saves(path)
+        if path in there and _version(path) == before:
+            return found
+        if not there:
+            return None
+        path = there[0]
+    raise _unsteady(path)
 
 
 def read_newest(given: Sequence[AnyPath], action: Callable[[list[CheckpointManifest]], R]) -> R:
     """Return the result of `action` for the latest complete checkpoint of each of `given`.
 
-    Calls it again if a live run has renamed or removed one of them.
+    Calls it again if a live run has replaced one of them, or if it failed and one was renamed or
+    removed.
     """
     tries = _TRIES
     while True:
         tries -= 1
         paths = [newest(each) for each in given]
+        before = [_version(path) for path in paths]
         try:
-            return action([inspect_checkpoint(path) for path in paths])
+            result = action([inspect_checkpoint(path) for path in paths])
         except CheckpointError:
-            if not tries or all(path.exists() for path in paths):
+            if not tries or (None not in before and before == [_version(path) for path in paths]):
                 raise
+            continue
+        # After a removal or a rename, open files still have the content of the same save.
+        replaced = [
+            path for path, old in zip(paths, before, strict=True) if _version(path) not in (None, old)
+        ]
+        if not replaced:
+            return result
+        if not tries:
+            raise _unsteady(replaced[0])
+
+
+def _saves(path: AnyPath) -> Sequence[AnyPath]:
+    """Return the checkpoints, newest first, that may be the one that was at `path`."""
+    if not is_named(path):
+        return [path] if is_checkpoint(path) else []
+    return [each for each in candidates(path.parent) if step_of(each) == step_of(path)]
+
+
+def _version(path: AnyPath) -> tuple[int, int] | None:
+    """Return a value that differs between saves at one path; None if there is no manifest."""
+    manifest = path / MANIFEST
+    if isinstance(manifest, RemotePath):
+        return (0, 0) if manifest.exists() else None  # there, each save has its own path
+    with suppress(OSError):
+        found = manifest.lstat()
+        return found.st_ino, found.st_mtime_ns
+    return None
+
+
+def no_directory(given: AnyPath) -> CheckpointError:
+    """Return the error for a path that is not a directory."""
+    return CheckpointError(
+        given=str(given),
+        found="it is a file" if given.exists() else "there is no such directory",
+        fix="pass a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
+    )
 
 
 def _name(path: AnyPath) -> str:
@@ -123,4 +193,12 @@ def _unfinished(given: AnyPath) -> CheckpointError:
         given=str(given),
         found="it contains no finished save",
         fix=f"list its contents: shoal checkpoint ls {given}",
+    )
+
+
+def _unsteady(path: AnyPath) -> CheckpointError:
+    return CheckpointError(
+        given=str(path),
+        found=f"a live run replaced it each time it was read, {_TRIES} times",
+        fix="try again when the run saves less often, or read another checkpoint",
     )
