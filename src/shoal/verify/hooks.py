@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 from shoal._torch.dataloader import observe_batches
 from shoal.data.feed import PositionedSource
@@ -37,13 +37,19 @@ from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.sampler import LocalBatch
 from shoal.verify.checksums import checksum_generators, checksum_state, sketch
-from shoal.verify.observations import ACCELERATE, DeliveredBatch, DrawRecord, LoaderRecord, WrittenFile
+from shoal.verify.observations import DeliveredBatch, DrawRecord, LoaderRecord, WrittenFile
 from shoal.verify.operation_trace import OperationTrace, plain_name, user_module
 from shoal.verify.shoal_loaders import (
     Source,
     consumed_samples,
     describe_loader,
     multiply_micro_batches,
+)
+from shoal.verify.torch_loaders import (
+    Indices,
+    describe_torch_loader,
+    innermost_index,
+    subset_indices,
 )
 from shoal.verify.written_files import observe_written_files
 
@@ -74,6 +80,20 @@ class ObserverOptions:
     micro_batches: int = 1
 
 
+@dataclass(kw_only=True)
+class LoaderPass:
+    """A pass over a DataLoader: the batches that it has delivered, of how many if that is known.
+
+    `subset` has the indices of a Subset in its innermost dataset.
+    """
+
+    loader: int
+    epoch: int
+    subset: Indices | None
+    batches: int | None = None
+    delivered: int = 0
+
+
 class Observer:
     """The records of this process, appended to a file as they happen."""
 
@@ -83,15 +103,13 @@ class Observer:
         self.step = 0
         self.pending: list[DeliveredBatch] = []
         self.used: set[int] = set()
-        self.iterations: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self.passes: WeakKeyDictionary[Any, LoaderPass] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.sources: WeakKeyDictionary[Source, LoaderRecord] = WeakKeyDictionary()
         self.numbers = count()  # not the length of `loaders`, which forgets loaders that have ended
         self.roots: WeakSet[torch.nn.Module] = WeakSet()
         self.depth = 0
         self.epochs: dict[int, int] = {}
-        self.batches: dict[int, int] = {}
-        self.delivered: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.scheduler_steps = 0
         self.before: dict[str, Any] = {}
         self.drawn: set[tuple[str, str]] = set()
@@ -135,22 +153,7 @@ class Observer:
             return  # indices of Shoal's loaders are positions of batches, not of samples
         number = next(self.numbers)
         self.loaders[loader] = number
-        batches = getattr(loader, "batch_sampler", None)
-        sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
-        # A SubsetRandomSampler reads some samples, also if Fabric wraps it as a DistributedSampler.
-        read = getattr(sampler, "indices", getattr(sampler, "dataset", loader.dataset))
-        size = len(read) if hasattr(read, "__len__") else None
-        shuffle = type(sampler).__name__ == "RandomSampler" or bool(getattr(sampler, "shuffle", False))
-        record = LoaderRecord(
-            loader=number,
-            size=size,
-            sampler=ACCELERATE if type(batches).__name__ == ACCELERATE else type(sampler).__name__,
-            shuffle=shuffle,
-            drop_last=bool(loader.drop_last or getattr(sampler, "drop_last", False)),
-            line=self.user_line(),
-            replacement=bool(getattr(sampler, "replacement", False)),
-            draws_observed=not isinstance(loader.dataset, IterableDataset),
-        )
+        record = describe_torch_loader(loader, number=number, line=self.user_line())
         self.write_event("loader", **asdict(record))
         self.watch_dataset(type(loader.dataset))
 
@@ -204,24 +207,22 @@ class Observer:
             return
         epoch = self.epochs.get(number, -1) + 1
         self.epochs[number] = epoch
-        self.iterations[iterator] = (number, epoch)
-        self.delivered[iterator] = 0
+        started = LoaderPass(loader=number, epoch=epoch, subset=subset_indices(loader.dataset))
         with suppress(TypeError):  # an iterable dataset without a length
-            self.batches[number] = len(loader)
+            started.batches = len(loader)
+        self.passes[iterator] = started
 
     def batch_delivered(self, iterator: Any, indices: Any) -> None:
         """Record a batch; `training` is false without gradients or in eval mode."""
-        if iterator not in self.iterations:
+        current = self.passes.get(iterator)
+        if current is None:
             return
-        loader, epoch = self.iterations[iterator]
         if not isinstance(indices, list | tuple):
             indices = [] if indices is None else [indices]
-        plain = tuple(
-            int(i) if isinstance(i, int) or hasattr(i, "__index__") else repr(i) for i in indices
-        )
-        self._record_batch(loader, epoch, plain)
-        self.delivered[iterator] = self.delivered.get(iterator, 0) + 1
-        if self.delivered[iterator] == self.batches.get(loader):
+        plain = tuple(innermost_index(index, current.subset) for index in indices)
+        self._record_batch(current.loader, current.epoch, plain)
+        current.delivered += 1
+        if current.delivered == current.batches:
             self.pass_ended(iterator)  # a loop that knows the length may not ask for another batch
 
     def _record_batch(self, loader: int, epoch: int, indices: tuple[Any, ...]) -> None:
@@ -233,10 +234,9 @@ class Observer:
 
     def pass_ended(self, iterator: Any) -> None:
         """Record that a pass reached the end of its sampler."""
-        if iterator not in self.iterations:
-            return
-        loader, epoch = self.iterations[iterator]
-        self.write_event("complete", loader=loader, epoch=epoch)
+        current = self.passes.get(iterator)
+        if current is not None:
+            self.write_event("complete", loader=current.loader, epoch=current.epoch)
 
     def file_written(self, path: str) -> None:
         """Record a file that the script replaces."""

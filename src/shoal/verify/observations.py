@@ -79,8 +79,10 @@ class LoaderRecord:
     """A DataLoader or shoal.Loader: its dataset's size, its sampler, and the line that built it.
 
     `part` is the number of the part of each global batch that this rank gets from a shoal.Loader; ranks
-    with the same number read the same samples. `draws_observed` is false if the dataset could draw from
-    global generators unseen. `micro_batches` is that of a shoal.Loader.
+    with the same number read the same samples. `samples` has the indices of a subset in its innermost
+    dataset, None if the loader is for all of the dataset or if they are not known. `draws_observed` is
+    false if the dataset could draw from global generators unseen. `micro_batches` is that of a
+    shoal.Loader.
     """
 
     loader: int
@@ -91,6 +93,7 @@ class LoaderRecord:
     line: str
     replacement: bool = False
     part: int | None = None
+    samples: tuple[int, ...] | None = None
     draws_observed: bool = True
     micro_batches: int = 1
 
@@ -215,7 +218,7 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
     by_kind: dict[str, list[Any]] = {}
     for event in events:
         by_kind.setdefault(event.pop("event"), []).append(event)
-    loaders = [LoaderRecord(**event) for event in by_kind.get("loader", [])]
+    loaders = [_loader(event) for event in by_kind.get("loader", [])]
     batches = [_batch(event) for event in by_kind.get("batch", [])]
     steps = [_step(event) for event in by_kind.get("step", [])]
     draws = [DrawRecord(**event) for event in by_kind.get("draw", [])]
@@ -233,6 +236,11 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
         operations=tuple(read_operation(event) for event in by_kind.get("operation", [])),
         notes=tuple(dict.fromkeys(event["text"] for event in by_kind.get("note", []))),
     )
+
+
+def _loader(event: Any) -> LoaderRecord:
+    samples = event["samples"]
+    return LoaderRecord(**{**event, "samples": None if samples is None else tuple(samples)})
 
 
 def _batch(event: Any) -> DeliveredBatch:

@@ -178,7 +178,8 @@ def _decide_counts(
         seen = 0
         for loader, epoch in _passes(run, training=training):
             record = _loader(run.ranks, loader)
-            if record is None or record.size is None or record.replacement:
+            size = _size(run.ranks, loader)
+            if record is None or size is None or record.replacement:
                 continue
             by_rank = [_order(rank, loader, epoch) for rank in _readers(run.ranks, loader)]
             if not training and all(Counter(by_rank[0]) == Counter(read) for read in by_rank):
@@ -186,15 +187,15 @@ def _decide_counts(
             counts = Counter(index for read in by_rank for index in read)
             ended = all((loader, epoch) in rank.complete for rank in run.ranks)
             repeated = sum(counts.values()) - len(counts)
-            missing = record.size - len(counts) if ended else 0
+            missing = size - len(counts) if ended else 0
             if repeated and not missing and not training and record.sampler == ACCELERATE:
-                evidence = f"Accelerate's sampler repeated {repeated} of {record.size} samples, which "
+                evidence = f"Accelerate's sampler repeated {repeated} of {size} samples, which "
                 evidence += "`gather_for_metrics` leaves out"
                 return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
             if repeated or missing:
                 evidence = (
                     f"{run.name}: epoch {epoch + 1} read {sum(counts.values())} samples of "
-                    f"{record.size}: {repeated} repeated, {missing} missing"
+                    f"{size}: {repeated} repeated, {missing} missing"
                 )
                 cause = sampler_cause(record, repeated, run.size)
                 return PropertyFinding(name=name, verdict="refuted", evidence=evidence, cause=cause)
@@ -222,6 +223,20 @@ def _readers(ranks: Sequence[RankRecord], loader: int) -> list[RankRecord]:
         part = None if record is None else record.part
         found.setdefault(number if part is None else part, rank)
     return list(found.values())
+
+
+def _size(ranks: Sequence[RankRecord], loader: int) -> int | None:
+    """Return how many samples the loaders of all ranks are for, None if it is not known.
+
+    Ranks may have different subsets of a dataset, and read its samples together. Indices of datasets
+    that differ otherwise do not tell which samples are the same.
+    """
+    records = [rank.loaders[loader] for rank in ranks if loader in rank.loaders]
+    subsets = [record.samples for record in records if record.samples is not None]
+    if subsets and len(subsets) == len(records):
+        return len(set().union(*subsets))
+    sizes = {record.size for record in records if record.size is not None}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _batches(rank: RankRecord, loader: int, epoch: int) -> list[DeliveredBatch]:

@@ -1,0 +1,70 @@
+"""The samples of torch's DataLoader, by their indices in the innermost dataset."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, Subset
+
+from shoal.verify.observations import ACCELERATE, LoaderRecord
+
+Indices: TypeAlias = NDArray[np.integer[Any]]
+
+
+def innermost_dataset(dataset: Any) -> Any:
+    """Return the dataset of a Subset, of nested ones too."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def subset_indices(dataset: Any) -> Indices | None:
+    """Return the indices of a Subset in the innermost dataset, None for other datasets."""
+    if not isinstance(dataset, Subset):
+        return None
+    return _inside(_integers(dataset.indices), subset_indices(dataset.dataset))
+
+
+def innermost_index(index: Any, subset: Indices | None) -> Any:
+    """Return an index of a sampler as a plain value, in the innermost dataset if it is an integer."""
+    if not hasattr(index, "__index__"):
+        return repr(index)
+    return int(index if subset is None else subset[index])
+
+
+def describe_torch_loader(loader: Any, *, number: int, line: str) -> LoaderRecord:
+    """Return the record of a DataLoader."""
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+    # A SubsetRandomSampler reads some samples, also if Fabric wraps it as a DistributedSampler.
+    read = getattr(sampler, "indices", getattr(sampler, "dataset", loader.dataset))
+    subset = subset_indices(loader.dataset)
+    samples = _inside(_integers(read), subset) if hasattr(sampler, "indices") else subset
+    return LoaderRecord(
+        loader=number,
+        size=len(read) if hasattr(read, "__len__") else None,
+        sampler=ACCELERATE if type(batches).__name__ == ACCELERATE else type(sampler).__name__,
+        shuffle=type(sampler).__name__ == "RandomSampler" or bool(getattr(sampler, "shuffle", False)),
+        drop_last=bool(loader.drop_last or getattr(sampler, "drop_last", False)),
+        line=line,
+        replacement=bool(getattr(sampler, "replacement", False)),
+        samples=None if samples is None else tuple(samples.tolist()),
+        draws_observed=not isinstance(loader.dataset, IterableDataset),
+    )
+
+
+def _integers(values: Any) -> Indices | None:
+    """Return a sequence of integers as an array, None for other values."""
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        return None
+    return found.astype(np.int64)
+
+
+def _inside(indices: Indices | None, outer: Indices | None) -> Indices | None:
+    return indices if indices is None or outer is None else outer[indices]

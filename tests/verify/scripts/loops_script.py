@@ -1,0 +1,67 @@
+"""DDP with the loaders, samplers and schedulers that sys.argv[1] names."""
+
+# mypy: ignore-errors
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, random_split
+
+WAY = sys.argv[1]
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(24, 6))
+own = range(rank, 24, size)
+batch = 8 // size
+
+
+def build_model():
+    return DistributedDataParallel(nn.Linear(6, 1))
+
+
+def build_loader(epoch):
+    if WAY == "subset":
+        return DataLoader(Subset(data, own), batch)
+    if WAY == "nested subset":
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(epoch))
+        return DataLoader(Subset(Subset(data, order), own), batch)
+    if WAY == "split":
+        train, _ = random_split(data, [16, 8], torch.Generator().manual_seed(0))
+        sampler = DistributedSampler(train)
+        sampler.set_epoch(epoch)
+        return DataLoader(train, batch, sampler=sampler)
+    return DataLoader(data, batch, sampler=own)
+
+
+def evaluate(model):
+    if WAY == "subset":
+        for (x,) in DataLoader(Subset(data, range(rank, 13, size)), 4):
+            model.module(x)
+    if WAY == "rank 0 evaluates" and rank == 0:
+        for (x,) in DataLoader(data, 4):
+            model.module(x)
+
+
+def train_step(model, optimizer, x):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def main():
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for epoch in range(3):
+        for (x,) in build_loader(epoch):
+            train_step(model, optimizer, x)
+        with torch.no_grad():
+            evaluate(model)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+main()

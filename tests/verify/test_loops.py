@@ -1,0 +1,34 @@
+"""Scripts whose ranks have other loaders, or that build loaders and schedulers in their loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.audits import audit
+from shoal.verify.findings import PropertyFinding
+from shoal.verify.properties import EVALUATION, SAMPLES
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
+
+
+def answers(home: Path, way: str, ranks: tuple[int, ...] = (2,)) -> dict[str, PropertyFinding]:
+    report = audit(home, "loops_script.py", way, ranks=ranks)
+    return {finding.name: finding for finding in report.findings}
+
+
+@pytest.mark.parametrize(
+    ("way", "held"),
+    [
+        ("subset", (SAMPLES, EVALUATION)),
+        ("nested subset", (SAMPLES,)),
+        ("split", (SAMPLES,)),
+    ],
+)
+def test_samples_of_a_subset_are_those_of_its_dataset(
+    home: Path, way: str, held: tuple[str, ...]
+) -> None:
+    found = answers(home, way, ranks=(1, 2))
+    assert [f for f in found.values() if f.verdict == "refuted"] == []
+    assert {found[name].verdict for name in held} == {"held"}
