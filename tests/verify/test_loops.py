@@ -32,3 +32,9 @@ def test_samples_of_a_subset_are_those_of_its_dataset(
     found = answers(home, way, ranks=(1, 2))
     assert [f for f in found.values() if f.verdict == "refuted"] == []
     assert {found[name].verdict for name in held} == {"held"}
+
+
+def test_a_rank_may_build_more_loaders_than_others(home: Path) -> None:
+    found = answers(home, "rank 0 evaluates", ranks=(1, 2))
+    assert [f for f in found.values() if f.verdict == "refuted"] == []
+    assert (found[SAMPLES].verdict, found[EVALUATION].verdict) == ("held", "held")

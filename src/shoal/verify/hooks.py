@@ -10,11 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
-from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -37,7 +37,7 @@ from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.sampler import LocalBatch
 from shoal.verify.checksums import checksum_generators, checksum_state, sketch
-from shoal.verify.observations import DeliveredBatch, DrawRecord, LoaderRecord, WrittenFile
+from shoal.verify.observations import DeliveredBatch, DrawRecord, LoaderKey, LoaderRecord, WrittenFile
 from shoal.verify.operation_trace import OperationTrace, plain_name, user_module
 from shoal.verify.shoal_loaders import (
     Source,
@@ -87,7 +87,7 @@ class LoaderPass:
     `subset` has the indices of a Subset in its innermost dataset.
     """
 
-    loader: int
+    loader: LoaderKey
     epoch: int
     subset: Indices | None
     batches: int | None = None
@@ -104,12 +104,12 @@ class Observer:
         self.pending: list[DeliveredBatch] = []
         self.used: set[int] = set()
         self.passes: WeakKeyDictionary[Any, LoaderPass] = WeakKeyDictionary()
-        self.loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.loaders: WeakKeyDictionary[Any, LoaderKey] = WeakKeyDictionary()
         self.sources: WeakKeyDictionary[Source, LoaderRecord] = WeakKeyDictionary()
-        self.numbers = count()  # not the length of `loaders`, which forgets loaders that have ended
+        self.built: Counter[str] = Counter()
         self.roots: WeakSet[torch.nn.Module] = WeakSet()
         self.depth = 0
-        self.epochs: dict[int, int] = {}
+        self.epochs: dict[LoaderKey, int] = {}
         self.scheduler_steps = 0
         self.before: dict[str, Any] = {}
         self.drawn: set[tuple[str, str]] = set()
@@ -125,8 +125,8 @@ class Observer:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"event": event, **values}) + "\n" for values in entries)
 
-    def user_line(self, *, called_by_autograd: bool = False) -> str:
-        """Return `file:line` of the innermost frame of the user's code, or "".
+    def user_lines(self, *, called_by_autograd: bool = False) -> Iterator[str]:
+        """Yield `file:line` of each frame of the user's code, the innermost first.
 
         `called_by_autograd` ignores the caller of the backward pass.
         """
@@ -134,11 +134,14 @@ class Observer:
         while frame is not None:
             name = frame.f_code.co_filename
             if name.startswith(self.options.root) and "site-packages" not in name:
-                return f"{os.path.relpath(name, self.options.root)}:{frame.f_lineno}"
+                yield f"{os.path.relpath(name, self.options.root)}:{frame.f_lineno}"
             if called_by_autograd and name.endswith(CALLERS_OF_BACKWARD):
-                return ""
+                return
             frame = frame.f_back
-        return ""
+
+    def user_line(self, *, called_by_autograd: bool = False) -> str:
+        """Return `file:line` of the innermost frame of the user's code, or ""."""
+        return next(self.user_lines(called_by_autograd=called_by_autograd), "")
 
     def begin_trace(self) -> None:
         """Record the operations from here to the end of the process, if the next step is traced."""
@@ -147,19 +150,25 @@ class Observer:
 
     # -- data -----------------------------------------------------------------------------------
 
+    def new_key(self) -> LoaderKey:
+        """Return the key of a new loader, equal on ranks that build it at the same place."""
+        place = " < ".join(self.user_lines())
+        self.built[place] += 1
+        return LoaderKey(place, self.built[place])
+
     def loader_built(self, loader: Any) -> None:
         """Record a new DataLoader and observe the draws of its dataset."""
         if type(loader.dataset).__module__.startswith("shoal."):
             return  # indices of Shoal's loaders are positions of batches, not of samples
-        number = next(self.numbers)
-        self.loaders[loader] = number
-        record = describe_torch_loader(loader, number=number, line=self.user_line())
+        key = self.new_key()
+        self.loaders[loader] = key
+        record = describe_torch_loader(loader, key=key, line=self.user_line())
         self.write_event("loader", **asdict(record))
         self.watch_dataset(type(loader.dataset))
 
     def source_built(self, source: Source) -> None:
         """Record a new shoal.Loader."""
-        record = describe_loader(source, number=next(self.numbers), line=self.user_line())
+        record = describe_loader(source, key=self.new_key(), line=self.user_line())
         self.sources[source] = record
         self.write_event("loader", **asdict(record))
 
@@ -202,12 +211,12 @@ class Observer:
 
     def pass_started(self, iterator: Any, loader: Any) -> None:
         """Record that a pass over a loader begins."""
-        number = self.loaders.get(loader)
-        if number is None:
+        key = self.loaders.get(loader)
+        if key is None:
             return
-        epoch = self.epochs.get(number, -1) + 1
-        self.epochs[number] = epoch
-        started = LoaderPass(loader=number, epoch=epoch, subset=subset_indices(loader.dataset))
+        epoch = self.epochs.get(key, -1) + 1
+        self.epochs[key] = epoch
+        started = LoaderPass(loader=key, epoch=epoch, subset=subset_indices(loader.dataset))
         with suppress(TypeError):  # an iterable dataset without a length
             started.batches = len(loader)
         self.passes[iterator] = started
@@ -225,7 +234,7 @@ class Observer:
         if current.delivered == current.batches:
             self.pass_ended(iterator)  # a loop that knows the length may not ask for another batch
 
-    def _record_batch(self, loader: int, epoch: int, indices: tuple[Any, ...]) -> None:
+    def _record_batch(self, loader: LoaderKey, epoch: int, indices: tuple[Any, ...]) -> None:
         modes = [module.training for module in list(self.roots)]
         training = torch.is_grad_enabled() and (not modes or any(modes))
         batch = DeliveredBatch(loader=loader, epoch=epoch, indices=indices, training=training)

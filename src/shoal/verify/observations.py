@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.verify.operations import TracedOperation, read_operation
 
@@ -31,11 +31,22 @@ class Sketch:
     place: tuple[int, ...] | None = None
 
 
+class LoaderKey(NamedTuple):
+    """The key of a loader on all ranks: its place, and its number among the loaders of this place.
+
+    The place has the lines of the script's calls, the innermost first. Ranks may build other loaders
+    elsewhere.
+    """
+
+    place: str
+    number: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeliveredBatch:
     """The indices of one batch: which loader, and the number of the pass over it."""
 
-    loader: int
+    loader: LoaderKey
     epoch: int
     indices: tuple[Any, ...]
     training: bool
@@ -85,7 +96,7 @@ class LoaderRecord:
     shoal.Loader.
     """
 
-    loader: int
+    loader: LoaderKey
     size: int | None
     sampler: str
     shuffle: bool
@@ -127,9 +138,9 @@ class RankRecord:
 
     rank: int
     steps: tuple[StepRecord, ...] = ()
-    loaders: Mapping[int, LoaderRecord] = field(default_factory=dict)
+    loaders: Mapping[LoaderKey, LoaderRecord] = field(default_factory=dict)
     delivered: tuple[DeliveredBatch, ...] = ()
-    complete: frozenset[tuple[int, int]] = frozenset()
+    complete: frozenset[tuple[LoaderKey, int]] = frozenset()
     draws: tuple[DrawRecord, ...] = ()
     files: tuple[WrittenFile, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
@@ -154,7 +165,7 @@ class RunRecord:
         Of ranks that read the same part of the global batch, one counts.
         """
         found: list[Any] = []
-        readers: dict[tuple[int, int], int] = {}
+        readers: dict[tuple[LoaderKey, int], int] = {}
         for rank in self.ranks:
             for batch in rank.steps[position].batches:
                 loader = rank.loaders.get(batch.loader)
@@ -227,7 +238,7 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
         steps=tuple(steps),
         loaders={loader.loader: loader for loader in loaders},
         delivered=tuple(batches),
-        complete=frozenset((e["loader"], e["epoch"]) for e in by_kind.get("complete", [])),
+        complete=frozenset((LoaderKey(*e["loader"]), e["epoch"]) for e in by_kind.get("complete", [])),
         draws=tuple(draws),
         files=tuple(WrittenFile(**event) for event in by_kind.get("file", [])),
         layers={event["kind"]: event["name"] for event in by_kind.get("layer", [])},
@@ -239,13 +250,14 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
 
 
 def _loader(event: Any) -> LoaderRecord:
-    samples = event["samples"]
-    return LoaderRecord(**{**event, "samples": None if samples is None else tuple(samples)})
+    samples = None if event["samples"] is None else tuple(event["samples"])
+    plain = {"loader": LoaderKey(*event["loader"]), "samples": samples}
+    return LoaderRecord(**{**event, **plain})
 
 
 def _batch(event: Any) -> DeliveredBatch:
-    indices = tuple(event["indices"])
-    return DeliveredBatch(**{**event, "indices": indices})
+    plain = {"loader": LoaderKey(*event["loader"]), "indices": tuple(event["indices"])}
+    return DeliveredBatch(**{**event, **plain})
 
 
 def _step(event: Any) -> StepRecord:

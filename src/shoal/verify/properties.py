@@ -24,6 +24,7 @@ from shoal.verify.observations import (
     GENERATORS,
     TIMED_OUT,
     DeliveredBatch,
+    LoaderKey,
     LoaderRecord,
     RankRecord,
     RunRecord,
@@ -199,7 +200,7 @@ def _decide_counts(
                 )
                 cause = sampler_cause(record, repeated, run.size)
                 return PropertyFinding(name=name, verdict="refuted", evidence=evidence, cause=cause)
-            seen += ended
+            seen += ended or len(counts) == size
         complete += bool(seen)
     if complete:
         return PropertyFinding(name=name, verdict="held", runs=complete)
@@ -207,15 +208,15 @@ def _decide_counts(
     return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
 
 
-def _passes(run: RunRecord, *, training: bool) -> list[tuple[int, int]]:
-    found: dict[tuple[int, int], bool] = {}
+def _passes(run: RunRecord, *, training: bool) -> list[tuple[LoaderKey, int]]:
+    found: dict[tuple[LoaderKey, int], bool] = {}
     for rank in run.ranks:
         for batch in rank.delivered:
             found[batch.loader, batch.epoch] = batch.training
     return [key for key, value in found.items() if value == training]
 
 
-def _readers(ranks: Sequence[RankRecord], loader: int) -> list[RankRecord]:
+def _readers(ranks: Sequence[RankRecord], loader: LoaderKey) -> list[RankRecord]:
     """Return the ranks that read different samples: one for each part of the global batch."""
     found: dict[int, RankRecord] = {}
     for number, rank in enumerate(ranks):
@@ -225,7 +226,7 @@ def _readers(ranks: Sequence[RankRecord], loader: int) -> list[RankRecord]:
     return list(found.values())
 
 
-def _size(ranks: Sequence[RankRecord], loader: int) -> int | None:
+def _size(ranks: Sequence[RankRecord], loader: LoaderKey) -> int | None:
     """Return how many samples the loaders of all ranks are for, None if it is not known.
 
     Ranks may have different subsets of a dataset, and read its samples together. Indices of datasets
@@ -239,12 +240,12 @@ def _size(ranks: Sequence[RankRecord], loader: int) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _batches(rank: RankRecord, loader: int, epoch: int) -> list[DeliveredBatch]:
+def _batches(rank: RankRecord, loader: LoaderKey, epoch: int) -> list[DeliveredBatch]:
     return [b for b in rank.delivered if (b.loader, b.epoch) == (loader, epoch)]
 
 
-def _loader(ranks: Sequence[RankRecord], number: int) -> LoaderRecord | None:
-    return ranks[0].loaders.get(number)
+def _loader(ranks: Sequence[RankRecord], loader: LoaderKey) -> LoaderRecord | None:
+    return next((rank.loaders[loader] for rank in ranks if loader in rank.loaders), None)
 
 
 def decide_order(runs: Sequence[RunRecord]) -> PropertyFinding:
@@ -270,7 +271,7 @@ def decide_order(runs: Sequence[RunRecord]) -> PropertyFinding:
     return PropertyFinding(name=ORDER, verdict="not decidable", evidence=evidence)
 
 
-def _order(rank: RankRecord, loader: int, epoch: int) -> list[Any]:
+def _order(rank: RankRecord, loader: LoaderKey, epoch: int) -> list[Any]:
     return [index for batch in _batches(rank, loader, epoch) for index in batch.indices]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, Subset
 
-from shoal.verify.observations import ACCELERATE, LoaderRecord
+from shoal.verify.observations import ACCELERATE, LoaderKey, LoaderRecord
 
 Indices: TypeAlias = NDArray[np.integer[Any]]
 
@@ -34,7 +34,7 @@ def innermost_index(index: Any, subset: Indices | None) -> Any:
     return int(index if subset is None else subset[index])
 
 
-def describe_torch_loader(loader: Any, *, number: int, line: str) -> LoaderRecord:
+def describe_torch_loader(loader: Any, *, key: LoaderKey, line: str) -> LoaderRecord:
     """Return the record of a DataLoader."""
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
@@ -43,7 +43,7 @@ def describe_torch_loader(loader: Any, *, number: int, line: str) -> LoaderRecor
     subset = subset_indices(loader.dataset)
     samples = _inside(_integers(read), subset) if hasattr(sampler, "indices") else subset
     return LoaderRecord(
-        loader=number,
+        loader=key,
         size=len(read) if hasattr(read, "__len__") else None,
         sampler=ACCELERATE if type(batches).__name__ == ACCELERATE else type(sampler).__name__,
         shuffle=type(sampler).__name__ == "RandomSampler" or bool(getattr(sampler, "shuffle", False)),
