@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from helpers.audits import audit
+from helpers.audits import SCRIPTS, audit
 from shoal.verify.findings import PropertyFinding
-from shoal.verify.properties import EVALUATION, SAMPLES
+from shoal.verify.properties import EVALUATION, SAMPLES, SCHEDULE
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
+
+
+LINES = (SCRIPTS / "loops_script.py").read_text().splitlines()
+
+
+def line(mark: str) -> str:
+    number = next(n for n, text in enumerate(LINES, 1) if text.endswith(f"# line: {mark}"))
+    return f"loops_script.py:{number}"
 
 
 def answers(home: Path, way: str, ranks: tuple[int, ...] = (2,)) -> dict[str, PropertyFinding]:
@@ -38,3 +46,15 @@ def test_a_rank_may_build_more_loaders_than_others(home: Path) -> None:
     found = answers(home, "rank 0 evaluates", ranks=(1, 2))
     assert [f for f in found.values() if f.verdict == "refuted"] == []
     assert (found[SAMPLES].verdict, found[EVALUATION].verdict) == ("held", "held")
+
+
+@pytest.mark.parametrize("way", ["two schedulers", "two optimizers"])
+def test_each_scheduler_is_counted_by_itself(home: Path, way: str) -> None:
+    assert answers(home, way, ranks=(1,))[SCHEDULE].verdict == "held"
+
+
+def test_the_scheduler_that_is_stepped_twice_is_found(home: Path) -> None:
+    found = answers(home, "second scheduler twice", ranks=(1,))[SCHEDULE]
+    assert "2 scheduler steps" in found.evidence
+    assert found.cause is not None
+    assert found.cause.line == line("twice")

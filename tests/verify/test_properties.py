@@ -181,7 +181,8 @@ def test_replicas_and_schedules_are_compared() -> None:
     other = {"weight": Sketch(checksum="x", norm=1.0, projection=0.0)}
     ranks = RankRecord(rank=0, steps=STEPS[:1]), RankRecord(rank=1, steps=(step(1, parameters=other),))
     assert properties.decide_replicas([run(*ranks)], SOURCE).verdict == "refuted"
-    twice = RankRecord(rank=0, steps=(step(1, scheduler_steps=2),), scheduler_line="train.py:7")
+    steps = (step(1, scheduler_steps=2, scheduler_line="train.py:7"),)
+    twice = RankRecord(rank=0, steps=steps, scheduled=True)
     found = properties.decide_schedule([run(twice)])
     assert found.cause is not None
     assert found.cause.line == "train.py:7"

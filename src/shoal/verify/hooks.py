@@ -110,7 +110,7 @@ class Observer:
         self.roots: WeakSet[torch.nn.Module] = WeakSet()
         self.depth = 0
         self.epochs: dict[LoaderKey, int] = {}
-        self.scheduler_steps = 0
+        self.schedulers: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
         self.before: dict[str, Any] = {}
         self.drawn: set[tuple[str, str]] = set()
         self.trace = OperationTrace(lambda inner: self.user_line(called_by_autograd=inner))
@@ -336,6 +336,7 @@ class Observer:
 
     def _record_step(self, optimizer: Any) -> None:
         parameters = self._names(optimizer)
+        scheduler_steps, scheduler_line = self._take_scheduler_steps(optimizer)
         self.write_event(
             "step",
             step=self.step,
@@ -347,12 +348,28 @@ class Observer:
                 for number, batch in enumerate(self.pending)
                 if number in self.used or not self.used
             ],
-            scheduler_steps=self.scheduler_steps,
+            scheduler_steps=scheduler_steps,
+            scheduler_line=scheduler_line,
             line=self.user_line(),
             distributed=dist.is_available() and dist.is_initialized(),
         )
-        self.pending, self.scheduler_steps = [], 0
+        self.pending = []
         self.used.clear()
+
+    def scheduler_stepped(self, scheduler: Any) -> None:
+        """Count a step of a scheduler by the user's code."""
+        steps, _ = self.schedulers.get(scheduler, (0, ""))
+        self.schedulers[scheduler] = steps + 1, self.user_line()
+        self.write_event("scheduler")
+
+    def _take_scheduler_steps(self, optimizer: Any) -> tuple[int, str]:
+        """Return the most steps of one of its schedulers since the optimizer's last, and their line.
+
+        Optimizers with common parameters are the same one, with and without a wrapper.
+        """
+        stepped = _parameters(optimizer)
+        own = [each for each in self.schedulers if _parameters(each.optimizer) & stepped]
+        return max((self.schedulers.pop(each) for each in own), default=(0, ""))
 
 
 class _NoInput:
@@ -387,6 +404,10 @@ def _makes_state() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _parameters(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _rate(layer: Any) -> float:
@@ -439,8 +460,7 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
     def scheduled(scheduler: Any, *_: Any) -> None:
         caller = sys._getframe(2).f_code.co_filename  # a scheduler's constructor also calls step
         if caller.startswith(options.root):
-            observer.scheduler_steps += 1
-            observer.write_event("scheduler", line=observer.user_line())
+            observer.scheduler_stepped(scheduler)
 
     _after(LRScheduler, "step", scheduled)
 

@@ -57,8 +57,9 @@ class StepRecord:
     """One call of Optimizer.step on one rank.
 
     `parameters_before`, `optimizer_before`, `buffers_before` and `generators` are checksums of the
-    state before the step; `parameters` and `gradients` are by name, after and before it. `distributed`
-    is false if the rank had no process group.
+    state before the step; `parameters` and `gradients` are by name, after and before it.
+    `scheduler_steps` are the most steps of one scheduler since the last step of its optimizer, which is
+    this one. `distributed` is false if the rank had no process group.
     """
 
     step: int
@@ -71,6 +72,7 @@ class StepRecord:
     parameters: Mapping[str, Sketch]
     batches: tuple[DeliveredBatch, ...]
     scheduler_steps: int
+    scheduler_line: str = ""
     line: str = ""
     distributed: bool = True
 
@@ -145,7 +147,7 @@ class RankRecord:
     files: tuple[WrittenFile, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
     set_epoch_calls: int = 0
-    scheduler_line: str = ""
+    scheduled: bool = False
     notes: tuple[str, ...] = ()
     operations: tuple[TracedOperation, ...] = ()
 
@@ -243,7 +245,7 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
         files=tuple(WrittenFile(**event) for event in by_kind.get("file", [])),
         layers={event["kind"]: event["name"] for event in by_kind.get("layer", [])},
         set_epoch_calls=len(by_kind.get("set_epoch", [])),
-        scheduler_line=next((e["line"] for e in by_kind.get("scheduler", [])), ""),
+        scheduled="scheduler" in by_kind,
         operations=tuple(read_operation(event) for event in by_kind.get("operation", [])),
         notes=tuple(dict.fromkeys(event["text"] for event in by_kind.get("note", []))),
     )

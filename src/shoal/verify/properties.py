@@ -329,15 +329,15 @@ def decide_replicas(runs: Sequence[RunRecord], source: ScriptSource) -> Property
 
 
 def decide_schedule(runs: Sequence[RunRecord]) -> PropertyFinding:
-    """Count the calls of a scheduler's `step` between two optimizer steps."""
-    scheduled = [run for run in runs if any(rank.scheduler_line for rank in run.ranks)]
+    """Count the calls of each scheduler's `step` between two steps of its optimizer."""
+    scheduled = [run for run in runs if any(rank.scheduled for rank in run.ranks)]
     for run in scheduled:
         for rank in run.ranks:
             for step in rank.steps:
                 if step.scheduler_steps > 1:
                     evidence = f"{run.name}, rank {rank.rank}, before step {step.step}: "
                     evidence += f"{step.scheduler_steps} scheduler steps in one optimizer step"
-                    cause = schedule_cause(rank.scheduler_line)
+                    cause = schedule_cause(step.scheduler_line)
                     return PropertyFinding(
                         name=SCHEDULE, verdict="refuted", evidence=evidence, cause=cause
                     )

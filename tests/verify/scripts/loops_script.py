@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, random_split
 
 WAY = sys.argv[1]
@@ -52,12 +53,24 @@ def train_step(model, optimizer, x):
     optimizer.zero_grad()
 
 
+def train_batch(models, optimizers, schedulers, x):
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train_step(model, optimizer, x)
+    for scheduler in schedulers:
+        scheduler.step()
+    if WAY == "second scheduler twice":
+        schedulers[1].step()  # line: twice
+
+
 def main():
-    model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    models = [build_model() for _ in range(2 if WAY == "two optimizers" else 1)]
+    model = models[0]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.99) for optimizer in optimizers]
+    schedulers.append(lr_scheduler.LinearLR(optimizers[0], total_iters=5))
     for epoch in range(3):
         for (x,) in build_loader(epoch):
-            train_step(model, optimizer, x)
+            train_batch(models, optimizers, schedulers, x)
         with torch.no_grad():
             evaluate(model)
         dist.barrier()
