@@ -8,7 +8,7 @@ import pytest
 
 from helpers.audits import SCRIPTS, audit
 from shoal.verify.findings import PropertyFinding
-from shoal.verify.properties import EVALUATION, SAMPLES, SCHEDULE
+from shoal.verify.properties import EVALUATION, ORDER, SAMPLES, SCHEDULE
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
@@ -58,3 +58,25 @@ def test_the_scheduler_that_is_stepped_twice_is_found(home: Path) -> None:
     assert "2 scheduler steps" in found.evidence
     assert found.cause is not None
     assert found.cause.line == line("twice")
+
+
+@pytest.mark.parametrize(
+    ("way", "cause", "mark"),
+    [
+        ("sampler in loop", "set_epoch forgotten", "sampler"),
+        ("generator in loop", "generator seeded again in each epoch", "generator"),
+    ],
+)
+def test_loaders_that_are_built_in_each_epoch_have_an_order_of_epochs(
+    home: Path, way: str, cause: str, mark: str
+) -> None:
+    found = answers(home, way)[ORDER]
+    assert found.cause is not None
+    assert (found.cause.name, found.cause.line) == (cause, line(mark))
+
+
+@pytest.mark.parametrize(
+    ("way", "verdict"), [("epoch in loop", "held"), ("part in loop", "not decidable")]
+)
+def test_an_order_may_be_equal_in_another_dataset(home: Path, way: str, verdict: str) -> None:
+    assert answers(home, way)[ORDER].verdict == verdict

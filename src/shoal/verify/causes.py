@@ -126,6 +126,12 @@ def order_cause(loader: LoaderRecord, set_epoch_calls: int) -> LikelyCause | Non
             line=loader.line,
             change="call `sampler.set_epoch(epoch)` at the start of each epoch",
         )
+    if loader.sampler == "RandomSampler":
+        return LikelyCause(
+            name="generator seeded again in each epoch",
+            line=loader.line,
+            change="seed the generator once, before the first epoch, or with the epoch's number",
+        )
     return None
 
 

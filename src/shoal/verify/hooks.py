@@ -46,6 +46,7 @@ from shoal.verify.shoal_loaders import (
     multiply_micro_batches,
 )
 from shoal.verify.torch_loaders import (
+    DatasetNumbers,
     Indices,
     describe_torch_loader,
     innermost_index,
@@ -107,6 +108,7 @@ class Observer:
         self.loaders: WeakKeyDictionary[Any, LoaderKey] = WeakKeyDictionary()
         self.sources: WeakKeyDictionary[Source, LoaderRecord] = WeakKeyDictionary()
         self.built: Counter[str] = Counter()
+        self.datasets = DatasetNumbers()
         self.roots: WeakSet[torch.nn.Module] = WeakSet()
         self.depth = 0
         self.epochs: dict[LoaderKey, int] = {}
@@ -162,7 +164,8 @@ class Observer:
             return  # indices of Shoal's loaders are positions of batches, not of samples
         key = self.new_key()
         self.loaders[loader] = key
-        record = describe_torch_loader(loader, key=key, line=self.user_line())
+        line = self.user_line()
+        record = describe_torch_loader(loader, key=key, line=line, datasets=self.datasets)
         self.write_event("loader", **asdict(record))
         self.watch_dataset(type(loader.dataset))
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from shoal.verify.operations import TracedOperation, read_operation
 
@@ -40,6 +40,10 @@ class LoaderKey(NamedTuple):
 
     place: str
     number: int
+
+
+Pass: TypeAlias = tuple[LoaderKey, int]
+"""A loader, and the number of a pass over it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,7 @@ class LoaderRecord:
     with the same number read the same samples. `samples` has the indices of a subset in its innermost
     dataset, None if the loader is for all of the dataset or if they are not known. `draws_observed` is
     false if the dataset could draw from global generators unseen. `micro_batches` is that of a
-    shoal.Loader.
+    shoal.Loader. `dataset` has the same number for the same innermost dataset.
     """
 
     loader: LoaderKey
@@ -109,6 +113,7 @@ class LoaderRecord:
     samples: tuple[int, ...] | None = None
     draws_observed: bool = True
     micro_batches: int = 1
+    dataset: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +147,7 @@ class RankRecord:
     steps: tuple[StepRecord, ...] = ()
     loaders: Mapping[LoaderKey, LoaderRecord] = field(default_factory=dict)
     delivered: tuple[DeliveredBatch, ...] = ()
-    complete: frozenset[tuple[LoaderKey, int]] = frozenset()
+    complete: frozenset[Pass] = frozenset()
     draws: tuple[DrawRecord, ...] = ()
     files: tuple[WrittenFile, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)

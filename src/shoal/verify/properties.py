@@ -26,6 +26,7 @@ from shoal.verify.observations import (
     DeliveredBatch,
     LoaderKey,
     LoaderRecord,
+    Pass,
     RankRecord,
     RunRecord,
     Sketch,
@@ -208,8 +209,8 @@ def _decide_counts(
     return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
 
 
-def _passes(run: RunRecord, *, training: bool) -> list[tuple[LoaderKey, int]]:
-    found: dict[tuple[LoaderKey, int], bool] = {}
+def _passes(run: RunRecord, *, training: bool) -> list[Pass]:
+    found: dict[Pass, bool] = {}
     for rank in run.ranks:
         for batch in rank.delivered:
             found[batch.loader, batch.epoch] = batch.training
@@ -252,23 +253,36 @@ def decide_order(runs: Sequence[RunRecord]) -> PropertyFinding:
     """Compare the orders of the first two epochs of each training loader that shuffles."""
     compared = 0
     for run in runs:
-        seen = False
-        for loader, record in run.ranks[0].loaders.items():
-            passes = [key for key in _passes(run, training=True) if key[0] == loader]
-            complete = [key for key in passes if key in run.ranks[0].complete]
-            if not record.shuffle or len(complete) < 2:
-                continue
-            orders = [_order(run.ranks[0], *key) for key in complete[:2]]
+        rank = run.ranks[0]
+        shuffled = [passes for passes in _epochs(run) if rank.loaders[passes[0][0]].shuffle]
+        for first, second in (passes[:2] for passes in shuffled if len(passes) > 1):
+            orders = [_order(rank, *key) for key in (first, second)]
             if orders[0] == orders[1] and len(orders[0]) > 2:
                 evidence = f"{run.name}: epochs 1 and 2 read the samples in the same order"
-                cause = order_cause(record, run.ranks[0].set_epoch_calls)
+                cause = order_cause(rank.loaders[first[0]], rank.set_epoch_calls)
                 return PropertyFinding(name=ORDER, verdict="refuted", evidence=evidence, cause=cause)
-            seen = True
-        compared += seen
+        compared += any(len(passes) > 1 for passes in shuffled)
     if compared:
         return PropertyFinding(name=ORDER, verdict="held", runs=compared)
     evidence = "no DataLoader that shuffles completed two epochs"
     return PropertyFinding(name=ORDER, verdict="not decidable", evidence=evidence)
+
+
+def _epochs(run: RunRecord) -> list[list[Pass]]:
+    """Return the complete training passes over each loader of the first rank, in their order.
+
+    Loaders of one dataset that are built at the same place, for one pass each, count as one loader.
+    """
+    rank = run.ranks[0]
+    passes = _passes(run, training=True)
+    complete = [key for key in passes if key in rank.complete and key[0] in rank.loaders]
+    number = Counter(loader for loader, _ in complete)
+    found: dict[Any, list[Pass]] = {}
+    for loader, epoch in complete:
+        dataset = rank.loaders[loader].dataset
+        single = number[loader] == 1 and dataset is not None
+        found.setdefault((loader.place, dataset) if single else loader, []).append((loader, epoch))
+    return list(found.values())
 
 
 def _order(rank: RankRecord, loader: LoaderKey, epoch: int) -> list[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
 from typing import Any, TypeAlias
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +37,29 @@ def innermost_index(index: Any, subset: Indices | None) -> Any:
     return int(index if subset is None else subset[index])
 
 
-def describe_torch_loader(loader: Any, *, key: LoaderKey, line: str) -> LoaderRecord:
+class DatasetNumbers:
+    """Numbers of datasets, which are the same for the same object only."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Callable[[], Any], int]] = {}
+        self._next = count()
+
+    def of(self, dataset: Any) -> int:
+        """Return the number of a dataset."""
+        known, number = self._known.get(id(dataset), (lambda: None, 0))
+        if known() is dataset:
+            return number
+        number = next(self._next)
+        try:
+            self._known[id(dataset)] = (ref(dataset), number)
+        except TypeError:  # no weak reference: a list stays in memory, so that no other gets its id
+            self._known[id(dataset)] = (lambda: dataset, number)
+        return number
+
+
+def describe_torch_loader(
+    loader: Any, *, key: LoaderKey, line: str, datasets: DatasetNumbers
+) -> LoaderRecord:
     """Return the record of a DataLoader."""
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
@@ -51,6 +76,7 @@ def describe_torch_loader(loader: Any, *, key: LoaderKey, line: str) -> LoaderRe
         line=line,
         replacement=bool(getattr(sampler, "replacement", False)),
         samples=None if samples is None else tuple(samples.tolist()),
+        dataset=datasets.of(innermost_dataset(loader.dataset)),
         draws_observed=not isinstance(loader.dataset, IterableDataset),
     )
 

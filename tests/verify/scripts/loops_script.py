@@ -35,6 +35,18 @@ def build_loader(epoch):
         sampler = DistributedSampler(train)
         sampler.set_epoch(epoch)
         return DataLoader(train, batch, sampler=sampler)
+    if WAY == "sampler in loop":
+        return DataLoader(data, batch, sampler=DistributedSampler(data))  # line: sampler
+    if WAY == "generator in loop":
+        same = torch.Generator().manual_seed(0)
+        return DataLoader(data, batch, shuffle=True, generator=same)  # line: generator
+    if WAY == "part in loop":
+        part = TensorDataset(torch.randn(16, 6))
+        return DataLoader(part, batch, sampler=DistributedSampler(part))
+    if WAY == "epoch in loop":
+        sampler = DistributedSampler(data)
+        sampler.set_epoch(epoch)
+        return DataLoader(data, batch, sampler=sampler)
     return DataLoader(data, batch, sampler=own)
 
 
