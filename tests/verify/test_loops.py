@@ -8,7 +8,7 @@ import pytest
 
 from helpers.audits import SCRIPTS, audit
 from shoal.verify.findings import PropertyFinding
-from shoal.verify.properties import EVALUATION, ORDER, SAMPLES, SCHEDULE
+from shoal.verify.properties import EVALUATION, ORDER, SAMPLES, SCHEDULE, WORLD
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
@@ -80,3 +80,19 @@ def test_loaders_that_are_built_in_each_epoch_have_an_order_of_epochs(
 )
 def test_an_order_may_be_equal_in_another_dataset(home: Path, way: str, verdict: str) -> None:
     assert answers(home, way)[ORDER].verdict == verdict
+
+
+@pytest.mark.parametrize("way", ["other seeds", "other epochs"])
+def test_samples_that_ranks_repeat_are_no_padding_if_the_ranks_divide_their_number(
+    home: Path, way: str
+) -> None:
+    cause = answers(home, way)[SAMPLES].cause
+    assert cause is not None
+    assert cause.name == "different seed or epoch of the samplers on the ranks"
+    assert cause.line == line("others")
+
+
+def test_clipping_after_the_reduction_is_no_cause(home: Path) -> None:
+    found = answers(home, "sum, then clip", ranks=(1, 2))[WORLD]
+    assert found.verdict == "refuted"
+    assert found.cause is None or "clipped" not in found.cause.name

@@ -37,6 +37,7 @@ from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.sampler import LocalBatch
 from shoal.verify.checksums import checksum_generators, checksum_state, sketch
+from shoal.verify.clipping import observe_clipping
 from shoal.verify.observations import DeliveredBatch, DrawRecord, LoaderKey, LoaderRecord, WrittenFile
 from shoal.verify.operation_trace import OperationTrace, plain_name, user_module
 from shoal.verify.shoal_loaders import (
@@ -47,7 +48,7 @@ from shoal.verify.shoal_loaders import (
 )
 from shoal.verify.torch_loaders import (
     DatasetNumbers,
-    Indices,
+    LoaderPass,
     describe_torch_loader,
     innermost_index,
     subset_indices,
@@ -81,20 +82,6 @@ class ObserverOptions:
     micro_batches: int = 1
 
 
-@dataclass(kw_only=True)
-class LoaderPass:
-    """A pass over a DataLoader: the batches that it has delivered, of how many if that is known.
-
-    `subset` has the indices of a Subset in its innermost dataset.
-    """
-
-    loader: LoaderKey
-    epoch: int
-    subset: Indices | None
-    batches: int | None = None
-    delivered: int = 0
-
-
 class Observer:
     """The records of this process, appended to a file as they happen."""
 
@@ -113,6 +100,7 @@ class Observer:
         self.depth = 0
         self.epochs: dict[LoaderKey, int] = {}
         self.schedulers: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+        self.clips: dict[str, str] = {}
         self.before: dict[str, Any] = {}
         self.drawn: set[tuple[str, str]] = set()
         self.trace = OperationTrace(lambda inner: self.user_line(called_by_autograd=inner))
@@ -353,11 +341,21 @@ class Observer:
             ],
             scheduler_steps=scheduler_steps,
             scheduler_line=scheduler_line,
+            **self.clips,
             line=self.user_line(),
             distributed=dist.is_available() and dist.is_initialized(),
         )
-        self.pending = []
+        self.pending, self.clips = [], {}
         self.used.clear()
+
+    def gradients_clipped(self, parameters: Any) -> None:
+        """Record gradients before they are clipped."""
+        with self.trace.paused():
+            gradients = checksum_state([p.grad for p in parameters if p.grad is not None])
+        self.clips = {
+            "clipped_gradients": self.clips.get("clipped_gradients", "") + gradients,
+            "clip_line": self.user_line(),
+        }
 
     def scheduler_stepped(self, scheduler: Any) -> None:
         """Count a step of a scheduler by the user's code."""
@@ -449,6 +447,7 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
     _after(DataLoader, "__init__", lambda loader, *_: observer.loader_built(loader))
     observe_batches(observer.pass_started, observer.batch_delivered, observer.pass_ended)
     observe_loaders(observer)
+    observe_clipping(observer.gradients_clipped)
     observe_written_files(options.root, observer.file_written)
     if options.micro_batches > 1:
         multiply_micro_batches(options.micro_batches)

@@ -63,7 +63,8 @@ class StepRecord:
     `parameters_before`, `optimizer_before`, `buffers_before` and `generators` are checksums of the
     state before the step; `parameters` and `gradients` are by name, after and before it.
     `scheduler_steps` are the most steps of one scheduler since the last step of its optimizer, which is
-    this one. `distributed` is false if the rank had no process group.
+    this one. `clipped_gradients` is a checksum of the gradients that were clipped, before they were.
+    `distributed` is false if the rank had no process group.
     """
 
     step: int
@@ -77,6 +78,8 @@ class StepRecord:
     batches: tuple[DeliveredBatch, ...]
     scheduler_steps: int
     scheduler_line: str = ""
+    clipped_gradients: str = ""
+    clip_line: str = ""
     line: str = ""
     distributed: bool = True
 

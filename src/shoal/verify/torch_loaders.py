@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 from weakref import ref
@@ -35,6 +36,20 @@ def innermost_index(index: Any, subset: Indices | None) -> Any:
     if not hasattr(index, "__index__"):
         return repr(index)
     return int(index if subset is None else subset[index])
+
+
+@dataclass(kw_only=True)
+class LoaderPass:
+    """A pass over a DataLoader: the batches that it has delivered, of how many if that is known.
+
+    `subset` has the indices of a Subset in its innermost dataset.
+    """
+
+    loader: LoaderKey
+    epoch: int
+    subset: Indices | None
+    batches: int | None = None
+    delivered: int = 0
 
 
 class DatasetNumbers:

@@ -21,6 +21,8 @@ batch = 8 // size
 
 
 def build_model():
+    if WAY == "sum, then clip":
+        return nn.Sequential(nn.Linear(6, 1))
     return DistributedDataParallel(nn.Linear(6, 1))
 
 
@@ -40,6 +42,10 @@ def build_loader(epoch):
     if WAY == "generator in loop":
         same = torch.Generator().manual_seed(0)
         return DataLoader(data, batch, shuffle=True, generator=same)  # line: generator
+    if WAY in ("other seeds", "other epochs"):
+        sampler = DistributedSampler(data, seed=rank if WAY == "other seeds" else 0)
+        sampler.set_epoch(0 if WAY == "other epochs" and rank else epoch)
+        return DataLoader(data, batch, sampler=sampler)  # line: others
     if WAY == "part in loop":
         part = TensorDataset(torch.randn(16, 6))
         return DataLoader(part, batch, sampler=DistributedSampler(part))
@@ -48,6 +54,12 @@ def build_loader(epoch):
         sampler.set_epoch(epoch)
         return DataLoader(data, batch, sampler=sampler)
     return DataLoader(data, batch, sampler=own)
+
+
+def clip_sum(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    nn.utils.clip_grad_norm_(model.parameters(), 100.0)
 
 
 def evaluate(model):
@@ -61,6 +73,8 @@ def evaluate(model):
 
 def train_step(model, optimizer, x):
     model(x).square().mean().backward()
+    if WAY == "sum, then clip":
+        clip_sum(model)
     optimizer.step()
     optimizer.zero_grad()
 
