@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,10 @@ import pytest
 import torch
 
 from helpers.audits import SCRIPTS, audit
+from helpers.cli import refused, shoal
 from shoal.util.errors import LaunchError
+from shoal.verify import audit as audits
+from shoal.verify import variants
 
 LINES = (SCRIPTS / "ddp.py").read_text().splitlines()
 FAULTS = [
@@ -226,3 +231,63 @@ def test_a_missing_script_is_an_error(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "there is no file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found", "fix"),
+    [
+        (("../outside.py",), "outside of the current directory", "cd .. && shoal verify outside.py"),
+        (("--ranks", "9" * 20, "ddp.py"), "a number of ranks is 1 to 1,024", "--ranks 1,2"),
+        (("--ranks", "0", "ddp.py"), "a number of ranks is 1 to 1,024", "--ranks 1,2"),
+    ],
+)
+def test_what_can_not_be_run_is_an_error(
+    home: Path, arguments: tuple[str, ...], found: str, fix: str
+) -> None:
+    (home.parent / "outside.py").touch()
+    error = refused("verify", *arguments)
+    assert found in error.found
+    assert fix in error.fix
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked")
+def test_a_script_is_named_by_its_path_in_the_current_directory(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(audits, "audit_script", lambda request, _: started.append(request.script))
+    shoal("verify", str(home / "files" / ".." / "ddp.py"))
+    assert started == ["ddp.py"]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked")
+def test_pipes_sockets_and_files_that_vanish_are_not_copied(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(home / "pipe")
+    (home / "files" / "gone").touch()
+    copy = variants._copy
+
+    def vanish(source: str, target: str) -> None:
+        if source.endswith("gone"):
+            os.unlink(source)
+        copy(source, target)
+
+    monkeypatch.setattr(variants, "_copy", vanish)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("socket")
+        report = audit(home, "ddp.py", ranks=(1,))
+    assert report.findings[0].verdict == "held"
+
+
+def test_a_file_that_can_not_be_copied_is_an_error(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise PermissionError(13, "Permission denied", source)
+
+    monkeypatch.setattr(variants, "_copy", refuse)
+    with pytest.raises(LaunchError, match="Permission denied"):
+        variants.copy_directory(home, tmp_path / "copy")

@@ -54,10 +54,17 @@ def test_an_epoch_has_the_samples_that_its_sampler_is_for(
     assert record["line"].startswith("test_hooks.py:")
 
 
-def test_loaders_that_have_ended_keep_their_numbers(observer: Observer) -> None:
-    for _ in range(3):
+def test_loaders_are_numbered_by_the_lines_that_build_them(observer: Observer) -> None:
+    def build() -> None:
         observer.loader_built(DataLoader(torch.arange(9)))  # type: ignore[arg-type]
-    assert [record["loader"] for record in events(observer, "loader")] == [0, 1, 2]
+
+    for _ in range(2):
+        build()
+    build()
+    (first, *_), (second, *_), (other, *_) = keys = [e["loader"] for e in events(observer, "loader")]
+    assert [number for _, number in keys] == [1, 2, 1]
+    assert first == second != other
+    assert all(place.startswith("test_hooks.py:") for place, _ in keys)
 
 
 def test_padding_samples_of_a_local_batch_are_not_counted(observer: Observer) -> None:

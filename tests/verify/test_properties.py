@@ -11,6 +11,7 @@ from shoal.verify.findings import PropertyFinding
 from shoal.verify.observations import (
     DeliveredBatch,
     DrawRecord,
+    LoaderKey,
     LoaderRecord,
     RankRecord,
     RunRecord,
@@ -25,8 +26,9 @@ def __getitem__(self, index):
 torch.save(state, "state.pt")
 """
 SOURCE = ScriptSource(name="train.py", text=SCRIPT)
+KEY = LoaderKey("train.py:9", 1)
 LOADER = LoaderRecord(
-    loader=0, size=3, sampler="DistributedSampler", shuffle=True, drop_last=False, line="train.py:9"
+    loader=KEY, size=3, sampler="DistributedSampler", shuffle=True, drop_last=False, line="train.py:9"
 )
 
 
@@ -41,7 +43,7 @@ def step(number: int, indices: tuple[int, ...] = (0,), **changes: object) -> Ste
         lr=(0.1,),
         gradients={"weight": value},
         parameters={"weight": value},
-        batches=(DeliveredBatch(loader=0, epoch=0, indices=indices, training=True),),
+        batches=(DeliveredBatch(loader=KEY, epoch=0, indices=indices, training=True),),
         scheduler_steps=0,
     )
     return replace(record, **changes)  # type: ignore[arg-type]
@@ -102,13 +104,13 @@ def test_a_restart_from_the_initial_parameters_decides_nothing() -> None:
 
 def reading(*indices: int, rank: int = 0) -> RankRecord:
     batches = tuple(
-        DeliveredBatch(loader=0, epoch=epoch, indices=indices, training=True) for epoch in (0, 1)
+        DeliveredBatch(loader=KEY, epoch=epoch, indices=indices, training=True) for epoch in (0, 1)
     )
     return RankRecord(
         rank=rank,
-        loaders={0: LOADER},
+        loaders={KEY: LOADER},
         delivered=batches,
-        complete=frozenset({(0, 0), (0, 1)}),
+        complete=frozenset({(KEY, 0), (KEY, 1)}),
     )
 
 
@@ -139,7 +141,7 @@ def test_a_global_draw_has_the_line_of_the_draw() -> None:
 )
 def test_draws_are_not_decidable_where_they_are_not_observed(observed: bool, answer: str) -> None:
     loader = replace(LOADER, draws_observed=observed)
-    rank = RankRecord(rank=0, loaders={0: loader}, delivered=STEPS[0].batches)
+    rank = RankRecord(rank=0, loaders={KEY: loader}, delivered=STEPS[0].batches)
     assert properties.decide_draws([run(rank)], SOURCE).answer == answer
 
 
@@ -167,8 +169,8 @@ def test_samples_that_accelerate_repeats_in_evaluation_are_left_out_of_its_metri
     ranks = [
         replace(
             reading(*indices, rank=rank),
-            loaders={0: loader},
-            delivered=(DeliveredBatch(loader=0, epoch=0, indices=indices, training=False),),
+            loaders={KEY: loader},
+            delivered=(DeliveredBatch(loader=KEY, epoch=0, indices=indices, training=False),),
         )
         for rank, indices in enumerate(((0, 1), (2, 0)))
     ]
@@ -179,7 +181,8 @@ def test_replicas_and_schedules_are_compared() -> None:
     other = {"weight": Sketch(checksum="x", norm=1.0, projection=0.0)}
     ranks = RankRecord(rank=0, steps=STEPS[:1]), RankRecord(rank=1, steps=(step(1, parameters=other),))
     assert properties.decide_replicas([run(*ranks)], SOURCE).verdict == "refuted"
-    twice = RankRecord(rank=0, steps=(step(1, scheduler_steps=2),), scheduler_line="train.py:7")
+    steps = (step(1, scheduler_steps=2, scheduler_line="train.py:7"),)
+    twice = RankRecord(rank=0, steps=steps, scheduled=True)
     found = properties.decide_schedule([run(twice)])
     assert found.cause is not None
     assert found.cause.line == "train.py:7"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import tempfile
 from pathlib import Path
@@ -55,7 +56,7 @@ def verify(
 
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as scratch:
         request = VerifyRequest(
-            script=script,
+            script=os.path.relpath(Path(script)),
             args=tuple(script_arguments(args)),
             restart_args=tuple(shlex.split(restart_args)),
             ranks=_numbers(ranks),

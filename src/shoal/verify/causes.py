@@ -22,7 +22,7 @@ BATCH_NORM = "BatchNorm over the local batch"
 DROPOUT = "dropout drawn per rank"
 CLIPPING = "gradients clipped before they are averaged"
 GUESSED = (BATCH_NORM, DROPOUT, CLIPPING)
-"""Causes that are reported because the model has such a layer, or the script such a call."""
+"""Causes that are reported because the model has such a layer, or the script makes such a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +94,7 @@ def resume_cause(kind: str, generators: Sequence[str], source: ScriptSource) -> 
 def sampler_cause(loader: LoaderRecord, repeated: int, size: int) -> LikelyCause | None:
     """Return why an epoch repeats or leaves out samples."""
     if repeated and "Distributed" in loader.sampler:
-        return LikelyCause(
-            name="DistributedSampler padding",
-            line=loader.line,
-            change="use a number of samples that the ranks divide, or a sampler without padding",
-        )
+        return _distributed_cause(loader, repeated, size)
     if repeated and loader.sampler == ACCELERATE:
         return LikelyCause(
             name="padding of Accelerate's sampler",
@@ -118,6 +114,23 @@ def sampler_cause(loader: LoaderRecord, repeated: int, size: int) -> LikelyCause
     return None
 
 
+def _distributed_cause(loader: LoaderRecord, repeated: int, size: int) -> LikelyCause | None:
+    """Return why DistributedSamplers repeat samples: padding repeats fewer than there are ranks."""
+    if loader.size is not None and repeated <= -loader.size % size:
+        return LikelyCause(
+            name="DistributedSampler padding",
+            line=loader.line,
+            change="use a number of samples that the ranks divide, or a sampler without padding",
+        )
+    if loader.shuffle:
+        return LikelyCause(
+            name="different seed or epoch of the samplers on the ranks",
+            line=loader.line,
+            change="give the samplers of all ranks the same seed, and call `set_epoch(epoch)` on each",
+        )
+    return None
+
+
 def order_cause(loader: LoaderRecord, set_epoch_calls: int) -> LikelyCause | None:
     """Return why two epochs have the same order."""
     if "Distributed" in loader.sampler and not set_epoch_calls:
@@ -125,6 +138,12 @@ def order_cause(loader: LoaderRecord, set_epoch_calls: int) -> LikelyCause | Non
             name="set_epoch forgotten",
             line=loader.line,
             change="call `sampler.set_epoch(epoch)` at the start of each epoch",
+        )
+    if loader.sampler == "RandomSampler":
+        return LikelyCause(
+            name="generator seeded again in each epoch",
+            line=loader.line,
+            change="seed the generator once, before the first epoch, or with the epoch's number",
         )
     return None
 
@@ -210,7 +229,6 @@ def world_size_cause(
             line=source.line(layers["dropout"]),
             change="draw masks by sample, as Shoal does, or expect statistical equality only",
         )
-    clipping = find_calls(source.text, ("clip_grad_norm_", "clip_grad_value_"))
     sizes = {len(rank.steps[position].samples) for rank in b.ranks}
     if len(sizes) > 1:
         return LikelyCause(
@@ -218,10 +236,12 @@ def world_size_cause(
             line=source.line("backward"),
             change="weight each rank's loss by its number of samples",
         )
-    if clipping:
+    steps = [rank.steps[position] for rank in b.ranks]
+    # Gradients that are averaged already are equal on all ranks, unless these hold parts of them.
+    if len({step.clipped_gradients for step in steps}) > 1 and not steps[0].sharded:
         return LikelyCause(
             name=CLIPPING,
-            line=f"{source.name}:{clipping[0]}",
+            line=steps[0].clip_line or source.name,
             change="clip after the gradients of all ranks have been averaged",
         )
     return None

@@ -10,11 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
-from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 from shoal._torch.dataloader import observe_batches
 from shoal.data.feed import PositionedSource
@@ -37,13 +37,21 @@ from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.sampler import LocalBatch
 from shoal.verify.checksums import checksum_generators, checksum_state, sketch
-from shoal.verify.observations import ACCELERATE, DeliveredBatch, DrawRecord, LoaderRecord, WrittenFile
+from shoal.verify.clipping import observe_clipping
+from shoal.verify.observations import DeliveredBatch, DrawRecord, LoaderKey, LoaderRecord, WrittenFile
 from shoal.verify.operation_trace import OperationTrace, plain_name, user_module
 from shoal.verify.shoal_loaders import (
     Source,
     consumed_samples,
     describe_loader,
     multiply_micro_batches,
+)
+from shoal.verify.torch_loaders import (
+    DatasetNumbers,
+    LoaderPass,
+    describe_torch_loader,
+    innermost_index,
+    subset_indices,
 )
 from shoal.verify.written_files import observe_written_files
 
@@ -83,16 +91,16 @@ class Observer:
         self.step = 0
         self.pending: list[DeliveredBatch] = []
         self.used: set[int] = set()
-        self.iterations: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-        self.loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.passes: WeakKeyDictionary[Any, LoaderPass] = WeakKeyDictionary()
+        self.loaders: WeakKeyDictionary[Any, LoaderKey] = WeakKeyDictionary()
         self.sources: WeakKeyDictionary[Source, LoaderRecord] = WeakKeyDictionary()
-        self.numbers = count()  # not the length of `loaders`, which forgets loaders that have ended
+        self.built: Counter[str] = Counter()
+        self.datasets = DatasetNumbers()
         self.roots: WeakSet[torch.nn.Module] = WeakSet()
         self.depth = 0
-        self.epochs: dict[int, int] = {}
-        self.batches: dict[int, int] = {}
-        self.delivered: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.scheduler_steps = 0
+        self.epochs: dict[LoaderKey, int] = {}
+        self.schedulers: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+        self.clips: dict[str, str] = {}
         self.before: dict[str, Any] = {}
         self.drawn: set[tuple[str, str]] = set()
         self.trace = OperationTrace(lambda inner: self.user_line(called_by_autograd=inner))
@@ -107,8 +115,8 @@ class Observer:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"event": event, **values}) + "\n" for values in entries)
 
-    def user_line(self, *, called_by_autograd: bool = False) -> str:
-        """Return `file:line` of the innermost frame of the user's code, or "".
+    def user_lines(self, *, called_by_autograd: bool = False) -> Iterator[str]:
+        """Yield `file:line` of each frame of the user's code, the innermost first.
 
         `called_by_autograd` ignores the caller of the backward pass.
         """
@@ -116,11 +124,14 @@ class Observer:
         while frame is not None:
             name = frame.f_code.co_filename
             if name.startswith(self.options.root) and "site-packages" not in name:
-                return f"{os.path.relpath(name, self.options.root)}:{frame.f_lineno}"
+                yield f"{os.path.relpath(name, self.options.root)}:{frame.f_lineno}"
             if called_by_autograd and name.endswith(CALLERS_OF_BACKWARD):
-                return ""
+                return
             frame = frame.f_back
-        return ""
+
+    def user_line(self, *, called_by_autograd: bool = False) -> str:
+        """Return `file:line` of the innermost frame of the user's code, or ""."""
+        return next(self.user_lines(called_by_autograd=called_by_autograd), "")
 
     def begin_trace(self) -> None:
         """Record the operations from here to the end of the process, if the next step is traced."""
@@ -129,34 +140,26 @@ class Observer:
 
     # -- data -----------------------------------------------------------------------------------
 
+    def new_key(self) -> LoaderKey:
+        """Return the key of a new loader, equal on ranks that build it at the same place."""
+        place = " < ".join(self.user_lines())
+        self.built[place] += 1
+        return LoaderKey(place, self.built[place])
+
     def loader_built(self, loader: Any) -> None:
         """Record a new DataLoader and observe the draws of its dataset."""
         if type(loader.dataset).__module__.startswith("shoal."):
             return  # indices of Shoal's loaders are positions of batches, not of samples
-        number = next(self.numbers)
-        self.loaders[loader] = number
-        batches = getattr(loader, "batch_sampler", None)
-        sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
-        # A SubsetRandomSampler reads some samples, also if Fabric wraps it as a DistributedSampler.
-        read = getattr(sampler, "indices", getattr(sampler, "dataset", loader.dataset))
-        size = len(read) if hasattr(read, "__len__") else None
-        shuffle = type(sampler).__name__ == "RandomSampler" or bool(getattr(sampler, "shuffle", False))
-        record = LoaderRecord(
-            loader=number,
-            size=size,
-            sampler=ACCELERATE if type(batches).__name__ == ACCELERATE else type(sampler).__name__,
-            shuffle=shuffle,
-            drop_last=bool(loader.drop_last or getattr(sampler, "drop_last", False)),
-            line=self.user_line(),
-            replacement=bool(getattr(sampler, "replacement", False)),
-            draws_observed=not isinstance(loader.dataset, IterableDataset),
-        )
+        key = self.new_key()
+        self.loaders[loader] = key
+        line = self.user_line()
+        record = describe_torch_loader(loader, key=key, line=line, datasets=self.datasets)
         self.write_event("loader", **asdict(record))
         self.watch_dataset(type(loader.dataset))
 
     def source_built(self, source: Source) -> None:
         """Record a new shoal.Loader."""
-        record = describe_loader(source, number=next(self.numbers), line=self.user_line())
+        record = describe_loader(source, key=self.new_key(), line=self.user_line())
         self.sources[source] = record
         self.write_event("loader", **asdict(record))
 
@@ -199,32 +202,30 @@ class Observer:
 
     def pass_started(self, iterator: Any, loader: Any) -> None:
         """Record that a pass over a loader begins."""
-        number = self.loaders.get(loader)
-        if number is None:
+        key = self.loaders.get(loader)
+        if key is None:
             return
-        epoch = self.epochs.get(number, -1) + 1
-        self.epochs[number] = epoch
-        self.iterations[iterator] = (number, epoch)
-        self.delivered[iterator] = 0
+        epoch = self.epochs.get(key, -1) + 1
+        self.epochs[key] = epoch
+        started = LoaderPass(loader=key, epoch=epoch, subset=subset_indices(loader.dataset))
         with suppress(TypeError):  # an iterable dataset without a length
-            self.batches[number] = len(loader)
+            started.batches = len(loader)
+        self.passes[iterator] = started
 
     def batch_delivered(self, iterator: Any, indices: Any) -> None:
         """Record a batch; `training` is false without gradients or in eval mode."""
-        if iterator not in self.iterations:
+        current = self.passes.get(iterator)
+        if current is None:
             return
-        loader, epoch = self.iterations[iterator]
         if not isinstance(indices, list | tuple):
             indices = [] if indices is None else [indices]
-        plain = tuple(
-            int(i) if isinstance(i, int) or hasattr(i, "__index__") else repr(i) for i in indices
-        )
-        self._record_batch(loader, epoch, plain)
-        self.delivered[iterator] = self.delivered.get(iterator, 0) + 1
-        if self.delivered[iterator] == self.batches.get(loader):
+        plain = tuple(innermost_index(index, current.subset) for index in indices)
+        self._record_batch(current.loader, current.epoch, plain)
+        current.delivered += 1
+        if current.delivered == current.batches:
             self.pass_ended(iterator)  # a loop that knows the length may not ask for another batch
 
-    def _record_batch(self, loader: int, epoch: int, indices: tuple[Any, ...]) -> None:
+    def _record_batch(self, loader: LoaderKey, epoch: int, indices: tuple[Any, ...]) -> None:
         modes = [module.training for module in list(self.roots)]
         training = torch.is_grad_enabled() and (not modes or any(modes))
         batch = DeliveredBatch(loader=loader, epoch=epoch, indices=indices, training=training)
@@ -233,10 +234,9 @@ class Observer:
 
     def pass_ended(self, iterator: Any) -> None:
         """Record that a pass reached the end of its sampler."""
-        if iterator not in self.iterations:
-            return
-        loader, epoch = self.iterations[iterator]
-        self.write_event("complete", loader=loader, epoch=epoch)
+        current = self.passes.get(iterator)
+        if current is not None:
+            self.write_event("complete", loader=current.loader, epoch=current.epoch)
 
     def file_written(self, path: str) -> None:
         """Record a file that the script replaces."""
@@ -327,6 +327,7 @@ class Observer:
 
     def _record_step(self, optimizer: Any) -> None:
         parameters = self._names(optimizer)
+        scheduler_steps, scheduler_line = self._take_scheduler_steps(optimizer)
         self.write_event(
             "step",
             step=self.step,
@@ -338,12 +339,38 @@ class Observer:
                 for number, batch in enumerate(self.pending)
                 if number in self.used or not self.used
             ],
-            scheduler_steps=self.scheduler_steps,
+            scheduler_steps=scheduler_steps,
+            scheduler_line=scheduler_line,
+            **self.clips,
             line=self.user_line(),
             distributed=dist.is_available() and dist.is_initialized(),
         )
-        self.pending, self.scheduler_steps = [], 0
+        self.pending, self.clips = [], {}
         self.used.clear()
+
+    def gradients_clipped(self, parameters: Any) -> None:
+        """Record gradients before they are clipped."""
+        with self.trace.paused():
+            gradients = checksum_state([p.grad for p in parameters if p.grad is not None])
+        self.clips = {
+            "clipped_gradients": self.clips.get("clipped_gradients", "") + gradients,
+            "clip_line": self.user_line(),
+        }
+
+    def scheduler_stepped(self, scheduler: Any) -> None:
+        """Count a step of a scheduler by the user's code."""
+        steps, _ = self.schedulers.get(scheduler, (0, ""))
+        self.schedulers[scheduler] = steps + 1, self.user_line()
+        self.write_event("scheduler")
+
+    def _take_scheduler_steps(self, optimizer: Any) -> tuple[int, str]:
+        """Return the most steps of one of its schedulers since the optimizer's last, and their line.
+
+        Optimizers with common parameters are the same one, with and without a wrapper.
+        """
+        stepped = _parameters(optimizer)
+        own = [each for each in self.schedulers if _parameters(each.optimizer) & stepped]
+        return max((self.schedulers.pop(each) for each in own), default=(0, ""))
 
 
 class _NoInput:
@@ -378,6 +405,10 @@ def _makes_state() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _parameters(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _rate(layer: Any) -> float:
@@ -416,6 +447,7 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
     _after(DataLoader, "__init__", lambda loader, *_: observer.loader_built(loader))
     observe_batches(observer.pass_started, observer.batch_delivered, observer.pass_ended)
     observe_loaders(observer)
+    observe_clipping(observer.gradients_clipped)
     observe_written_files(options.root, observer.file_written)
     if options.micro_batches > 1:
         multiply_micro_batches(options.micro_batches)
@@ -430,8 +462,7 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
     def scheduled(scheduler: Any, *_: Any) -> None:
         caller = sys._getframe(2).f_code.co_filename  # a scheduler's constructor also calls step
         if caller.startswith(options.root):
-            observer.scheduler_steps += 1
-            observer.write_event("scheduler", line=observer.user_line())
+            observer.scheduler_stepped(scheduler)
 
     _after(LRScheduler, "step", scheduled)
 

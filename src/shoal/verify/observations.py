@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from shoal.verify.operations import TracedOperation, read_operation
 
@@ -31,11 +31,26 @@ class Sketch:
     place: tuple[int, ...] | None = None
 
 
+class LoaderKey(NamedTuple):
+    """The key of a loader on all ranks: its place, and its number among the loaders of this place.
+
+    The place has the lines of the script's calls, the innermost first. Ranks may build other loaders
+    elsewhere.
+    """
+
+    place: str
+    number: int
+
+
+Pass: TypeAlias = tuple[LoaderKey, int]
+"""A loader, and the number of a pass over it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeliveredBatch:
     """The indices of one batch: which loader, and the number of the pass over it."""
 
-    loader: int
+    loader: LoaderKey
     epoch: int
     indices: tuple[Any, ...]
     training: bool
@@ -46,8 +61,10 @@ class StepRecord:
     """One call of Optimizer.step on one rank.
 
     `parameters_before`, `optimizer_before`, `buffers_before` and `generators` are checksums of the
-    state before the step; `parameters` and `gradients` are by name, after and before it. `distributed`
-    is false if the rank had no process group.
+    state before the step; `parameters` and `gradients` are by name, after and before it.
+    `scheduler_steps` are the most steps of one scheduler since the last step of its optimizer, which is
+    this one. `clipped_gradients` is a checksum of the gradients that were clipped, before they were.
+    `distributed` is false if the rank had no process group.
     """
 
     step: int
@@ -60,6 +77,9 @@ class StepRecord:
     parameters: Mapping[str, Sketch]
     batches: tuple[DeliveredBatch, ...]
     scheduler_steps: int
+    scheduler_line: str = ""
+    clipped_gradients: str = ""
+    clip_line: str = ""
     line: str = ""
     distributed: bool = True
 
@@ -79,11 +99,13 @@ class LoaderRecord:
     """A DataLoader or shoal.Loader: its dataset's size, its sampler, and the line that built it.
 
     `part` is the number of the part of each global batch that this rank gets from a shoal.Loader; ranks
-    with the same number read the same samples. `draws_observed` is false if the dataset could draw from
-    global generators unseen. `micro_batches` is that of a shoal.Loader.
+    with the same number read the same samples. `samples` has the indices of a subset in its innermost
+    dataset, None if the loader is for all of the dataset or if they are not known. `draws_observed` is
+    false if the dataset could draw from global generators unseen. `micro_batches` is that of a
+    shoal.Loader. `dataset` has the same number for the same innermost dataset.
     """
 
-    loader: int
+    loader: LoaderKey
     size: int | None
     sampler: str
     shuffle: bool
@@ -91,8 +113,10 @@ class LoaderRecord:
     line: str
     replacement: bool = False
     part: int | None = None
+    samples: tuple[int, ...] | None = None
     draws_observed: bool = True
     micro_batches: int = 1
+    dataset: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +148,14 @@ class RankRecord:
 
     rank: int
     steps: tuple[StepRecord, ...] = ()
-    loaders: Mapping[int, LoaderRecord] = field(default_factory=dict)
+    loaders: Mapping[LoaderKey, LoaderRecord] = field(default_factory=dict)
     delivered: tuple[DeliveredBatch, ...] = ()
-    complete: frozenset[tuple[int, int]] = frozenset()
+    complete: frozenset[Pass] = frozenset()
     draws: tuple[DrawRecord, ...] = ()
     files: tuple[WrittenFile, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
     set_epoch_calls: int = 0
-    scheduler_line: str = ""
+    scheduled: bool = False
     notes: tuple[str, ...] = ()
     operations: tuple[TracedOperation, ...] = ()
 
@@ -151,7 +175,7 @@ class RunRecord:
         Of ranks that read the same part of the global batch, one counts.
         """
         found: list[Any] = []
-        readers: dict[tuple[int, int], int] = {}
+        readers: dict[tuple[LoaderKey, int], int] = {}
         for rank in self.ranks:
             for batch in rank.steps[position].batches:
                 loader = rank.loaders.get(batch.loader)
@@ -215,7 +239,7 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
     by_kind: dict[str, list[Any]] = {}
     for event in events:
         by_kind.setdefault(event.pop("event"), []).append(event)
-    loaders = [LoaderRecord(**event) for event in by_kind.get("loader", [])]
+    loaders = [_loader(event) for event in by_kind.get("loader", [])]
     batches = [_batch(event) for event in by_kind.get("batch", [])]
     steps = [_step(event) for event in by_kind.get("step", [])]
     draws = [DrawRecord(**event) for event in by_kind.get("draw", [])]
@@ -224,20 +248,26 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
         steps=tuple(steps),
         loaders={loader.loader: loader for loader in loaders},
         delivered=tuple(batches),
-        complete=frozenset((e["loader"], e["epoch"]) for e in by_kind.get("complete", [])),
+        complete=frozenset((LoaderKey(*e["loader"]), e["epoch"]) for e in by_kind.get("complete", [])),
         draws=tuple(draws),
         files=tuple(WrittenFile(**event) for event in by_kind.get("file", [])),
         layers={event["kind"]: event["name"] for event in by_kind.get("layer", [])},
         set_epoch_calls=len(by_kind.get("set_epoch", [])),
-        scheduler_line=next((e["line"] for e in by_kind.get("scheduler", [])), ""),
+        scheduled="scheduler" in by_kind,
         operations=tuple(read_operation(event) for event in by_kind.get("operation", [])),
         notes=tuple(dict.fromkeys(event["text"] for event in by_kind.get("note", []))),
     )
 
 
+def _loader(event: Any) -> LoaderRecord:
+    samples = None if event["samples"] is None else tuple(event["samples"])
+    plain = {"loader": LoaderKey(*event["loader"]), "samples": samples}
+    return LoaderRecord(**{**event, **plain})
+
+
 def _batch(event: Any) -> DeliveredBatch:
-    indices = tuple(event["indices"])
-    return DeliveredBatch(**{**event, "indices": indices})
+    plain = {"loader": LoaderKey(*event["loader"]), "indices": tuple(event["indices"])}
+    return DeliveredBatch(**{**event, **plain})
 
 
 def _step(event: Any) -> StepRecord:

@@ -24,7 +24,9 @@ from shoal.verify.observations import (
     GENERATORS,
     TIMED_OUT,
     DeliveredBatch,
+    LoaderKey,
     LoaderRecord,
+    Pass,
     RankRecord,
     RunRecord,
     Sketch,
@@ -178,7 +180,8 @@ def _decide_counts(
         seen = 0
         for loader, epoch in _passes(run, training=training):
             record = _loader(run.ranks, loader)
-            if record is None or record.size is None or record.replacement:
+            size = _size(run.ranks, loader)
+            if record is None or size is None or record.replacement:
                 continue
             by_rank = [_order(rank, loader, epoch) for rank in _readers(run.ranks, loader)]
             if not training and all(Counter(by_rank[0]) == Counter(read) for read in by_rank):
@@ -186,19 +189,19 @@ def _decide_counts(
             counts = Counter(index for read in by_rank for index in read)
             ended = all((loader, epoch) in rank.complete for rank in run.ranks)
             repeated = sum(counts.values()) - len(counts)
-            missing = record.size - len(counts) if ended else 0
+            missing = size - len(counts) if ended else 0
             if repeated and not missing and not training and record.sampler == ACCELERATE:
-                evidence = f"Accelerate's sampler repeated {repeated} of {record.size} samples, which "
+                evidence = f"Accelerate's sampler repeated {repeated} of {size} samples, which "
                 evidence += "`gather_for_metrics` leaves out"
                 return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
             if repeated or missing:
                 evidence = (
                     f"{run.name}: epoch {epoch + 1} read {sum(counts.values())} samples of "
-                    f"{record.size}: {repeated} repeated, {missing} missing"
+                    f"{size}: {repeated} repeated, {missing} missing"
                 )
                 cause = sampler_cause(record, repeated, run.size)
                 return PropertyFinding(name=name, verdict="refuted", evidence=evidence, cause=cause)
-            seen += ended
+            seen += ended or len(counts) == size
         complete += bool(seen)
     if complete:
         return PropertyFinding(name=name, verdict="held", runs=complete)
@@ -206,15 +209,15 @@ def _decide_counts(
     return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
 
 
-def _passes(run: RunRecord, *, training: bool) -> list[tuple[int, int]]:
-    found: dict[tuple[int, int], bool] = {}
+def _passes(run: RunRecord, *, training: bool) -> list[Pass]:
+    found: dict[Pass, bool] = {}
     for rank in run.ranks:
         for batch in rank.delivered:
             found[batch.loader, batch.epoch] = batch.training
     return [key for key, value in found.items() if value == training]
 
 
-def _readers(ranks: Sequence[RankRecord], loader: int) -> list[RankRecord]:
+def _readers(ranks: Sequence[RankRecord], loader: LoaderKey) -> list[RankRecord]:
     """Return the ranks that read different samples: one for each part of the global batch."""
     found: dict[int, RankRecord] = {}
     for number, rank in enumerate(ranks):
@@ -224,38 +227,65 @@ def _readers(ranks: Sequence[RankRecord], loader: int) -> list[RankRecord]:
     return list(found.values())
 
 
-def _batches(rank: RankRecord, loader: int, epoch: int) -> list[DeliveredBatch]:
+def _size(ranks: Sequence[RankRecord], loader: LoaderKey) -> int | None:
+    """Return how many samples the loaders of all ranks are for, None if it is not known.
+
+    Ranks may have different subsets of a dataset, and read its samples together. Indices of datasets
+    that differ otherwise do not tell which samples are the same.
+    """
+    records = [rank.loaders[loader] for rank in ranks if loader in rank.loaders]
+    subsets = [record.samples for record in records if record.samples is not None]
+    if subsets and len(subsets) == len(records):
+        return len(set().union(*subsets))
+    sizes = {record.size for record in records if record.size is not None}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _batches(rank: RankRecord, loader: LoaderKey, epoch: int) -> list[DeliveredBatch]:
     return [b for b in rank.delivered if (b.loader, b.epoch) == (loader, epoch)]
 
 
-def _loader(ranks: Sequence[RankRecord], number: int) -> LoaderRecord | None:
-    return ranks[0].loaders.get(number)
+def _loader(ranks: Sequence[RankRecord], loader: LoaderKey) -> LoaderRecord | None:
+    return next((rank.loaders[loader] for rank in ranks if loader in rank.loaders), None)
 
 
 def decide_order(runs: Sequence[RunRecord]) -> PropertyFinding:
     """Compare the orders of the first two epochs of each training loader that shuffles."""
     compared = 0
     for run in runs:
-        seen = False
-        for loader, record in run.ranks[0].loaders.items():
-            passes = [key for key in _passes(run, training=True) if key[0] == loader]
-            complete = [key for key in passes if key in run.ranks[0].complete]
-            if not record.shuffle or len(complete) < 2:
-                continue
-            orders = [_order(run.ranks[0], *key) for key in complete[:2]]
+        rank = run.ranks[0]
+        shuffled = [passes for passes in _epochs(run) if rank.loaders[passes[0][0]].shuffle]
+        for first, second in (passes[:2] for passes in shuffled if len(passes) > 1):
+            orders = [_order(rank, *key) for key in (first, second)]
             if orders[0] == orders[1] and len(orders[0]) > 2:
                 evidence = f"{run.name}: epochs 1 and 2 read the samples in the same order"
-                cause = order_cause(record, run.ranks[0].set_epoch_calls)
+                cause = order_cause(rank.loaders[first[0]], rank.set_epoch_calls)
                 return PropertyFinding(name=ORDER, verdict="refuted", evidence=evidence, cause=cause)
-            seen = True
-        compared += seen
+        compared += any(len(passes) > 1 for passes in shuffled)
     if compared:
         return PropertyFinding(name=ORDER, verdict="held", runs=compared)
     evidence = "no DataLoader that shuffles completed two epochs"
     return PropertyFinding(name=ORDER, verdict="not decidable", evidence=evidence)
 
 
-def _order(rank: RankRecord, loader: int, epoch: int) -> list[Any]:
+def _epochs(run: RunRecord) -> list[list[Pass]]:
+    """Return the complete training passes over each loader of the first rank, in their order.
+
+    Loaders of one dataset that are built at the same place, for one pass each, count as one loader.
+    """
+    rank = run.ranks[0]
+    passes = _passes(run, training=True)
+    complete = [key for key in passes if key in rank.complete and key[0] in rank.loaders]
+    number = Counter(loader for loader, _ in complete)
+    found: dict[Any, list[Pass]] = {}
+    for loader, epoch in complete:
+        dataset = rank.loaders[loader].dataset
+        single = number[loader] == 1 and dataset is not None
+        found.setdefault((loader.place, dataset) if single else loader, []).append((loader, epoch))
+    return list(found.values())
+
+
+def _order(rank: RankRecord, loader: LoaderKey, epoch: int) -> list[Any]:
     return [index for batch in _batches(rank, loader, epoch) for index in batch.indices]
 
 
@@ -313,15 +343,15 @@ def decide_replicas(runs: Sequence[RunRecord], source: ScriptSource) -> Property
 
 
 def decide_schedule(runs: Sequence[RunRecord]) -> PropertyFinding:
-    """Count the calls of a scheduler's `step` between two optimizer steps."""
-    scheduled = [run for run in runs if any(rank.scheduler_line for rank in run.ranks)]
+    """Count the calls of each scheduler's `step` between two steps of its optimizer."""
+    scheduled = [run for run in runs if any(rank.scheduled for rank in run.ranks)]
     for run in scheduled:
         for rank in run.ranks:
             for step in rank.steps:
                 if step.scheduler_steps > 1:
                     evidence = f"{run.name}, rank {rank.rank}, before step {step.step}: "
                     evidence += f"{step.scheduler_steps} scheduler steps in one optimizer step"
-                    cause = schedule_cause(rank.scheduler_line)
+                    cause = schedule_cause(step.scheduler_line)
                     return PropertyFinding(
                         name=SCHEDULE, verdict="refuted", evidence=evidence, cause=cause
                     )

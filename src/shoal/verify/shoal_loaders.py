@@ -12,7 +12,7 @@ from shoal.data.orders import WeightedSampling
 from shoal.data.sampler import LocalBatch
 from shoal.data.shards import ShardSource
 from shoal.util.errors import DataError
-from shoal.verify.observations import LoaderRecord
+from shoal.verify.observations import LoaderKey, LoaderRecord
 
 Source: TypeAlias = PositionedSource | StreamSource
 
@@ -25,11 +25,11 @@ class ConsumedSamples(NamedTuple):
     ends: bool
 
 
-def describe_loader(source: Source, *, number: int, line: str) -> LoaderRecord:
+def describe_loader(source: Source, *, key: LoaderKey, line: str) -> LoaderRecord:
     """Return the record of a Loader. An iterable dataset has no size before an epoch ends."""
     if isinstance(source, StreamSource):
         return LoaderRecord(
-            loader=number,
+            loader=key,
             size=source.epoch_size,
             sampler="IterableDataset",
             shuffle=False,
@@ -41,7 +41,7 @@ def describe_loader(source: Source, *, number: int, line: str) -> LoaderRecord:
         )
     sampler = source.sampler
     return LoaderRecord(
-        loader=number,
+        loader=key,
         size=len(sampler.order),
         sampler=type(sampler.order).__name__,
         shuffle=source.state()["shuffle"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from shoal.verify.observations import TIMED_OUT, RunRecord, read_run
 
 LARGE = 64 << 20
 """Bytes of a file that is linked instead of copied."""
+MOST_RANKS = 1024
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "node_modules", "venv")
 LINES = 25
 START = "from shoal.verify.observed_run import main; main()"
@@ -58,7 +60,7 @@ class Variant:
 
 
 def check_request(request: VerifyRequest) -> None:
-    """Raise LaunchError if the script does not exist or a number is not valid."""
+    """Raise LaunchError if the script is not in the current directory or a number is not valid."""
     command = f"shoal verify {request.script}"
     if not Path(request.script).is_file():
         raise LaunchError(
@@ -66,10 +68,18 @@ def check_request(request: VerifyRequest) -> None:
             found=f"there is no file {Path(request.script).absolute()}",
             fix="give the path of a Python file: shoal verify train.py",
         )
-    if not request.ranks or min(request.ranks) < 1:
+    folder, name = os.path.split(request.script)
+    inside = f"cd {shlex.quote(folder)} && shoal verify {shlex.quote(name)}"
+    if Path(folder).is_absolute() or ".." in Path(folder).parts:
+        raise LaunchError(
+            given=command,
+            found=f"the script is outside of the current directory {Path.cwd()}, which is copied",
+            fix=f"change to its directory: {inside}",
+        )
+    if not request.ranks or min(request.ranks) < 1 or max(request.ranks) > MOST_RANKS:
         raise LaunchError(
             given=f"--ranks {','.join(map(str, request.ranks))}",
-            found="a number of ranks is 1 or more",
+            found=f"a number of ranks is 1 to {MOST_RANKS:,}",
             fix="shoal verify --ranks 1,2 train.py",
         )
 
@@ -141,8 +151,27 @@ def last_output(request: VerifyRequest, name: str) -> str:
 
 
 def copy_directory(source: Path, target: Path) -> None:
-    """Copy a working directory without hidden directories; large files become symbolic links."""
-    shutil.copytree(source, target, ignore=SKIPPED, symlinks=True, copy_function=_copy)
+    """Copy the files of a working directory that are not hidden; large files become symbolic links.
+
+    Files that vanish during the copy are left out. Raises LaunchError if another can't be copied.
+    """
+    try:
+        shutil.copytree(source, target, ignore=_ignored, symlinks=True, copy_function=_copy)
+    except shutil.Error as error:
+        reasons = [f"{path}: {reason}" for path, _, reason in error.args[0] if os.path.lexists(path)]
+        if reasons:
+            raise LaunchError(
+                given=f"shoal verify in {source}",
+                found=reasons[0],
+                fix="make its files readable, and leave space for the copies in TMPDIR",
+            ) from None
+
+
+def _ignored(folder: str, names: list[str]) -> set[str]:
+    """Return which entries of a directory are hidden, or neither files, links nor directories."""
+    kinds = (os.path.isfile, os.path.islink, os.path.isdir)
+    special = {name for name in names if not any(kind(os.path.join(folder, name)) for kind in kinds)}
+    return SKIPPED(folder, names) | special
 
 
 def _copy(source: str, target: str) -> None:
