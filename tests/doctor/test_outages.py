@@ -38,7 +38,9 @@ def seen(links):
     import threading
     def tell():
         while True:
-            Path("outages-" + os.environ["RANK"]).write_text(repr(links.look()))
+            file = Path("outages-" + os.environ["RANK"])
+            file.with_suffix(".new").write_text(repr(links.look()))
+            file.with_suffix(".new").replace(file)  # a reader never sees half of it
             time.sleep(0.05)
     found = begin(links)
     threading.Thread(target=tell, daemon=True).start()
