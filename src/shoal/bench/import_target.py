@@ -89,8 +89,17 @@ def call_target(function: object, text: str, *arguments: Any) -> Any:
         raise target_error(text, error) from error
 
 
-def target_error(given: str, error: Exception) -> LaunchError:
-    """Return the user's exception as an error with its place, the innermost line of the user's code."""
+def target_error(given: str, error: Exception | SystemExit) -> LaunchError:
+    """Return the user's exception as an error with its place, the innermost line of the user's code.
+
+    SystemExit is that of a script which trains, or reads its arguments, when it is imported.
+    """
+    if isinstance(error, SystemExit):
+        return LaunchError(
+            given=given,
+            found=f"its import ends with exit code {error.code}",
+            fix='move the training into a function: if __name__ == "__main__": main()',
+        )
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = str(error).strip()
@@ -119,18 +128,8 @@ def _imported(place: str, text: str) -> ModuleType:
             found=str(error),
             fix=f"try python -c 'import {place}' in this directory, or use path/file.py:name",
         ) from None
-    except SystemExit as error:
-        raise _exits(text, error) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise target_error(text, error) from error
-
-
-def _exits(text: str, error: SystemExit) -> LaunchError:
-    return LaunchError(
-        given=text,
-        found=f"its import ends with exit code {error.code}, as of a script that reads its arguments",
-        fix='move the training into a function: if __name__ == "__main__": main()',
-    )
 
 
 def _loaded(path: Path, text: str) -> ModuleType:
@@ -152,7 +151,5 @@ def _loaded(path: Path, text: str) -> ModuleType:
         sys.modules.pop(path.stem)
         if before is not None:
             sys.modules[path.stem] = before
-        if isinstance(error, SystemExit):
-            raise _exits(text, error) from None
         raise target_error(text, error) from error
     return module

@@ -343,7 +343,7 @@ def measured_values(training: str, devices: int, machine: Machine) -> str:
     from shoal.plan.measured_start import fill_in_measured
     from shoal.util.tables import plain_console, print_line
 
-    text, sentences = fill_in_measured(training, devices, machine.devices, gpus=machine.name != "cpu")
+    text, sentences = fill_in_measured(training, devices, machine.devices, gpus=not machine.is_cpu)
     for sentence in sentences:
         print_line(plain_console(stderr=True), sentence)
     return text

@@ -162,7 +162,6 @@ class _Trace:
         self.passing = "forward"
         self.gradients: set[int] = set()
         self.fake = FakeTensors() if fake else None
-        # A loss of fake tensors may read numbers too.
         self.constructing = False
         self.numbers = KnownNumbers(self.read_by_user)
         self.live = LiveBytes(self.moment)
@@ -331,6 +330,7 @@ class _Trace:
         """Return whether the user's code reads a value: in a construction, or in a forward pass."""
         if self.constructing:
             return self.fake is None or not _read_by("torch.nn.init")
+        # A loss of fake tensors may read numbers too: only forward passes are the user's.
         return bool(self.calls or self.fake is None) and _read_by_user()
 
     def batches(self) -> Iterator[Batch]:

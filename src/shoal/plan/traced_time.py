@@ -200,6 +200,7 @@ class _Timeline:
             memory=work.memory,
             launch=work.launch + work.host,
             optimizer=self.optimizer,
+            # The difference of equal sums may be a residue of rounding.
             communication=max(0.0, round(self.now - self.waited - busy, 12)),
             bubble=self.waited + end - self.now,
             stragglers=spread * busy,
