@@ -6,9 +6,12 @@
     python benchmarks/plan_processes.py processes --numbers 4 --ranks 4
 
 *processes* measures this machine with `shoal bench comm` and `shoal bench machine`, with one thread per
-process, and trains a transformer. The machine must be idle. On a virtual machine, the same process may
-be 1.5 times slower when it is started again, so each layout is launched several times, and the fastest
-launch counts. The C library keeps freed memory: otherwise, the kernel clears it again in some steps.
+process, and trains a transformer. The machine must be idle. A virtual machine may still be 1.5 times
+slower for some seconds, so each layout is launched several times, a large product is computed before
+and after each step, and the steps next to a slow product do not count. The C library keeps freed
+memory: otherwise, the kernel clears it again in some steps. A loop of the lowest priority runs on each
+core. Without it, a core of a virtual machine stops when a rank waits for another one, and it may take
+1 ms until it runs again.
 
 *network* starts a Slurm cluster on this machine (see nodes.py): a network namespace and a link for
 each node. It measures the ranks, all at once, with the same commands at each rate. Almost all of the
@@ -19,7 +22,6 @@ tested. The layouts are ranked by both times. LocalSGD, which is another trainin
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -27,7 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,12 +61,20 @@ SPLIT_POINTS = {2: ("blocks.2",), 4: ("blocks.1", "blocks.2", "blocks.3")}
 AVERAGING = 4
 """Steps between two averages of LocalSGD."""
 WARM = 4
+PROBE = 1024
+"""Rows and columns of the product with which the speed of the machine is measured around each step."""
+QUIET, ENOUGH = 1.1, 8
+"""A step counts if its probes took up to QUIET times as long as when the machine was measured. If fewer
+than ENOUGH steps do, the ones with the fastest probes count."""
 OPTIMIZER = partial(torch.optim.SGD, lr=1e-4)
 """It reads and writes little, so that ranks that share cores disturb each other less."""
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(10**11), "MALLOC_MMAP_THRESHOLD_": str(10**11)}
-COMM = ("--operations", "all_reduce", "--sizes", "4KiB,256KiB,32MiB", "--repeats", "5")
+COMM = (
+    *("--operations", "all_reduce,all_gather,reduce_scatter"),
+    *("--sizes", "4KiB,256KiB,32MiB", "--repeats", "21"),
+)
 
 
 class Rate:
@@ -189,7 +200,7 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
 
 
 def run_rank(model: str, layout: str, steps: int, file: Path) -> None:
-    """Train on this rank; rank 0 writes the median seconds of a step."""
+    """Train on this rank; rank 0 writes the seconds of each step and of the probes around it."""
     built, every = MODELS[model](), AVERAGING if layout == "LocalSGD" else 1
     assert not isinstance(built.model, nn.Module)
     with shoal.init(layout="replicate=-1" if layout == "LocalSGD" else layout, device="cpu") as world:
@@ -198,17 +209,33 @@ def run_rank(model: str, layout: str, steps: int, file: Path) -> None:
         strategies = averaging if every > 1 else planned_strategies(plan)
         module = shoal.parallelize(built.model(), world, strategies)
         step = shoal.Step(module, OPTIMIZER(module.parameters()), built.task, clip=1.0)
-        ends = []
         loader = shoal.Loader(built.dataset, world, batch_size=BATCH, micro_batches=plan.micro_batches)
+        times: list[tuple[float, float]] = []
+        probes = [probe(world)] if model == "computing" else []
+        mark = time.perf_counter()
         for batch in loader.epochs(100):
             step(batch)
-            ends.append(time.perf_counter())
-            if len(ends) == WARM + steps:
+            seconds, slowest = time.perf_counter() - mark, 0.0
+            if probes:
+                probes.append(probe(world))
+                slowest = max(probes[-2:])
+            times.append((seconds, slowest))
+            if len(times) == WARM + steps:
                 break
+            mark = time.perf_counter()
         if world.is_rank_zero:
-            kept = ends[WARM - 1 :: every]
-            times = [(after - before) / every for before, after in itertools.pairwise(kept)]
-            file.write_text(json.dumps(statistics.median(times)))
+            file.write_text(json.dumps(times[WARM:]))
+
+
+def probe(world: shoal.World) -> float:
+    """Return the longest seconds of a large product, which one rank per core computes."""
+    world.barrier()
+    begun = time.perf_counter()
+    if world.rank < len(os.sched_getaffinity(0)):
+        torch.mm(torch.ones(PROBE, PROBE), torch.ones(PROBE, PROBE))
+    mine = torch.tensor(time.perf_counter() - begun)
+    world.all_reduce(mine, "max")
+    return float(mine)
 
 
 def compare(
@@ -236,6 +263,26 @@ def rank_arguments(model: str, layout: str, steps: int, file: Path) -> list[str]
     return ["rank", "--model", model, "--layout", layout, "--steps", str(steps), "--file", str(file)]
 
 
+@contextmanager
+def cores_awake() -> Iterator[None]:
+    """Keep all cores from stopping, with a loop on each that leaves the core to any other process."""
+    cores = sorted(os.sched_getaffinity(0))
+    loop = (
+        "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\n"
+        "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+        "while os.getppid() == int(sys.argv[2]): pass"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", loop, str(core), str(os.getpid())]) for core in cores
+    ]
+    try:
+        yield
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
 def compare_processes(
     numbers: Sequence[int], ranks: int, steps: int, launches: int, folder: Path
 ) -> dict[str, Any]:
@@ -249,20 +296,24 @@ def compare_processes(
     run("bench", "comm", "-n", str(ranks), *COMM, "-o", str(comm))
     run("bench", "machine", "--comm", str(comm), "--network", "1", "--devices", "4", "-o", str(mine))
     print(mine.read_text(), flush=True)
-    found = {}
+    machine, found = find_machine(str(mine)), {}
+    fastest = 2 * PROBE**3 / machine.fp32
     for size in numbers:
 
         def measure(layout: str, size: int = size) -> float:
             arguments = rank_arguments("computing", layout, steps, out)
-            times = []
+            times: list[list[float]] = []
             for _ in range(launches):
                 run("run", "-n", str(size), __file__, "--", *arguments)
-                times.append(float(out.read_text()))
-            print("  launches took", *(f"{each:.3f}" for each in sorted(times)), "s", flush=True)
-            return min(times)
+                times += json.loads(out.read_text())
+            times.sort(key=lambda one: one[1])
+            quiet = sum(slowest <= QUIET * fastest for _, slowest in times)
+            every = statistics.median(seconds for seconds, _ in times)
+            print(f"  {quiet} of {len(times)} steps count; the median of all is {every:.3f} s")
+            return statistics.median(seconds for seconds, _ in times[: max(quiet, ENOUGH)])
 
         print(f"{size} processes", flush=True)
-        found[str(size)] = compare("computing", size, find_machine(str(mine)), measure, layouts(size))
+        found[str(size)] = compare("computing", size, machine, measure, layouts(size))
     return found
 
 
@@ -277,7 +328,10 @@ def compare_network(count: int, rates: Sequence[str], steps: int, folder: Path) 
 
         def measure(layout: str) -> float:
             run(__file__, *rank_arguments("sleeping", layout, steps, out))
-            return float(out.read_text())
+            times = [seconds for seconds, _ in json.loads(out.read_text())]
+            every = AVERAGING if layout == "LocalSGD" else 1
+            groups = (times[first : first + every] for first in range(0, len(times), every))
+            return statistics.median(map(statistics.fmean, groups))
 
         for rate in rates:
             nodes.limit(cluster, rate)
@@ -297,8 +351,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="that measure the link of the processes")
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--launches", type=int, default=6, help="of each layout of processes")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--launches", type=int, default=4, help="of each layout of processes")
     parser.add_argument("--json", action="store_true")
     for name in ("--model", "--layout", "--file"):
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -310,9 +364,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if options.what != "network":
-            figures["processes"] = compare_processes(
-                options.numbers, options.ranks, options.steps, options.launches, folder
-            )
+            with cores_awake():
+                figures["processes"] = compare_processes(
+                    options.numbers, options.ranks, options.steps, options.launches, folder
+                )
         if options.what != "processes":
             figures["network"] = compare_network(options.nodes, options.rates, options.steps, folder)
     if options.json:

@@ -12,19 +12,29 @@ from shoal.bench.collectives.machine_file import (
     Point,
     write_machine_file,
 )
+from shoal.plan.collectives import RankGroup, collective_seconds
 from shoal.plan.machines import RANGES, find_machine, machine_catalogue
-from shoal.plan.measure import machine_toml, read_rates
+from shoal.plan.measure import machine_toml, measure_machine, read_rates
 from shoal.util.errors import ShoalError
 
+SMALL, LARGE = 1_000, 200_001_000
 
-def collectives(path: Path, hosts: tuple[str, ...], operation: str = "all_reduce") -> Path:
-    points = tuple(
-        Point(bytes=size, seconds=seconds, low=seconds, high=seconds, samples=3)
-        for size, seconds in ((1_000, 1e-4), (200_001_000, 0.1001))
-    )
-    fit = Fit(latency=1e-4, bandwidth=2e9, error=0.01)
-    series = CollectiveSeries(
-        backend="gloo", operation=operation, memory="cpu", ranks=len(hosts), points=points, fit=fit
+
+def collectives(path: Path, hosts: tuple[str, ...], **largest: float) -> Path:
+    """Write the series of operations whose largest message takes these seconds."""
+    series = tuple(
+        CollectiveSeries(
+            backend="gloo",
+            operation=operation,
+            memory="cpu",
+            ranks=len(hosts),
+            points=tuple(
+                Point(bytes=size, seconds=seconds, low=seconds, high=seconds, samples=3)
+                for size, seconds in ((SMALL, 1e-4), (LARGE, last))
+            ),
+            fit=Fit(latency=1e-4, bandwidth=2e9, error=0.01),
+        )
+        for operation, last in (largest or {"all_reduce": 0.1001}).items()
     )
     machine = MachineFile(
         measured="2026-01-01T00:00:00+00:00",
@@ -39,7 +49,7 @@ def collectives(path: Path, hosts: tuple[str, ...], operation: str = "all_reduce
         cores=2,
         threads=1,
         interface="",
-        series=(series,),
+        series=series,
     )
     write_machine_file(machine, path)
     return path
@@ -87,11 +97,38 @@ def test_rates_between_hosts_are_those_of_one_rank(tmp_path: Path) -> None:
     assert rates.link_latency == rates.network_latency == pytest.approx((1e-4 - 30e-6) / 6)
 
 
+def test_copies_of_gloo_are_the_rest_of_gathers_and_scatters(tmp_path: Path) -> None:
+    measured = {"all_reduce": 0.1001, "all_gather": 0.0701, "reduce_scatter": 0.1401}
+    inside = collectives(tmp_path / "inside.json", ("a", "a"), **measured)
+    # An all-gather sends half of the bytes of an all-reduce, Gloo's reduce-scatter all of them.
+    copies = read_rates([inside], None, None).staging
+    assert copies == pytest.approx((0.02 + 0.04) / 2 / 200e6)
+    across = collectives(tmp_path / "across.json", ("a", "b"), all_reduce=1.0001, all_gather=0.4001)
+    assert read_rates([across], None, None).staging == 0.0
+    assert read_rates([across, inside], None, None).staging == copies
+    assert read_rates([inside, across], None, None).staging == copies
+    reduces = collectives(tmp_path / "reduces.json", ("a", "a"))
+    assert read_rates([reduces], None, None).staging is None
+
+
+@pytest.mark.full
+def test_measured_copies_give_back_the_measured_collectives(tmp_path: Path) -> None:
+    # Copies take as long as on any machine, so that the rate of the copies is in its range.
+    staged = 0.0501 + 200e6 * 2 / 4e9
+    measured = {"all_reduce": 0.1001, "all_gather": staged, "reduce_scatter": 0.1 + staged - 0.05}
+    machine = measure_machine(
+        "here", read_rates([collectives(tmp_path / "a", ("a",) * 2, **measured)], None, 1.0), 2
+    )
+    for operation, seconds in measured.items():
+        predicted = collective_seconds(operation, LARGE, RankGroup(2, 1), machine)
+        assert predicted == pytest.approx(seconds, rel=0.01)
+
+
 def test_what_one_process_can_not_measure(tmp_path: Path) -> None:
     done = shoal("bench", "machine")
     assert isinstance(done.exception, ShoalError)
     assert "shoal bench comm" in done.exception.fix
-    gathers = collectives(tmp_path / "gathers.json", ("a", "a"), "all_gather")
+    gathers = collectives(tmp_path / "gathers.json", ("a", "a"), all_gather=0.1001)
     with pytest.raises(ShoalError, match="no all_reduce"):
         read_rates([gathers], None, None)
     done = shoal("bench", "machine", "--name", "a b", "--link", "1", "--network", "1")

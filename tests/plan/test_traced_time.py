@@ -18,7 +18,7 @@ from shoal.distributed.layout import Layout
 from shoal.plan.collectives import RankGroup, collective_seconds
 from shoal.plan.configuration import PlannedStep, Recompute
 from shoal.plan.fit import ModuleFit, fit_plan, trace_pipeline
-from shoal.plan.layer_time import Work
+from shoal.plan.layer_time import Work, compute_seconds
 from shoal.plan.machines import Efficiency, Machine
 from shoal.plan.trace import TracedStep, trace_step
 from shoal.plan.traced_time import collective_totals, run_ranks, step_seconds
@@ -67,6 +67,19 @@ def segment(
 ) -> TracedSegment:
     called = TracedCollective(operation=operation, count=BYTES, group=RankGroup(2, 1), wait=wait)
     return TracedSegment(moment=moment, work=work, collective=called if operation else None)
+
+
+def test_a_cpu_computes_after_it_has_started_an_operation() -> None:
+    slow = Work(products=0.5e12, operations=1000)
+    rates = {"host": 1e-3, "launch": 1e-3}
+    times = {
+        machine: compute_seconds(
+            slow, planned("replicate=1"), replace(each, efficiency=replace(each.efficiency, **rates))
+        ).total
+        for machine, each in (("cpu", CPU), ("gpu", GPU))
+    }
+    assert times["cpu"] == pytest.approx(2.0)  # its host is the device, and launches nothing
+    assert times["gpu"] == pytest.approx((2**4 + 1) ** 0.25)
 
 
 def communication(

@@ -136,22 +136,42 @@ class KernelWorkspaces(UncompiledMode):
         return result
 
 
+_CHANNELS = 8
+"""Channels of a block of oneDNN's tensors, measured on a processor with AVX2."""
+
+
 def _workspace(function: Any, arguments: Any, result: Any) -> int:
     """Return the bytes that an operation allocates in addition to its results, with oneDNN.
 
-    A convolution holds copies of its operands, and later one of its result, in another order; some
-    need less. A recurrent layer copies its weights, and keeps the gates of all steps.
+    A convolution holds copies of its operands, and later one of its result, in blocks of _CHANNELS
+    channels; some need less. A recurrent layer copies its weights, and keeps the gates of all steps.
     """
     aten = torch.ops.aten
     if function is aten.convolution.default:
-        return int(max(arguments[0].nbytes + arguments[1].nbytes, result.nbytes))
+        operands = _in_blocks(arguments[0], 1) + _in_blocks(arguments[1], 2)
+        copied = _in_blocks(result, 1)
+        return max(operands + copied - int(result.nbytes), copied)
     if function is aten.convolution_backward.default:
-        return int(arguments[0].nbytes + arguments[1].nbytes)  # the gradient and the input
+        gradient, given, weight = arguments[:3]
+        blocked = _in_blocks(weight, 2)
+        copied = _in_blocks(gradient, 1) + _in_blocks(given, 1)
+        # One gradient is not allocated yet.
+        return max(copied + blocked - int(weight.nbytes), blocked)
     if function in (aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default):
         steps, batch, _ = arguments[0].shape
         weights, hidden = arguments[1:3], arguments[5].shape[-1]
         return int(sum(each.nbytes for each in weights) + 16 * batch * hidden * (steps + 4))
     return 0
+
+
+def _in_blocks(tensor: Tensor, dimensions: int) -> int:
+    """Return the bytes with the channels, in the second or the first two dimensions, in full blocks."""
+    first = 2 - dimensions
+    counts = [
+        -(-size // _CHANNELS) * _CHANNELS if first <= place < 2 else size
+        for place, size in enumerate(tensor.shape)
+    ]
+    return math.prod(counts) * tensor.element_size()
 
 
 _COPYING = ("_allgather_base_", "_reduce_scatter_base_")

@@ -68,8 +68,15 @@ def collective_seconds(operation: str, count: float, group: RankGroup, machine: 
     across = rounds * nodes if nodes > 1 else 0
     moved = count if operation == "broadcast" else rounds * (size - 1) / size * count
     ring = (steps - min(steps, across)) * link + min(steps, across) * network + moved / bandwidth
+    if gloo and operation in ("all_gather", "reduce_scatter"):
+        ring += staging_seconds(count, machine)
     if operation != "all_reduce" or gloo:
         return BASE_LATENCY + ring
     climbed = 2 * math.log2(nodes) * network + 2 * (size / nodes - 1) * link
     tree = climbed + moved / (0.9 * bandwidth)  # a tree keeps a tenth fewer links busy
     return BASE_LATENCY + min(ring, tree)
+
+
+def staging_seconds(count: float, machine: Machine) -> float:
+    """Return the seconds in which Gloo copies a full tensor of `count` bytes to or from its buffer."""
+    return 2 * count / (machine.memory_bandwidth * machine.efficiency.staging)

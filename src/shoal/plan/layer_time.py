@@ -158,9 +158,11 @@ def compute_seconds(work: Work, plan: PlannedStep, machine: Machine) -> ComputeS
     convolutions = work.convolutions / (rates.convolution * peak)
     attention = work.attention / (rates.attention * peak)
     memory = (work.product_bytes + work.traffic) / (rates.memory * machine.memory_bandwidth)
+    host = work.operations * rates.host
+    if machine.is_cpu:  # the host computes
+        return ComputeSeconds(products, convolutions, attention, memory, 0.0, host)
     launch = work.operations * rates.launch
     device = products + convolutions + attention + memory + launch
-    host = work.operations * rates.host
     waited = (device**4 + host**4) ** 0.25 - device
     return ComputeSeconds(products, convolutions, attention, memory, launch, waited)
 

@@ -18,7 +18,7 @@ _RESERVED = 1.5e9
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The twelve free parameters of the time model: fractions of data-sheet rates, and seconds.
+    """The thirteen free parameters of the time model: fractions of data-sheet rates, and seconds.
 
     The defaults are assumptions, for machines that were not measured. `RANGES` has plausible values.
     """
@@ -41,6 +41,8 @@ class Efficiency:
     protocol Simple."""
     network_latency: float = 14e-6
     """The same between nodes."""
+    staging: float = 0.3
+    """Gloo's copies of the full tensor in all-gathers and reduce-scatters, of the memory bandwidth."""
     launch: float = 4e-6
     """Seconds on the device between two operations."""
     host: float = 35e-6
@@ -60,6 +62,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "network": (0.1, 1.0),
     "link_latency": (0.5e-6, 5e-3),
     "network_latency": (1e-6, 0.1),
+    "staging": (0.02, 10.0),
     "launch": (0.5e-6, 30e-6),
     "host": (2e-6, 100e-6),
     "step": (1e-4, 0.1),

@@ -8,21 +8,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from shoal.bench.collectives.machine_file import MachineFile, read_machine_file
+from shoal.bench.collectives.machine_file import (
+    CollectiveSeries,
+    MachineFile,
+    read_machine_file,
+)
 from shoal.bench.processor import processor_name
 from shoal.plan.collectives import BASE_LATENCY
 from shoal.plan.machines import RANGES, Machine, parse_machine
+from shoal.plan.traced_work import TracedWork
 from shoal.telemetry.collective_stats import bus_factor
 from shoal.util import accelerator
 from shoal.util.errors import ShoalError
 
-_SAMPLES = 5
+_SAMPLES, _SECONDS = 5, 0.5
+"""The smallest number of calls of each measurement, and the seconds that they take together."""
 _EDGE = {"cpu": 1024}
 """Rows and columns of the square product that measures the peak; 8192 on accelerators."""
 
@@ -31,21 +39,24 @@ _EDGE = {"cpu": 1024}
 class LinkRates:
     """Bytes/s within a node and between nodes, as options or files of `shoal bench comm` give them.
 
-    The latencies are seconds of one step of a collective, if files give them.
+    The latencies are seconds of one step of a collective, if files give them. `staging` is the seconds
+    for each byte of a full tensor in which Gloo copies it in an all-gather or a reduce-scatter.
     """
 
     link: float | None
     network: float | None
     link_latency: float | None = None
     network_latency: float | None = None
+    staging: float | None = None
     per_node: int = 1
     """The largest number of ranks of a node in the files."""
 
 
 def read_rates(files: Sequence[Path], link: float | None, network: float | None) -> LinkRates:
-    """Return bus bandwidth, unless GB/s are given, and latency of all-reduces in machine files.
+    """Return bus bandwidth, unless GB/s are given, latency and staging of collectives in machine files.
 
-    A file whose ranks are on one host has `link`, any other `network`, per rank of a host.
+    A file whose ranks are on one host has `link`, any other `network`, per rank of a host. Staging is
+    that within a host, if a file has it.
     """
     rates: dict[str, Any] = {"link": None if link is None else link * 1e9}
     rates["network"] = None if network is None else network * 1e9
@@ -57,6 +68,9 @@ def read_rates(files: Sequence[Path], link: float | None, network: float | None)
         if rates[name] is None:
             rates[name] = bandwidth
         rates[f"{name}_latency"] = latency
+        staging = _staging(found)
+        if staging is not None and (name == "link" or "staging" not in rates):
+            rates["staging"] = staging
     return LinkRates(**rates)
 
 
@@ -69,12 +83,10 @@ def _ring_rates(path: Path, found: MachineFile) -> tuple[float, float]:
     per_host = max(found.hosts.count(host) for host in found.hosts)
     several = len(set(found.hosts)) > 1
     for series in found.series:
-        points = sorted(series.points, key=lambda point: point.bytes)
-        if series.operation != "all_reduce" or len(points) < 2:
+        if series.operation != "all_reduce" or len(series.points) < 2:
             continue
-        least, most = points[0], points[-1]
-        seconds = max(1e-9, most.seconds - least.seconds)
-        bus = bus_factor("all_reduce", series.ranks) * (most.bytes - least.bytes) / seconds
+        bus = bus_factor("all_reduce", series.ranks) / _seconds_per_byte(series)
+        least = min(series.points, key=lambda point: point.bytes)
         latency = (least.seconds - BASE_LATENCY) / (2 * (series.ranks - 1))
         return bus / per_host if several else bus, latency
     raise ShoalError(
@@ -82,6 +94,31 @@ def _ring_rates(path: Path, found: MachineFile) -> tuple[float, float]:
         found="it has no all_reduce of two sizes",
         fix="measure again: shoal bench comm --operations all_reduce -o FILE",
     )
+
+
+def _seconds_per_byte(series: CollectiveSeries) -> float:
+    """Return the seconds that each byte adds, between the smallest and the largest message."""
+    points = sorted(series.points, key=lambda point: point.bytes)
+    seconds = max(1e-9, points[-1].seconds - points[0].seconds)
+    return seconds / (points[-1].bytes - points[0].bytes)
+
+
+def _staging(found: MachineFile) -> float | None:
+    """Return the seconds for each byte that Gloo's all-gathers and reduce-scatters take to copy it.
+
+    Without copies, an all-gather would take half of the time of an all-reduce, and a reduce-scatter
+    as long as an all-reduce.
+    """
+    each = {
+        series.operation: _seconds_per_byte(series)
+        for series in found.series
+        if series.backend == "gloo" and series.memory == "cpu" and len(series.points) > 1
+    }
+    if "all_reduce" not in each:
+        return None
+    sent = {"all_gather": each["all_reduce"] / 2, "reduce_scatter": each["all_reduce"]}
+    copies = [max(0.0, each[operation] - sent[operation]) for operation in sent.keys() & each.keys()]
+    return fmean(copies) if copies else None
 
 
 def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
@@ -127,6 +164,7 @@ def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
                 "host": _host_seconds(device),
                 "link_latency": rates.link_latency,
                 "network_latency": rates.network_latency,
+                "staging": _staging_rate(rates.staging, copied) if device.type == "cpu" else None,
             }.items()
             if value is not None
         },
@@ -156,21 +194,32 @@ def machine_toml(machine: Machine) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _staging_rate(seconds: float | None, copied: float) -> float | None:
+    """Return the rate of Gloo's copies relative to `copied`, in bytes/s, if it was measured."""
+    if seconds is None:
+        return None
+    return 2 / (seconds * copied) if seconds else RANGES["staging"][1]
+
+
 def _limited(key: str, value: float) -> float:
     low, high = RANGES[key]
     return min(high, max(low, value))
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of some calls, after one that warms up."""
-    times = []
-    for _ in range(_SAMPLES + 1):
+    """Return the seconds of the fastest of some calls, after one that warms up.
+
+    On a machine that others share, few successive calls may all be slow.
+    """
+    call()
+    times: list[float] = []
+    while len(times) < _SAMPLES or sum(times) < _SECONDS:
         _wait(device)
         begun = perf_counter()
         call()
         _wait(device)
         times.append(perf_counter() - begun)
-    return min(times[1:])
+    return min(times)
 
 
 def _wait(device: torch.device) -> None:
@@ -219,16 +268,19 @@ def _convolution_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _host_seconds(device: torch.device) -> float:
-    """Return the seconds of the host for one operation of a forward pass that records gradients."""
-    value = torch.ones(8, device=device, requires_grad=True)
-    count = 200
+    """Return the seconds of the host for one operation, on average over forward and backward passes."""
+    layers = nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(8))
+    ).to(device)
+    rows = torch.ones(2, 8, device=device)
 
     def call() -> None:
-        result = value
-        for _ in range(count):
-            result = result * 1.01
+        torch.autograd.grad(layers(rows).sum(), tuple(layers.parameters()))
 
-    return _seconds(device, call) / count
+    with TracedWork(lambda: "") as traced:
+        call()
+    operations: float = sum(each.work.operations for each in traced.segments)
+    return _seconds(device, call) / operations
 
 
 def _memory_bytes(device: torch.device) -> int:
