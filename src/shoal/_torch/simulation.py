@@ -144,15 +144,21 @@ def _workspace(function: Any, arguments: Any, result: Any) -> int:
     """Return the bytes that an operation allocates in addition to its results, with oneDNN.
 
     A convolution holds copies of its operands, and later one of its result, in blocks of _CHANNELS
-    channels; some need less. A recurrent layer copies its weights, and keeps the gates of all steps.
+    channels, unless it unrolls its input; some need less. A recurrent layer copies its weights, and
+    keeps the gates of all steps.
     """
     aten = torch.ops.aten
     if function is aten.convolution.default:
-        operands = _in_blocks(arguments[0], 1) + _in_blocks(arguments[1], 2)
+        given, weight = arguments[:2]
+        if _is_unrolled(given):
+            return _unrolled(result, weight)
         copied = _in_blocks(result, 1)
+        operands = _in_blocks(given, 1) + _in_blocks(weight, 2)
         return max(operands + copied - int(result.nbytes), copied)
     if function is aten.convolution_backward.default:
         gradient, given, weight = arguments[:3]
+        if _is_unrolled(given):
+            return _unrolled(gradient, weight)
         blocked = _in_blocks(weight, 2)
         copied = _in_blocks(gradient, 1) + _in_blocks(given, 1)
         # One gradient is not allocated yet.
@@ -162,6 +168,17 @@ def _workspace(function: Any, arguments: Any, result: Any) -> int:
         weights, hidden = arguments[1:3], arguments[5].shape[-1]
         return int(sum(each.nbytes for each in weights) + 16 * batch * hidden * (steps + 4))
     return 0
+
+
+def _is_unrolled(given: Tensor) -> bool:
+    """Return whether this processor has no convolution of bfloat16, so that torch unrolls the input."""
+    return given.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _unrolled(result: Tensor, weight: Tensor) -> int:
+    """Return the bytes of the pixels below the kernel at each pixel of the result."""
+    pixels = result.numel() // result.shape[1]
+    return pixels * weight[0].numel() * weight.element_size()
 
 
 def _in_blocks(tensor: Tensor, dimensions: int) -> int:
