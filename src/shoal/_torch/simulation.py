@@ -172,7 +172,9 @@ def _workspace(function: Any, arguments: Any, result: Any) -> int:
 
 def _is_unrolled(given: Tensor) -> bool:
     """Return whether this processor has no convolution of bfloat16, so that torch unrolls the input."""
-    return given.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if given.dtype is not torch.bfloat16:
+        return False
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _unrolled(result: Tensor, weight: Tensor) -> int:

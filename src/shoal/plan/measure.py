@@ -83,7 +83,7 @@ def _ring_rates(path: Path, found: MachineFile) -> tuple[float, float]:
     per_host = max(found.hosts.count(host) for host in found.hosts)
     several = len(set(found.hosts)) > 1
     for series in found.series:
-        if series.operation != "all_reduce" or len(series.points) < 2:
+        if series.operation != "all_reduce" or not _has_sizes(series):
             continue
         bus = bus_factor("all_reduce", series.ranks) / _seconds_per_byte(series)
         least = min(series.points, key=lambda point: point.bytes)
@@ -94,6 +94,10 @@ def _ring_rates(path: Path, found: MachineFile) -> tuple[float, float]:
         found="it has no all_reduce of two sizes",
         fix="measure again: shoal bench comm --operations all_reduce -o FILE",
     )
+
+
+def _has_sizes(series: CollectiveSeries) -> bool:
+    return len({point.bytes for point in series.points}) > 1
 
 
 def _seconds_per_byte(series: CollectiveSeries) -> float:
@@ -112,7 +116,7 @@ def _staging(found: MachineFile) -> float | None:
     each = {
         series.operation: _seconds_per_byte(series)
         for series in found.series
-        if series.backend == "gloo" and series.memory == "cpu" and len(series.points) > 1
+        if series.backend == "gloo" and series.memory == "cpu" and _has_sizes(series)
     }
     if "all_reduce" not in each:
         return None
