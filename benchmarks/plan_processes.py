@@ -1,8 +1,8 @@
 """Predicted and measured step times of layouts: on 1, 2 and 4 processes, and over a narrow network.
 
-    python benchmarks/plan_processes.py                          # both, about 15 minutes
+    python benchmarks/plan_processes.py                          # both
     python benchmarks/plan_processes.py network --nodes 8 --rates 1gbit 200mbit
-    python benchmarks/plan_processes.py processes --numbers 1 2 4
+    python benchmarks/plan_processes.py processes --launches 2 --steps 40     # about 12 minutes
     python benchmarks/plan_processes.py processes --numbers 4 --ranks 4
 
 *processes* measures this machine with `shoal bench comm` and `shoal bench machine`, with one thread per
@@ -351,8 +351,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="that measure the link of the processes")
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--launches", type=int, default=4, help="of each layout of processes")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--launches", type=int, default=6, help="of each layout of processes")
     parser.add_argument("--json", action="store_true")
     for name in ("--model", "--layout", "--file"):
         parser.add_argument(name, help=argparse.SUPPRESS)
