@@ -5,13 +5,15 @@
     python benchmarks/plan_processes.py processes --launches 2 --steps 40     # about 12 minutes
     python benchmarks/plan_processes.py processes --numbers 4 --ranks 4
 
-*processes* measures this machine with `shoal bench comm` and `shoal bench machine`, with one thread per
-process, and trains a transformer. The machine must be idle. A virtual machine may still be 1.5 times
-slower for some seconds, so each layout is launched several times, a large product is computed before
-and after each step, and the steps next to a slow product do not count. The C library keeps freed
-memory: otherwise, the kernel clears it again in some steps. A loop of the lowest priority runs on each
-core. Without it, a core of a virtual machine stops when a rank waits for another one, and it may take
-1 ms until it runs again.
+*processes* measures this machine with `shoal bench comm` and `shoal bench machine`, with one thread
+per process, and trains a transformer. As many processes run `shoal bench machine` at once as train, up
+to one for each core, because cores share caches and memory. The machine must be idle. A virtual
+machine may still be 1.5 times slower for some seconds, so each layout is launched several times, and a
+large product is computed before and after each step. The seconds of a step are divided by the time of
+these products, relative to that at which the machine was measured. The C library keeps freed memory:
+otherwise, the kernel clears it again in some steps. A loop of the lowest priority runs on each core.
+Without it, a core of a virtual machine stops when a rank waits for another one, and it may take 1 ms
+until it runs again.
 
 *network* starts a Slurm cluster on this machine (see nodes.py): a network namespace and a link for
 each node. It measures the ranks, all at once, with the same commands at each rate. Almost all of the
@@ -62,10 +64,7 @@ AVERAGING = 4
 """Steps between two averages of LocalSGD."""
 WARM = 4
 PROBE = 1024
-"""Rows and columns of the product with which the speed of the machine is measured around each step."""
-QUIET, ENOUGH = 1.1, 8
-"""A step counts if its probes took up to QUIET times as long as when the machine was measured. If fewer
-than ENOUGH steps do, the ones with the fastest probes count."""
+"""Rows and columns of the product that measures the speed of the machine before and after each step."""
 OPTIMIZER = partial(torch.optim.SGD, lr=1e-4)
 """It reads and writes little, so that ranks that share cores disturb each other less."""
 SHOAL = str(Path(sys.executable).with_name("shoal"))
@@ -200,7 +199,7 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
 
 
 def run_rank(model: str, layout: str, steps: int, file: Path) -> None:
-    """Train on this rank; rank 0 writes the seconds of each step and of the probes around it."""
+    """Train on this rank; rank 0 writes the seconds of each step, and of the probes around it."""
     built, every = MODELS[model](), AVERAGING if layout == "LocalSGD" else 1
     assert not isinstance(built.model, nn.Module)
     with shoal.init(layout="replicate=-1" if layout == "LocalSGD" else layout, device="cpu") as world:
@@ -215,11 +214,11 @@ def run_rank(model: str, layout: str, steps: int, file: Path) -> None:
         mark = time.perf_counter()
         for batch in loader.epochs(100):
             step(batch)
-            seconds, slowest = time.perf_counter() - mark, 0.0
+            seconds, around = time.perf_counter() - mark, 0.0
             if probes:
                 probes.append(probe(world))
-                slowest = max(probes[-2:])
-            times.append((seconds, slowest))
+                around = statistics.fmean(probes[-2:])
+            times.append((seconds, around))
             if len(times) == WARM + steps:
                 break
             mark = time.perf_counter()
@@ -288,29 +287,40 @@ def compare_processes(
 ) -> dict[str, Any]:
     """Compare layouts of processes on this machine, each with one thread."""
     variables = os.environ | ONE_THREAD | KEEP_MEMORY
+    comm, out, found = folder / "comm.json", folder / "seconds.json", {}
 
-    def run(*command: str) -> None:
-        subprocess.run([SHOAL, *command], env=variables, check=True, stdout=subprocess.DEVNULL)
+    def run(*command: str, copies: int = 1) -> None:
+        started = [
+            subprocess.Popen([SHOAL, *command], env=variables, stdout=subprocess.DEVNULL, cwd=path)
+            for path in (folder / str(copy) for copy in range(copies))
+        ]
+        for each in started:
+            if each.wait():
+                raise subprocess.CalledProcessError(each.returncode, command)
 
-    comm, mine, out = folder / "comm.json", folder / "mine.toml", folder / "seconds.json"
+    cores = len(os.sched_getaffinity(0))
+    for copy in range(cores):
+        (folder / str(copy)).mkdir()
     run("bench", "comm", "-n", str(ranks), *COMM, "-o", str(comm))
-    run("bench", "machine", "--comm", str(comm), "--network", "1", "--devices", "4", "-o", str(mine))
-    print(mine.read_text(), flush=True)
-    machine, found = find_machine(str(mine)), {}
-    fastest = 2 * PROBE**3 / machine.fp32
     for size in numbers:
+        # Cores share caches and memory: as many processes measure at once as will compute.
+        command = ("bench", "machine", "--comm", str(comm), "--network", "1", "--devices", "4")
+        run(*command, "-o", "machine.toml", copies=min(size, cores))
+        mine = folder / "0" / "machine.toml"
+        print(mine.read_text(), flush=True)
+        machine = find_machine(str(mine))
+        fastest = 2 * PROBE**3 / machine.fp32
 
-        def measure(layout: str, size: int = size) -> float:
+        def measure(layout: str, size: int = size, fastest: float = fastest) -> float:
             arguments = rank_arguments("computing", layout, steps, out)
             times: list[list[float]] = []
             for _ in range(launches):
                 run("run", "-n", str(size), __file__, "--", *arguments)
                 times += json.loads(out.read_text())
-            times.sort(key=lambda one: one[1])
-            quiet = sum(slowest <= QUIET * fastest for _, slowest in times)
             every = statistics.median(seconds for seconds, _ in times)
-            print(f"  {quiet} of {len(times)} steps count; the median of all is {every:.3f} s")
-            return statistics.median(seconds for seconds, _ in times[: max(quiet, ENOUGH)])
+            slowdown = statistics.median(around for _, around in times) / fastest
+            print(f"  median step {every:.3f} s, on a machine {slowdown:.2f} times slower")
+            return statistics.median(seconds * fastest / around for seconds, around in times)
 
         print(f"{size} processes", flush=True)
         found[str(size)] = compare("computing", size, machine, measure, layouts(size))

@@ -119,7 +119,7 @@ def number_in(name: str) -> int:
     ("bounds", "states", "least"),
     [
         ({"checks": 1}, 20_000, 300),
-        pytest.param({"checks": 1, "kills": 1, "earlier": 10}, 20_000, 4_000, marks=pytest.mark.full),
+        pytest.param({"checks": 1, "kills": 1, "earlier": 10}, 20_000, 4_000, marks=pytest.mark.long),
         pytest.param({"checks": 1, "removed": True}, 20_000, 100, marks=pytest.mark.long),
         # Two attempts may see each other's number, and then each take the next one, without end.
         pytest.param({"checks": 1, "remote": True}, 3_000, 1000, marks=pytest.mark.long),

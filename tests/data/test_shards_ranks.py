@@ -138,7 +138,9 @@ full = pytest.mark.full
         pytest.param([(3, 2), (2, 0)], 10, False, flow, id="iterable", marks=full),
         *(
             pytest.param(chain, 400, False, stream, id=str(chain), marks=mark)
-            for chain, mark in zip(LONG, (full, full, pytest.mark.long, pytest.mark.long), strict=True)
+            for chain, mark in zip(
+                LONG, (full, pytest.mark.long, pytest.mark.long, pytest.mark.long), strict=True
+            )
         ),
         pytest.param(LONG[0], 400, True, stream, id="all counted", marks=full),
     ],

@@ -201,6 +201,7 @@ def left(cluster: Cluster, folder: Path) -> list[str]:
     return [node for node in cluster.nodes for _ in cluster.running(node, f"{folder}/train.py")]
 
 
+@pytest.mark.long
 def test_a_cut_link_is_noticed_by_both_of_its_ends(
     cluster: Cluster, tmp_path: Path, training: subprocess.Popen[str]
 ) -> None:

@@ -104,7 +104,7 @@ def test_another_torch_on_one_rank_is_named(folders: list[Path], tmp_path: Path)
         assert f"found: 2.11.0 on rank 1 ({HERE})" in text
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_another_package_on_one_machine_is_named(folders: list[Path]) -> None:
     """FAILURES 25: another package."""
     described = folders[1] / "something-1.5.dist-info"

@@ -133,7 +133,7 @@ def long(*values: object) -> Any:
         full(IN_A_RUN, 1, "sys.exit(0)", "leaves"),
         long(IN_A_RUN, 0, "sys.exit()", "leaves"),
         long(WITHOUT_WITH, 1, "sys.exit(0)", "leaves"),
-        full(IN_A_RUN, 1, "break", "init() as world:"),
+        long(IN_A_RUN, 1, "break", "init() as world:"),
         full(WITHOUT_WITH, 0, "break", ""),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_rank_that_leaves_its_world_and_lives_on_is_named(start: Start) -> Non
         full(IN_A_RUN, 1, "sys.exit(0)"),
         long(IN_A_RUN, 0, "sys.exit(0)"),
         long(WITHOUT_WITH, 1, "break"),
-        full(WITHOUT_WITH, 1, "os._exit(0)"),
+        long(WITHOUT_WITH, 1, "os._exit(0)"),
     ],
 )
 def test_without_a_launcher_of_ours_the_other_ranks_name_it(

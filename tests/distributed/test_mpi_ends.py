@@ -100,7 +100,9 @@ def test_stopped_and_resumed_it_ends_bit_equal(program: str, tmp_path: Path) -> 
     ("program", "how", "said"),
     [
         ("mpirun.openmpi", "raise ValueError('broken')", "ValueError: broken"),
-        ("mpirun.openmpi", "os.kill(os.getpid(), 9)", "exited on signal 9"),
+        pytest.param(
+            "mpirun.openmpi", "os.kill(os.getpid(), 9)", "exited on signal 9", marks=pytest.mark.long
+        ),
         ("mpirun.mpich", "os.kill(os.getpid(), 9)", "EXIT CODE: 9"),
     ],
 )

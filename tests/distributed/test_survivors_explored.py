@@ -71,8 +71,8 @@ def survivors(
     ("size", "times", "early"),
     [
         (2, 1, 1),
-        pytest.param(2, 2, 1, marks=pytest.mark.full),
-        pytest.param(3, 1, 0, marks=pytest.mark.full),
+        pytest.param(2, 2, 1, marks=pytest.mark.long),
+        pytest.param(3, 1, 0, marks=pytest.mark.long),
         pytest.param(3, 1, 1, marks=pytest.mark.long),
     ],
 )

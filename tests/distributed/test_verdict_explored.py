@@ -192,9 +192,9 @@ STOPPED = {0: "waits", 1: "waits", 2: "stopped"}
     ("bounds", "least"),
     [
         ({"places": ELSEWHERE}, 100),
-        pytest.param({"places": WRONG}, 50, marks=pytest.mark.full),
-        pytest.param({"places": STOPPED}, 50, marks=pytest.mark.full),
-        pytest.param({"places": ELSEWHERE, "kills": 1}, 50, marks=pytest.mark.full),
+        pytest.param({"places": WRONG}, 50, marks=pytest.mark.long),
+        pytest.param({"places": STOPPED}, 50, marks=pytest.mark.long),
+        pytest.param({"places": ELSEWHERE, "kills": 1}, 50, marks=pytest.mark.long),
         pytest.param({"places": ELSEWHERE, "arrives": True}, 50, marks=pytest.mark.full),
     ],
 )

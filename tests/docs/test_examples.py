@@ -130,7 +130,7 @@ def test_an_example_gives_the_same_on_two_processes(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["hogwild", "parameter_server"])
+@pytest.mark.parametrize("name", ["hogwild", pytest.param("parameter_server", marks=pytest.mark.long)])
 def test_workers_that_do_not_wait_learn(name: str, repository: Path, tmp_path: Path) -> None:
     """Not alike each time, but far better than chance, which is one in eight or ten."""
     given = ["--samples", "1200", "--run", str(tmp_path)]
@@ -164,7 +164,7 @@ def test_each_compression_learns(repository: Path) -> None:
     assert all(float(accuracy) > 50 for accuracy in found.values()), found  # chance is 10
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["DiLoCo", pytest.param("LocalSGD", marks=pytest.mark.long)])
 def test_ranks_that_meet_seldom_learn_and_go_on(way: str, repository: Path, tmp_path: Path) -> None:
     given = [str(repository / "examples/diloco.py"), "--", "--way", way, "--run", str(tmp_path)]

@@ -114,6 +114,7 @@ def commands(repository: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "way", [0, pytest.param(1, marks=pytest.mark.long)], ids=["plain", "torch held"]
 )

@@ -285,7 +285,7 @@ def test_the_deepspeed_config_is_on_its_page_and_fits_its_script() -> None:
 
 @pytest.mark.parametrize(
     "pair",
-    marked(ddp_after=pytest.mark.full, hf_trainer_after=pytest.mark.full, fsdp2_after=pytest.mark.full),
+    marked(ddp_after=pytest.mark.full),
 )
 def test_the_shoal_script_ends_the_same_on_one_and_two_processes(pair: Pair, tmp_path: Path) -> None:
     one = run_script(tmp_path / "one", pair, 1, None)

@@ -106,6 +106,7 @@ def first_hits(chromium: Browser, site: str, term: str) -> list[str]:
     return ["nothing"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(program() is None, reason="no chromium")
 def test_the_first_hit_is_the_page_about_the_term(site: str, tmp_path: Path) -> None:
     found = {}

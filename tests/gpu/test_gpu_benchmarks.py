@@ -131,7 +131,13 @@ RUNS = {
 
 @pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=[pytest.mark.long] if each in ("resnet", "stall") else [])
+        for each in RUNS
+    ],
+)
 def test_a_benchmark_runs_on_the_cpu(repository: Path, tmp_path: Path, name: str) -> None:
     size, given = RUNS[name]
     script = name.partition(" ")[0]

@@ -77,7 +77,12 @@ def late_losses(world: shoal.World, dtype: torch.dtype, compile: str | None) -> 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
 @pytest.mark.parametrize(
-    ("dtype", "compile"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "inductor")]
+    ("dtype", "compile"),
+    [
+        (torch.float32, None),
+        pytest.param(torch.bfloat16, None, marks=pytest.mark.long),
+        pytest.param(torch.float32, "inductor", marks=pytest.mark.long),
+    ],
 )
 def test_steps_of_ranks_make_no_wait(
     two: Start, layout: str, dtype: torch.dtype, compile: str | None
@@ -186,6 +191,7 @@ def peaks(world: shoal.World) -> dict[str, int]:
     return peak_memory(model, optimizer, lambda: step(next(batches)), world.device)
 
 
+@pytest.mark.long
 def test_peak_memory_is_that_of_the_simulated_device(two: Start) -> None:
     command = [sys.executable, "-m", "helpers.simulated_device", "2", "shard=2", "shoal.FSDP()"]
     command += ["--precision=bf16", "--memory", "--micro-batches=1", "--fused", f"--width={WIDTH}"]

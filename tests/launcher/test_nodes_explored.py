@@ -240,7 +240,7 @@ FAILED, PREEMPTED = {(1, 0): "failed"}, {(1, 1): "preempted"}
     ("bounds", "least"),
     [
         ({}, 500),
-        pytest.param({"kills": 1}, 5_000, marks=pytest.mark.full),
+        pytest.param({"kills": 1}, 5_000, marks=pytest.mark.long),
         pytest.param({"script": FAILED}, 6_000, marks=pytest.mark.long),
         pytest.param({"script": {**FAILED, (1, 1): "failed"}}, 6_000, marks=pytest.mark.long),
         pytest.param({"script": {**PREEMPTED, (2, 0): "failed"}}, 6_000, marks=pytest.mark.long),

@@ -34,7 +34,7 @@ with shoal.init() as world:
 
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.parametrize("moves", [0, 1])
+@pytest.mark.parametrize("moves", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_restarts_end_where_the_failure_repeats(tmp_path: Path, moves: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(moves=moves))

@@ -95,7 +95,7 @@ def wrong_end(agents: Any, launchers: Any, restarts: int, preemptions: int) -> s
     [
         (1, 1),
         *(
-            pytest.param(*each, marks=pytest.mark.full if 2 in each else pytest.mark.long)
+            pytest.param(*each, marks=pytest.mark.full if each == (2, 2) else pytest.mark.long)
             for each in itertools.product(range(3), repeat=2)
             if each != (1, 1)
         ),

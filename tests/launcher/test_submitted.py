@@ -214,6 +214,7 @@ def test_what_was_submitted_runs_after_a_requeue(jobs: Jobs, alone: str) -> None
     assert jobs.ends()[-1] == (number, 0)
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_requeues_one_element(jobs: Jobs, alone: str) -> None:
     """FAILURES 9: it saves and goes back into the queue; the other runs on."""
     (jobs.folder / "sweep").write_text("one 2 0.3\ntwo 2 0.3\n")

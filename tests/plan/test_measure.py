@@ -86,7 +86,10 @@ def test_a_machine_and_its_file_are_the_same(tmp_path: Path) -> None:
             assert getattr(again, key) == getattr(machine, key)
 
 
-def test_rates_between_hosts_are_those_of_one_rank(tmp_path: Path) -> None:
+def test_rates_between_hosts_are_those_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(4)})
     inside = collectives(tmp_path / "inside.json", ("a",) * 4)
     across = collectives(tmp_path / "across.json", ("a", "a", "b", "b"))
     rates = read_rates([inside, across], None, None)
@@ -95,6 +98,12 @@ def test_rates_between_hosts_are_those_of_one_rank(tmp_path: Path) -> None:
     assert read_rates([inside], 7.0, None).link == 7e9
     assert rates.per_node == 4
     assert rates.link_latency == rates.network_latency == pytest.approx((1e-4 - 30e-6) / 6)
+    # On two cores, four ranks took turns; the cores do not limit a network.
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    turns = read_rates([inside, across], None, None)
+    assert turns.link == pytest.approx(2 * 1.5 * 2e9)
+    assert turns.link_latency == pytest.approx((1e-4 - 30e-6) / 6 / 2)
+    assert turns.network == rates.network
 
 
 def test_copies_of_gloo_are_the_rest_of_gathers_and_scatters(tmp_path: Path) -> None:

@@ -26,8 +26,10 @@ from shoal.util.errors import ShoalError
 WITHIN = 0.05
 RANK_LAYOUTS = (
     "shard=2",
-    "tensor=2",
-    *(pytest.param(layout, marks=pytest.mark.long) for layout in ("context=2", "replicate=2")),
+    *(
+        pytest.param(layout, marks=pytest.mark.long)
+        for layout in ("tensor=2", "context=2", "replicate=2")
+    ),
 )
 QUICK, FULL = ("MLP",), ("transformer", "ResNet", "LSTM")
 
@@ -83,7 +85,7 @@ def test_recomputed_activations(
     assert found.activations < traced(MODELS[name], planned(8, 4)).activations
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_stage_frees_the_modules_of_the_others() -> None:
     plan = replace(planned(8, 2, "pipeline=2"), split_points=("3",))
     parts = [trace_step(lambda: Workload(*MODELS["MLP"]()), plan, rank=rank).memory for rank in (0, 1)]
@@ -125,7 +127,7 @@ def test_ranks(layout: str, tmp_path: Path) -> None:
             assert traced(MODELS[name], plan).total == pytest.approx(measured, rel=WITHIN), name
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "layout",

@@ -74,7 +74,7 @@ def test_a_module_that_fails_in_all_layouts_is_an_error() -> None:
         searched("MLP", find_machine("h100-sxm"), batch=128)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_script_reads_the_plan(tmp_path: Path) -> None:
     path = tmp_path / "train_here.py"
     path.write_text(SCRIPT)

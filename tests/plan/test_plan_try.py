@@ -58,7 +58,7 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.full
+@pytest.mark.long
 def test_the_fastest_measured_layout_comes_first(script: str, tmp_path: Path) -> None:
     predicted = json.loads(command(*PLAN, "--json").stdout)["best"]
     first, second = list(dict.fromkeys(each["layout"] for each in predicted))[:2]

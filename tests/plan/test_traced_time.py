@@ -227,6 +227,38 @@ def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
         run_ranks([[], last], planned("pipeline=2"), machine)
 
 
+@pytest.mark.parametrize(
+    ("layout", "machine", "ends"),
+    [
+        # The first stage has the core for 1 s, and for the 0.1 s of the message; then both share it.
+        ("pipeline=2", replace(CPU, devices=2, cores=1), (2.9, 3.0)),
+        ("pipeline=2,replicate=2", replace(CPU, devices=4, cores=2), (2.9, 3.0)),
+        ("pipeline=2", replace(CPU, devices=2, cores=2), (2.0, 2.1)),
+        # Two nodes share no core, and the message takes a second.
+        ("pipeline=2", CPU, (2.0, 3.0)),
+        ("pipeline=2,replicate=2", replace(CPU, devices=2, cores=1), (4.0, 5.0)),
+    ],
+)
+def test_a_stage_that_waits_leaves_its_core(
+    layout: str, machine: Machine, ends: tuple[float, ...]
+) -> None:
+    first = [message("send", 0), segment("forward")]
+    last = [message("recv", 0, Work()), segment("forward")]
+    if "replicate" in layout:
+        first, last = ([replace(each, collective=apart(each)) for each in one] for one in (first, last))
+    runs = run_ranks([first, last], planned(layout), machine)
+    assert [each.spans[-1].end for each in runs] == pytest.approx(ends, abs=NEAR)
+    # Stages compute more slowly while they share the core, and the step ends at the same time for all.
+    assert runs[0].time.products + runs[0].time.bubble == pytest.approx(ends[1], abs=NEAR)
+    assert runs[1].time.total == pytest.approx(ends[1], abs=NEAR)
+
+
+def apart(segment: TracedSegment) -> TracedCollective | None:
+    """Return a message to a stage that is two ranks away."""
+    found = segment.collective
+    return None if found is None else replace(found, group=RankGroup(2, 2))
+
+
 def test_stages_meet_in_collectives() -> None:
     short = [segment("backward", "all_reduce", "stream")]
     long = [segment("backward"), *short]
@@ -285,7 +317,7 @@ def strategy_step(strategy: object) -> ModuleFit:
     return fit_plan(lambda: Workload(build, task, data, strategy), planned("replicate=2"), machine)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_one_of_several_steps_averages_parameters() -> None:
     one, some, many = (strategy_step(shoal.LocalSGD(sync_every=every)) for every in (1, 4, 10**6))
     averaging = one.step_seconds - many.step_seconds
@@ -300,7 +332,7 @@ def test_one_of_several_steps_averages_parameters() -> None:
     [
         "bf16",
         *(
-            pytest.param(each, marks=pytest.mark.full)
+            pytest.param(each, marks=pytest.mark.long)
             for each in ("int8", shoal.PowerSGD(warmup_steps=0), shoal.TopK())
         ),
     ],

@@ -42,7 +42,12 @@ def printed(world: shoal.World, way: str, model: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("way", "model"), [("Pipeline", "Untied GPT"), ("Tensor", "GPT"), ("Context", "Even GPT")]
+    ("way", "model"),
+    [
+        pytest.param("Pipeline", "Untied GPT", marks=pytest.mark.long),
+        ("Tensor", "GPT"),
+        pytest.param("Context", "Even GPT", marks=pytest.mark.long),
+    ],
 )
 def test_modules_of_all_stages_are_printed(ranks: Ranks, way: str, model: str) -> None:
     ranks.divide(WAYS[way].layouts[2])

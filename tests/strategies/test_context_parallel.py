@@ -158,14 +158,20 @@ def test_in_bf16_it_stays_close(two: Ranks, expected: Trained, strategy: Any) ->
     ("layout", "strategy"),
     [
         ("context=2,tensor=2", [shoal.ContextParallel(), shoal.TensorParallel(plan=PLAN)]),
-        ("shard=2,context=2", [shoal.ContextParallel(), shoal.FSDP()]),
+        pytest.param(
+            "shard=2,context=2", [shoal.ContextParallel(), shoal.FSDP()], marks=pytest.mark.long
+        ),
         ("replicate=2,context=2", [shoal.ContextParallel(), shoal.FSDP()]),
         pytest.param(
             "shard=2,context=2,tensor=2",
             [shoal.ContextParallel(), shoal.TensorParallel(plan=PLAN), shoal.FSDP()],
             marks=pytest.mark.long,
         ),
-        ("replicate=2,context=2,tensor=2", [shoal.ContextParallel(), shoal.TensorParallel(plan=PLAN)]),
+        pytest.param(
+            "replicate=2,context=2,tensor=2",
+            [shoal.ContextParallel(), shoal.TensorParallel(plan=PLAN)],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 @pytest.mark.full

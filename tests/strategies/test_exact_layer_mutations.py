@@ -95,14 +95,22 @@ MISTAKES_IN_A_SPLIT: dict[str, tuple[Case, Callable[[], AbstractContextManager[A
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES_IN_A_SPLIT)
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(each, marks=[pytest.mark.long] if MISTAKES_IN_A_SPLIT[each][0] == COMPILED else [])
+        for each in MISTAKES_IN_A_SPLIT
+    ],
+)
 def test_a_split_that_changes_numbers_is_noticed(mistake: str) -> None:
     case, planted = MISTAKES_IN_A_SPLIT[mistake]
     with planted():
         assert not split_changes_nothing(case)
 
 
-@pytest.mark.parametrize("case", [KEYED, RECOMPUTED, COMPILED, GROUPED], ids=str)
+@pytest.mark.parametrize(
+    "case", [KEYED, RECOMPUTED, pytest.param(COMPILED, marks=pytest.mark.long), GROUPED], ids=str
+)
 def test_without_a_mistake_it_changes_nothing(case: Case) -> None:
     assert split_changes_nothing(case)
 

@@ -109,6 +109,7 @@ def trained(world: shoal.World, strategy: Any, precision: str, compile: str | No
 WHOLE = shoal.FSDP(accumulate="whole", reshard_after_forward=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "precision", "compile"),
     [

@@ -97,7 +97,7 @@ def test_a_worker_that_raises_ends_the_run(start: Start) -> None:
     assert "where: rank 1 of 3" in ended.err
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_after_a_death_a_signal_saves_and_stops(start: Start, tmp_path: Path) -> None:
     command = start("1", "dies", "1000000")
     wait_for(lambda: all((tmp_path / f"ready{rank}-run").exists() for rank in (0, 2)), PATIENCE)
@@ -107,7 +107,7 @@ def test_after_a_death_a_signal_saves_and_stops(start: Start, tmp_path: Path) ->
     assert len(checkpoints(tmp_path)) == 1
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_one_run_after_another_loses_a_worker_and_the_last_one_stops(
     start: Start, tmp_path: Path
 ) -> None:

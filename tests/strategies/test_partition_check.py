@@ -188,7 +188,7 @@ def refused(results: list[Any], found: str) -> None:
         ("pipeline=4", shoal.Pipeline(split_points=("blocks.0", "blocks.1", "blocks.2"))),
     ],
 )
-@pytest.mark.parametrize("made", ["given", "constructed"])
+@pytest.mark.parametrize("made", ["given", pytest.param("constructed", marks=pytest.mark.long)])
 def test_a_difference_is_found_in_every_layout(
     four: Ranks, layout: str, strategy: Any, made: str
 ) -> None:

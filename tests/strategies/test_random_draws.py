@@ -87,9 +87,9 @@ FULL = pytest.mark.full
         (3, "replicate=-1", None, 2),
         (2, "replicate=-1", RECOMPUTED, 1),
         pytest.param(2, "shard=-1", shoal.FSDP(), 2, marks=FULL),
-        pytest.param(4, "replicate=2,shard=2", shoal.FSDP(), 1, marks=FULL),
+        pytest.param(4, "replicate=2,shard=2", shoal.FSDP(), 1, marks=pytest.mark.long),
         pytest.param(3, "shard=-1", [RECOMPUTED[0], shoal.FSDP()], 2, marks=FULL),
-        pytest.param(4, "replicate=-1", None, 1, marks=FULL),
+        pytest.param(4, "replicate=-1", None, 1, marks=pytest.mark.long),
         pytest.param(1, "replicate=-1", RECOMPUTED, 5, marks=FULL),
     ],
 )

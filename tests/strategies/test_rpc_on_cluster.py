@@ -115,6 +115,7 @@ def test_stages_on_three_hosts_train_as_one_process_does(
     assert alone.stdout.splitlines()[-1] in said.splitlines()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_stage_that_is_killed_is_named_on_the_other_hosts(
     victim: int, cluster: Cluster, tmp_path: Path
@@ -127,6 +128,7 @@ def test_a_stage_that_is_killed_is_named_on_the_other_hosts(
     assert time.monotonic() - begun < GONE_WITHIN
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["killed", pytest.param("cut off", marks=pytest.mark.long)])
 def test_workers_push_to_a_server_on_another_host_and_go_on_without_one(
     fault: str, cluster: Cluster, tmp_path: Path

@@ -131,7 +131,7 @@ def saved(world: shoal.World, strategy: Any, directory: Path, stops: list[int]) 
     return tensors
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_resumed_run_is_bit_equal_with_noise_and_replicas(
     started: Callable[[str], Ranks], tmp_path: Path
 ) -> None:
@@ -161,7 +161,7 @@ def resumed(world: shoal.World, strategy: Any, directory: Path, stop: int) -> di
     return {"losses": losses, "averaged": averaged}
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_checkpoints_go_on_in_one_process_and_with_other_workers(
     started: Callable[[str], Ranks], tmp_path: Path
 ) -> None:

@@ -30,18 +30,18 @@ FEW: list[tuple[int, str, str, tuple[str, ...], dict[str, int]]] = [
     (1, "replicate=1", "shoal.SingleProcess()", ("--fused",), {}),
 ]
 MORE = [
-    (8, "shard=8", "shoal.FSDP()", ("--fused",), {}),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, (), ONE_READ),
     (8, "replicate=2,pipeline=4", PIPELINE, (*EIGHT, "--rank", "1"), ONE_READ),
-    (1024, "replicate=16,shard=64", "shoal.FSDP()", ("--fused",), {}),
-    (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused", "--precision", "bf16"), {}),
-    (1024, "shard=128,context=8", f"[{CONTEXT}, shoal.FSDP()]", ("--fused", *SEQUENCES), {}),
     (1024, "replicate=256,pipeline=4", PIPELINE, ("--fused", *EIGHT), {}),
     (8, "shard=8", "shoal.FSDP(cpu_offload=True)", ("--fused",), OFFLOADED),
     (8, "shard=8", "shoal.FSDP()", ("--evaluate", "--micro-batches", "4"), EVALUATED),
-    (8, "shard=8", "shoal.FSDP()", ("--precision", "bf16"), ONE_READ),
 ]
 REST = [
+    (8, "shard=8", "shoal.FSDP()", ("--fused",), {}),
+    (1024, "replicate=16,shard=64", "shoal.FSDP()", ("--fused",), {}),
+    (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused", "--precision", "bf16"), {}),
+    (1024, "shard=128,context=8", f"[{CONTEXT}, shoal.FSDP()]", ("--fused", *SEQUENCES), {}),
+    (8, "shard=8", "shoal.FSDP()", ("--precision", "bf16"), ONE_READ),
     (8, "shard=8", "shoal.FSDP()", ("--fused", "--precision", "bf16"), {}),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, ("--fused", "--micro-batches", "4"), {}),
     (8, "replicate=2,pipeline=4", PIPELINE, ("--fused", *EIGHT, "--rank", "1"), {}),
@@ -108,7 +108,7 @@ def memory(strategy: str) -> dict[str, int]:
     ]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_memory_by_kind(repository: Path) -> None:
     """A rank keeps shards; what it gathers is of 16 bits and of two units at most."""
     wide, half = memory("shoal.FSDP(param_dtype='fp32')"), memory("shoal.FSDP()")

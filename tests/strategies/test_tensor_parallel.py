@@ -109,7 +109,9 @@ def two() -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     "plan", [SEQUENCE, LOGITS, SEQUENCE | LOGITS], ids=["sequence", "logits", "both"]
 )
-@pytest.mark.parametrize("length", [1, 5, 6])
+@pytest.mark.parametrize(
+    "length", [*(pytest.param(each, marks=pytest.mark.long) for each in (1, 6)), 5]
+)
 def test_a_gpt_trains_like_one_process_at_any_length(
     two: Ranks, plan: dict[str, str], length: int
 ) -> None:

@@ -58,6 +58,7 @@ def llama(world: shoal.World, plan: Any) -> list[tuple[float, float]]:
     return [(result.loss, result.norm) for batch in data.epochs(3) for result in [step(batch)]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "plan"),
     [

@@ -157,6 +157,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

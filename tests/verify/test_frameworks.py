@@ -69,7 +69,7 @@ def test_a_script_of_each_framework(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("args", [(), ("layernorm",)])
+@pytest.mark.parametrize("args", [(), pytest.param(("layernorm",), marks=pytest.mark.long)])
 def test_everything_holds_for_shoal(home: Path, args: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "shoal", "verify", "--json", "--steps", "12", "shoal_script.py"]
     result = subprocess.run([*command, *args], cwd=home, capture_output=True, text=True, check=False)

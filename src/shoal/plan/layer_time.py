@@ -65,6 +65,9 @@ class ComputeSeconds:
     def __add__(self, other: ComputeSeconds) -> ComputeSeconds:
         return ComputeSeconds(*map(float.__add__, astuple(self), astuple(other)))
 
+    def __mul__(self, factor: float) -> ComputeSeconds:
+        return ComputeSeconds(*(factor * each for each in astuple(self)))
+
     @property
     def total(self) -> float:
         """All seconds."""

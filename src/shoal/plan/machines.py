@@ -110,21 +110,16 @@ class Machine:
         return self.memory - _RESERVED
 
     def shared(self, devices: int) -> Machine:
-        """Return the machine as each of `devices` devices of a node has it, all of which compute."""
+        """Return the machine with the rates of collectives that `devices` devices of a node call.
+
+        Cores copy the bytes within a node. More devices than cores take turns.
+        """
         if self.cores is None or devices * self.threads <= self.cores:
             return self
         part = self.cores / (devices * self.threads)
-        rates = self.efficiency
-        return replace(
-            self,
-            half=self.half * part,
-            fp32=self.fp32 * part,
-            memory_bandwidth=self.memory_bandwidth * part,
-            link=self.link * part,
-            efficiency=replace(
-                rates, launch=rates.launch / part, host=rates.host / part, step=rates.step / part
-            ),
-        )
+        rates = replace(self.efficiency, link_latency=self.efficiency.link_latency / part)
+        bandwidth = self.memory_bandwidth * part
+        return replace(self, memory_bandwidth=bandwidth, link=self.link * part, efficiency=rates)
 
 
 _PLAUSIBLE = (1e-7, 1e9)

@@ -56,7 +56,8 @@ def read_rates(files: Sequence[Path], link: float | None, network: float | None)
     """Return bus bandwidth, unless GB/s are given, latency and staging of collectives in machine files.
 
     A file whose ranks are on one host has `link`, any other `network`, per rank of a host. Staging is
-    that within a host, if a file has it.
+    that within a host, if a file has it. Rates of Gloo within a host are those of ranks that each have
+    a core.
     """
     rates: dict[str, Any] = {"link": None if link is None else link * 1e9}
     rates["network"] = None if network is None else network * 1e9
@@ -64,13 +65,15 @@ def read_rates(files: Sequence[Path], link: float | None, network: float | None)
         found = read_machine_file(path)
         name = "link" if len(set(found.hosts)) == 1 else "network"
         bandwidth, latency = _ring_rates(path, found)
+        turns = _turns(found)
+        bandwidth, latency = bandwidth * turns, latency / turns
         rates["per_node"] = max(rates.get("per_node", 1), *Counter(found.hosts).values())
         if rates[name] is None:
             rates[name] = bandwidth
         rates[f"{name}_latency"] = latency
         staging = _staging(found)
         if staging is not None and (name == "link" or "staging" not in rates):
-            rates["staging"] = staging
+            rates["staging"] = staging / turns
     return LinkRates(**rates)
 
 
@@ -94,6 +97,14 @@ def _ring_rates(path: Path, found: MachineFile) -> tuple[float, float]:
         found="it has no all_reduce of two sizes",
         fix="measure again: shoal bench comm --operations all_reduce -o FILE",
     )
+
+
+def _turns(found: MachineFile) -> float:
+    """Return how many of the ranks of one host took turns on a core, where Gloo copied the bytes."""
+    gloo = all(series.backend == "gloo" and series.memory == "cpu" for series in found.series)
+    if len(set(found.hosts)) > 1 or not gloo:
+        return 1.0
+    return max(1.0, len(found.hosts) / len(os.sched_getaffinity(0)))
 
 
 def _has_sizes(series: CollectiveSeries) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
-from shoal.plan.collectives import collective_seconds
+from shoal.plan.collectives import RankGroup, collective_seconds
 from shoal.plan.configuration import PlannedStep
+from shoal.plan.core_sharing import Computation, RankProcess, SharedCores
 from shoal.plan.display import bar, part_name
 from shoal.plan.layer_time import ComputeSeconds, compute_seconds
 from shoal.plan.machines import Machine
@@ -93,19 +94,16 @@ def run_ranks(
     """Return the predicted step of each rank of one pipeline.
 
     A rank waits for a message where it first reads it. The step ends when the last rank has finished.
+    On a CPU, the ranks that compute at a moment share the cores.
     """
-    layout = plan.layout
-    here = machine.shared(min(layout.size, machine.devices))
+    size = plan.layout.size
     pipeline = _Pipeline(plan)
-    timelines = [_Timeline(here, place, pipeline) for place in range(len(ranks))]
-    running = [each.run(found) for each, found in zip(timelines, ranks, strict=True)]
-    while running:
-        before = pipeline.progress
-        running = [each for each in running if next(each, None) is not None]
-        if running and pipeline.progress == before:
-            raise RuntimeError("ranks of the pipeline wait for messages of each other")
+    timelines = [_Timeline(machine, place, pipeline) for place in range(len(ranks))]
+    group = RankGroup(len(ranks), max(1, pipeline.stride))
+    processes = [each.run(found) for each, found in zip(timelines, ranks, strict=True)]
+    SharedCores(machine, size, group, processes).run()
     end = max(each.now for each in timelines)
-    spread = here.efficiency.spread * slowest(layout.size)
+    spread = machine.efficiency.spread * slowest(size)
     return [RankRun(time=each.time(end, spread), spans=tuple(each.spans)) for each in timelines]
 
 
@@ -114,19 +112,17 @@ class _Pipeline:
 
     def __init__(self, plan: PlannedStep) -> None:
         self.plan = plan
-        self.progress = 0
-        """Segments that have ended."""
         self.arrivals: dict[tuple[int, int, int], float] = {}
         """When each message arrives, by sender, receiver and number."""
         self.calls: defaultdict[int, dict[int, float]] = defaultdict(dict)
         """When each rank calls the collectives of all stages, by their order."""
         ranks = plan.layout.group(0, "pipeline")
-        self._stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
+        self.stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
     def meets(self, one: TracedCollective) -> bool:
         """Return whether all stages take part in a collective that they wait for."""
         group = one.group
-        spans = 0 < group.stride <= self._stride < group.stride * group.size
+        spans = 0 < group.stride <= self.stride < group.stride * group.size
         return spans and one.wait != "update"
 
 
@@ -150,19 +146,19 @@ class _Timeline:
         self._idle = 0.0
         """Seconds in which they run and the rank waits."""
 
-    def run(self, segments: Sequence[TracedSegment]) -> Iterator[bool]:
-        """Compute all segments; yield while the rank waits for another stage."""
+    def run(self, segments: Sequence[TracedSegment]) -> RankProcess:
+        """Compute all segments."""
         for segment in segments:
             if segment.moment == "update":
                 self.wait()
-            self.compute(segment)
+            yield from self.compute(segment)
             one = segment.collective
             if one is not None and one.operation == "send":
-                self._network = max(self._network, self.now) + _seconds(one, self.machine)
+                self._network = max(self._network, self.now) + self._seconds(one)
                 self._pipeline.arrivals[self.place, one.peer, one.message] = self._network
             elif one is not None and one.operation == "recv":
                 while (sent := (one.peer, self.place, one.message)) not in self._pipeline.arrivals:
-                    yield True
+                    yield None
                 self._wait_until(self._pipeline.arrivals[sent])
             elif one is not None:
                 if self._pipeline.meets(one):
@@ -170,21 +166,21 @@ class _Timeline:
                     calls[self.place] = self.now
                     self._meetings += 1
                     while len(calls) < self._pipeline.plan.layout.pipeline:
-                        yield True
+                        yield None
                     self._wait_until(max(calls.values()))
                 self.begin(one, alone=not segment.work.operations)
-            self._pipeline.progress += 1
         self.wait()
 
-    def compute(self, segment: TracedSegment) -> None:
-        """Compute the work of a segment."""
+    def compute(self, segment: TracedSegment) -> RankProcess:
+        """Compute the work of a segment on cores that other ranks use too."""
         found = compute_seconds(segment.work, self._pipeline.plan, self.machine)
+        begun = self.now
+        self.now = yield Computation(begun, found.total)
         if segment.moment == "update":
-            self.optimizer += found.total
-        else:
-            self.work += found
-        add_span(self.spans, Span(segment.moment, self.now, self.now + found.total))
-        self.now += found.total
+            self.optimizer += self.now - begun
+        elif found.total:
+            self.work += found * ((self.now - begun) / found.total)
+        add_span(self.spans, Span(segment.moment, begun, self.now))
 
     def time(self, end: float, spread: float) -> TracedTime:
         """Return the seconds by part of a step that ends at `end`.
@@ -212,7 +208,7 @@ class _Timeline:
 
     def begin(self, collective: TracedCollective, *, alone: bool) -> None:
         """Call a collective; `alone` says that no operation lies between the previous one and it."""
-        seconds = _seconds(collective, self.machine)
+        seconds = self._seconds(collective)
         previous, self._previous = self._previous, collective
         streams = collective.wait == "stream" and self.machine.cores is None
         if streams and collective.operation == "all_gather":
@@ -243,6 +239,9 @@ class _Timeline:
             self.now += slow * (1 - idle / total)
         self._running, self._idle = [], 0.0
 
+    def _seconds(self, one: TracedCollective) -> float:
+        return _seconds(one, self._pipeline.plan, self.machine)
+
     def _slowed(self, collective: TracedCollective, seconds: float) -> float:
         """Return the seconds by which a collective delays the computation that it overlaps."""
         if self.machine.cores is None:
@@ -255,18 +254,20 @@ def collective_totals(
     segments: Sequence[TracedSegment], plan: PlannedStep, machine: Machine
 ) -> dict[str, CollectiveTotal]:
     """Return the collectives of a traced step by operation."""
-    here = machine.shared(min(plan.layout.size, machine.devices))
     found: defaultdict[str, CollectiveTotal] = defaultdict(CollectiveTotal)
     for segment in segments:
         if (one := segment.collective) is not None:
             total = found[one.operation]
             total.calls += 1
             total.count += one.count
-            total.seconds += _seconds(one, here)
+            total.seconds += _seconds(one, plan, machine)
     return dict(found)
 
 
-def _seconds(one: TracedCollective, machine: Machine) -> float:
+def _seconds(one: TracedCollective, plan: PlannedStep, machine: Machine) -> float:
+    """Return the seconds of a collective that all ranks call, or of a message."""
+    if one.operation not in ("send", "recv"):
+        machine = machine.shared(min(plan.layout.size, machine.devices))
     return collective_seconds(one.operation, one.count, one.group, machine)
 
 
