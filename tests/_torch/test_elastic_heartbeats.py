@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from shoal._torch.elastic import CheckedBackend, MonitoredRendezvous
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_heartbeats_are_timed_by_the_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock(datetime):
         """An hour ahead until it is set back by two."""

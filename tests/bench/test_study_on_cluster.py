@@ -37,6 +37,7 @@ def shoal(cluster: Cluster, folder: Path, *arguments: str) -> subprocess.Complet
     return cluster.run(command, folder=folder, variables=variables)
 
 
+@pytest.mark.long
 def test_a_study_is_submitted_and_collected(cluster: Cluster, tmp_path: Path) -> None:
     """A job for each number of nodes; of these one is cancelled, is named, and is submitted again."""
     done = shoal(cluster, tmp_path, "bench", "scaling", *STUDY, *SLURM, "--directive=--hold")

@@ -192,7 +192,7 @@ def check_saves(
         ({"leftover": True}, 150),
         pytest.param({"leftover": True}, 663, marks=pytest.mark.long),
         pytest.param({}, 560, marks=pytest.mark.long),
-        pytest.param({"kills": 1}, 1_131, marks=pytest.mark.full),
+        pytest.param({"kills": 1}, 1_131, marks=pytest.mark.long),
     ],
 )
 def test_no_committed_save_is_lost(bounds: dict[str, Any], states: int, run: Path) -> None:

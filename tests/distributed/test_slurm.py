@@ -108,6 +108,7 @@ def test_the_same_script_reaches_the_same_loss(
     assert loss(done.stdout) == alone
 
 
+@pytest.mark.long
 def test_srun_starts_ranks_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
     """By PMIx, on two nodes; and where it says nothing of MPI they are refused, not N worlds of one."""
     (tmp_path / "sums.py").write_text(SUMS)

@@ -70,7 +70,7 @@ def test_the_peak_is_the_allocator_s(name: str, world: shoal.World, tmp_path: Pa
     ("name", "recompute"),
     [
         pytest.param("transformer", "full", marks=pytest.mark.long),
-        pytest.param("ViT", "selective", marks=pytest.mark.full),
+        pytest.param("ViT", "selective", marks=pytest.mark.long),
         pytest.param("transformer", "selective", marks=pytest.mark.long),
         pytest.param("ViT", "full", marks=pytest.mark.long),
     ],

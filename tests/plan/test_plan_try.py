@@ -121,7 +121,7 @@ def test_layouts_on_the_nodes_of_a_job(script: str, cluster: Cluster, tmp_path: 
 
 
 @pytest.mark.processes
-@pytest.mark.full
+@pytest.mark.long
 def test_a_layout_that_fails_stays_behind(script: str) -> None:
     layouts = ("replicate=2", "shard=2")
     done = command(*PLAN, "--try", "2", "--", script, *WORDS, "--fail", layouts[0])

@@ -14,9 +14,7 @@ from helpers.ranks import Ranks
 pytestmark = pytest.mark.processes
 
 QUICK = {"EMA", "factory", "custom loop", "tied"}
-"""The features that `make test` tries, with FSDP."""
-WIDER = {"FSDP"}
-"""What CI tries with all else, uncompiled; all pairs in `make test-all`."""
+"""The features that `make test` tries, with FSDP. `make test-long` tries all pairs."""
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +37,7 @@ def test_the_page_has_every_pair_and_nothing_else(said: dict[Pair, str | None]) 
 def _marks(pair: Pair) -> list[pytest.MarkDecorator]:
     if "FSDP" in pair and QUICK & {*pair}:
         return []
-    return [
-        pytest.mark.full
-        if WIDER & {*pair} and not {"inductor", "blocks"} & {*pair}
-        else pytest.mark.long
-    ]
+    return [pytest.mark.long]
 
 
 def _parameters() -> list[Any]:

@@ -184,7 +184,7 @@ def refused(results: list[Any], found: str) -> None:
         ("replicate=2,pipeline=2", PIPELINE),
         ("replicate=2,pipeline=2", REMOTE),
         ("shard=2,pipeline=2", PIPELINE),
-        ("tensor=2,pipeline=2", TENSOR),
+        pytest.param("tensor=2,pipeline=2", TENSOR, marks=pytest.mark.long),
         ("pipeline=4", shoal.Pipeline(split_points=("blocks.0", "blocks.1", "blocks.2"))),
     ],
 )

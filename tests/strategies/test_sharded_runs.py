@@ -183,7 +183,7 @@ def loaded(world: shoal.World, file: Path) -> float:
     return float(shoal.evaluate(step, data())["loss"])
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_layers_and_shares_are_both_divided(one: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     with Ranks(4, layout="shard=2,tensor=2") as four:
         four.call(train, tmp_path, 7)

@@ -162,7 +162,7 @@ def test_planted_faults_are_found_with_their_line(
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("fault", "ranks", "cause", "operation"),
-    [OPERATIONS[0], *(pytest.param(*row, marks=pytest.mark.full) for row in OPERATIONS[1:])],
+    [OPERATIONS[0], *(pytest.param(*row, marks=pytest.mark.long) for row in OPERATIONS[1:])],
 )
 def test_the_operation_that_differs_is_found(
     home: Path, fault: str, ranks: tuple[int, ...], cause: tuple[str, str], operation: str

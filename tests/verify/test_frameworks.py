@@ -83,7 +83,10 @@ def test_everything_holds_for_shoal(home: Path, args: tuple[str, ...]) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("layout", ["shard", "tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "layout",
+    ["shard", *(pytest.param(each, marks=pytest.mark.long) for each in ("tensor", "pipeline"))],
+)
 def test_shards_and_stages_are_compared_with_a_full_model(home: Path, layout: str) -> None:
     report = audit(home, "layout_script.py", layout, kills=1)
     found = {finding.name: finding for finding in report.findings}

@@ -30,6 +30,7 @@ def test_guards_find_flips_that_change_the_result(repository: Path) -> None:
     assert len(missed) == 6
 
 
+@pytest.mark.long
 def test_checks_without_flips_raise_no_alarm(repository: Path) -> None:
     found = measure(repository, "single", "--quiet=20")
     assert found["steps"] == 20
