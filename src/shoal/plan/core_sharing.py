@@ -33,7 +33,15 @@ class SharedCores:
     """The cores of each node, which its computing ranks share equally.
 
     Example:
-        >>> SharedCores(machine, 4, RankGroup(4, 1), stages).run()  # a pipeline of 4 processes
+        >>> from dataclasses import replace
+        >>> from shoal.plan.machines import find_machine
+        >>> machine = replace(find_machine("cpu"), devices=2, cores=1, threads=1)
+        >>> ends = []
+        >>> def rank():
+        ...     ends.append((yield Computation(start=0.0, seconds=1.0)))
+        >>> SharedCores(machine, 2, RankGroup(2, 1), [rank(), rank()]).run()
+        >>> ends
+        [2.0, 2.0]
 
     Args:
         machine: Each rank uses `threads` of its `cores`. Without cores, each rank has a device.
