@@ -2,23 +2,24 @@
 
     python benchmarks/plan_processes.py                          # both
     python benchmarks/plan_processes.py network --nodes 8 --rates 1gbit 200mbit
-    python benchmarks/plan_processes.py processes --launches 2 --steps 40     # about 12 minutes
+    python benchmarks/plan_processes.py processes --launches 2 --steps 40     # about 10 minutes
     python benchmarks/plan_processes.py processes --numbers 4 --ranks 4
 
-*processes* measures this machine with `shoal bench comm` and `shoal bench machine`, with one thread
-per process, and trains a transformer. As many processes run `shoal bench machine` at once as train, up
-to one for each core, because cores share caches and memory. The machine must be idle. A virtual
-machine may still be 1.5 times slower for some seconds, so each layout is launched several times, and a
-large product is computed before and after each step. The seconds of a step are divided by the time of
-these products, relative to that at which the machine was measured. The C library keeps freed memory:
-otherwise, the kernel clears it again in some steps. A loop of the lowest priority runs on each core.
-Without it, a core of a virtual machine stops when a rank waits for another one, and it may take 1 ms
-until it runs again.
+*processes* measures this machine with `shoal bench comm` and `shoal bench machine --model`, with one
+thread per process, and trains a transformer. As many processes run `shoal bench machine` at once as
+train, up to one for each core, because cores share caches and memory. The machine must be idle. A
+virtual machine may still be 1.5 times slower for some seconds, so each layout is launched several
+times, and a large product is computed before and after each step. The seconds of a step are divided
+by the time of these products, relative to that at which the machine was measured. The C library keeps
+freed memory: otherwise, the kernel clears it again in some steps. A loop of the lowest priority runs
+on each core. Without it, a core of a virtual machine stops when a rank waits for another one, and it
+may take 1 ms until it runs again.
 
 *network* starts a Slurm cluster on this machine (see nodes.py): a network namespace and a link for
-each node. It measures the ranks, all at once, with the same commands at each rate. Almost all of the
-computation is a sleep of known duration, so that the ranks do not disturb each other and the network is
-tested. The layouts are ranked by both times. LocalSGD, which is another training, is not among them.
+each node. It measures the ranks, all at once, with `shoal bench comm` and `shoal bench machine` at
+each rate. Almost all of the computation is a sleep of known duration, so that the ranks do not
+disturb each other and the network is tested. The layouts are ranked by both times. LocalSGD, which is
+another training, is not among them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(10**11), "MALLOC_MMAP_THRESHOLD_": str(10**11)}
 COMM = (
     *("--operations", "all_reduce,all_gather,reduce_scatter"),
-    *("--sizes", "4KiB,256KiB,32MiB", "--repeats", "21"),
+    *("--sizes", "4KiB,256KiB,32MiB"),
 )
 
 
@@ -227,12 +228,17 @@ def run_rank(model: str, layout: str, steps: int, file: Path) -> None:
 
 
 def probe(world: shoal.World) -> float:
-    """Return the longest seconds of a large product, which one rank per core computes."""
+    """Compute a large product on one rank per core, and return the seconds of the slowest."""
+    ones, cores = torch.ones(PROBE, PROBE), sorted(os.sched_getaffinity(0))
     world.barrier()
-    begun = time.perf_counter()
-    if world.rank < len(os.sched_getaffinity(0)):
-        torch.mm(torch.ones(PROBE, PROBE), torch.ones(PROBE, PROBE))
-    mine = torch.tensor(time.perf_counter() - begun)
+    mine = torch.zeros(())
+    if world.rank < len(cores):
+        # Otherwise, the kernel may run two of these ranks on one core.
+        os.sched_setaffinity(0, cores if len(cores) == 1 else {cores[world.rank]})
+        begun = time.perf_counter()
+        ones @ ones
+        mine += time.perf_counter() - begun
+        os.sched_setaffinity(0, cores)
     world.all_reduce(mine, "max")
     return float(mine)
 
@@ -301,11 +307,15 @@ def compare_processes(
     cores = len(os.sched_getaffinity(0))
     for copy in range(cores):
         (folder / str(copy)).mkdir()
-    run("bench", "comm", "-n", str(ranks), *COMM, "-o", str(comm))
+    run("bench", "comm", "-n", str(ranks), *COMM, "--repeats", "101", "-o", str(comm))
     for size in numbers:
         # Cores share caches and memory: as many processes measure at once as will compute.
-        command = ("bench", "machine", "--comm", str(comm), "--network", "1", "--devices", "4")
-        run(*command, "-o", "machine.toml", copies=min(size, cores))
+        run(
+            *("bench", "machine", "--comm", str(comm), "--network", "1", "--devices", "4"),
+            *("--model", f"{__file__}:computing", "--micro-batch", str(BATCH // size)),
+            *("-o", "machine.toml"),
+            copies=min(size, cores),
+        )
         mine = folder / "0" / "machine.toml"
         print(mine.read_text(), flush=True)
         machine = find_machine(str(mine))

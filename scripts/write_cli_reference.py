@@ -21,7 +21,8 @@ INTRODUCTIONS = {
     "Train": "Commands that launch training scripts and check the machines on which they run.",
     "Observe": "Commands that read a run directory: progress, reports, checkpoints.",
     "Clusters": "Commands that submit, follow and cancel batch jobs on a cluster.",
-    "Measure": "Commands that predict and measure performance.",
+    "Plan": "The command that predicts memory, step time and training time.",
+    "Measure": "Commands that measure performance.",
     "Verify": "Commands that check whether restarts, ranks or faults change the results of a script.",
 }
 SEE_ALSO = {
@@ -35,6 +36,11 @@ SEE_ALSO = {
     ),
     "Clusters": (
         "[Slurm jobs](../../clusters/slurm.md) · [Slurm reference](../../clusters/slurm-reference.md)"
+    ),
+    "Plan": (
+        "[Plan a training run](../../guides/plan.md)"
+        " · [Step time of a module](../../guides/plan-module-time.md)"
+        " · [Accuracy](../../guides/plan-accuracy.md)"
     ),
     "Measure": (
         "[Scaling benchmarks](../../monitoring/benchmarks.md)"

@@ -38,6 +38,6 @@ def test_summaries_are_short_and_options_are_described(name: str) -> None:
 def test_commands_stand_in_panels() -> None:
     done = shoal("-h")
     assert done.exit_code == 0
-    panels = ("Train", "Observe", "Clusters", "Measure", "Verify")
-    assert [panel in done.stdout for panel in panels] == [True] * 5
+    panels = ("Train", "Observe", "Clusters", "Plan", "Measure", "Verify")
+    assert [panel in done.stdout for panel in panels] == [True] * len(panels)
     assert "124 a rank hung" in " ".join(done.stdout.split())

@@ -230,9 +230,10 @@ def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
 @pytest.mark.parametrize(
     ("layout", "machine", "ends"),
     [
-        # The first stage has the core for 1 s, and for the 0.1 s of the message; then both share it.
-        ("pipeline=2", replace(CPU, devices=2, cores=1), (2.9, 3.0)),
-        ("pipeline=2,replicate=2", replace(CPU, devices=4, cores=2), (2.9, 3.0)),
+        # The first stage has the core for 1 s, and for the 0.2 s of a message whose two ranks share
+        # the core; then both compute.
+        ("pipeline=2", replace(CPU, devices=2, cores=1), (2.8, 3.0)),
+        ("pipeline=2,replicate=2", replace(CPU, devices=4, cores=2), (2.8, 3.0)),
         ("pipeline=2", replace(CPU, devices=2, cores=2), (2.0, 2.1)),
         # Two nodes share no core, and the message takes a second.
         ("pipeline=2", CPU, (2.0, 3.0)),

@@ -315,6 +315,7 @@ benches.command(epilog=examples("shoal bench modes", "shoal bench modes gpt:laye
 benches.command(
     epilog=examples(
         "shoal bench machine --comm comm.json --network 12.5 -o mine.toml",
+        "shoal bench machine --link 300 --network 12.5 --model train.py:build --micro-batch 8",
         "shoal plan --model llama-7b --machine mine.toml",
     )
 )(bench_machine.machine)

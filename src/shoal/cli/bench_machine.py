@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.util.errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shoal.plan.layer_time import Work
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON at the end.")]
 _Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to FILE.")]
@@ -177,6 +182,19 @@ def machine(
             min=1, max=1024, metavar="N", help="Devices of a node (default: its ranks in --comm)."
         ),
     ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "-m",
+            "--model",
+            metavar="MODEL",
+            help="Measure the efficiencies with a model: train.py:name of a function that returns "
+            "(model, task, dataset), or a built-in model of `shoal bench scaling`.",
+        ),
+    ] = "",
+    micro_batch: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Samples in a micro-batch, with --model.")
+    ] = 8,
     name: Annotated[str, typer.Option(metavar="NAME", help="Name of the machine.")] = "measured",
     out: Annotated[
         Path | None,
@@ -185,10 +203,14 @@ def machine(
 ) -> None:
     """Measure a device for `shoal plan --machine`.
 
-    It measures matrix products, memory, attention and the host, and takes the bandwidth between ranks
-    from files of `shoal bench comm`. The result has the form of the catalogue.
+    It measures matrix products, memory, attention, convolutions and the host, and takes the bandwidth
+    between ranks from files of `shoal bench comm`. With --model, it also measures the operations of a
+    model. The result has the form of the catalogue.
     """
+    from shoal.bench.import_target import require_alone
+    from shoal.plan.fit import named_workload
     from shoal.plan.measure import machine_toml, measure_machine, read_rates
+    from shoal.plan.operation_times import fit_operations, time_operations
 
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise LaunchError(
@@ -197,7 +219,11 @@ def machine(
             fix="--name my-cluster",
         )
     rates = read_rates(comm or [], link, network)
-    found = measure_machine(name, rates, devices or rates.per_node)
+    kinds: Mapping[str, tuple[Work, float]] = {}
+    if model:
+        require_alone("shoal bench machine --model")
+        kinds = time_operations(model, named_workload(model, micro_batch), micro_batch).kinds()
+    found = fit_operations(measure_machine(name, rates, devices or rates.per_node), kinds)
     text = machine_toml(found)
     if out is None:
         typer.echo(text, nl=False)

@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 
 TRAIN, OBSERVE, CLUSTERS = "Train", "Observe", "Clusters"
-MEASURE, VERIFY = "Measure", "Verify"
+PLAN, MEASURE, VERIFY = "Plan", "Measure", "Verify"
 """The panels of `shoal --help`."""
 
 
@@ -369,7 +369,7 @@ app.command(
 )(jobs.cancel)
 app.add_typer(jobs.sites, rich_help_panel=CLUSTERS)
 app.command(
-    rich_help_panel=MEASURE,
+    rich_help_panel=PLAN,
     epilog=examples(
         "shoal plan --model llama-70b --machine h100-sxm -n 64",
         "shoal plan --model llama-7b,seq=8192 --machine a100-80 -n 8 --json",

@@ -71,6 +71,12 @@ RANGES: Mapping[str, tuple[float, float]] = {
 """The plausible values of each parameter; a calibration stays inside."""
 
 
+def limited_efficiency(name: str, value: float) -> float:
+    """Return the plausible value of a parameter that is nearest to a measured one."""
+    low, high = RANGES[name]
+    return min(high, max(low, value))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Nodes of equal devices. Rates are FLOP/s and bytes/s of one device and one direction.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,16 @@ from shoal.bench.collectives.machine_file import (
 )
 from shoal.bench.processor import processor_name
 from shoal.plan.collectives import BASE_LATENCY
-from shoal.plan.machines import RANGES, Machine, parse_machine
+from shoal.plan.machines import RANGES, Machine, limited_efficiency, parse_machine
 from shoal.plan.traced_work import TracedWork
 from shoal.telemetry.collective_stats import bus_factor
 from shoal.util import accelerator
 from shoal.util.errors import ShoalError
 
-_SAMPLES, _SECONDS = 5, 0.5
-"""The smallest number of calls of each measurement, and the seconds that they take together."""
+_CALLS, _SECONDS = 3, 2.5
+"""The smallest number of calls of each function, and the smallest sum of their seconds."""
+_TURN = 0.1
+"""Seconds of the calls of a function in each round; its first call brings values into the caches."""
 _EDGE = {"cpu": 1024}
 """Rows and columns of the square product that measures the peak; 8192 on accelerators."""
 
@@ -50,6 +52,13 @@ class LinkRates:
     staging: float | None = None
     per_node: int = 1
     """The largest number of ranks of a node in the files."""
+
+
+class TimedCall(NamedTuple):
+    """A function to time, and the FLOPs, bytes or operations of a call (`amount`)."""
+
+    amount: float
+    call: Callable[[], object]
 
 
 def read_rates(files: Sequence[Path], link: float | None, network: float | None) -> LinkRates:
@@ -137,7 +146,7 @@ def _staging(found: MachineFile) -> float | None:
 
 
 def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
-    """Measure products, memory, attention and the host on this device, and return the machine.
+    """Measure products, memory, attention, convolutions and the host, and return the machine.
 
     Raises ShoalError if the rate of a link is unknown.
     """
@@ -150,36 +159,35 @@ def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
             "--network GB/s",
         )
     device = torch.device(accelerator.current()[0] or "cpu")
-    edge = _EDGE.get(device.type, 8192)
-    half = _product_rate(device, torch.bfloat16, (edge, edge, edge))
-    single = _product_rate(device, torch.float32, (edge, edge, edge))
     # Ratios hold for the numbers in which a device trains.
-    dtype, best = (torch.float32, single) if device.type == "cpu" else (torch.bfloat16, half)
-    thin = _product_rate(device, dtype, (edge, edge, edge // 4))
-    copied, added = _memory_rates(device, edge)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    measured = _measurements(device, dtype)
+    seconds = _fastest(device, {key: each.call for key, each in measured.items()})
+    rate = {key: each.amount / seconds[key] for key, each in measured.items()}
+    best = rate["fp32" if dtype == torch.float32 else "half"]
     table: dict[str, object] = {
-        "half": half / 1e12,
-        "fp32": single / 1e12,
+        "half": rate["half"] / 1e12,
+        "fp32": rate["fp32"] / 1e12,
         "memory": _memory_bytes(device) / 1e9,
-        "memory_bandwidth": copied / 1e9,
+        "memory_bandwidth": rate["copy"] / 1e9,
         "link": (rates.link or 0.0) / 1e9,
         "network": (rates.network or 0.0) / 1e9,
         "devices": devices,
         "source": f"shoal bench machine, {datetime.now(UTC):%Y-%m-%d}, "
         f"{accelerator.name(device) or processor_name() or 'unknown processor'}",
         "efficiency": {
-            key: _limited(key, value)
+            key: limited_efficiency(key, value)
             for key, value in {
-                "product": thin / best,
-                "convolution": _convolution_rate(device, dtype) / best,
-                "attention": _attention_rate(device, dtype) / best,
-                "memory": added / copied,
+                "product": rate["thin"] / best,
+                "convolution": rate["convolution"] / best,
+                "attention": rate["attention"] / best,
+                "memory": rate["sum"] / rate["copy"],
                 "link": 1.0,
                 "network": 1.0,
-                "host": _host_seconds(device),
+                "host": 1 / rate["host"],
                 "link_latency": rates.link_latency,
                 "network_latency": rates.network_latency,
-                "staging": _staging_rate(rates.staging, copied) if device.type == "cpu" else None,
+                "staging": _staging_rate(rates.staging, rate["copy"]) if device.type == "cpu" else None,
             }.items()
             if value is not None
         },
@@ -216,61 +224,73 @@ def _staging_rate(seconds: float | None, copied: float) -> float | None:
     return 2 / (seconds * copied) if seconds else RANGES["staging"][1]
 
 
-def _limited(key: str, value: float) -> float:
-    low, high = RANGES[key]
-    return min(high, max(low, value))
+def _measurements(device: torch.device, dtype: torch.dtype) -> dict[str, TimedCall]:
+    edge = _EDGE.get(device.type, 8192)
+    return {
+        "half": _product(device, torch.bfloat16, edge, edge),
+        "fp32": _product(device, torch.float32, edge, edge),
+        "thin": _product(device, dtype, edge, edge // 4),
+        **_memory(device, edge),
+        "attention": _attention(device, dtype),
+        "convolution": _convolution(device, dtype),
+        "host": _host(device),
+    }
 
 
-def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of some calls, after one that warms up.
+def _fastest(device: torch.device, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the seconds of the fastest call of each function.
 
-    On a machine that others share, few successive calls may all be slow.
+    On a machine that others share, the speed changes within seconds. Rounds through all functions give
+    each of them calls while the machine is fast.
     """
-    call()
-    times: list[float] = []
-    while len(times) < _SAMPLES or sum(times) < _SECONDS:
-        _wait(device)
-        begun = perf_counter()
-        call()
-        _wait(device)
-        times.append(perf_counter() - begun)
-    return min(times)
+    times: dict[str, list[float]] = {key: [] for key in calls}
+    while calls:
+        for key, call in calls.items():
+            before = sum(times[key])
+            while sum(times[key]) - before <= _TURN:
+                accelerator.synchronize(device)
+                begun = perf_counter()
+                call()
+                accelerator.synchronize(device)
+                times[key].append(perf_counter() - begun)
+        calls = {
+            key: call
+            for key, call in calls.items()
+            if len(times[key]) < _CALLS or sum(times[key]) < _SECONDS
+        }
+    return {key: min(each) for key, each in times.items()}
 
 
-def _wait(device: torch.device) -> None:
-    module = accelerator.streams(device)
-    if module is not None:
-        module.synchronize()
+def _product(device: torch.device, dtype: torch.dtype, edge: int, inner: int) -> TimedCall:
+    """Return a product whose result has `edge` rows and columns, and sums of `inner` terms."""
+    left = torch.ones(edge, inner, device=device, dtype=dtype)
+    right = torch.ones(inner, edge, device=device, dtype=dtype)
+    return TimedCall(2 * edge * edge * inner, lambda: left @ right)
 
 
-def _product_rate(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
-    """Return FLOP/s of a product of this many rows, columns and terms of each sum."""
-    rows, columns, inner = shape
-    left = torch.ones(rows, inner, device=device, dtype=dtype)
-    right = torch.ones(inner, columns, device=device, dtype=dtype)
-    return 2 * rows * columns * inner / _seconds(device, lambda: left @ right)
-
-
-def _memory_rates(device: torch.device, edge: int) -> tuple[float, float]:
-    """Return bytes/s of a copy and of a sum, of tensors that no cache holds."""
+def _memory(device: torch.device, edge: int) -> dict[str, TimedCall]:
+    """Return a copy and a sum of tensors that no cache holds."""
     source = torch.ones(16 * edge * edge, device=device)
     target = torch.empty_like(source)
     size = source.numel() * source.element_size()
-    copied = 2 * size / _seconds(device, lambda: target.copy_(source))
-    added = 3 * size / _seconds(device, lambda: torch.add(source, target, out=target))
-    return copied, added
+    return {
+        "copy": TimedCall(2 * size, lambda: target.copy_(source)),
+        "sum": TimedCall(3 * size, lambda: torch.add(source, target, out=target)),
+    }
 
 
-def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of causal attention, which skips half of the scores."""
+def _attention(device: torch.device, dtype: torch.dtype) -> TimedCall:
+    """Return causal attention, which skips half of the scores."""
     heads, seq, width = 8, 1024, 64
     one = torch.ones(1, heads, seq, width, device=device, dtype=dtype)
-    seconds = _seconds(device, lambda: F.scaled_dot_product_attention(one, one, one, is_causal=True))
-    return 4 * heads * seq * seq * width * 0.5 / seconds
+    return TimedCall(
+        4 * heads * seq * seq * width * 0.5,
+        lambda: F.scaled_dot_product_attention(one, one, one, is_causal=True),
+    )
 
 
-def _convolution_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of a convolution of 3 x 3 pixels, forward and backward."""
+def _convolution(device: torch.device, dtype: torch.dtype) -> TimedCall:
+    """Return a convolution with a 3 x 3 kernel, forward and backward."""
     batch, width, edge = (8, 64, 56) if device.type == "cpu" else (64, 256, 56)
     image = torch.ones(batch, width, edge, edge, device=device, dtype=dtype, requires_grad=True)
     weight = torch.ones(width, width, 3, 3, device=device, dtype=dtype, requires_grad=True)
@@ -279,11 +299,11 @@ def _convolution_rate(device: torch.device, dtype: torch.dtype) -> float:
     def call() -> None:
         torch.autograd.grad(F.conv2d(image, weight, padding=1), (image, weight), upstream)
 
-    return 3 * 2 * batch * edge * edge * width * width * 9 / _seconds(device, call)
+    return TimedCall(3 * 2 * batch * edge * edge * width * width * 9, call)
 
 
-def _host_seconds(device: torch.device) -> float:
-    """Return the seconds of the host for one operation, on average over forward and backward passes."""
+def _host(device: torch.device) -> TimedCall:
+    """Return passes of tiny layers, forward and backward. Their time is that of the host."""
     layers = nn.Sequential(
         *(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(8))
     ).to(device)
@@ -294,8 +314,7 @@ def _host_seconds(device: torch.device) -> float:
 
     with TracedWork(lambda: "") as traced:
         call()
-    operations: float = sum(each.work.operations for each in traced.segments)
-    return _seconds(device, call) / operations
+    return TimedCall(sum(each.work.operations for each in traced.segments), call)
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -266,9 +266,8 @@ def collective_totals(
 
 def _seconds(one: TracedCollective, plan: PlannedStep, machine: Machine) -> float:
     """Return the seconds of a collective that all ranks call, or of a message."""
-    if one.operation not in ("send", "recv"):
-        machine = machine.shared(min(plan.layout.size, machine.devices))
-    return collective_seconds(one.operation, one.count, one.group, machine)
+    shared = machine.shared(min(plan.layout.size, machine.devices))
+    return collective_seconds(one.operation, one.count, one.group, shared)
 
 
 def print_traced_time(

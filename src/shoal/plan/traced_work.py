@@ -93,7 +93,7 @@ class TracedWork(UncompiledMode):
             collective = _collective_of(function, arguments, named, result)
             if collective is not None:
                 self._add_collective(collective, (arguments, named))
-        elif not function.is_view and function.namespace != _ATTRIBUTES:
+        elif is_counted(function):
             self._work += operation_work(function, arguments, named, result)
         return result
 
@@ -147,6 +147,11 @@ def _bound(function: Any, arguments: Any, named: Any) -> dict[str, Any]:
     }
     given |= dict(zip((each.name for each in schema.arguments), arguments, strict=False)) | named
     return given
+
+
+def is_counted(function: Any) -> bool:
+    """Return whether an operator computes: it reads elements, and is not a view or a collective."""
+    return not function.is_view and function.namespace not in (*_COLLECTIVES, _ATTRIBUTES)
 
 
 def operation_work(function: Any, arguments: Any, named: Any, result: Any) -> Work:

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from shoal.bench.compile.display import PYTHON, Mode, mode_advice, mode_csv_rows
 from shoal.bench.import_target import require_alone, target_error
 from shoal.bench.scaling.interrupt import InterruptFlag
-from shoal.bench.scaling.models import make_model
+from shoal.bench.scaling.models import make_model, one_batch
 from shoal.bench.scaling.subject import ScriptSubject, parse_subject
-from shoal.data import Loader
 from shoal.distributed.init import init
 from shoal.distributed.world import World
 from shoal.report.html import write_csv
@@ -136,20 +135,11 @@ def _model(text: str, batch: int, world: World) -> tuple[nn.Module, Callable[[nn
             "(model, task, dataset)",
         )
     try:
-        made = make_model(subject, batch)
-        model = made.model if isinstance(made.model, nn.Module) else made.model()
-        loader = Loader(made.dataset, world, batch_size=batch, shuffle=False)
-        micro = next(loader.epochs(1)).micros[0]
+        return one_batch(make_model(subject, batch), batch, world)
     except ShoalError:
         raise
     except Exception as error:
         raise target_error(text, error) from error
-
-    def loss(running: nn.Module) -> Tensor:
-        total, count = made.task.reduce(made.task.forward(running, micro, 0), micro, 0)
-        return total / count
-
-    return model.to(world.device).train(), loss
 
 
 def _ways(

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.bench.scaling.subject import BuiltIn, Factory
+from shoal.data import Loader
+from shoal.distributed.world import World
 from shoal.strategies.task import Task
 from shoal.util.errors import LaunchError
 
@@ -239,6 +241,24 @@ def workload_of(made: object, given: str) -> Workload:
         found=f"it returned {types}, not (model, task, dataset)",
         fix="return model, shoal.Task(loss), dataset; a fourth value is the strategy",
     )
+
+
+def one_batch(
+    made: Workload, batch: int, world: World
+) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """Return the model of a workload on the device, and a function that computes its mean loss.
+
+    The loss is that of the first `batch` samples.
+    """
+    model = made.model if isinstance(made.model, nn.Module) else made.model()
+    loader = Loader(made.dataset, world, batch_size=batch, shuffle=False)
+    micro = next(loader.epochs(1)).micros[0]
+
+    def loss(running: nn.Module) -> Tensor:
+        total, count = made.task.reduce(made.task.forward(running, micro, 0), micro, 0)
+        return total / count
+
+    return model.to(world.device).train(), loss
 
 
 def _generator() -> torch.Generator:

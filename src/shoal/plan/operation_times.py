@@ -1,0 +1,133 @@
+"""Measure the efficiencies of a machine with the operations of one model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from shoal._torch.dispatch import UncompiledMode, is_wrapper
+from shoal.bench.import_target import target_error
+from shoal.bench.scaling.models import Workload, one_batch
+from shoal.distributed.init import init
+from shoal.plan.layer_time import Work
+from shoal.plan.machines import Machine, limited_efficiency
+from shoal.plan.traced_work import is_counted, operation_work
+from shoal.util import accelerator
+from shoal.util.errors import ShoalError
+
+_PASSES, _SECONDS = 3, 15.0
+"""The smallest number of passes, and the seconds that all passes take together."""
+
+
+class OperationTimes(UncompiledMode):
+    """Dispatch mode that counts the calls of each operation, and keeps the seconds of the fastest.
+
+    Operations with the same name and the same work are one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.seconds: defaultdict[tuple[str, Work], float] = defaultdict(lambda: math.inf)
+        self.calls: Counter[tuple[str, Work]] = Counter()
+        self._device = device
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        """Run an operation and measure it."""
+        if any(map(is_wrapper, types)):
+            return NotImplemented
+        named = named or {}
+        accelerator.synchronize(self._device)
+        begun = perf_counter()
+        result = function(*arguments, **named)
+        accelerator.synchronize(self._device)
+        seconds = perf_counter() - begun
+        if is_counted(function):
+            key = str(function), operation_work(function, arguments, named, result)
+            self.seconds[key] = min(self.seconds[key], seconds)
+            self.calls[key] += 1
+        return result
+
+    def kinds(self) -> Mapping[str, tuple[Work, float]]:
+        """Return the total work and the total seconds of each kind of operation.
+
+        Each call counts with the seconds of the fastest equal one, minus those of the fastest operation
+        of all, which computes almost nothing.
+        """
+        start = min(self.seconds.values(), default=0.0)
+        found: dict[str, tuple[Work, float]] = {}
+        for key, calls in self.calls.items():
+            kind = _kind(key[1])
+            work, seconds = found.get(kind, (Work(), 0.0))
+            found[kind] = work + key[1] * calls, seconds + calls * (self.seconds[key] - start)
+        return found
+
+
+def time_operations(given: str, build: Callable[[], Workload], samples: int) -> OperationTimes:
+    """Run forward and backward passes of a model on one batch, and return the times of its operations.
+
+    `given` identifies the model in errors, `samples` is the size of the batch. On a CPU the model
+    computes in float32, on accelerators with bfloat16 autocast.
+
+    Raises ShoalError if the model fails.
+    """
+    with init() as world:
+        device = world.device
+        times = OperationTimes(device)
+        enabled = accelerator.is_accelerator(device)
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+        try:
+            model, loss = one_batch(build(), samples, world)
+            begun, passes = perf_counter(), 0
+            while passes < _PASSES or perf_counter() - begun < _SECONDS:
+                model.zero_grad()
+                with times, autocast:
+                    loss(model).backward()
+                passes += 1
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise target_error(given, error) from error
+    return times
+
+
+def fit_operations(machine: Machine, kinds: Mapping[str, tuple[Work, float]]) -> Machine:
+    """Return the machine with the efficiencies at which operations take the measured seconds.
+
+    `kinds` maps the name of an efficiency to work and seconds. The other efficiencies do not change.
+
+    Example:
+        >>> from shoal.plan.machines import find_machine
+        >>> machine = find_machine("a100-80")
+        >>> seconds = 2e12 / machine.half  # of products that reach half of the peak
+        >>> fit_operations(machine, {"product": (Work(products=1e12), seconds)}).efficiency.product
+        0.5
+    """
+    rest, found = dict(kinds), {}
+    moved, seconds = rest.pop("memory", (Work(), 0.0))
+    if seconds > 0:
+        rate = moved.traffic / seconds
+        found["memory"] = limited_efficiency("memory", rate / machine.memory_bandwidth)
+    bandwidth = machine.memory_bandwidth * found.get("memory", machine.efficiency.memory)
+    peak = machine.fp32 if machine.is_cpu else machine.half
+    for kind, (work, seconds) in rest.items():
+        flops = work.products + work.attention + work.convolutions
+        left = seconds - (work.product_bytes + work.traffic) / bandwidth
+        found[kind] = limited_efficiency(kind, flops / (peak * left) if left > 0 else math.inf)
+    return replace(machine, efficiency=replace(machine.efficiency, **found))
+
+
+def _kind(work: Work) -> str:
+    """Return the efficiency on which the time of an operation depends most."""
+    if work.convolutions:
+        return "convolution"
+    if work.attention:
+        return "attention"
+    return "product" if work.products else "memory"

@@ -1,0 +1,122 @@
+"""Efficiencies from the operations of a model's own passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from helpers.cli import shoal as command
+from helpers.planned_models import Transformer, values, words
+from shoal.bench.scaling.models import Workload
+from shoal.plan.configuration import PlannedStep
+from shoal.plan.layer_time import Work, compute_seconds
+from shoal.plan.machines import RANGES, find_machine
+from shoal.plan.operation_times import OperationTimes, fit_operations, time_operations
+from shoal.plan.traced_work import TracedWork
+from shoal.util.errors import ShoalError
+
+PLAN = PlannedStep(
+    layout=shoal.Layout.parse("replicate=1").resolve(1),
+    global_batch=4,
+    micro_batch=4,
+    precision="fp32",
+)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.plan.operation_times._SECONDS", 0.0)
+    monkeypatch.setattr("shoal.plan.measure._SECONDS", 0.0)
+
+
+def transformer() -> Workload:
+    rows = torch.randint(0, 100, (8, 17))
+    return Workload(lambda: Transformer(48, 2, 100), shoal.Task(words), (rows[:, :-1], rows[:, 1:]))
+
+
+def test_measured_seconds_give_back_the_efficiencies() -> None:
+    machine = replace(find_machine("cpu"), cores=2)
+    wanted = {"product": 0.8, "attention": 0.2, "convolution": 1.3, "memory": 0.9}
+    true = replace(machine, efficiency=replace(machine.efficiency, **wanted))
+    works = {
+        "product": Work(products=4e9, product_bytes=2e7),
+        "attention": Work(attention=1e9, traffic=1e7),
+        "convolution": Work(convolutions=3e9, product_bytes=1e7),
+        "memory": Work(traffic=4e8),
+    }
+    kinds = {name: (work, compute_seconds(work, PLAN, true).total) for name, work in works.items()}
+    fitted = fit_operations(machine, kinds).efficiency
+    for name, value in wanted.items():
+        assert getattr(fitted, name) == pytest.approx(value)
+
+
+def test_only_efficiencies_of_measured_kinds_change_and_stay_in_range() -> None:
+    machine = find_machine("a100-80")
+    fitted = fit_operations(machine, {"memory": (Work(traffic=1.0), 1.0)})
+    assert fitted == replace(
+        machine, efficiency=replace(machine.efficiency, memory=RANGES["memory"][0])
+    )
+    # At the measured bandwidth, the operands alone take longer than the measured seconds.
+    fast = fit_operations(machine, {"product": (Work(products=1.0, product_bytes=1e9), 1e-6)})
+    assert fast.efficiency.product == RANGES["product"][1]
+    assert fit_operations(machine, {}) == machine
+
+
+def test_all_work_of_the_passes_is_measured(short: None) -> None:
+    times = time_operations("transformer", transformer, 8)
+    passes = 3
+    model, rows = Transformer(48, 2, 100), torch.randint(0, 100, (8, 17))
+    with TracedWork(lambda: "") as traced:
+        total, count = words(model(rows[:, :-1]), (rows[:, :-1], rows[:, 1:]))
+        (total / count).backward()
+    (segment,) = traced.segments
+    kinds = times.kinds()
+    assert set(kinds) == {"product", "attention", "memory"}
+    assert kinds["product"][0].products == passes * segment.work.products
+    assert kinds["attention"][0].attention == passes * segment.work.attention
+    assert all(seconds > 0 for _, seconds in kinds.values())
+
+
+def test_equal_operations_take_the_time_of_the_fastest() -> None:
+    times = OperationTimes(torch.device("cpu"))
+    left, small = torch.ones(64, 64), torch.ones(1)
+    with times:
+        for _ in range(3):
+            left @ left
+        small + small
+        left.view(-1)
+    product, tiny = (times.seconds[key] for key in times.calls)
+    assert list(times.calls.values()) == [3, 1]  # a view computes nothing
+    assert times.kinds()["product"][1] == pytest.approx(3 * (product - min(product, tiny)))
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("the wrong number of channels")
+
+
+def test_the_error_of_a_failing_model_is_reported(short: None) -> None:
+    def build() -> Workload:
+        return Workload(Failing(), shoal.Task(values), (torch.ones(8, 2), torch.ones(8, 2)))
+
+    with pytest.raises(ShoalError, match="wrong number of channels"):
+        time_operations("train.py:build", build, 4)
+
+
+@pytest.mark.full
+def test_the_command_measures_a_model(short: None, tmp_path: Path) -> None:
+    out = tmp_path / "mine.toml"
+    rates = ("--link", "1", "--network", "1", "-o", str(out))
+    done = command("bench", "machine", "--model", "resnet-small:size=8,blocks=1", *rates)
+    assert done.exit_code == 0, done.output
+    found = find_machine(str(out)).efficiency
+    default = find_machine("cpu").efficiency
+    assert found.convolution != default.convolution
+    failed = command("bench", "machine", "--model", "nowhere.py:build", *rates)
+    assert isinstance(failed.exception, ShoalError)
+    assert "nowhere.py" in failed.exception.given
