@@ -413,7 +413,7 @@ def test_a_script_that_ends_when_it_is_imported(tmp_path: Path, text: str) -> No
     path.write_text(text.format(parser=parser))
     done = command("plan", "--model", f"{path}:build", "-n", "1")
     assert isinstance(done.exception, ShoalError)
-    assert "its import ends with exit code" in done.exception.found
+    assert "it ends with exit code" in done.exception.found
     assert "__main__" in done.exception.fix
 
 

@@ -85,19 +85,19 @@ def call_target(function: object, text: str, *arguments: Any) -> Any:
         return function(*arguments[: len(wanted)])
     except ShoalError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise target_error(text, error) from error
 
 
 def target_error(given: str, error: Exception | SystemExit) -> LaunchError:
     """Return the user's exception as an error with its place, the innermost line of the user's code.
 
-    SystemExit is that of a script which trains, or reads its arguments, when it is imported.
+    SystemExit is that of a script which trains, or reads its arguments, when it is imported or called.
     """
     if isinstance(error, SystemExit):
         return LaunchError(
             given=given,
-            found=f"its import ends with exit code {error.code}",
+            found=f"it ends with exit code {error.code}",
             fix='move the training into a function: if __name__ == "__main__": main()',
         )
     frames = traceback.extract_tb(error.__traceback__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from shoal.plan.layer_time import Work
 
+_MICRO_BATCH = 8
 _Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON at the end.")]
 _Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to FILE.")]
 
@@ -193,8 +195,11 @@ def machine(
         ),
     ] = "",
     micro_batch: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Samples in a micro-batch, with --model.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help=f"Samples in a micro-batch of --model (default: {_MICRO_BATCH})."
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(metavar="NAME", help="Name of the machine.")] = "measured",
     out: Annotated[
         Path | None,
@@ -209,21 +214,25 @@ def machine(
     """
     from shoal.bench.import_target import require_alone
     from shoal.plan.fit import named_workload
-    from shoal.plan.measure import machine_toml, measure_machine, read_rates
-    from shoal.plan.operation_times import fit_operations, time_operations
+    from shoal.plan.measure import check_rates, machine_toml, measure_machine, read_rates
+    from shoal.plan.operation_times import fit_operations, time_operations, unlikely_efficiencies
 
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise LaunchError(
-            given=f"--name {name}",
-            found="a name has letters, digits, - and _",
-            fix="--name my-cluster",
-        )
+    _check_machine_options(name, model, micro_batch, out)
     rates = read_rates(comm or [], link, network)
+    check_rates(rates)
     kinds: Mapping[str, tuple[Work, float]] = {}
     if model:
         require_alone("shoal bench machine --model")
-        kinds = time_operations(model, named_workload(model, micro_batch), micro_batch).kinds()
+        samples = micro_batch or _MICRO_BATCH
+        kinds = time_operations(model, named_workload(model, samples), samples).kinds()
     found = fit_operations(measure_machine(name, rates, devices or rates.per_node), kinds)
+    for kind in unlikely_efficiencies(found, kinds):
+        limit = getattr(found.efficiency, kind)
+        typer.echo(
+            f"Warning: {kind} is at the limit of its range, {limit:g}. The model is too small, or "
+            "other programs use the machine.",
+            err=True,
+        )
     text = machine_toml(found)
     if out is None:
         typer.echo(text, nl=False)
@@ -234,3 +243,27 @@ def machine(
         raise LaunchError(
             given=f"-o {out}", found=str(error), fix="use a directory where you have permission"
         ) from None
+
+
+def _check_machine_options(name: str, model: str, micro_batch: int | None, out: Path | None) -> None:
+    """Raise LaunchError for options of `shoal bench machine` that are wrong before it measures."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise LaunchError(
+            given=f"--name {name}",
+            found="a name has letters, digits, - and _",
+            fix="--name my-cluster",
+        )
+    if micro_batch is not None and not model:
+        raise LaunchError(
+            given=f"--micro-batch {micro_batch}",
+            found="no --model",
+            fix="--model train.py:build, or leave out --micro-batch",
+        )
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise LaunchError(
+            given=f"-o {out}",
+            found="it is a directory"
+            if out.is_dir()
+            else f"{out.parent} is not a directory where you can write",
+            fix=f"-o {out}/machine.toml" if out.is_dir() else f"mkdir -p {out.parent}",
+        )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from shoal.plan.configuration import PlannedStep
-from shoal.plan.machines import RANGES, Efficiency, Machine
+from shoal.plan.machines import Efficiency, Machine, limited_efficiency
 from shoal.plan.model import Transformer
 from shoal.plan.step_time import estimate_step
 
@@ -73,6 +73,5 @@ def _limited(efficiency: Efficiency, factors: Mapping[str, float]) -> Efficiency
     """Return efficiencies times factors, within the range of each."""
     values = {}
     for name, factor in factors.items():
-        low, high = RANGES[name]
-        values[name] = min(high, max(low, getattr(efficiency, name) * factor))
+        values[name] = limited_efficiency(name, getattr(efficiency, name) * factor)
     return replace(efficiency, **values)

@@ -145,11 +145,8 @@ def _staging(found: MachineFile) -> float | None:
     return fmean(copies) if copies else None
 
 
-def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
-    """Measure products, memory, attention, convolutions and the host, and return the machine.
-
-    Raises ShoalError if the rate of a link is unknown.
-    """
+def check_rates(rates: LinkRates) -> None:
+    """Raise ShoalError if the rate of a link is unknown."""
     missing = [key for key in ("link", "network") if getattr(rates, key) is None]
     if missing:
         raise ShoalError(
@@ -158,6 +155,10 @@ def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
             fix="shoal bench comm -n 2 -o comm.json, then shoal bench machine --comm comm.json "
             "--network GB/s",
         )
+
+
+def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
+    """Measure products, memory, attention, convolutions and the host, and return the machine."""
     device = torch.device(accelerator.current()[0] or "cpu")
     # Ratios hold for the numbers in which a device trains.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal._torch.dispatch import UncompiledMode, is_wrapper
 from shoal.bench.import_target import target_error
 from shoal.bench.scaling.models import Workload, one_batch
 from shoal.distributed.init import init
 from shoal.plan.layer_time import Work
-from shoal.plan.machines import Machine, limited_efficiency
+from shoal.plan.machines import RANGES, Machine, limited_efficiency
+from shoal.plan.trace import eager_model
 from shoal.plan.traced_work import is_counted, operation_work
 from shoal.util import accelerator
-from shoal.util.errors import ShoalError
+from shoal.util.errors import LaunchError, ShoalError
 
 _PASSES, _SECONDS = 3, 15.0
 """The smallest number of passes, and the seconds that all passes take together."""
@@ -85,15 +87,18 @@ def time_operations(given: str, build: Callable[[], Workload], samples: int) -> 
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=enabled)
         try:
             model, loss = one_batch(build(), samples, world)
+            eager_model(model)
             begun, passes = perf_counter(), 0
             while passes < _PASSES or perf_counter() - begun < _SECONDS:
                 model.zero_grad()
                 with times, autocast:
-                    loss(model).backward()
+                    value = loss(model)
+                    _check_gradient(given, value)
+                    value.backward()
                 passes += 1
         except ShoalError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise target_error(given, error) from error
     return times
 
@@ -122,6 +127,20 @@ def fit_operations(machine: Machine, kinds: Mapping[str, tuple[Work, float]]) ->
         left = seconds - (work.product_bytes + work.traffic) / bandwidth
         found[kind] = limited_efficiency(kind, flops / (peak * left) if left > 0 else math.inf)
     return replace(machine, efficiency=replace(machine.efficiency, **found))
+
+
+def unlikely_efficiencies(machine: Machine, kinds: Iterable[str]) -> list[str]:
+    """Return the kinds whose efficiency is at an end of its range, so that it was limited."""
+    return [kind for kind in kinds if getattr(machine.efficiency, kind) in RANGES[kind]]
+
+
+def _check_gradient(given: str, loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise LaunchError(
+            given=given,
+            found="its loss has no gradient: no parameter requires one, or gradients are turned off",
+            fix="return a model that can be trained",
+        )
 
 
 def _kind(work: Work) -> str:

@@ -299,8 +299,8 @@ class _Trace:
                 with self.constructed(), without_modes():
                     model = model()
             else:
-                return self.checked(made)
-        self.checked(model)
+                return eager_model(made)
+        eager_model(model)
         if self.fake is None:
             return model
         tensors = {id(each): each for each in chain(model.parameters(), model.buffers())}
@@ -315,16 +315,6 @@ class _Trace:
                 yield
         finally:
             self.constructing = False
-
-    def checked(self, model: nn.Module) -> nn.Module:
-        """Return a model. Raises ShoalError if it is compiled: compiled code can't be traced."""
-        if compiled_module(model) is not None:
-            raise LaunchError(
-                given="a model of torch.compile",
-                found="compiled code can't be traced",
-                fix="return the model, and compile it in main, or with shoal.Step(…, compile=True)",
-            )
-        return model
 
     def read_by_user(self) -> bool:
         """Return whether the user's code reads a value: in a construction, or in a forward pass."""
@@ -454,6 +444,17 @@ def _kind(one: PeakStorage) -> str:
     if one.shared:
         return "communication"
     return "activations" if one.moment == "forward" else "temporary"
+
+
+def eager_model(model: nn.Module) -> nn.Module:
+    """Return a model. Raises ShoalError if it is compiled: compiled code can't be traced."""
+    if compiled_module(model) is not None:
+        raise LaunchError(
+            given="a model of torch.compile",
+            found="compiled code can't be traced",
+            fix="return the model, and compile it in main, or with shoal.Step(…, compile=True)",
+        )
+    return model
 
 
 def planned_strategies(plan: PlannedStep) -> list[Any]:

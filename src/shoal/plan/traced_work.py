@@ -187,6 +187,9 @@ def _bytes_in(values: Any) -> int:
     total = 0
     for each in tree_iter(values):
         if isinstance(each, Tensor):
-            sizes = zip(each.shape, each.stride(), strict=True)
-            total += each.element_size() * math.prod(size for size, stride in sizes if stride)
+            if each.layout is torch.strided:
+                sizes = zip(each.shape, each.stride(), strict=True)
+                total += each.element_size() * math.prod(size for size, stride in sizes if stride)
+            else:
+                total += each.element_size() * each._nnz()
     return total

@@ -16,7 +16,7 @@ from shoal.bench.scaling.subject import BuiltIn, Factory
 from shoal.data import Loader
 from shoal.distributed.world import World
 from shoal.strategies.task import Task
-from shoal.util.errors import LaunchError
+from shoal.util.errors import LaunchError, ShoalError
 
 BATCHES = 64
 """Number of samples in an epoch of the synthetic data."""
@@ -248,11 +248,18 @@ def one_batch(
 ) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     """Return the model of a workload on the device, and a function that computes its mean loss.
 
-    The loss is that of the first `batch` samples.
+    The loss is that of the first `batch` samples. Raises ShoalError if the dataset has fewer.
     """
     model = made.model if isinstance(made.model, nn.Module) else made.model()
     loader = Loader(made.dataset, world, batch_size=batch, shuffle=False)
-    micro = next(loader.epochs(1)).micros[0]
+    first = next(loader.epochs(1))
+    if first.size < batch:
+        raise ShoalError(
+            given=f"a batch of {batch} samples",
+            found=f"the dataset has {first.size}",
+            fix="return a dataset with more samples; they may be the same tensor",
+        )
+    micro = first.micros[0]
 
     def loss(running: nn.Module) -> Tensor:
         total, count = made.task.reduce(made.task.forward(running, micro, 0), micro, 0)
