@@ -2,7 +2,7 @@
 
     python benchmarks/plan_processes.py                          # both
     python benchmarks/plan_processes.py network --nodes 8 --rates 1gbit 200mbit
-    python benchmarks/plan_processes.py processes --launches 2 --steps 40     # about 10 minutes
+    python benchmarks/plan_processes.py processes --launches 1 --steps 40     # about 7 minutes
     python benchmarks/plan_processes.py processes --numbers 4 --ranks 4
 
 *processes* measures this machine with `shoal bench comm` and `shoal bench machine --model`, with one

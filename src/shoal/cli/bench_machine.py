@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.plan.layer_time import Work
 
 _MICRO_BATCH = 8
+_CAUSES = "The model is too small, or other programs use the machine."
 _Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON at the end.")]
 _Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to FILE.")]
 
@@ -227,12 +228,8 @@ def machine(
         kinds = time_operations(model, named_workload(model, samples), samples).kinds()
     found = fit_operations(measure_machine(name, rates, devices or rates.per_node), kinds)
     for kind in unlikely_efficiencies(found, kinds):
-        limit = getattr(found.efficiency, kind)
-        typer.echo(
-            f"Warning: {kind} is at the limit of its range, {limit:g}. The model is too small, or "
-            "other programs use the machine.",
-            err=True,
-        )
+        value = f"{getattr(found.efficiency, kind):g}"
+        typer.echo(f"Warning: {kind} is at the limit of its range, {value}. {_CAUSES}", err=True)
     text = machine_toml(found)
     if out is None:
         typer.echo(text, nl=False)

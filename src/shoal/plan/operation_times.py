@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,16 +27,28 @@ _PASSES, _SECONDS = 3, 15.0
 
 
 class OperationTimes(UncompiledMode):
-    """Dispatch mode that counts the calls of each operation, and keeps the seconds of the fastest.
+    """Dispatch mode that keeps the work and the seconds of each operation of the fastest pass.
 
-    Operations with the same name and the same work are one.
+    A pass begins when the mode is entered and ends when it is left.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.seconds: defaultdict[tuple[str, Work], float] = defaultdict(lambda: math.inf)
-        self.calls: Counter[tuple[str, Work]] = Counter()
+        self.fastest: list[tuple[Work, float]] = []
+        self._running: list[tuple[Work, float]] = []
         self._device = device
+
+    def __enter__(self) -> Self:
+        """Begin a pass."""
+        self._running = []
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Keep the pass if it is the fastest so far."""
+        super().__exit__(*raised)
+        if not self.fastest or _total(self._running) < _total(self.fastest):
+            self.fastest = self._running
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
@@ -52,23 +63,20 @@ class OperationTimes(UncompiledMode):
         accelerator.synchronize(self._device)
         seconds = perf_counter() - begun
         if is_counted(function):
-            key = str(function), operation_work(function, arguments, named, result)
-            self.seconds[key] = min(self.seconds[key], seconds)
-            self.calls[key] += 1
+            self._running.append((operation_work(function, arguments, named, result), seconds))
         return result
 
     def kinds(self) -> Mapping[str, tuple[Work, float]]:
-        """Return the total work and the total seconds of each kind of operation.
+        """Return the total work and the total seconds of each kind of operation in the fastest pass.
 
-        Each call counts with the seconds of the fastest equal one, minus those of the fastest operation
-        of all, which computes almost nothing.
+        Each operation counts without the seconds of the shortest one, which computes almost nothing.
         """
-        start = min(self.seconds.values(), default=0.0)
+        start = min((seconds for _, seconds in self.fastest), default=0.0)
         found: dict[str, tuple[Work, float]] = {}
-        for key, calls in self.calls.items():
-            kind = _kind(key[1])
-            work, seconds = found.get(kind, (Work(), 0.0))
-            found[kind] = work + key[1] * calls, seconds + calls * (self.seconds[key] - start)
+        for work, seconds in self.fastest:
+            kind = _kind(work)
+            done, took = found.get(kind, (Work(), 0.0))
+            found[kind] = done + work, took + seconds - start
         return found
 
 
@@ -141,6 +149,10 @@ def _check_gradient(given: str, loss: Tensor) -> None:
             found="its loss has no gradient: no parameter requires one, or gradients are turned off",
             fix="return a model that can be trained",
         )
+
+
+def _total(operations: Iterable[tuple[Work, float]]) -> float:
+    return sum(seconds for _, seconds in operations)
 
 
 def _kind(work: Work) -> str:

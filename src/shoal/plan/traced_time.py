@@ -113,7 +113,7 @@ class _Pipeline:
     def __init__(self, plan: PlannedStep) -> None:
         self.plan = plan
         self.arrivals: dict[tuple[int, int, int], float] = {}
-        """When each message arrives, by sender, receiver and number."""
+        """When each message arrives, or its transfer can begin, by sender, receiver and number."""
         self.calls: defaultdict[int, dict[int, float]] = defaultdict(dict)
         """When each rank calls the collectives of all stages, by their order."""
         ranks = plan.layout.group(0, "pipeline")
@@ -154,12 +154,11 @@ class _Timeline:
             yield from self.compute(segment)
             one = segment.collective
             if one is not None and one.operation == "send":
-                self._network = max(self._network, self.now) + self._seconds(one)
-                self._pipeline.arrivals[self.place, one.peer, one.message] = self._network
+                self._pipeline.arrivals[self.place, one.peer, one.message] = self._sent(one)
             elif one is not None and one.operation == "recv":
                 while (sent := (one.peer, self.place, one.message)) not in self._pipeline.arrivals:
                     yield None
-                self._wait_until(self._pipeline.arrivals[sent])
+                self._wait_until(self._arrival(one, self._pipeline.arrivals[sent]))
             elif one is not None:
                 if self._pipeline.meets(one):
                     calls = self._pipeline.calls[self._meetings]
@@ -201,6 +200,19 @@ class _Timeline:
             bubble=self.waited + end - self.now,
             stragglers=spread * busy,
         )
+
+    def _sent(self, message: TracedCollective) -> float:
+        """Return when a message arrives; with Gloo, when its transfer can begin."""
+        if self.machine.cores is not None:
+            return self.now
+        self._network = max(self._network, self.now) + self._seconds(message)
+        return self._network
+
+    def _arrival(self, message: TracedCollective, sent: float) -> float:
+        """Return when a message has arrived: Gloo transfers it after the receiver has asked for it."""
+        if self.machine.cores is None:
+            return sent
+        return max(self.now, sent) + self._seconds(message)
 
     def _wait_until(self, moment: float) -> None:
         self.waited += max(0.0, moment - self.now)
@@ -267,7 +279,8 @@ def collective_totals(
 def _seconds(one: TracedCollective, plan: PlannedStep, machine: Machine) -> float:
     """Return the seconds of a collective that all ranks call, or of a message."""
     shared = machine.shared(min(plan.layout.size, machine.devices))
-    return collective_seconds(one.operation, one.count, one.group, shared)
+    operation = "send" if one.operation == "recv" else one.operation
+    return collective_seconds(operation, one.count, one.group, shared)
 
 
 def print_traced_time(
