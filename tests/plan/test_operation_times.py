@@ -128,6 +128,14 @@ def test_the_error_of_a_wrong_model_is_reported(
         time_operations("train.py:build", build, samples)
 
 
+def test_a_pass_that_fails_is_not_kept() -> None:
+    times = OperationTimes(torch.device("cpu"))
+    with pytest.raises(ValueError, match="channels"), times:
+        torch.ones(2) + 1
+        Failing()(torch.ones(2))
+    assert times.fastest == []
+
+
 def test_operations_on_sparse_tensors_are_measured() -> None:
     times = OperationTimes(torch.device("cpu"))
     sparse = torch.eye(8).to_sparse_csr()

@@ -223,6 +223,13 @@ def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
     assert (receiver.products, receiver.bubble) == pytest.approx((2.0, 3.0), abs=NEAR)
     assert runs[1].spans[0].start == pytest.approx(2.0, abs=NEAR)
     assert runs[1].spans[-1].end == pytest.approx(5.0, abs=NEAR)
+    # On a GPU, the messages arrive at 2 and 3, while the receiver computes.
+    sender, receiver = (
+        each.time
+        for each in run_ranks([first, last], planned("pipeline=2"), replace(machine, cores=None))
+    )
+    assert (sender.products, sender.bubble) == pytest.approx((3.0, 1.0), abs=NEAR)
+    assert (receiver.products, receiver.bubble) == pytest.approx((2.0, 2.0), abs=NEAR)
     # Without the sender, nothing arrives.
     with pytest.raises(RuntimeError, match="wait for messages"):
         run_ranks([[], last], planned("pipeline=2"), machine)

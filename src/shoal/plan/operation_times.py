@@ -45,8 +45,10 @@ class OperationTimes(UncompiledMode):
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        """Keep the pass if it is the fastest so far."""
+        """Keep the pass if it is complete and the fastest so far."""
         super().__exit__(*raised)
+        if raised[0] is not None:
+            return
         if not self.fastest or _total(self._running) < _total(self.fastest):
             self.fastest = self._running
 
