@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
 import pytest
@@ -29,7 +29,7 @@ def test_heartbeats_are_timed_by_the_own_clock(monkeypatch: pytest.MonkeyPatch) 
     other = MonitoredRendezvous.from_backend("run", store, backend, 1, 2, keep_alive_interval=3)
     other.next_rendezvous()
     monkeypatch.setattr(dynamic_rendezvous, "datetime", Clock)
-    monkeypatch.setattr("shoal._torch.elastic.datetime", Clock)
+    monkeypatch.setattr("shoal._torch.elastic.utc_now", lambda: Clock.now(UTC))
     node = MonitoredRendezvous.from_backend("run", store, backend, 1, 2, keep_alive_interval=3)
     assert node.look()[0] == [other.me]  # its heartbeat is an hour old by this clock
     Clock.offset = timedelta(hours=-1)

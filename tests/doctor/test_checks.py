@@ -360,7 +360,7 @@ def test_the_same_driver_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_clocks_are_apart_only_for_certain() -> None:
-    known = [clocks.Clock(offset=offset, error=0.2) for offset in (0.0, 0.25, -2.0, 3600.0)]
+    known = [clocks.ClockError(offset=offset, error=0.2) for offset in (0.0, 0.25, -2.0, 3600.0)]
     assert [
         (state, text.split(" (")[0]) for _, state, text in grave(list(clocks.check_clocks(seen(known))))
     ] == [

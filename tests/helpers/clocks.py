@@ -1,17 +1,42 @@
-"""A wall clock that is wrong, for the processes of a command; needs a C compiler."""
+"""A clock that tests advance, and a wall clock that is wrong, for the processes of a command."""
 
 from __future__ import annotations
 
 import os
 import struct
 import subprocess
+import threading
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("clock_offset.c")
 
 
+class ManualClock:
+    """A `shoal.util.clock.Clock` that stands at `nanoseconds`, except while it sleeps or waits."""
+
+    def __init__(self) -> None:
+        self.nanoseconds = 0
+
+    def now(self) -> float:
+        return self.nanoseconds / 1e9
+
+    def now_ns(self) -> int:
+        return self.nanoseconds
+
+    def wall(self) -> float:
+        return self.now()
+
+    def sleep(self, seconds: float) -> None:
+        self.nanoseconds += round(seconds * 1e9)
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        if not event.is_set():
+            self.sleep(seconds)
+        return event.is_set()
+
+
 class WrongClock:
-    """`variables` let a command's processes have a wall clock that is `seconds` ahead."""
+    """`variables` let a command's processes have a wall clock that is `seconds` ahead. Needs `cc`."""
 
     def __init__(self, folder: Path, seconds: int) -> None:
         self._offset, shim = folder / "clock-offset", folder / "clock_offset.so"

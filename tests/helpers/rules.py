@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 FILE_LINES = 500
@@ -16,6 +17,12 @@ FUNCTION_LINES = 70
 def python_files(root: Path) -> list[Path]:
     """Every Python file below `root`, in a fixed order."""
     return sorted(root.rglob("*.py"))
+
+
+@cache
+def parsed(code: str) -> ast.Module:
+    """The tree of a file, parsed once for all rules."""
+    return ast.parse(code)
 
 
 def text_files(root: Path) -> Iterator[Path]:
@@ -41,7 +48,7 @@ def repeated_classes(package: Path) -> Iterator[str]:
     """Yield the names of classes that several modules define."""
     modules: dict[str, list[str]] = {}
     for path in python_files(package):
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, []).append(str(path.relative_to(package)))
     for name, places in sorted(modules.items()):
@@ -55,7 +62,7 @@ VAGUE = {"read", "check", "look", "judge", "write"}
 def vague_functions(package: Path) -> Iterator[str]:
     """Yield functions of modules whose names say nothing."""
     for path in python_files(package):
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path.read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in VAGUE:
                 yield f"{path.relative_to(package)}:{node.lineno}: {node.name}"
 
@@ -71,7 +78,7 @@ def long_files(root: Path) -> Iterator[str]:
 def long_functions(root: Path) -> Iterator[str]:
     """Yield functions whose code does not fit on a screen; their docstrings do not count."""
     for path in python_files(root):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if ast.get_docstring(node) is not None:
@@ -89,7 +96,7 @@ def assigned_worlds(package: Path) -> Iterator[str]:
         inside = path.relative_to(package)
         if str(inside) == MAY_ASSIGN_WORLD:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             match node:
                 case ast.Attribute(
                     value=ast.Name(id="world") | ast.Attribute(attr="world" | "_world"),
@@ -105,6 +112,7 @@ MAY_PICKLE = "util/pickling.py"
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 MAY_READ_ENVIRONMENT = ("distributed/env_vars.py",)
+MAY_READ_TIME = "util/clock.py"
 MAY_PRINT = ("cli/", "launcher/", "distributed/init.py", "distributed/world.py")
 
 
@@ -112,7 +120,7 @@ def habits(package: Path) -> Iterator[str]:
     """What the library never does: asserts, pickles, prints, reads the environment anywhere."""
     for path in python_files(package):
         inside = path.relative_to(package)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             fault = _fault(node, inside)
             if fault is not None and isinstance(node, ast.stmt | ast.expr | ast.keyword):
                 yield f"{inside}:{node.lineno}: {fault}"
@@ -136,6 +144,8 @@ def _fault(node: ast.AST, inside: Path) -> str | None:
             return "allow_pickle; nothing is unpickled from files"
     if str(inside) not in MAY_READ_ENVIRONMENT and _touches_environment(node):
         return "the environment; only distributed/env_vars.py reads and writes it"
+    if str(inside) != MAY_READ_TIME and _reads_time(node):
+        return f"time; only {MAY_READ_TIME} reads a clock or sleeps"
     may_print = str(inside).startswith(MAY_PRINT)
     if not may_print and _prints(node):
         return "print; only " + ", ".join(MAY_PRINT) + " speak to people"
@@ -148,6 +158,17 @@ def _touches_environment(node: ast.AST) -> bool:
             return attr in ENVIRONMENT
         case ast.ImportFrom(module="os", names=names):
             return bool(_roots(names) & ENVIRONMENT)
+    return False
+
+
+def _reads_time(node: ast.AST) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return "time" in _roots(names)
+        case ast.ImportFrom(module="time"):
+            return True
+        case ast.Attribute(value=ast.Name(id="datetime" | "date"), attr="now" | "utcnow" | "today"):
+            return True
     return False
 
 
@@ -189,7 +210,7 @@ def private_names(package: Path) -> Iterator[str]:
         inside = path.relative_to(package)
         if inside.parts[0] == DOOR:
             continue
-        tree = ast.parse(path.read_text())
+        tree = parsed(path.read_text())
         imported, own = _imported_from_libraries(tree), _set_by_shoal(tree)
         for node in ast.walk(tree):
             for name in _private_uses(node, imported, own):

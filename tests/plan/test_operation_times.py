@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.cli import shoal as command
+from helpers.clocks import ManualClock
 from helpers.planned_models import Transformer, values, words
 from shoal.bench.scaling.models import Workload
 from shoal.plan.configuration import PlannedStep
@@ -81,10 +83,20 @@ def test_all_work_of_the_passes_is_measured(short: None) -> None:
     assert all(seconds > 0 for _, seconds in kinds.values())
 
 
-def test_operations_have_the_seconds_of_the_fastest_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+class Readings(ManualClock):
+    """A clock with these readings, one after the other."""
+
+    def __init__(self, readings: Iterator[float]) -> None:
+        super().__init__()
+        self._readings = readings
+
+    def now(self) -> float:
+        return next(self._readings)
+
+
+def test_operations_have_the_seconds_of_the_fastest_pass() -> None:
     clock = iter([0.0, 5.0, 10.0, 13.0, 20.0, 21.0, 100.0, 102.0, 110.0, 117.0, 120.0, 121.0])
-    monkeypatch.setattr("shoal.plan.operation_times.perf_counter", lambda: next(clock))
-    times = OperationTimes(torch.device("cpu"))
+    times = OperationTimes(torch.device("cpu"), Readings(clock))
     left, small = torch.ones(64, 64), torch.ones(1)
     for _ in range(2):
         with times:

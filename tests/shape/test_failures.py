@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from helpers import rules
+
 
 def named(text: str) -> set[int]:
     """The rows that a text names: the word FAILURES and their numbers, with commas between."""
@@ -22,7 +24,7 @@ def rows(document: str) -> set[int]:
 def docstrings(folder: Path) -> Iterator[str]:
     """What tests say of themselves, and modules of theirs."""
     for path in sorted(folder.glob("*/test_*.py")):
-        module = ast.parse(path.read_text())
+        module = rules.parsed(path.read_text())
         for node in (module, *module.body):
             if isinstance(node, ast.Module | ast.FunctionDef):
                 yield ast.get_docstring(node) or ""

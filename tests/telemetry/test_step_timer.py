@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-import shoal.telemetry.step_timer
+from helpers.clocks import ManualClock
 from shoal.telemetry.step_timer import (
+    AT,
     BACKWARD,
     CHECKPOINT,
-    CLOCK,
     COMMUNICATION,
     EVALUATION,
     FORWARD,
@@ -31,21 +31,9 @@ from shoal.telemetry.step_timer import (
 NOTHING: Spent = (0,) * (1 + len(PARTS))
 
 
-class Clock:
-    """Stands at `now`, in nanoseconds."""
-
-    def __init__(self) -> None:
-        self.now = 1000
-
-    def __call__(self) -> int:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(shoal.telemetry.step_timer, "perf_counter_ns", clock)
-    return clock
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 def parts(spent: Spent) -> dict[str, int]:
@@ -53,17 +41,17 @@ def parts(spent: Spent) -> dict[str, int]:
     return {name: each for name, each in zip(PARTS, spent[1:], strict=True) if each}
 
 
-def test_time_belongs_to_what_was_entered_last(clock: Clock) -> None:
-    timeline = Timeline()
+def test_time_belongs_to_what_was_entered_last(clock: ManualClock) -> None:
+    timeline = Timeline(clock)
     timeline.begin()
     for part, lasts in ((WAIT, 3), (FORWARD, 5), (BACKWARD, 7), (OTHER, 2)):
         timeline.enter(part)
-        clock.now += lasts
+        clock.nanoseconds += lasts
     assert timeline.enter(BACKWARD) == OTHER
-    clock.now += 1
+    clock.nanoseconds += 1
     with timeline.within(COMMUNICATION):
-        clock.now += 11
-    clock.now += 100
+        clock.nanoseconds += 11
+    clock.nanoseconds += 100
     timeline.enter(OTHER)
     spent = timeline.take()
     assert parts(spent) == {
@@ -73,60 +61,60 @@ def test_time_belongs_to_what_was_entered_last(clock: Clock) -> None:
         "communication": 11,
         "other": 2,
     }
-    assert spent[CLOCK] == clock.now == 1000 + sum(spent[1:])
+    assert spent[AT] == clock.nanoseconds == sum(spent[1:])
 
 
-def test_what_is_marked_during_a_save_or_an_evaluation_is_part_of_it(clock: Clock) -> None:
-    timeline = Timeline()
+def test_what_is_marked_during_a_save_or_an_evaluation_is_part_of_it(clock: ManualClock) -> None:
+    timeline = Timeline(clock)
     timeline.begin()
     timeline.enter(UPDATE)
     with timeline.during(EVALUATION):
         before = timeline.enter(WAIT)
-        clock.now += 5
+        clock.nanoseconds += 5
         with timeline.during(CHECKPOINT):
-            clock.now += 5
+            clock.nanoseconds += 5
         timeline.enter(before)
-        clock.now += 5
-    clock.now += 1
+        clock.nanoseconds += 5
+    clock.nanoseconds += 1
     assert timeline.enter(OTHER) == UPDATE
     assert parts(timeline.take()) == {"evaluation": 15, "update": 1}
 
 
-def test_an_error_leaves_a_part(clock: Clock) -> None:
-    timeline = Timeline()
+def test_an_error_leaves_a_part(clock: ManualClock) -> None:
+    timeline = Timeline(clock)
     timeline.begin()
     with pytest.raises(ValueError, match="oh"), timeline.during(CHECKPOINT):
         raise ValueError("oh")
     timeline.enter(WAIT)
-    clock.now += 5
+    clock.nanoseconds += 5
     timeline.enter(OTHER)
     assert parts(timeline.take()) == {"wait": 5}
 
 
-def test_time_before_the_first_batch_belongs_to_no_step(clock: Clock) -> None:
-    timeline = Timeline()
-    clock.now += 5  # no batch has been asked for
+def test_time_before_the_first_batch_belongs_to_no_step(clock: ManualClock) -> None:
+    timeline = Timeline(clock)
+    clock.nanoseconds += 5  # no batch has been asked for
     timeline.begin()
     timeline.enter(WAIT)
-    clock.now += 5
+    clock.nanoseconds += 5
     timeline.begin()  # another epoch
     timeline.enter(OTHER)
     assert parts(timeline.take()) == {"wait": 5}
     before = timeline.pause()
     timeline.enter(FORWARD)
-    clock.now += 5
+    clock.nanoseconds += 5
     timeline.begin()
-    clock.now += 2
+    clock.nanoseconds += 2
     timeline.enter(OTHER)
     spent = timeline.take()
     assert [now - was for now, was in zip(spent, before, strict=True)][1:].count(0) == len(PARTS) - 1
     assert parts(spent) == {"wait": 5, "forward": 2}
 
 
-def test_without_a_loader_time_goes_on_from_the_pause(clock: Clock) -> None:
-    timeline = Timeline()
+def test_without_a_loader_time_goes_on_from_the_pause(clock: ManualClock) -> None:
+    timeline = Timeline(clock)
     before = timeline.pause()
-    clock.now += 5
+    clock.nanoseconds += 5
     timeline.enter(OTHER)
     assert sum(timeline.take()[1:]) - sum(before[1:]) == 5
     timeline.begin()

@@ -18,6 +18,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 import shoal
+from helpers.clocks import ManualClock
 from helpers.ranks import Ranks
 from shoal.distributed.deadline import Deadline
 from shoal.distributed.seeds import random_state, set_random_state
@@ -371,20 +372,19 @@ def test_time_ends_it_on_all_ranks_with_a_checkpoint(ranks: Ranks, tmp_path: Pat
 
 
 def test_the_clock_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = ManualClock()
     asked: list[float] = []
     with shoal.init() as world:
 
         def broadcast(answer: tuple[bool, int]) -> tuple[bool, int]:
-            asked.append(now)
+            asked.append(clock.now())
             return answer
 
         monkeypatch.setattr(world, "broadcast", broadcast)
-        deadline = Deadline(100.0, world)
+        deadline = Deadline(100.0, world, clock)
         while not deadline.over():
-            now += 0.01
-    assert 100.0 <= now < 100.1
+            clock.sleep(0.01)
+    assert 100.0 <= clock.now() < 100.1
     assert len(asked) < 60
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
@@ -17,6 +16,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from shoal.util.clock import CLOCK, utc_now
 from shoal.util.pickling import holds_only
 
 _STATE = (_RendezvousState, _NodeDesc, datetime, timezone, timedelta)
@@ -65,7 +65,7 @@ class LocalHeartbeats(_BackendRendezvousStateHolder):
         self._seen: dict[_NodeDesc, tuple[datetime, float]] = {}
 
     def _sanitize(self) -> None:
-        now, moment = datetime.now(UTC), time.monotonic()
+        now, moment = utc_now(), CLOCK.now()
         written = self._state.last_heartbeats
         for node, when in written.items():
             if node not in self._seen or self._seen[node][0] != when:
@@ -112,4 +112,4 @@ class MonitoredRendezvous(DynamicRendezvousHandler):
         """Leave the rendezvous within `seconds`, so that no node waits for this one's timeout."""
         self._stop_heartbeats()
         with self._heartbeat_lock:
-            self._op_executor.run(_RendezvousExitOp(), time.monotonic() + seconds)
+            self._op_executor.run(_RendezvousExitOp(), CLOCK.now() + seconds)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from shoal.util.clock import CLOCK
 
 _PAUSE = 0.002
 
@@ -16,7 +17,7 @@ _PAUSE = 0.002
 class Notice:
     """One line of a rank: a `step` that it has taken, an operation of a `save`, or an `injected` fault.
 
-    `when` is in seconds of `time.monotonic`. `value` is the step, the operation or the fault's number.
+    `when` is in seconds of `CLOCK.now`. `value` is the step, the operation or the fault's number.
     """
 
     kind: str
@@ -69,7 +70,7 @@ class ControlDirectory:
         (self.path / f"{name}.tmp").write_text(json.dumps(content))
         (self.path / f"{name}.tmp").rename(self.path / f"{name}.request")
         while not (self.path / f"{name}.done").exists():
-            time.sleep(_PAUSE)
+            CLOCK.sleep(_PAUSE)
 
     def requests(self) -> list[ActionRequest]:
         """Return the requests that are not done."""

@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from shoal.distributed.env_vars import placement
 from shoal.launcher.entry_point import Script
 from shoal.launcher.local import run_job
 from shoal.training.run import Run
+from shoal.util.clock import CLOCK, jump_clock
 
 START = "from shoal.chaos.rank import main; main()"
 """Not `-m`: ranks must find its classes under the module's name, not under `__main__`."""
@@ -208,17 +208,11 @@ class FaultInjector:
                 kind=kind,
                 rank=self._rank,
                 step=step,
-                when=time.monotonic(),
+                when=CLOCK.now(),
                 value=value,
                 pid=os.getpid(),
             )
         )
-
-
-def jump_clock(seconds: float) -> None:
-    """Change the result of time.time() in this process. Other functions and programs do not change."""
-    read = time.time
-    setattr(time, "time", lambda: read() + seconds)  # noqa: B010
 
 
 def main() -> None:

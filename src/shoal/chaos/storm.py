@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from shoal.chaos.report import InjectedFault, StormReport
 from shoal.chaos.request import StormRequest
 from shoal.chaos.shrink import shrink
 from shoal.checkpoint.store import Manifest
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 from shoal.util.tables import plain_console, print_path
 from shoal.verify.variants import copy_directory
@@ -100,7 +100,7 @@ class Storm:
         disk.mount()
         try:
             copy_directory(self._origin, disk.path / "work")
-            began = time.monotonic()
+            began = CLOCK.now()
             attempts = [self._attempt(folder, control, disk, faults, lasting)]
             while attempts[-1].code and len(attempts) < len(faults) + _MORE_ATTEMPTS:
                 disk.restore()
@@ -156,16 +156,16 @@ class Storm:
         stream = cast(TextIO, process.stdout)
         reader = threading.Thread(target=_read_lines, args=(stream, lines), daemon=True)
         reader.start()
-        until = time.monotonic() + self._request.limit
-        while process.poll() is None and time.monotonic() < until:
+        until = CLOCK.now() + self._request.limit
+        while process.poll() is None and CLOCK.now() < until:
             for request in control.requests():
                 if request.action == "second-launcher":
                     lines += _run_again([*command, str(folder / "again.json")], disk.path / "work")
                 else:
                     _perform(request, process.pid, disk, self._request.seed)
                 control.finish_request(request)
-            time.sleep(_PAUSE)
-        ended = time.monotonic()
+            CLOCK.sleep(_PAUSE)
+        ended = CLOCK.now()
         late = process.poll() is None
         end_processes()
         process.wait()
@@ -176,7 +176,7 @@ class Storm:
 def _read_lines(stream: TextIO, lines: list[tuple[float, str]]) -> None:
     with stream:
         for line in stream:
-            lines.append((time.monotonic(), line))
+            lines.append((CLOCK.now(), line))
 
 
 def _run_again(command: Sequence[str], home: Path) -> list[tuple[float, str]]:
@@ -191,7 +191,7 @@ def _run_again(command: Sequence[str], home: Path) -> list[tuple[float, str]]:
         errors="replace",
         check=False,
     )
-    return [(time.monotonic(), line) for line in done.stdout.splitlines(keepends=True)]
+    return [(CLOCK.now(), line) for line in done.stdout.splitlines(keepends=True)]
 
 
 def _perform(request: ActionRequest, launcher: int, disk: StormDisk, seed: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,6 +19,7 @@ from shoal.distributed import objects
 from shoal.distributed.membership import LOOK_SECONDS, Survivors
 from shoal.distributed.watchdog.mismatch import BACKGROUND_SAVE
 from shoal.util.accelerator import is_accelerator, pinned, record
+from shoal.util.clock import CLOCK
 from shoal.util.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ class BackgroundSave(Generic[T]):
         self._thread.start()
 
     def _run(self, action: Callable[[], T]) -> None:
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         try:
             self._outcome = action()
         except BaseException as error:
             self._outcome = error
-        self.seconds = time.perf_counter() - begun
+        self.seconds = CLOCK.now() - begun
 
     @property
     def done(self) -> bool:
@@ -118,12 +118,12 @@ class StoreChannel:
     def _take(self, member: int, *, last: bool) -> Any:
         """Wait for the message of a member and return it; the `last` reader deletes it."""
         key = self._key(member)
-        looked = time.monotonic()
+        looked = CLOCK.now()
         while not self._store.check([key]):
-            time.sleep(_PAUSE)
-            if time.monotonic() < looked + LOOK_SECONDS:
+            CLOCK.sleep(_PAUSE)
+            if CLOCK.now() < looked + LOOK_SECONDS:
                 continue
-            looked = time.monotonic()
+            looked = CLOCK.now()
             if self._gone([member]) and not self._store.check([key]):
                 raise CheckpointError(
                     given="a checkpoint that is being saved",

@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.lock import Lock
 from shoal.checkpoint.object_store import RemotePath
 from shoal.checkpoint.paths import AnyPath, open_file
+from shoal.util.clock import CLOCK, local_time
 from shoal.util.errors import CheckpointError
 
 _KEPT = 10
@@ -48,7 +48,7 @@ class AttemptStart:
     def __str__(self) -> str:
         if not self.host:
             return f"attempt {self.number}"
-        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.when))
+        began = local_time(self.when)
         return f"attempt {self.number}, process {self.process} on {self.host} since {began}"
 
 
@@ -89,9 +89,9 @@ class Fence:
         Raises CheckpointError if it does not see the string within `within` seconds: each rank would
         save its part in a different place.
         """
-        until = time.monotonic() + within
+        until = CLOCK.now() + within
         while not self._shows(number, mark):
-            if time.monotonic() > until:
+            if CLOCK.now() > until:
                 raise CheckpointError(
                     given=f"a Run in {self._directory.parent} on {socket.gethostname()}",
                     found=f"attempt {number}, which rank 0 has just written to it, is missing: the "
@@ -99,7 +99,7 @@ class Fence:
                     fix="use the same path on all ranks (without the time or a process id in it), "
                     "on a file system that all machines share",
                 )
-            time.sleep(0.05)
+            CLOCK.sleep(0.05)
         self.number = number
 
     def _shows(self, number: int, mark: str) -> bool:
@@ -123,7 +123,7 @@ class Fence:
 
     def _claim(self, number: int) -> bool:
         """Take a number; False if another attempt has it, or takes it at this moment."""
-        mine = {"host": socket.gethostname(), "process": os.getpid(), "when": time.time()}
+        mine = {"host": socket.gethostname(), "process": os.getpid(), "when": CLOCK.wall()}
         self._mine = json.dumps(mine)
         text = self._mine.encode()
         if isinstance(self._directory, RemotePath):

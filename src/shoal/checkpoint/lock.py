@@ -7,9 +7,9 @@ import math
 import os
 import re
 import socket
-import time
 from pathlib import Path
 
+from shoal.util.clock import CLOCK
 from shoal.util.errors import CheckpointError
 from shoal.util.regular_file import open_to_write
 
@@ -34,9 +34,9 @@ class Lock:
     def __init__(self, path: Path, *, job: str = "", attempt: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open_to_write(path, os.O_RDWR)
-        begun = time.monotonic()
+        begun = CLOCK.now()
         while not self._take():
-            waited = time.monotonic() - begun
+            waited = CLOCK.now() - begun
             holder = os.pread(self._file, 500, 0).decode(errors="replace").strip()
             if waited > TAKE_OVER_SECONDS and job and _attempt_of(holder, job) < attempt:
                 break
@@ -47,7 +47,7 @@ class Lock:
                     found=f"another Run is open in this directory: {holder}",
                     fix="wait for it or end it, or choose another directory: shoal.Run('runs/b', …)",
                 )
-            time.sleep(0.05)
+            CLOCK.sleep(0.05)
         os.ftruncate(self._file, 0)
         mine = f"process {os.getpid()} on {socket.gethostname()}"
         mine += f", attempt {attempt} of {job}" if job else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -46,6 +45,7 @@ from shoal.distributed.world import World
 from shoal.telemetry.step_timer import WAIT
 from shoal.util.accelerator import is_accelerator
 from shoal.util.arguments import integer_like, is_integer
+from shoal.util.clock import CLOCK
 from shoal.util.errors import DataError
 
 
@@ -345,7 +345,7 @@ class Loader:
                 shares = on_device(self._feed.shares(count, self._fetch), self.world.device, timeline)
 
     def _next(self, shares: Iterator[tuple[LocalBatch, list[Any]]], unit: int | None) -> Batch | None:
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         found = next(shares, None)
         while found is not None and is_left_out(self.left_out, found[0].first, found[0].size):
             self._feed.consumed(found[0])
@@ -354,7 +354,7 @@ class Loader:
             return None
         share, values = found
         micros = self._micros(share, values, unit, self.world.virtual_ranks)
-        wait = time.perf_counter() - begun
+        wait = CLOCK.now() - begun
         epoch = self._feed.epoch
         self._feed.consumed(share)
         self.load = share.load

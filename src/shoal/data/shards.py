@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from shoal.data.orders import Indices
 from shoal.data.permutation import Permutation
 from shoal.data.sampler import LocalBatch
 from shoal.distributed.world import World
+from shoal.util.clock import CLOCK
 from shoal.util.errors import DataError
 
 Shard = TypeVar("Shard")
@@ -236,7 +236,7 @@ _END = object()
 def counted(stream: ShardedDataset[Any], world: World) -> list[int]:
     """Return the lengths of a dataset's shards; all ranks together count unknown ones. Collective."""
     if stream.lengths is None:
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         mine: list[int] = []
         error: Exception | None = None
         try:
@@ -257,6 +257,6 @@ def counted(stream: ShardedDataset[Any], world: World) -> list[int]:
         stream.lengths = [parts[n % world.size][0][n // world.size] for n in range(len(stream.shards))]
         world.print(
             f"counted {sum(stream.lengths):,} samples in {len(stream.shards):,} shards in "
-            f"{time.perf_counter() - begun:.1f} s; shoal.ShardedDataset(…, lengths=…) saves this time"
+            f"{CLOCK.now() - begun:.1f} s; shoal.ShardedDataset(…, lengths=…) saves this time"
         )
     return stream.lengths

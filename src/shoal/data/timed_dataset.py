@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
+
+from shoal.util.clock import CLOCK
 
 
 def timed(dataset: Dataset[Any]) -> Dataset[tuple[Any, float]]:
@@ -25,9 +26,9 @@ class _TimedItems(Dataset[tuple[Any, float]]):
         self._dataset = dataset
 
     def __getitem__(self, index: Any) -> tuple[Any, float]:
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         item = self._dataset[index]
-        return item, time.perf_counter() - begun
+        return item, CLOCK.now() - begun
 
 
 class _TimedIterable(IterableDataset[tuple[Any, float]]):
@@ -37,9 +38,9 @@ class _TimedIterable(IterableDataset[tuple[Any, float]]):
     def __iter__(self) -> Iterator[tuple[Any, float]]:
         items = iter(self._dataset)
         while True:
-            begun = time.perf_counter()
+            begun = CLOCK.now()
             try:
                 item = next(items)
             except StopIteration:
                 return
-            yield item, time.perf_counter() - begun
+            yield item, CLOCK.now() - begun

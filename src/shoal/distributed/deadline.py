@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 from shoal.distributed.world import World
+from shoal.util.clock import CLOCK, Clock
 
 CHECK_SECONDS = 5.0
 """Shortest time in seconds between two checks of the clock."""
@@ -18,10 +17,11 @@ class Deadline:
     ranks count the same steps. Only `seconds` of rank 0 count; None means no limit, on any rank.
     """
 
-    def __init__(self, seconds: float | None, world: World) -> None:
+    def __init__(self, seconds: float | None, world: World, clock: Clock = CLOCK) -> None:
         self._seconds = seconds
         self._world = world
-        self._begun = self._looked = time.monotonic()
+        self._clock = clock
+        self._begun = self._looked = self._clock.now()
         self._steps = 0
         self._at, self._next = 0, 1
 
@@ -30,7 +30,7 @@ class Deadline:
         self._steps += 1
         if self._seconds is None or self._steps < self._next:
             return False
-        stop, self._next = self._world.broadcast(self._look(time.monotonic()))
+        stop, self._next = self._world.broadcast(self._look(self._clock.now()))
         return bool(stop)
 
     def _look(self, now: float) -> tuple[bool, int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from shoal.distributed.failure import from_exception, report
+from shoal.util.clock import CLOCK
 
 _ROOM = 17
 
@@ -25,7 +25,7 @@ def report_into(folder: Path, *, rank: int, size: int) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # A rank takes a while to exit, and the others notice its end: its file must sort first.
         with suppress(OSError):
-            now = time.time()
+            now = CLOCK.wall()
             found = from_exception(error, rank=rank, host=socket.gethostname(), when=now)
             if not isinstance(error, KeyboardInterrupt):
                 name = f"{int(found.by_peer)}-{now:0{_ROOM}.6f}-{rank}"

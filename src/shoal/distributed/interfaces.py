@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -26,6 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shoal.distributed.env_vars import GLOO, NCCL
 from shoal.distributed.rendezvous import answering, await_all, listen
+from shoal.util.clock import CLOCK
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
@@ -142,7 +142,7 @@ def agree(store: Store, *, rank: int, size: int, given: str, timeout: float) -> 
     named = given.split(",")
     chosen = [one for one in mine if one.name in named] if given else mine
     if rank == 0:
-        decision = _host(store, size, chosen, host, lacking, time.monotonic() + timeout)
+        decision = _host(store, size, chosen, host, lacking, CLOCK.now() + timeout)
         store.set(_DECISION, json.dumps(decision))
         report = InterfaceReport(host=host, reached={one.name: one.addresses[0] for one in mine})
     else:

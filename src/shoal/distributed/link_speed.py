@@ -6,7 +6,6 @@ import itertools
 import math
 import socket
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from shoal.distributed.backend import backend_of
 from shoal.util import accelerator
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -258,9 +258,9 @@ class _Probe:
         act()  # the first call also connects
         seconds = []
         for _ in range(self._repeats):
-            begun = time.perf_counter()
+            begun = CLOCK.now()
             act()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(CLOCK.now() - begun)
         return min(seconds)
 
 

@@ -8,7 +8,6 @@ holds.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from shoal._torch import c10d
 from shoal.distributed.watchdog.abort import may_die_alone
 from shoal.distributed.watchdog.world_watchdog import Watchdog
+from shoal.util.clock import CLOCK
 from shoal.util.differences import spans
 from shoal.util.errors import LaunchError
 
@@ -81,11 +81,11 @@ class Survivors:
         decided = f"{self._meetings}/here"
         self.store.set(keys[self.rank], "")
         last = self.store.add(f"{self._meetings}/came", 1) == len(keys)
-        pause, looked, until = _FIRST_PAUSE, time.monotonic(), time.monotonic() + limit
+        pause, looked, until = _FIRST_PAUSE, CLOCK.now(), CLOCK.now() + limit
         while not self.store.check([decided]):
-            late = time.monotonic() >= until
+            late = CLOCK.now() >= until
             # The last one to join decides at once; the others decide only if it may never join.
-            if last or late or time.monotonic() >= looked + LOOK_SECONDS:
+            if last or late or CLOCK.now() >= looked + LOOK_SECONDS:
                 # Also those that have joined: they may have ended while they waited.
                 others = [member for member in keys if member != self.rank]
                 ended = self.gone(others, unreachable=late)
@@ -101,8 +101,8 @@ class Survivors:
                         fix="find out what delays it; if it may take that long, use "
                         "shoal.init(timeout=…)",
                     )
-                last, looked = False, time.monotonic()
-            time.sleep(pause)
+                last, looked = False, CLOCK.now()
+            CLOCK.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         here: list[int] = json.loads(self.store.get(decided))
         return here

@@ -11,13 +11,14 @@ import errno
 import socket
 import struct
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import psutil
+
+from shoal.util.clock import CLOCK, local_time
 
 LEAST_SECONDS = 2.0
 """A shorter span is not an outage: a lost packet is retransmitted within it."""
@@ -54,7 +55,7 @@ class Outage:
 
     def __str__(self) -> str:
         by = f" by {self.interface}" if self.interface else ""
-        since = time.strftime("%H:%M:%S", time.localtime(self.began))
+        since = local_time(self.began, "%H:%M:%S")
         last = f"the last answer came at {since}" if self.answered else f"none came since {since}"
         return (
             f"{self.calls} calls to {self.address}, port {self.port},{by} had no reply "
@@ -70,14 +71,14 @@ class _ProbeHistory:
     address: str
     port: int
     interface: str = ""
-    begun: float = field(default_factory=time.monotonic)
-    began: float = field(default_factory=time.time)
+    begun: float = field(default_factory=CLOCK.now)
+    began: float = field(default_factory=CLOCK.wall)
     answered: bool = False
     calls: int = 0
     why: str = ""
 
     def outage(self, *, over: bool) -> Outage | None:
-        seconds = time.monotonic() - self.begun
+        seconds = CLOCK.now() - self.begun
         if self.calls < _LEAST_CALLS or seconds < LEAST_SECONDS:
             return None
         return Outage(
@@ -133,7 +134,7 @@ class Probes:
                 why = _call(address[0], address[4])
                 with self._lock:
                     self._note(line, why)
-            self._over.wait(_PAUSE)
+            CLOCK.wait(self._over, _PAUSE)
 
     def _note(self, line: _ProbeHistory, why: str) -> None:
         if why:
@@ -142,7 +143,7 @@ class Probes:
         past = line.outage(over=True)
         if past is not None:
             self._past.append(past)
-        line.begun, line.began = time.monotonic(), time.time()
+        line.begun, line.began = CLOCK.now(), CLOCK.wall()
         line.answered, line.calls = True, 0
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
 _POLL_SECONDS = 0.05
@@ -63,15 +63,15 @@ class RankZeroFirst:
                 raise
             self._store.set(key, "done")
             return
-        until = time.monotonic() + within
+        until = CLOCK.now() + within
         while not self._store.check([key]):
-            if time.monotonic() > until:
+            if CLOCK.now() > until:
                 raise LaunchError(
                     given="a block of world.rank_zero_first()",
                     found=f"rank 0 has not entered it within {within:g} s",
                     fix="enter the block on rank 0 too, or on rank 0 only",
                 )
-            time.sleep(_POLL_SECONDS)
+            CLOCK.sleep(_POLL_SECONDS)
         outcome = self._store.get(key).decode()
         self._store.add(f"{key}/heard", 1)
         if outcome != "done":
@@ -86,6 +86,6 @@ class RankZeroFirst:
         """Wait until all ranks have read how the last block ended, since rank 0 may host the store."""
         if not self._world.is_rank_zero or not dist.is_initialized():
             return
-        others, until = self._world.size - 1, time.monotonic() + _HEAR_SECONDS
-        while self._store.add(f"{self._last}/heard", 0) < others and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
+        others, until = self._world.size - 1, CLOCK.now() + _HEAR_SECONDS
+        while self._store.add(f"{self._last}/heard", 0) < others and CLOCK.now() < until:
+            CLOCK.sleep(_POLL_SECONDS)

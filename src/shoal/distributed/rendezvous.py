@@ -12,7 +12,6 @@ import errno
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -22,6 +21,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
 from shoal.distributed.outages import Probes
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
 LONGEST = 300.0
@@ -49,7 +49,7 @@ def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
     """
     limit = min(timeout, LONGEST)
     if rank:
-        host, port = _find(meeting, rank, time.monotonic() + limit)
+        host, port = _find(meeting, rank, CLOCK.now() + limit)
         store = _store(host, port, size, limit)
         store.set(_HERE.format(rank=rank), "here")
         return store
@@ -57,7 +57,7 @@ def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
         store = _open_store(meeting, server, size, limit)
         line = f"{meeting.job} {store.port}\n".encode()
         with answering(server, line), _published(meeting, server.getsockname()[1]):
-            await_all(store, size, time.monotonic() + limit, machines=_machines(meeting))
+            await_all(store, size, CLOCK.now() + limit, machines=_machines(meeting))
     return store
 
 
@@ -102,19 +102,19 @@ def await_all(
     machine is given by its name with an address and a port.
     """
     missing = list(range(1, size))
-    pause, begun = _FIRST_PAUSE, time.monotonic()
+    pause, begun = _FIRST_PAUSE, CLOCK.now()
     calls: Probes | None = None
     with ExitStack() as stack:
         while True:
             missing = [rank for rank in missing if not store.check([key.format(rank=rank)])]
             if not missing:
                 return
-            now = time.monotonic()
+            now = CLOCK.now()
             if now + pause > deadline:
                 raise _not_come(missing, size, calls)
             if machines and calls is None and now > begun + min(SILENCE, (deadline - begun) / 2):
                 calls = stack.enter_context(Probes(machines))
-            time.sleep(pause)
+            CLOCK.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
@@ -206,7 +206,7 @@ class _UnreachableError(OSError):
 def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
     """Return the host and the port of this job's store."""
     pause, why, first = _FIRST_PAUSE, "rank 0 has not published its address", 0
-    answered = time.monotonic()
+    answered = CLOCK.now()
     while True:
         silent = not meeting.directory  # hosts that are guessed may be silent
         for host, ports in [(host, meeting.ports) for host in meeting.hosts] + _read(meeting):
@@ -220,7 +220,7 @@ def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
                     if isinstance(error, _UnreachableError):
                         break
                     silent = False
-        now = time.monotonic()
+        now = CLOCK.now()
         if silent and now > answered + SILENCE:
             raise _unreachable(meeting, rank, now - answered, why)
         first, answered = (first + 1, answered) if silent else (0, now)
@@ -233,7 +233,7 @@ def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
                 "MASTER_ADDR and MASTER_PORT (host and free port of rank 0)"
                 + (f", or {DIRECTORY} (a directory that all hosts share)" * bool(meeting.directory)),
             )
-        time.sleep(pause)
+        CLOCK.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import signal
-import time
 from concurrent.futures import Future
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from shoal.distributed.failure import exit_status
 from shoal.distributed.watchdog import abort
 from shoal.telemetry.flight_recorder import recording_groups
 from shoal.util import time_limit
+from shoal.util.clock import CLOCK
 
 GIVE_UP_SECONDS = 10.0
 """Seconds after which a process ends without its groups."""
@@ -54,7 +54,7 @@ def leave_groups(error: BaseException | None, *, exiting: bool) -> None:
         end()
         faulthandler.cancel_dump_traceback_later()
     else:
-        until = time.monotonic() + GIVE_UP_SECONDS
+        until = CLOCK.now() + GIVE_UP_SECONDS
         ending = time_limit.start(end)
         if not _ended(ending, REPORT_SECONDS if code else GIVE_UP_SECONDS):
             atexit.register(_end_process, ending, until, code)
@@ -64,7 +64,7 @@ def leave_groups(error: BaseException | None, *, exiting: bool) -> None:
     # A model that outlives the world keeps Gloo's threads. One of them may still have to release the
     # last collective's tensors. It needs the interpreter for that, and would abort the process if the
     # interpreter had begun to exit.
-    time.sleep(LET_GO_SECONDS)
+    CLOCK.sleep(LET_GO_SECONDS)
 
 
 def _ended(ending: Future[None], within: float) -> bool:
@@ -77,5 +77,5 @@ def _ended(ending: Future[None], within: float) -> bool:
 
 def _end_process(ending: Future[None], until: float, code: int) -> None:
     """End the process, whose errors have been reported, if its groups have not ended by then."""
-    if not _ended(ending, max(0.0, until - time.monotonic())):
+    if not _ended(ending, max(0.0, until - CLOCK.now())):
         abort.exit_process((), code)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.doctor.outcomes import TimedOutcome, run_together
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Rounds:
         On other ranks than 0 the list is empty. If `together` and one rank hangs, the others wait for
         it. So no other work is started after that.
         """
-        deadline = time.monotonic() + limit + _LATE_SECONDS
+        deadline = CLOCK.now() + limit + _LATE_SECONDS
         mine = run_together(works, limit)
         if self.store is None:
             everyone = [mine]
@@ -80,10 +80,10 @@ class Rounds:
             here = [rank for rank in awaited if store.check([f"{name}/{rank}"])]
             found |= {rank: json.loads(store.get(f"{name}/{rank}")) for rank in here}
             awaited = [rank for rank in awaited if rank not in found]
-            if time.monotonic() > deadline:
+            if CLOCK.now() > deadline:
                 break
             if not here:
-                time.sleep(_POLL_SECONDS)
+                CLOCK.sleep(_POLL_SECONDS)
         self.missing = tuple(sorted({*self.missing, *awaited}))
         return [found.get(rank, {}) for rank in range(self.size)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from shoal.doctor.checks import clocks, dataset, filesystem, gpus, host, shared_
 from shoal.doctor.findings import CheckResult, Examination, RankFacts, Severity, describe_ranks, failure
 from shoal.doctor.outcomes import TimedOutcome
 from shoal.doctor.rounds import Rounds
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.packages import packages
 
@@ -70,8 +70,8 @@ class Doctor:
     request: DoctorRequest
     rounds: Rounds
     hosts: list[str]
-    began: float = field(default_factory=time.time)
-    begun: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=CLOCK.wall)
+    begun: float = field(default_factory=CLOCK.now)
     findings: list[CheckResult] = field(default_factory=list)
     outcomes: list[dict[str, TimedOutcome]] = field(default_factory=list)
     """Results of the first round, on rank 0."""
@@ -164,7 +164,7 @@ class Doctor:
             ranks=self.rounds.size,
             hosts=tuple(dict.fromkeys(self.hosts)),
             began=self.began,
-            seconds=time.perf_counter() - self.begun,
+            seconds=CLOCK.now() - self.begun,
             versions={name: known[name] for name in software.CORE if name in known},
             findings=tuple(self.findings),
         )

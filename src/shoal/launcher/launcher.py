@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from shoal.launcher.nodes import Nodes, label
 from shoal.launcher.signals import Interrupted
 from shoal.launcher.worker_main import bind_to_launcher
 from shoal.launcher.workers import GRACE, Workers, start_server, without_main
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
 # Seconds that the agent may need to notify other nodes that this one received a signal to end.
@@ -150,7 +150,7 @@ class Launcher:
             "start": self._start_workers,
             "watch": self._watch,
             "look": self._look,
-            "pause": time.sleep,
+            "pause": CLOCK.sleep,
             "stop": self._stop,
             "tell": _tell,
             "refuse": self._refuse,
@@ -193,9 +193,9 @@ class Launcher:
         if self._nodes is None or not self._agent.is_alive():
             return
         self._answer({"leaving": code})
-        deadline = time.monotonic() + _LEAVE
+        deadline = CLOCK.now() + _LEAVE
         with suppress(EOFError, ConnectionError):
-            while self._orders.poll(max(0.0, deadline - time.monotonic())):
+            while self._orders.poll(max(0.0, deadline - CLOCK.now())):
                 if json.loads(self._orders.recv_bytes())[0] == "left":
                     return
 

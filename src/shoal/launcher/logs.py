@@ -8,9 +8,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 
+from shoal.util.clock import CLOCK, utc_now
 from shoal.util.errors import LaunchError
 
 # Longest delay of rank 0's output on the terminal, in seconds.
@@ -46,7 +46,7 @@ class Logs:
 
     def begin(self, attempt: int, attempts: int, command: str) -> None:
         """Write the heading of an attempt, counted from 1."""
-        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        now = utc_now().astimezone().isoformat(" ", "seconds")
         head = f"{now} on {socket.gethostname()}, attempt {attempt} of {attempts}: {command}"
         for rank in range(len(self.files)):
             self.append(rank, f"=== {head} ===\n")
@@ -73,7 +73,7 @@ class Logs:
         over = False
         while not over:
             # Once more after the end, for the last output.
-            over = self._over.wait(_SECONDS)
+            over = CLOCK.wait(self._over, _SECONDS)
             with self._turn:
                 self._show()
 

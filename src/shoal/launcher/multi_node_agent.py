@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,6 +21,7 @@ from shoal.launcher.attempt_outcome import AttemptOutcome, Kind, NodeReport, dec
 from shoal.launcher.elastic_agent import Agent, quiet
 from shoal.launcher.multi_node_rendezvous import BEAT, ClosedError, NodeAttempt, NodesRendezvous
 from shoal.launcher.nodes import Nodes
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
 _LOOK = 0.1
@@ -131,7 +131,7 @@ class NodesAgent(Agent):
         if answer is None:
             return
         if answer["failure"]:
-            self._failure, self._seen_at = Failure(**answer["failure"]), time.monotonic()
+            self._failure, self._seen_at = Failure(**answer["failure"]), CLOCK.now()
             self._told = answer["told"]
         else:
             self._finished = True
@@ -151,7 +151,7 @@ class NodesAgent(Agent):
             failure=self._failure,
             told=self._told,
             before=self._signature,
-            since=time.monotonic() - self._seen_at,
+            since=CLOCK.now() - self._seen_at,
         )
 
     def _carry_out(self, verdict: AttemptOutcome, mine: bool, worker_group: WorkerGroup) -> RunResult:

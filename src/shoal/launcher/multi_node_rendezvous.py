@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from shoal.distributed.cluster_env import NODES_RUN_ID
 from shoal.launcher.attempt_outcome import AttemptOutcome, Kind
 from shoal.launcher.elastic_agent import serve
 from shoal.launcher.nodes import Nodes, differences, listen, way_to, why_silent
+from shoal.util.clock import CLOCK, local_time
 from shoal.util.errors import LaunchError
 from shoal.util.time_limit import run_within
 
@@ -210,7 +210,7 @@ class NodesRendezvous(RendezvousHandler):
         store.set(f"node/{rank}", json.dumps([self._processes, *where]))
         keys = [f"node/{node}" for node in range(size)]
         while not store.check(keys):
-            time.sleep(_PAUSE)
+            CLOCK.sleep(_PAUSE)
             if len(self._members.look()[0]) < size:
                 return None
         if len(everyone) < size:
@@ -260,7 +260,7 @@ class NodesRendezvous(RendezvousHandler):
 
     def note_left(self, nodes: Sequence[str], by_me: bool) -> None:
         """Remember nodes that left; the first node that noticed it departs for them."""
-        self._left += [f"{node} at {time.strftime('%H:%M:%S')}" for node in nodes]
+        self._left += [f"{node} at {local_time(CLOCK.wall(), '%H:%M:%S')}" for node in nodes]
         if by_me:
             self._store.add(_DEPARTED, len(nodes))
 
@@ -286,11 +286,11 @@ class NodesRendezvous(RendezvousHandler):
     def wait_for_others(self) -> None:
         """Wait, on the node with the store, until the others have departed or must be dead."""
         with suppress(DistError, RuntimeError):
-            deadline = time.monotonic() + self._nodes.silence
-            while self.hosts and time.monotonic() < deadline:
+            deadline = CLOCK.now() + self._nodes.silence
+            while self.hosts and CLOCK.now() < deadline:
                 if self._store.add(_DEPARTED, 0) >= self._store.add(_ARRIVED, 0):
                     break
-                time.sleep(_PAUSE)
+                CLOCK.sleep(_PAUSE)
 
     def _end(self) -> AttemptOutcome:
         if not self._store.check([_END]):

@@ -6,13 +6,14 @@ import ctypes
 import os
 import shlex
 import signal
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import psutil
+
+from shoal.util.clock import CLOCK
 
 GRACE = 30.0
 """Seconds that they have to finish after a run that ended well, as an uploader may need."""
@@ -61,18 +62,18 @@ class Orphans:
 
         An exception in the wait, such as a second Ctrl-C, ends it and still kills.
         """
-        deadline = time.monotonic() + grace
+        deadline = CLOCK.now() + grace
         killed: dict[int, str] = {}
         try:
-            while self.left() and time.monotonic() < deadline:
-                time.sleep(_PAUSE)
+            while self.left() and CLOCK.now() < deadline:
+                CLOCK.sleep(_PAUSE)
         finally:
             while found := self.left():  # a killed one leaves its children
                 for process in found:
                     killed.setdefault(process.pid, name(process))
                     with suppress(psutil.Error):
                         process.kill()
-                time.sleep(_PAUSE)
+                CLOCK.sleep(_PAUSE)
         return list(killed.values())
 
     def _is_left(self, process: psutil.Process) -> bool:

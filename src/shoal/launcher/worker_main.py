@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -23,6 +22,7 @@ from shoal.distributed.failure import encode, exit_status, from_exception, locat
 from shoal.launcher._cpython import join_threads, run_exit_functions
 from shoal.launcher.entry_point import EntryPoint
 from shoal.launcher.signals import FORWARDED, signal_when_broken
+from shoal.util.clock import CLOCK
 
 SHIELDED = (signal.SIGTERM, signal.SIGHUP, *FORWARDED)
 """Signals that the fork server blocks, and so a rank during its start."""
@@ -60,7 +60,7 @@ def main(
             finished = not callable(signal.getsignal(signal.SIGTERM))
             _tell_end(reports, locate(error) or "", finished=finished)
         else:
-            when = time.monotonic()
+            when = CLOCK.now()
             failure = from_exception(error, rank=rank, host=socket.gethostname(), when=when)
             sys.last_value = error  # for exit functions, as Python sets it
             _flush()
@@ -82,7 +82,7 @@ def main(
 
 def _tell_end(reports: Connection, place: str, *, finished: bool) -> None:
     """Report to the launcher that the script has ended without an error; others may still need it."""
-    notice = {"place": place, "ended": True, "finished": finished, "when": time.monotonic()}
+    notice = {"place": place, "ended": True, "finished": finished, "when": CLOCK.now()}
     reports.send_bytes(LEFT + json.dumps(notice).encode())
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +29,7 @@ from shoal.distributed.failure import (
 from shoal.launcher.entry_point import EntryPoint
 from shoal.launcher.signals import FORWARDED
 from shoal.launcher.worker_main import RETURNED, SHIELDED, main
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
 GRACE = 3.0
@@ -112,7 +112,7 @@ class Workers:
         happened after `limit` seconds, if that is given.
         """
         deadline: float | None = None
-        until = None if limit is None else time.monotonic() + limit
+        until = None if limit is None else CLOCK.now() + limit
         first: float | None = None
         while True:
             self._spare()
@@ -120,16 +120,16 @@ class Workers:
             if any(failure.killed for failure in failures):
                 return failures
             if failures and not preempted(failures):
-                first = time.monotonic() if first is None else first
+                first = CLOCK.now() if first is None else first
                 explained = not all(failure.doubtful for failure in failures)
                 explained = explained or first_to_leave(failures, self.left()) is not None
                 deadline = first + (_SETTLE if explained else _UNEXPLAINED)
             elif failures and deadline is None:
-                deadline = time.monotonic() + (SAVING_GRACE if grace is None else grace)
+                deadline = CLOCK.now() + (SAVING_GRACE if grace is None else grace)
             running = [rank for rank in self._ranks if not rank.ended]
-            if not running or (deadline is not None and time.monotonic() >= deadline):
+            if not running or (deadline is not None and CLOCK.now() >= deadline):
                 return failures
-            if until is not None and first is None and time.monotonic() >= until:
+            if until is not None and first is None and CLOCK.now() >= until:
                 return None
             _poll(running, until if first is None and until is not None else deadline)
 
@@ -170,8 +170,8 @@ class Workers:
                 grace = SAVING_GRACE if any(rank.saves() for rank in running) else GRACE
             self.send(signum)
             self.send(signal.SIGCONT)  # a stopped process could not end
-            deadline = time.monotonic() + grace
-            while running and time.monotonic() < deadline:
+            deadline = CLOCK.now() + grace
+            while running and CLOCK.now() < deadline:
                 _poll(running, deadline)
                 running = [rank for rank in running if not rank.ended]
             failures = [rank.failure for rank in self._ranks if rank.failure is not None]
@@ -229,7 +229,7 @@ class _Rank:
         if exitcode is None or self.ended:
             return
         self.ended = True
-        host, now = socket.gethostname(), time.monotonic()
+        host, now = socket.gethostname(), CLOCK.now()
         if exitcode and self.failure is None:
             self.failure = from_exit(
                 rank=self.rank, host=host, pid=self._id(), exitcode=exitcode, when=now
@@ -309,7 +309,7 @@ class _Rank:
 
 
 def _poll(ranks: Sequence[_Rank], deadline: float | None) -> None:
-    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    left = None if deadline is None else max(0.0, deadline - CLOCK.now())
     handles = [handle for rank in ranks for handle in rank.handles()]
     if connection.wait(handles, left):
         for rank in ranks:

@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.plan.check import RunCheck
 from shoal.plan.machines import RANGES, Machine, find_machine
+from shoal.util.clock import utc_now
 from shoal.util.errors import ShoalError
 from shoal.util.text import printable
 
@@ -143,7 +143,7 @@ def _with_values(text: str, name: str, changes: Sequence[EfficiencyChange], run:
             result.append(line)
     result += [_line(each) for each in missing.values()]
     was = ", ".join(f"{each.name} {each.before:.4g}" for each in changes)
-    result.append(f"# {datetime.now(UTC):%Y-%m-%d}, run {printable(str(run))}; before: {was}")
+    result.append(f"# {utc_now():%Y-%m-%d}, run {printable(str(run))}; before: {was}")
     return "\n".join(result) + "\n"
 
 

@@ -6,10 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +25,7 @@ from shoal.plan.machines import RANGES, Machine, limited_efficiency, parse_machi
 from shoal.plan.traced_work import TracedWork
 from shoal.telemetry.collective_stats import bus_factor
 from shoal.util import accelerator
+from shoal.util.clock import CLOCK, utc_now
 from shoal.util.errors import ShoalError
 
 _CALLS, _SECONDS = 3, 2.5
@@ -174,7 +173,7 @@ def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
         "link": (rates.link or 0.0) / 1e9,
         "network": (rates.network or 0.0) / 1e9,
         "devices": devices,
-        "source": f"shoal bench machine, {datetime.now(UTC):%Y-%m-%d}, "
+        "source": f"shoal bench machine, {utc_now():%Y-%m-%d}, "
         f"{accelerator.name(device) or processor_name() or 'unknown processor'}",
         "efficiency": {
             key: limited_efficiency(key, value)
@@ -250,10 +249,10 @@ def _fastest(device: torch.device, calls: Mapping[str, Callable[[], object]]) ->
             before = sum(times[key])
             while sum(times[key]) - before <= _TURN:
                 accelerator.synchronize(device)
-                begun = perf_counter()
+                begun = CLOCK.now()
                 call()
                 accelerator.synchronize(device)
-                times[key].append(perf_counter() - begun)
+                times[key].append(CLOCK.now() - begun)
         calls = {
             key: call
             for key, call in calls.items()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from shoal.launcher.submit.slurm.queue_time import ask_queue_time
+from shoal.util.clock import CLOCK
 from shoal.util.errors import ShoalError
 from shoal.util.units import duration
 
@@ -28,7 +29,9 @@ def fill_in_measured(text: str, devices: int, in_node: int, *, gpus: bool) -> tu
     nodes = -(-devices // per_node)
 
     def queue() -> tuple[float, str]:
-        found = ask_queue_time(nodes, per_node, per_node if gpus else 0, now=datetime.now())
+        found = ask_queue_time(
+            nodes, per_node, per_node if gpus else 0, now=datetime.fromtimestamp(CLOCK.wall())
+        )
         return found.seconds / 3600, f"Queue: {found.text}."
 
     def start() -> tuple[float, str]:

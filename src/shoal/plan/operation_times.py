@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from time import perf_counter
 from typing import Any, Self
 
 import torch
@@ -20,6 +19,7 @@ from shoal.plan.machines import RANGES, Machine, limited_efficiency
 from shoal.plan.trace import eager_model
 from shoal.plan.traced_work import is_counted, operation_work
 from shoal.util import accelerator
+from shoal.util.clock import CLOCK, Clock
 from shoal.util.errors import LaunchError, ShoalError
 
 _PASSES, _SECONDS = 3, 15.0
@@ -32,8 +32,9 @@ class OperationTimes(UncompiledMode):
     A pass begins when the mode is entered and ends when it is left.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Clock = CLOCK) -> None:
         super().__init__()
+        self._clock = clock
         self.fastest: list[tuple[Work, float]] = []
         self._running: list[tuple[Work, float]] = []
         self._device = device
@@ -60,10 +61,10 @@ class OperationTimes(UncompiledMode):
             return NotImplemented
         named = named or {}
         accelerator.synchronize(self._device)
-        begun = perf_counter()
+        begun = self._clock.now()
         result = function(*arguments, **named)
         accelerator.synchronize(self._device)
-        seconds = perf_counter() - begun
+        seconds = self._clock.now() - begun
         if is_counted(function):
             self._running.append((operation_work(function, arguments, named, result), seconds))
         return result
@@ -98,8 +99,8 @@ def time_operations(given: str, build: Callable[[], Workload], samples: int) -> 
         try:
             model, loss = one_batch(build(), samples, world)
             eager_model(model)
-            begun, passes = perf_counter(), 0
-            while passes < _PASSES or perf_counter() - begun < _SECONDS:
+            begun, passes = CLOCK.now(), 0
+            while passes < _PASSES or CLOCK.now() - begun < _SECONDS:
                 model.zero_grad()
                 with times, autocast:
                     value = loss(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from shoal.report.attempts import describe_outcome, last_kept_steps, list_saves
 from shoal.report.batch_splits import list_splits
 from shoal.report.event_fields import number_in
 from shoal.telemetry.events import Plain
+from shoal.util.clock import CLOCK
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _attempt(attempt: Attempt, last: int, latest: bool) -> Plain:
         "first": attempt.first,
         "last": attempt.last,
         "done_again": attempt.last - last,
-        "end": describe_outcome(attempt, last=latest, now=time.time()),
+        "end": describe_outcome(attempt, last=latest, now=CLOCK.wall()),
         "saves": [
             {"step": each.step, "blocked": each.blocked, "seconds": each.seconds, "error": each.error}
             for each in list_saves(attempt)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from shoal._torch.c10d import default_store, has_rpc_agent
 from shoal.distributed import env_vars, interfaces
 from shoal.distributed.watchdog.world_watchdog import MARGIN_SECONDS
 from shoal.distributed.world import World
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, StepError
 
 ANSWER_SECONDS = 2.0
@@ -160,13 +160,13 @@ class RPCAgent:
 
     def _others_leave(self) -> bool:
         """Return whether all ranks close in time."""
-        until = time.monotonic() + FAREWELL_SECONDS
+        until = CLOCK.now() + FAREWELL_SECONDS
         with contextlib.suppress(dist.DistError):  # rank 0 hosted the store, and has left
             self._store.add("left", 1)
-            while time.monotonic() < until:
+            while CLOCK.now() < until:
                 if self._store.add("left", 0) == self._size:
                     return True
-                time.sleep(_POLL_SECONDS)
+                CLOCK.sleep(_POLL_SECONDS)
         return False
 
 

@@ -11,7 +11,6 @@ Bandwidths are defined as in NVIDIA's nccl-tests (PERFORMANCE.md): *algorithm* i
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 from shoal.telemetry import flight_recorder
 from shoal.telemetry.flight_recorder import CollectiveCall, GroupProgress
+from shoal.util.clock import CLOCK
 from shoal.util.grouping import group_by
 
 _GATHERS = ("all_gather", "gather")
@@ -90,7 +90,7 @@ def bus_factor(operation: str, ranks: int) -> float:
 class CollectiveStats:
     """The traffic of this rank from now on, window by window."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = CLOCK.now) -> None:
         self._clock = clock
         self._after: dict[str, int] = {}
         self._waiting: dict[str, set[int]] = {}

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import re
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import orjson
 
 from shoal.telemetry.step_timer import PARTS, Spent, columns
+from shoal.util.clock import CLOCK
 from shoal.util.regular_file import open_to_write
 from shoal.util.text import masked
 
@@ -110,7 +110,7 @@ class Events:
         self._lost = 0
         self._refused = False
         self._file = open_to_write(path, os.O_RDWR | os.O_APPEND)
-        self._flushed = time.time()
+        self._flushed = CLOCK.wall()
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
@@ -130,7 +130,7 @@ class Events:
     def write(self, kind: str, fields: Mapping[str, Plain]) -> None:
         """Record a rare event at once, after the steps that came before it; secrets are masked."""
         self.flush()
-        event = {"event": kind, "t": round(time.time(), 6), **masked(dict(fields))}
+        event = {"event": kind, "t": round(CLOCK.wall(), 6), **masked(dict(fields))}
         self._hand_over(f"{json.dumps(without_nonfinite(event))}\n".encode())
 
     def flush(self) -> None:
@@ -139,7 +139,7 @@ class Events:
             # First, so that an interruption here never writes them twice.
             steps, self._steps, self._kept = self._steps, defaultdict(list), 0
             self._hand_over(b"".join(self._line(name, rows) for name, rows in steps.items()))
-        self._flushed = time.time()
+        self._flushed = CLOCK.wall()
 
     def close(self) -> None:
         """Flush and close; closing twice is allowed."""

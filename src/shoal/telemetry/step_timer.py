@@ -10,8 +10,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
+
+from shoal.util.clock import CLOCK, Clock
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +42,7 @@ PARTS = (
     CHECKPOINT,
     EVALUATION,
 ) = range(1, 1 + len(PARTS))
-CLOCK = 0
+AT = 0
 
 Spent: TypeAlias = tuple[int, ...]
 """A clock value, then the time spent on each of PARTS until then; nanoseconds."""
@@ -63,8 +64,9 @@ class Timeline:
     hosts = True
     """Whether `take` uses the host's clock, as `spent` does."""
 
-    def __init__(self) -> None:
-        self.spent = [perf_counter_ns(), *(0 for _ in PARTS)]
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._now = clock.now_ns
+        self.spent = [self._now(), *(0 for _ in PARTS)]
         self._part = OTHER
         self._held = False
         self._paused: Spent | None = self.take()
@@ -74,9 +76,9 @@ class Timeline:
         if self._held:
             return part
         spent, before = self.spent, self._part
-        now = perf_counter_ns()
-        spent[before] += now - spent[CLOCK]
-        spent[CLOCK] = now
+        now = self._now()
+        spent[before] += now - spent[AT]
+        spent[AT] = now
         self._part = part
         return before
 
@@ -108,7 +110,7 @@ class Timeline:
     def begin(self) -> None:
         """Resume the measurement if it was paused."""
         if self._paused is not None:
-            self.spent[:] = perf_counter_ns(), *self._paused[1:]
+            self.spent[:] = self._now(), *self._paused[1:]
             self._paused = None
 
 
@@ -152,12 +154,12 @@ class DeviceTimeline(Timeline):
 
     hosts = False
 
-    def __init__(self, event: Callable[[], Event]) -> None:
+    def __init__(self, event: Callable[[], Event], clock: Clock = CLOCK) -> None:
         self._event = event
         self._free: list[Event] = []
         self._marks: list[tuple[Event, int]] = []
         self._known = [0 for _ in PARTS]
-        super().__init__()
+        super().__init__(clock)
 
     def enter(self, part: int) -> int:
         """Enter a part as on the host's clock, and put an event into the device's queue."""
@@ -170,7 +172,7 @@ class DeviceTimeline(Timeline):
         """Return the device's time by part, as far as it is known without waiting for it."""
         host = super().take()
         self._resolve()
-        return (host[CLOCK], *self._known)
+        return (host[AT], *self._known)
 
     def begin(self) -> None:
         """Resume, as on the host's clock."""
@@ -217,7 +219,7 @@ def columns(spent: Sequence[Spent]) -> dict[str, NDArray[np.int64]]:
 
     table = np.fromiter(chain.from_iterable(spent), np.int64).reshape(len(spent), -1)
     micros = np.ascontiguousarray(table.T) // 1000
-    clock, parts = micros[CLOCK, 1:], np.diff(micros[1:])
+    clock, parts = micros[AT, 1:], np.diff(micros[1:])
     found = {"at": clock[-1] - clock, "wall": parts.sum(axis=0)}
     used = [number for number in range(1, len(PARTS)) if parts[number].any()]
     return found | {PARTS[number]: parts[number] for number in used}
@@ -238,7 +240,7 @@ class TickTimes:
         self._last = spent
         for number, (name, parts) in enumerate(own.items()):
             sums = self._charged.setdefault(name, list(self._begun))
-            sums[CLOCK] = spent[CLOCK]
+            sums[AT] = spent[AT]
             for part, nanoseconds in parts.items() if number else ():
                 sums[part] += nanoseconds
                 rest[part] -= nanoseconds

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import threading
-import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.distributed.membership import LOOK_SECONDS
 from shoal.distributed.world import World
+from shoal.util.clock import CLOCK, Clock
 from shoal.util.errors import LaunchError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -79,8 +79,9 @@ class PreemptionHandler:
     The main thread calls `due` once in each tick. A World of size 1 needs neither store nor threads.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, clock: Clock = CLOCK) -> None:
         self._world = world
+        self._clock = clock
         self._rank, self._size = world.rank, world.size  # those of the beginning: ranks may be lost
         survivors = world.membership.survivors
         self._members = range(world.size) if survivors is None else list(survivors.members)
@@ -232,17 +233,17 @@ class PreemptionHandler:
     def _agree(self, store: Store) -> None:
         self._asked = True
         self._answer(store, str(self._ticks))
-        now = time.monotonic()
+        now = self._clock.now()
         until, look, pause = now + ANSWER_SECONDS, now + LOOK_SECONDS, _FIRST_PAUSE
         while not store.check(["last"]):
             if self._stopped:
                 return
-            if time.monotonic() > until:
+            if self._clock.now() > until:
                 raise self._silent(store)
-            if time.monotonic() > look:
-                look = time.monotonic() + LOOK_SECONDS
+            if self._clock.now() > look:
+                look = self._clock.now() + LOOK_SECONDS
                 self._pass_over(store)
-            time.sleep(pause)
+            self._clock.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         last = store.get("last")
         if last:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
 
 from shoal.data import Loader
 from shoal.distributed.world import World
+from shoal.util.clock import CLOCK
 from shoal.util.units import elapsed
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class ProgressBar:
         self._stream = stream
         self._line: Live | None = None
         self._terminal = live and stream.isatty()
-        self._begun = time.time()
+        self._begun = CLOCK.wall()
         self._shown = self._due = 0.0
         self._marks: deque[tuple[float, int]] = deque()
         self._first: tuple[float, int] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +32,7 @@ from shoal.training.run_monitor import RunMonitor
 from shoal.training.run_state import RestorePoint, RunState, Stateful, check_options, settings
 from shoal.training.save_policy import LAST_WAIT, Every, SavePolicy, check_every
 from shoal.training.step import Step
+from shoal.util.clock import CLOCK
 from shoal.util.errors import CheckpointError, DataError, StepError
 
 
@@ -272,7 +272,7 @@ class Run:
         if not self._begun:
             self._begin()
             self._observer.begin()
-        now = time.time()
+        now = CLOCK.wall()
         batch = self.loader.batch
         if batch is not None and all(each.last is None for each in self.train_states.values()):
             raise StepError(
@@ -437,7 +437,7 @@ class Run:
         self.world.run_log.detach(self.log)
         self.files.release()
         if self._progress is not None:
-            self._progress.close(self.step, self.loader, self._losses(), time.time())
+            self._progress.close(self.step, self.loader, self._losses(), CLOCK.wall())
         if reason is not None:
             note_step(reason, self.step)
         if late is not None:
@@ -483,7 +483,7 @@ class Run:
         self._begun = True
         self.world.watchdog.begin_step()
         # By rank 0's clock on all ranks: it identifies the attempt.
-        began = self.world.broadcast(round(time.time(), 6))
+        began = self.world.broadcast(round(CLOCK.wall(), 6))
         self._recording.start(began, self._config)
 
     def _numbers(self) -> dict[str, int]:

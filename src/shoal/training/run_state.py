@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -27,6 +26,7 @@ from shoal.distributed.seeds import random_state, set_random_state
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import divided, is_divided
 from shoal.training.state_names import check_parts, owner_of, storable
+from shoal.util.clock import CLOCK
 from shoal.util.differences import spans
 from shoal.util.errors import CheckpointError
 from shoal.util.packages import versions
@@ -131,7 +131,7 @@ class RunState:
         """Return the information for users in a checkpoint that is saved now."""
         return {
             "epoch": self._loader.epoch,
-            "time": time.time(),
+            "time": CLOCK.wall(),
             "layout": str(self._world.layout),
             "batch_size": self._loader.batch_size,
             # With its build, such as +cu130, which the metadata of the package lacks.

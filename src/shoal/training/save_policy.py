@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +12,7 @@ from shoal.checkpoint import AnyPath, BackgroundSave, Checkpoints, Tree
 from shoal.distributed.deadline import Deadline
 from shoal.distributed.world import World
 from shoal.telemetry.events import Events
+from shoal.util.clock import CLOCK, Clock
 from shoal.util.errors import CheckpointError
 
 FIRST_COST = 1.0
@@ -107,14 +107,15 @@ class SavePolicy:
     when the run is closed.
     """
 
-    def __init__(self, world: World, events: Events, *, must: bool) -> None:
+    def __init__(self, world: World, events: Events, *, must: bool, clock: Clock = CLOCK) -> None:
         self._world = world
         self._events = events
+        self._clock = clock
         self._must = must
         self._saving: RunningSave | None = None
         self._failure: CheckpointError | None = None
         self._every: Every | None = None
-        self._deadline = Deadline(None, world)
+        self._deadline = Deadline(None, world, clock)
         self._cost, self._took = FIRST_COST, 0.0
 
     def due(self, every: Every, step: int) -> bool:
@@ -141,12 +142,12 @@ class SavePolicy:
 
         With `must`, raises CheckpointError if an earlier save failed.
         """
-        begun = time.perf_counter()
+        begun = self._clock.now()
         self.hear(wait=True)
         self.check()
         parts: Mapping[str, Tree] = gather()
         job = checkpoints.start(step, **parts, join=join)
-        blocked = time.perf_counter() - begun
+        blocked = self._clock.now() - begun
         self._saving = RunningSave(job, step, blocked)
         self._cost = blocked
         self._rewind()
@@ -211,4 +212,4 @@ class SavePolicy:
         elif isinstance(every, YoungDaly):
             # Any sooner, the previous save would still be running.
             seconds = max(every.seconds(self._cost), self._took)
-        self._deadline = Deadline(seconds, self._world)
+        self._deadline = Deadline(seconds, self._world, self._clock)

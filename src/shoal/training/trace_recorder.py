@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from shoal.telemetry.clock_offset import ClockOffset, measure_offset
 from shoal.telemetry.profiler.requests import Requests
 from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, trace_path
 from shoal.telemetry.step_timer import OTHER
+from shoal.util.clock import CLOCK
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Recorder:
         directory: Path,
         wanted: Window | None,
         *,
-        clock: Callable[[], int] = time.perf_counter_ns,
+        clock: Callable[[], int] = CLOCK.now_ns,
     ) -> None:
         self._world = world
         self._folder = directory / FOLDER

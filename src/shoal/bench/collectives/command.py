@@ -6,10 +6,9 @@ import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter
 
 import psutil
 import torch
@@ -34,6 +33,7 @@ from shoal.distributed.world import World
 from shoal.launcher.local import run_job
 from shoal.report.html import write_csv
 from shoal.util import accelerator
+from shoal.util.clock import CLOCK, utc_now
 from shoal.util.errors import LaunchError
 from shoal.util.tables import plain_console, print_line, print_path
 from shoal.util.units import binary_size
@@ -145,7 +145,7 @@ def measure_on_ranks(asked: CollectivesOptions) -> int:
         InterruptFlag() as interrupts,
         init(backend=first, device=device, prepare_timeout=JOIN_SECONDS) as world,
     ):
-        began, begun = datetime.now(UTC), perf_counter()
+        began, begun = utc_now(), CLOCK.now()
         backends = asked.backends or (_backend(world),)
         screen = plain_console(stderr=True)
         outcome = measure_collectives(
@@ -161,7 +161,7 @@ def measure_on_ranks(asked: CollectivesOptions) -> int:
         if asked.pairs and outcome.complete:
             pairs = link_speed.pairs(world)
         machine = _describe(
-            world, began, perf_counter() - begun, outcome.series, pairs, complete=outcome.complete
+            world, began, CLOCK.now() - begun, outcome.series, pairs, complete=outcome.complete
         )
         if world.is_rank_zero:
             _report(asked, machine, outcome.left_out, pairs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from shoal.bench.collectives.machine_file import CollectiveSeries, Point, fit_li
 from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
 from shoal.distributed.world import World
 from shoal.util import accelerator
+from shoal.util.clock import CLOCK
 
 OPERATIONS = (
     "all_reduce",
@@ -101,11 +101,11 @@ class BackendGroup:
 
     def timed(self, call: Callable[[], object], times: int) -> float:
         """Return the seconds per call, of several calls one after the other."""
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         for _ in range(times):
             call()
         accelerator.synchronize(self.device)
-        return (time.perf_counter() - begun) / times
+        return (CLOCK.now() - begun) / times
 
 
 class Probe:
@@ -176,12 +176,12 @@ class _Clock:
 
     def __init__(self, world: World, seconds: float, asked_to_stop: Callable[[], bool]) -> None:
         self._world, self._asked = world, asked_to_stop
-        self._ends = time.perf_counter() + seconds
+        self._ends = CLOCK.now() + seconds
 
     @property
     def left(self) -> float:
         """The seconds left on this rank."""
-        return self._ends - time.perf_counter()
+        return self._ends - CLOCK.now()
 
     def left_everywhere(self) -> float:
         """Return the seconds left on all ranks: the minimum."""
@@ -189,9 +189,9 @@ class _Clock:
 
     def pause(self) -> float:
         """Return the time to agree to continue, which is added to each sample."""
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         self.goes_on()
-        return time.perf_counter() - begun
+        return CLOCK.now() - begun
 
     def goes_on(self) -> bool:
         """Return whether no rank was asked to stop; all ranks agree, and start together after it."""

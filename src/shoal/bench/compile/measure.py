@@ -10,7 +10,6 @@ import copy
 import json
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from shoal.distributed.init import init
 from shoal.distributed.world import World
 from shoal.report.html import write_csv
 from shoal.util import accelerator
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.grouping import group_by
 from shoal.util.tables import plain_console, print_line, print_path, print_rows
@@ -190,9 +190,9 @@ def _measure(
             failed.append(Mode(subject=subject, way=way, reason=_reason(error)))
         finally:
             interrupts.at_once = False
-    ends = time.perf_counter() + seconds
+    ends = CLOCK.now() + seconds
     for number in range(_MOST):
-        if number >= _LEAST and time.perf_counter() > ends:
+        if number >= _LEAST and CLOCK.now() > ends:
             break
         for runner in runners if number % 2 == 0 else reversed(runners):
             if not interrupts.asked:
@@ -208,26 +208,26 @@ class _Runner:
         self.way = way
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TorchScript is deprecated, but many still have it
-            begun = time.perf_counter()
+            begun = CLOCK.now()
             self._call = prepare()
             self.result = [each.clone() for each in self._call()]
-            self.first = time.perf_counter() - begun
+            self.first = CLOCK.now() - begun
         # TorchScript profiles the first calls, and rewrites its graph.
         for _ in range(_LEAST):
             self._call()
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         self._call()
-        took = time.perf_counter() - begun
+        took = CLOCK.now() - begun
         self._times = min(_MOST_CALLS, max(1, math.ceil(_SAMPLE_SECONDS / max(took, 1e-9))))
         self.samples = [took]
 
     def sample(self) -> None:
         """Measure a few calls."""
         call = self._call
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         for _ in range(self._times):
             call()
-        self.samples.append((time.perf_counter() - begun) / self._times)
+        self.samples.append((CLOCK.now() - begun) / self._times)
 
     def mode(self, subject: str, usual: _Runner | None) -> Mode:
         """Return the figures, compared with the results of another runner."""

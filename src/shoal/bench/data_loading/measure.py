@@ -6,7 +6,6 @@ import contextlib
 import copy
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from shoal.data.feed import PositionedSource
 from shoal.data.map_dataset import SampleSource
 from shoal.distributed.to_device import move
 from shoal.util import accelerator
+from shoal.util.clock import CLOCK
 
 _LEAST_BATCHES = 2
 _ENDLESS = 10**9
@@ -64,32 +64,32 @@ class Stages:
 def run_trial(loader: Loader, workers: int, seconds: float) -> Trial:
     """Take batches for this many seconds."""
     known = _children()
-    begun = time.perf_counter()
+    begun = CLOCK.now()
     ends = begun + seconds
     taking = cast("Generator[Batch, None, None]", loader.fetched_by(workers).epochs(_ENDLESS))
     with contextlib.closing(taking) as batches, warnings.catch_warnings():
         # The measurement itself determines which number is too many.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         next(batches)
-        first = time.perf_counter() - begun
+        first = CLOCK.now() - begun
         # Workers start together, and the batches that they have made by now arrive at once.
         for _ in range(2 * workers):
-            if time.perf_counter() > (begun + ends) / 2:
+            if CLOCK.now() > (begun + ends) / 2:
                 break
             next(batches)
         mine = [child for child in _children() if child not in known]
-        cpu, theirs, since = time.process_time(), _cpu(mine), time.perf_counter()
+        cpu, theirs, since = CLOCK.process_seconds(), _cpu(mine), CLOCK.now()
         machine = psutil.cpu_times()
         samples = taken = 0
-        while taken < _LEAST_BATCHES or time.perf_counter() < ends:
+        while taken < _LEAST_BATCHES or CLOCK.now() < ends:
             samples += next(batches).size
             taken += 1
-        took = time.perf_counter() - since
+        took = CLOCK.now() - since
         return Trial(
             first=first,
             rate=samples / took,
             samples=samples,
-            busy=(time.process_time() - cpu) / took,
+            busy=(CLOCK.process_seconds() - cpu) / took,
             workers_busy=(_cpu(mine) - theirs) / took,
             machine=_machine_busy(machine, psutil.cpu_times()),
             memory=_memory(mine),
@@ -109,18 +109,18 @@ def measure_stages(loader: Loader, seconds: float) -> Stages | None:
     alone: list[float] = []
     whole: list[float] = []
     handed: Any = None
-    ends = time.perf_counter() + seconds
+    ends = CLOCK.now() + seconds
     for number, block in enumerate(feed.sampler.shares(0, _ENDLESS, source.block)):
         count = sum(share.size for share in block)
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         if number % 2 and isinstance(source, SampleSource):
             for share in block:
                 source.samples(share)
-            alone.append((time.perf_counter() - begun) / count)
+            alone.append((CLOCK.now() - begun) / count)
         else:
             handed = source[block], count
-            whole.append((time.perf_counter() - begun) / count)
-        if number and time.perf_counter() > ends:
+            whole.append((CLOCK.now() - begun) / count)
+        if number and CLOCK.now() > ends:
             break
     if len(whole) > 1:
         whole = whole[1:]  # the first one imports, opens and allocates
@@ -152,10 +152,10 @@ class _Ready(Dataset[Any]):
 def _handed(value: Any, seconds: float) -> float:
     """Return the seconds to get a block from a worker that has nothing else to do."""
     loader = DataLoader(_Ready(value), batch_size=None, collate_fn=_as_it_is, num_workers=1)
-    ends = time.perf_counter() + seconds
+    ends = CLOCK.now() + seconds
     taken, since = 0, 0.0
     for number, _ in enumerate(loader):
-        now = time.perf_counter()
+        now = CLOCK.now()
         if number == 2:  # now the worker runs and its queue has its usual length
             since = now
         taken = number - 2
@@ -171,10 +171,10 @@ def _as_it_is(value: Any) -> Any:
 def _copied(value: Any, device: torch.device) -> float:
     seconds = []
     for _ in range(5):
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         move(value, device)
         accelerator.synchronize(device)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(CLOCK.now() - begun)
     return statistics.median(seconds)
 
 

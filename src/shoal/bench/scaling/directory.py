@@ -13,7 +13,6 @@ import os
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from shoal.bench.scaling.configurations import (
     options_from,
     round_order,
 )
+from shoal.util.clock import CLOCK
 from shoal.util.errors import CheckpointError, ShoalError
 from shoal.util.packages import versions
 from shoal.util.regular_file import replace
@@ -124,7 +124,7 @@ def plan_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | N
     """Return the study that `begin_study` would start or continue, without writing."""
     machine = this_machine() if machine is None else {**machine, **versions()}
     if not (path / FILE).exists():
-        return Study(path=path, options=options, machine=machine, began=time.time())
+        return Study(path=path, options=options, machine=machine, began=CLOCK.wall())
     study = load_study(path)
     _check_same(study, options, machine)
     return study

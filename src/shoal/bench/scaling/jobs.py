@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from shoal.bench.scaling.measure import FEWEST, StepTimes, summarize
 from shoal.bench.scaling.subject import ScriptSubject
 from shoal.distributed.env_vars import THREADS, set_variables
 from shoal.report import PARTS, Attempt, Reader
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.text import printable
 
@@ -142,7 +142,7 @@ def execute(command: Sequence[str], folder: Path, limit: float) -> Done:
 
     The command never runs on afterwards.
     """
-    began, clock, busy, own = time.time(), time.perf_counter(), _busy(), _own()
+    began, clock, busy, own = CLOCK.wall(), CLOCK.now(), _busy(), _own()
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -158,7 +158,7 @@ def execute(command: Sequence[str], folder: Path, limit: float) -> Done:
             pass
         finally:
             _end(process)
-    seconds = time.perf_counter() - clock
+    seconds = CLOCK.now() - clock
     others = (_busy() - busy - (_own() - own)) / max(seconds, 1e-9)
     return Done(code, began, seconds, len(os.sched_getaffinity(0)), max(0.0, others))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from shoal.bench.scaling import compare, format
@@ -17,6 +16,7 @@ from shoal.bench.scaling.subject import throughput_unit
 from shoal.report import PALETTE
 from shoal.report.html import Block, Figure, KeyNumbers, Page, Section, Table, Text
 from shoal.report.html.plots import plot_bars, plot_lines
+from shoal.util.clock import utc_time
 from shoal.util.units import three_digits
 
 LEAST = 0.001
@@ -41,7 +41,7 @@ def study_page(study: Study, rows: Sequence[ScalingPoint], notes: Sequence[str])
         Section(heading="All figures", blocks=_tables(rows, word, each)),
         Section(heading="Circumstances", blocks=_circumstances(study)),
     ]
-    began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(study.began))
+    began = utc_time(study.began, "%Y-%m-%d %H:%M UTC")
     return Page(
         title=f"How {study.options.model} scales",
         verdict=first + told[0][1],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from shoal.checkpoint.inspect.listing import CheckpointEntry, Leftover, moment
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, Reference, leaves
 from shoal.checkpoint.paths import AnyPath
 from shoal.checkpoint.tensor_index import TensorEntry
+from shoal.util.clock import CLOCK, local_time
 from shoal.util.tables import (
     add_row,
     make_table,
@@ -56,7 +56,7 @@ def listing(
 
 def _columns(found: Sequence[CheckpointEntry], *, width: int, verified: bool) -> dict[str, Any]:
     """Return a function for each column that returns its text; narrow screens get fewer columns."""
-    now, wide = time.time(), width >= _WIDE
+    now, wide = CLOCK.wall(), width >= _WIDE
     said = {name for entry in found for name in entry.info} if width >= _USUAL else set()
     good = "verified" if verified else "complete"
     columns: dict[str, tuple[bool, Any]] = {
@@ -85,7 +85,7 @@ def contents(console: Console, found: CheckpointManifest) -> None:
         str(found.path),
         [
             ("step", f"{found.manifest.step:,}"),
-            ("saved", "" if saved is None else f"{_when(saved)}, {age(time.time() - saved)} ago"),
+            ("saved", "" if saved is None else f"{_when(saved)}, {age(CLOCK.wall() - saved)} ago"),
             ("ranks", f"{found.manifest.world_size:,}"),
             ("files", f"{len(records):,}, {size(found.bytes)}"),
             *said,
@@ -253,7 +253,7 @@ def _number(value: object) -> str:
 
 
 def _when(moment: float | None) -> str:
-    return "" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    return "" if moment is None else local_time(moment)
 
 
 def _shape(row: TensorEntry) -> str:

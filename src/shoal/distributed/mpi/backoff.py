@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
+
+from shoal.util.clock import CLOCK
 
 _AT_ONCE = 0.002
 """Seconds in which it only yields to other threads between polls, since most waits are shorter."""
@@ -16,13 +17,13 @@ class PollBackoff:
     """Pauses between polls, of growing length. `least` is the length of the first ones, in seconds."""
 
     def __init__(self, least: float = 0.0) -> None:
-        self._begun = time.monotonic()
+        self._begun = CLOCK.now()
         self._least = least
 
     def pause(self) -> None:
         """Sleep until the next poll. Signal handlers run during the sleep."""
-        waited = time.monotonic() - self._begun
+        waited = CLOCK.now() - self._begun
         if not self._least and waited < _AT_ONCE:
             os.sched_yield()
         else:
-            time.sleep(min(max(waited / _SHARE, self._least), _LONGEST))
+            CLOCK.sleep(min(max(waited / _SHARE, self._least), _LONGEST))

@@ -7,7 +7,6 @@ thread that waits for it, or else by a background thread.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from shoal.distributed.mpi.backoff import PollBackoff
+from shoal.util.clock import CLOCK
 
 _ASIDE_SECONDS = 5e-5
 """Shortest sleep of the thread in seconds, so that it does not take the core of the computing thread.
@@ -40,7 +40,7 @@ class OperationRecord:
     shapes: list[torch.Size]
     dtypes: list[str]
     thread: str = field(default_factory=lambda: str(threading.get_ident()))
-    begun: int = field(default_factory=time.time_ns)
+    begun: int = field(default_factory=CLOCK.wall_ns)
     ended: int = 0
     done: bool = False
     awaited: bool = False
@@ -77,7 +77,7 @@ class Operation(dist.Work):
         self.record = record
         self._requests = list(requests)
         self._limit = limit
-        self._deadline = time.monotonic() + limit
+        self._deadline = CLOCK.now() + limit
         self._finish = finish
         self._result = list(result)
         self._buffers = buffers  # kept alive: MPI has only their addresses
@@ -116,7 +116,7 @@ class Operation(dist.Work):
             if MPI.Request.Testall(self._requests, self._statuses):
                 if self._finish is not None:
                     self._finish(self._statuses)
-            elif time.monotonic() < self._deadline:
+            elif CLOCK.now() < self._deadline:
                 return False
             else:
                 self._mover.given_up.append(self)
@@ -127,7 +127,7 @@ class Operation(dist.Work):
             self._error = dist.DistBackendError(f"{self.record.operation} over MPI: {self._why(error)}")
         except Exception as error:
             self._error = error
-        self.record.ended = time.time_ns()
+        self.record.ended = CLOCK.wall_ns()
         self.record.done = True
         return True
 
@@ -147,11 +147,11 @@ class Operation(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is complete; raise its error. A `timeout` of 0 means no limit."""
-        until = time.monotonic() + timeout.total_seconds() if timeout > timedelta(0) else None
+        until = CLOCK.now() + timeout.total_seconds() if timeout > timedelta(0) else None
         patience = PollBackoff()
         self.record.awaited = True
         while not self.poll():
-            if until is not None and time.monotonic() > until:
+            if until is not None and CLOCK.now() > until:
                 raise dist.DistBackendError(
                     f"{self.record.operation} is not complete after {timeout.total_seconds():g} s"
                 )

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import psutil
 from shoal.distributed import env_vars
 from shoal.distributed.cluster_env import LEFT, MAY_DIE
 from shoal.distributed.watchdog import stacks
+from shoal.util.clock import CLOCK
 from shoal.util.time_limit import run_within
 from shoal.util.user_code import is_library
 
@@ -31,7 +31,7 @@ _FLUSH_SECONDS = 0.5
 class HangReport:
     """A hang report: `text`, about `rank` at `where` (host and place), of `size` ranks.
 
-    `when` is in seconds of `time.monotonic` on the machine of the rank that wrote it.
+    `when` is in seconds of `CLOCK.now` on the machine of the rank that wrote it.
     """
 
     rank: int
@@ -76,7 +76,7 @@ def tell_left() -> None:
         return
     own = stacks.own_line(lines)
     place = "" if is_library(own.file) else str(own)
-    notice = {"place": place, "ended": False, "when": time.monotonic()}
+    notice = {"place": place, "ended": False, "when": CLOCK.now()}
     _tell(LEFT + json.dumps(notice).encode())
 
 

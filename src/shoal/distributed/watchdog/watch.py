@@ -16,7 +16,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -35,6 +34,7 @@ from shoal.distributed.watchdog.peer_errors import SAME_STEPS, is_by_peer
 from shoal.distributed.watchdog.side_channel import PeerAddress, UnreachableError
 from shoal.telemetry import flight_recorder
 from shoal.telemetry.flight_recorder import Collective
+from shoal.util.clock import CLOCK, Clock, local_time
 from shoal.util.errors import ShoalError
 from shoal.util.regular_file import write_new
 
@@ -80,7 +80,9 @@ class Watch:
         address: str,
         directory: Callable[[], Path | None],
         checked: Callable[[], Collective | None],
+        clock: Clock = CLOCK,
     ) -> None:
+        self._clock = clock
         self.limit = limits.prepare
         self._limits = limits
         self._directory = directory
@@ -152,9 +154,9 @@ class Watch:
             return ""
         others = [rank for rank in range(self._size) if rank != self._rank]
         pause = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
-        until = time.monotonic() + pause + _GONE_SECONDS
-        while not self._first_gone and time.monotonic() < until:
-            time.sleep(pause)
+        until = self._clock.now() + pause + _GONE_SECONDS
+        while not self._first_gone and self._clock.now() < until:
+            self._clock.sleep(pause)
             pause = _LATER_SECONDS
             self._first_gone = self._first_gone or sorted(self.gone(others))
         if not self._first_gone:
@@ -188,11 +190,11 @@ class Watch:
 
     async def _look_on(self) -> None:
         later = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
-        counts, waited, asked, looked = self._counts(), 0.0, 0.0, time.monotonic()
+        counts, waited, asked, looked = self._counts(), 0.0, 0.0, self._clock.now()
         while not await _within(self._stopped.wait(), min(_INTERVAL, self.limit / 10)):
             # Time in which this process was stopped, or its machine asleep, does not count.
-            passed = min(time.monotonic() - looked, _LONGEST_LOOK, self.limit / 2)
-            looked = time.monotonic()
+            passed = min(self._clock.now() - looked, _LONGEST_LOOK, self.limit / 2)
+            looked = self._clock.now()
             now = self._counts()
             waited, counts = waited + passed if now == counts else 0.0, now
             asked = min(asked, waited)
@@ -229,7 +231,7 @@ class Watch:
         """Ask all ranks, decide, and end all if the diagnosis applies; the lowest rank that asks
         decides.
         """
-        if time.monotonic() < self._left + _LEFT_SECONDS:
+        if self._clock.now() < self._left + _LEFT_SECONDS:
             return
         counts = self._counts()
         answers = await self._ask(range(self._size), {"judge": self._rank})
@@ -285,7 +287,7 @@ class Watch:
             return {}
         lower = question["judge"] < self._rank
         if "end" not in question:
-            self._left = time.monotonic() if lower else self._left
+            self._left = self._clock.now() if lower else self._left
             return diagnosis.to_plain(self._see())
         if self._decided and not lower:
             return {"refused": True}
@@ -347,14 +349,14 @@ class Watch:
             size=self._size,
             where=decided.where,
             text=f"{diagnosis.table(found)}{str(error).lstrip()}",
-            when=time.monotonic(),
+            when=self._clock.now(),
         )
 
     def _keep(self, text: str) -> Path:
         """Write the details to a file and return its path, without waiting for a hanging disk."""
         # In the temporary directory, another user could create a file at a guessable name.
         unique = f"{os.getpid()}-{secrets.token_hex(8)}"
-        name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{unique}.txt"
+        name = f"hang-{local_time(self._clock.wall(), '%Y%m%d-%H%M%S')}-{unique}.txt"
         path = (self._directory() or Path(tempfile.gettempdir())) / name
         abort.within(_WRITE_SECONDS, lambda: write_new(path, text, private=True))
         return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypedDict
 
@@ -11,6 +10,7 @@ import torch
 from shoal.doctor.findings import CheckResult, RankFacts, describe_ranks, failure, ok, warning
 from shoal.doctor.outliers import HALF, find_slow
 from shoal.util import accelerator
+from shoal.util.clock import CLOCK
 from shoal.util.grouping import group_by
 
 WINDOW = 0.3
@@ -67,8 +67,8 @@ def _rates(device: torch.device) -> Iterator[float]:
     multiply(matrix)
     _finish(device)
     for _ in range(WINDOWS):
-        count, begun = 0, time.perf_counter()
-        while (taken := time.perf_counter() - begun) < WINDOW or not count:
+        count, begun = 0, CLOCK.now()
+        while (taken := CLOCK.now() - begun) < WINDOW or not count:
             multiply(matrix)
             _finish(device)
             count += 1

@@ -9,7 +9,6 @@ import secrets
 import shutil
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TypedDict
 import psutil
 
 from shoal.doctor.findings import CheckResult, RankFacts, by_rank, describe_ranks, failure, ok, warning
+from shoal.util.clock import CLOCK
 from shoal.util.units import size
 
 GIB = 2**30
@@ -93,12 +93,12 @@ def _try(troubles: dict[str, str], what: str, act: Callable[[], object]) -> bool
 
 def _syncs(folder: Path) -> Iterator[float]:
     for number in range(_SYNCS):
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         with (folder / f"sync-{number}").open("wb") as file:
             file.write(secrets.token_bytes(4096))
             file.flush()
             os.fsync(file.fileno())
-        yield time.perf_counter() - begun
+        yield CLOCK.now() - begun
 
 
 def _rename(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from shoal.doctor.checks.filesystem import nearest_existing
 from shoal.doctor.findings import CheckResult, RankFacts, describe_ranks, failure, ok, warning
+from shoal.util.clock import CLOCK
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -71,14 +71,14 @@ def _show(directory: Path, store: Store, size: int, limit: float) -> None:
 
 def _await(path: Path, limit: float) -> float:
     """Return the seconds until the file and its text appear; -1 if that takes over half the time."""
-    begun = time.perf_counter()
-    while (taken := time.perf_counter() - begun) < limit / 2:
+    begun = CLOCK.now()
+    while (taken := CLOCK.now() - begun) < limit / 2:
         try:
             if path.read_text() == _TEXT:
                 return taken
         except OSError:
             pass
-        time.sleep(_POLL_SECONDS)
+        CLOCK.sleep(_POLL_SECONDS)
     return -1.0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from shoal.launcher.submit.site_catalog import SiteEntry, load
 from shoal.launcher.submit.status import Status, outcome
 from shoal.launcher.submit.submit import Submission
 from shoal.launcher.submit.times import gpu_hours, spell_time
+from shoal.util.clock import CLOCK
 from shoal.util.tables import (
     add_row,
     make_table,
@@ -151,7 +151,7 @@ def _ended(end: JobEnd) -> str:
 def _ago(moment: object) -> str:
     if not isinstance(moment, int | float):
         return "at an unknown time"
-    return f"{age(time.time() - moment)} ago"
+    return f"{age(CLOCK.wall() - moment)} ago"
 
 
 def _some(names: tuple[str, ...]) -> str:

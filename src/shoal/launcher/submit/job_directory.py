@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
 SCRIPT, RECORD, IDS, ENDS, CANCELLED = "job.sh", "job.json", "jobs", "ends", "cancelled"
@@ -137,7 +137,7 @@ def read_failure(folder: Path) -> tuple[str, ...]:
 
 def mark_cancelled(folder: Path) -> None:
     """Mark the jobs as cancelled, so that they do not requeue themselves."""
-    (folder / CANCELLED).write_text(f"{time.time():.0f}\n")
+    (folder / CANCELLED).write_text(f"{CLOCK.wall():.0f}\n")
 
 
 def logs(folder: Path, elements: Sequence[int]) -> list[Path]:

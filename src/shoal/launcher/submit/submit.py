@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Site
 from shoal.launcher.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
 from shoal.launcher.submit.status import active_jobs
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
 _HEAD, _SHOWN = 8192, 3
@@ -277,7 +277,7 @@ def _record(jobs: tuple[str, ...], request: JobRequest, site: Site, job: Job) ->
     return SubmittedJob(
         jobs=jobs,
         scheduler=site.scheduler,
-        submitted=time.time(),
+        submitted=CLOCK.wall(),
         site=site.name,
         command=shlex.join((request.script, *without_secrets(request.args))),
         nodes=job.nodes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from shoal.report.dashboard.snapshot import (
     Snapshot,
 )
 from shoal.report.event_fields import integer_in
+from shoal.util.clock import CLOCK, local_time
 from shoal.util.errors import CheckpointError
 
 KEEP = 512
@@ -50,7 +50,7 @@ class SnapshotBuilder:
         directory: Path,
         *,
         wait: bool = True,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] = CLOCK.wall,
         rest: float = REST,
     ) -> None:
         self._directory = directory
@@ -132,10 +132,10 @@ class SnapshotBuilder:
 
     def _judge(self, history: History) -> BottleneckReport:
         """Return the verdict; the previous one if judging takes long and it is recent."""
-        begun = time.monotonic()
+        begun = CLOCK.now()
         if self._verdict is None or begun >= self._judge_at:
             self._verdict = find_bottleneck(history, last=KEEP)
-            took = time.monotonic() - begun
+            took = CLOCK.now() - begun
             self._judge_at = begun + took + (self._rest * took if took > LONG else 0.0)
         return self._verdict
 
@@ -167,7 +167,7 @@ class SnapshotBuilder:
         attempt = history.latest if history is not None else None
         return Snapshot(
             run=str(self._directory),
-            clock=time.strftime("%H:%M:%S", time.localtime(self._now())),
+            clock=local_time(self._now(), "%H:%M:%S"),
             state=state,
             size=attempt.size if attempt is not None else 0,
             ranks=ranks,

@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from shoal.report.dashboard.layout import count_turns, dashboard_lines
 from shoal.report.dashboard.snapshot import OVER, RunStatus, Snapshot
 from shoal.report.dashboard.snapshot_builder import SnapshotBuilder
 from shoal.report.dashboard.theme import TerminalStyle
+from shoal.util.clock import CLOCK
 
 SECONDS = 1.0
 """Seconds between looks at the run; longer if a look takes long, so that looks cost a fifth at most."""
@@ -78,7 +78,7 @@ def _print(
         if every is None or (snapshot.state.kind in OVER and snapshot.state.kind != "preempted"):
             return 0
         console.print()
-        time.sleep(every)
+        CLOCK.sleep(every)
 
 
 def _block(lines: list[Text]) -> Text:
@@ -98,7 +98,7 @@ class _ReaderThread(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.is_set():
-            begun = time.monotonic()
+            begun = CLOCK.now()
             try:
                 self.snapshot = self._observer.look()
             except Exception as error:  # reported by the page's own thread
@@ -106,7 +106,7 @@ class _ReaderThread(threading.Thread):
                 self._ended.set()
             with suppress(OSError):  # the page is closed, or has not yet handled the look before
                 self._seen.send(b"\0")
-            self._ended.wait(max(SECONDS, 4 * (time.monotonic() - begun)))
+            CLOCK.wait(self._ended, max(SECONDS, 4 * (CLOCK.now() - begun)))
 
     def end(self) -> None:
         """Stop looking, without waiting for a look in progress."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from shoal.report import BottleneckReport, History
 from shoal.report.html import Block, KeyNumbers, Page, Section, Table, Text
 from shoal.report.run_page import figures, tables
+from shoal.util.clock import CLOCK, local_time
 from shoal.util.units import counted, duration
 
 
@@ -60,7 +60,7 @@ def run_page(history: History, verdict: BottleneckReport) -> Page:
         title=f"Run {history.directory}",
         verdict=verdict.sentence,
         sections=[Section(heading=name, blocks=blocks) for name, blocks in sections if blocks],
-        about=f"shoal report, {time.strftime('%Y-%m-%d %H:%M:%S')}. "
+        about=f"shoal report, {local_time(CLOCK.wall(), '%Y-%m-%d %H:%M:%S')}. "
         f"From the events of {counted(history.files, 'rank')}.",
     )
 

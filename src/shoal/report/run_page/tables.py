@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from shoal.report.attempts import describe_outcome, last_kept_steps, list_saves
 from shoal.report.batch_splits import has_changed, list_splits
 from shoal.report.html import Table
 from shoal.report.summary import compute_rates
+from shoal.util.clock import CLOCK, local_time
 from shoal.util.grouping import group_by
 from shoal.util.units import age, bandwidth, duration, percent, size
 
@@ -36,7 +36,7 @@ def key_facts(history: History, verdict: BottleneckReport) -> list[tuple[str, st
     if latest is None:
         return []
     found = [
-        ("state", describe_outcome(latest, last=True, now=time.time())),
+        ("state", describe_outcome(latest, last=True, now=CLOCK.wall())),
         ("step", f"{latest.last:,}"),
     ]
     hosts = {host for rank in latest.ranks if (host := latest.host(rank)) is not None}
@@ -320,7 +320,7 @@ def attempts_table(history: History, verdict: BottleneckReport) -> Table:
                 f"{attempt.first:,} to {attempt.last:,}" if attempt.steps else "none",
                 f"{again:,}" if again else "",
                 f"{one.warm_up} ({duration(one.warm_up_seconds)})" if one is not None else "",
-                describe_outcome(attempt, last=attempt is history.latest, now=time.time()),
+                describe_outcome(attempt, last=attempt is history.latest, now=CLOCK.wall()),
             ]
         )
     return Table(
@@ -344,7 +344,7 @@ def describe_speed(one: AttemptProfile) -> str:
 
 def _when(seconds: float) -> str:
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds > 0 else "unknown"
+        return local_time(seconds) if seconds > 0 else "unknown"
     except (OverflowError, ValueError, OSError):
         return "unknown"
 

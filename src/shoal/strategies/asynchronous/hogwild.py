@@ -7,7 +7,6 @@ differ from those of one process: they depend on the number of workers, their sp
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from shoal.strategies.dtensor import is_divided
 from shoal.strategies.local import local_engine
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import COMMUNICATION
+from shoal.util.clock import CLOCK
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import StepError
 
@@ -237,17 +237,17 @@ class HogwildEngine(Engine):
         """Wait until the slowest live worker is within the bound."""
         if self._bound is None:
             return
-        begun = looked = time.monotonic()
+        begun = looked = CLOCK.now()
         pause = _FIRST_PAUSE
         while late := self._late(self._bound):
-            now = time.monotonic()
+            now = CLOCK.now()
             if now >= begun + self.world.watchdog.limits.step:
                 self._look(late, unreachable=True)
                 self._check_left(late)
             elif now >= looked + LOOK_SECONDS:
                 looked = now
                 self._look(late)
-            time.sleep(pause)
+            CLOCK.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _look(self, workers: list[int], *, unreachable: bool = False) -> None:

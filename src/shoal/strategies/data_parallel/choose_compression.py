@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from shoal.strategies.data_parallel.compression import (
     method,
     reduce,
 )
+from shoal.util.clock import CLOCK
 from shoal.util.decision import Decision
 
 CANDIDATES: Sequence[Compress] = ("bf16", "int8", PowerSGD())
@@ -72,10 +72,10 @@ def _seconds(
     taken = []
     for _ in range(_TRIALS):
         wire.gather(torch.zeros(1, device=bucket.gradients[0].device))  # all begin together
-        begun = time.perf_counter()
+        begun = CLOCK.now()
         reduce(chosen, bucket, wire)
         float(bucket.gradients[0].reshape(-1)[0])  # wait for the device
-        taken.append(time.perf_counter() - begun)
+        taken.append(CLOCK.now() - begun)
     mine = torch.tensor(min(taken), dtype=torch.float64, device=bucket.gradients[0].device)
     return max(float(each) for each in wire.gather(mine))
 

@@ -12,7 +12,6 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from shoal._torch.modules import buffers, children, parameters
 from shoal.strategies.partition.trace import IN_PLACE, expect_tensor, graph_of
 from shoal.strategies.random_draws.draws import adopt
 from shoal.util import accelerator
+from shoal.util.clock import CLOCK
 from shoal.util.errors import StepError
 
 _DRAWING = (
@@ -322,10 +322,10 @@ def seconds(outer: OuterGraph, arguments: Sequence[Any], device: torch.device) -
 
     class Timed(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
-            begun = perf_counter()
+            begun = CLOCK.now()
             result = super().run_node(n)
             accelerator.synchronize(device)
-            found[numbers[n]] = perf_counter() - begun
+            found[numbers[n]] = CLOCK.now() - begun
             return result
 
     runs: list[list[float]] = []

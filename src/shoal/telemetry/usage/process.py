@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +9,7 @@ import psutil
 import torch
 
 from shoal.util import accelerator
+from shoal.util.clock import CLOCK
 
 
 class Usage:
@@ -23,11 +23,11 @@ class Usage:
         self._process = psutil.Process()
         self._device = device
         self._meter = GpuMeter.of(device)
-        self._looked, self._busy = time.perf_counter(), self._cpu_seconds()
+        self._looked, self._busy = CLOCK.now(), self._cpu_seconds()
 
     def fields(self) -> dict[str, Any]:
         """Return bytes, watts, joules; `cpu` is the number of busy cores since the last call."""
-        now, busy = time.perf_counter(), self._cpu_seconds()
+        now, busy = CLOCK.now(), self._cpu_seconds()
         fields: dict[str, Any] = {
             "rss": self._process.memory_info().rss,
             "cpu": (busy - self._busy) / max(now - self._looked, 1e-9),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+
+from shoal.util.clock import CLOCK
 
 _KEPT = 1000
 """Maximum number of notes that are kept; the oldest are dropped."""
@@ -55,7 +56,7 @@ class UsageSampler:
         self._random = Random(os.getpid())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal sampler", daemon=True)
-        now = time.perf_counter()
+        now = CLOCK.now()
         for job in self._jobs:
             job.due = now + self._period(job)
         self._thread.start()
@@ -84,13 +85,13 @@ class UsageSampler:
     def _run(self) -> None:
         while self._jobs:
             job = min(self._jobs, key=lambda job: job.due)
-            if self._stopped.wait(max(0.0, job.due - time.perf_counter())):
+            if CLOCK.wait(self._stopped, max(0.0, job.due - CLOCK.now())):
                 return
-            begun = time.thread_time()
+            begun = CLOCK.thread_seconds()
             self._do(job)
             # This time matters in a process with few cores, or one that hardly computes.
-            spent = time.thread_time() - begun
-            job.due = time.perf_counter() + max(self._period(job), spent / job.share)
+            spent = CLOCK.thread_seconds() - begun
+            job.due = CLOCK.now() + max(self._period(job), spent / job.share)
 
     def _period(self, job: PeriodicTask) -> float:
         return job.seconds * (self._random.uniform(0.5, 1.5) if job.jitter else 1.0)
@@ -104,7 +105,7 @@ class UsageSampler:
             return
         if note is not None:
             kind, fields = note
-            self._notes.append((kind, {"t": round(time.time(), 6), "step": self._step(), **fields}))
+            self._notes.append((kind, {"t": round(CLOCK.wall(), 6), "step": self._step(), **fields}))
 
 
 def noting(kind: str, fields: Callable[[], Mapping[str, Any]]) -> Callable[[], Note]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +18,7 @@ from shoal.training.guards.checksums import sum_bits
 from shoal.training.guards.records import record_checks, record_corruption
 from shoal.training.guards.schedule import CheckSchedule
 from shoal.training.guards.votes import Sums, Verdict, judge_gradients
+from shoal.util.clock import CLOCK
 from shoal.util.errors import CorruptionError
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ class GradientGuard:
         """Plan the next check if one has run. Collective."""
         self._schedule.count_step()
         if self._schedule.due is None:
-            began = time.perf_counter()
+            began = CLOCK.now()
             ranks = self._world.gather(self._schedule.times())
-            self._schedule.plan(self._step.number, ranks, more=time.perf_counter() - began)
+            self._schedule.plan(self._step.number, ranks, more=CLOCK.now() - began)
 
     def close(self) -> None:
         """Leave the Step, and record the number of checks and their time."""

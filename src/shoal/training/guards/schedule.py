@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +9,7 @@ from dataclasses import replace
 from shoal.distributed.world import World
 from shoal.telemetry.events import Plain
 from shoal.training.guards.options import GuardTimes, steps_to_next_check
+from shoal.util.clock import CLOCK
 
 _FIRST = 2
 """The step of the first check, counted from the start of the Run: the first step does other work too.
@@ -26,7 +26,7 @@ class CheckSchedule:
         self._world = world
         self._budget = budget
         self.due: int | None = step + _FIRST
-        self._began = time.perf_counter()
+        self._began = CLOCK.now()
         self._steps = self._checks = 0
         self._spent = self._before = 0.0
 
@@ -47,15 +47,15 @@ class CheckSchedule:
     @contextmanager
     def spending(self) -> Iterator[None]:
         """Count the time inside the block as that of the checks."""
-        began = time.perf_counter()
+        began = CLOCK.now()
         try:
             yield
         finally:
-            self._spent += time.perf_counter() - began
+            self._spent += CLOCK.now() - began
 
     def times(self) -> GuardTimes:
         """Return the times of this rank since the start, and of the last check."""
-        elapsed = time.perf_counter() - self._began
+        elapsed = CLOCK.now() - self._began
         return GuardTimes(
             spent=self._spent,
             check=self._spent - self._before,
@@ -78,5 +78,5 @@ class CheckSchedule:
         """Return the number of checks and their time; empty without a check."""
         if not self._checks:
             return {}
-        elapsed = time.perf_counter() - self._began
+        elapsed = CLOCK.now() - self._began
         return {"checks": self._checks, "seconds": self._spent, "of": elapsed}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from shoal.training.guards.records import record_checks, record_corruption
 from shoal.training.guards.replicas import DifferingTensor, differing_tensors
 from shoal.training.guards.schedule import CheckSchedule
 from shoal.training.state_names import parameter_names
+from shoal.util.clock import CLOCK
 from shoal.util.errors import CorruptionError, StepError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class StateGuard:
         self._schedule.count_step()
         if self._schedule.due is not None:
             return
-        began = time.perf_counter()
+        began = CLOCK.now()
         digest = sha256(repr(self._sums).encode()).hexdigest()[:16]
         times = self._schedule.times()
         if self._options.continuity:  # takes the checksums once more
@@ -85,7 +85,7 @@ class StateGuard:
             len({digests[rank] for rank in group}) > 1 for group in self._groups
         ):
             self._raise_differing(differing_tensors(self._groups, self._world.gather(self._sums)))
-        self._schedule.plan(self._state.number, ranks, more=time.perf_counter() - began)
+        self._schedule.plan(self._state.number, ranks, more=CLOCK.now() - began)
 
     def close(self) -> None:
         """Remove the hooks, and record the number of checks and their time."""

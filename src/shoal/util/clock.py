@@ -1,0 +1,78 @@
+"""Time. No other module of Shoal reads a clock, sleeps or waits for a while.
+
+Objects that measure time, wait or time out take a `Clock`, which their tests advance by hand.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import UTC, datetime
+from typing import Final, Protocol
+
+
+class Clock(Protocol):
+    """Read the time, and let it pass."""
+
+    def now(self) -> float:
+        """Return seconds that never go back, the same in all processes of a machine."""
+
+    def now_ns(self) -> int:
+        """Return `now` in nanoseconds."""
+
+    def wall(self) -> float:
+        """Return the seconds since 1970, by a clock that may be set."""
+
+    def sleep(self, seconds: float, /) -> None:
+        """Return after this many seconds."""
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        """Return whether the event is set, after this many seconds at the latest."""
+
+
+class SystemClock:
+    """The clock of the machine."""
+
+    # time.monotonic reads the same clock as time.perf_counter, with the same resolution.
+    now = staticmethod(time.monotonic)
+    now_ns = staticmethod(time.monotonic_ns)
+    sleep = staticmethod(time.sleep)
+    process_seconds = staticmethod(time.process_time)
+    """The CPU seconds of this process."""
+    thread_seconds = staticmethod(time.thread_time)
+    """The CPU seconds of this thread."""
+
+    wall_ns = staticmethod(time.time_ns)
+    """Nanoseconds since 1970."""
+
+    def wall(self) -> float:
+        """Return the seconds since 1970; looked up at each call, since `jump_clock` replaces it."""
+        return time.time()
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        """Return whether the event is set, after this many seconds at the latest."""
+        return event.wait(seconds)
+
+
+CLOCK: Final = SystemClock()
+
+
+def local_time(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Return seconds since 1970 as the date and the time of this machine's zone."""
+    return time.strftime(form, time.localtime(seconds))
+
+
+def utc_time(seconds: float, form: str) -> str:
+    """Return seconds since 1970 as a date and a time in UTC."""
+    return time.strftime(form, time.gmtime(seconds))
+
+
+def utc_now() -> datetime:
+    """Return the date and time of the machine's clock, in UTC."""
+    return datetime.now(UTC)
+
+
+def jump_clock(seconds: float) -> None:
+    """Change the result of time.time() in this process. Other functions and programs do not change."""
+    read = time.time
+    setattr(time, "time", lambda: read() + seconds)  # noqa: B010
