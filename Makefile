@@ -2,7 +2,7 @@
 # Paths are relative throughout, so a checkout may lie in a directory with a space in its name.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-rest test-torch test-gpu test-long test-all chaos lint format clean
+.PHONY: help venv demo docs test tests test-rest test-peers test-torch test-gpu test-long test-all chaos lint format clean
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 export PYTHON
 # Tests start thousands of processes, each of which would compile all that it imports.
@@ -12,6 +12,8 @@ PY := .venv/bin/python
 CODE := $(wildcard src tests examples benchmarks scripts)
 # Most tests wait for processes of theirs: three files at a time keep two cores busy.
 IN_PARALLEL := -n 3 --dist loadfile
+# Tests of other targets: marker `realtime` runs alone, `peers` in environments of their own.
+ELSEWHERE := not long and not gpu and not peers
 
 help: ## list these targets
 	@echo 'make [PYTHON=/path/to/python3.11] TARGET'
@@ -32,18 +34,25 @@ lint: venv ## ruff, mypy and the words of the documentation
 	@$(PY) -m mypy $(CODE)
 	@$(PY) scripts/check_language.py
 
-test: lint ## lint, then the tests that need neither root nor system packages
-	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full and not long and not gpu'
+test: venv ## lint, and at the same time the tests that need neither root nor system packages
+	@$(MAKE) -j2 lint tests
 
-test-rest: venv ## what CI runs besides: system packages, more of long tables
-	@$(PY) -m pytest $(IN_PARALLEL) -m '(system or full) and not long and not gpu'
+tests: venv
+	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full and not realtime and $(ELSEWHERE)'
+
+test-rest: venv ## what CI runs besides: system packages, more of long tables, then the real clock
+	@$(PY) -m pytest $(IN_PARALLEL) -m '(system or full) and not realtime and $(ELSEWHERE)'
+	@$(PY) -m pytest -n 0 -m 'realtime and $(ELSEWHERE)'
+
+test-peers: ## tests with Accelerate, DeepSpeed and others, in an environment each
+	@scripts/test-peers
 
 test-torch: ## a small part with the oldest torch promised and with the newest
 	@scripts/test-with-torch oldest
 	@scripts/test-with-torch newest
 
 test-long: venv ## all the rest of long tables, which takes longest
-	@$(PY) -m pytest $(IN_PARALLEL) -m 'long and not gpu'
+	@$(PY) -m pytest $(IN_PARALLEL) -m 'long and not gpu and not peers'
 
 test-gpu: venv ## on a machine with GPUs: their tests and benchmarks, half an hour, into build/gpu
 	@$(PY) scripts/gpu_suite.py build/gpu

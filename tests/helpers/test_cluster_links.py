@@ -15,7 +15,12 @@ from helpers.cluster.network import Network
 from helpers.cluster.slurm import missing
 from helpers.commands import wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.system,
+    pytest.mark.realtime,
+    pytest.mark.timeout(300),
+]
 
 HOSTS = {name: (f"10.78.0.{n}/24", f"fd78::{n}/64") for n, name in enumerate("abc", 1)}
 PORT = 5000
