@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -177,6 +178,7 @@ def _serve(
     exact: str,
 ) -> None:
     os.setpgid(0, 0)
+    gc.freeze()  # what the fork server has imported
     multiprocessing.set_start_method(None, force=True)  # of its own workers: that of any process
     os.environ.update(
         RANK=str(rank),

@@ -334,6 +334,7 @@ MODELS = {
     "double": lambda: nn.Linear(8, 8).double(),
     "half": lambda: nn.Linear(8, 8).to(torch.bfloat16),
     "compiled": lambda: torch.compile(nn.Linear(8, 8)),
+    "deep": lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
     "shapes": lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 8)),
 }
 
@@ -362,7 +363,7 @@ def functions(tmp_path: Path) -> Path:
         ("reads", 8 * 128 + 128 + 128 * 8 + 8, 4),
         ("truncated", 72, 4),
         ("double", 72, 8),
-        ("half", 72, 2),
+        pytest.param("half", 72, 2, marks=pytest.mark.full),
     ],
 )
 def test_functions_that_read_values_or_convert_the_model(
@@ -417,9 +418,9 @@ def test_a_script_that_ends_when_it_is_imported(tmp_path: Path, text: str) -> No
     assert "__main__" in done.exception.fix
 
 
-def test_the_stages_of_a_schedule_are_in_the_plan(tmp_path: Path) -> None:
+def test_the_stages_of_a_schedule_are_in_the_plan(functions: Path) -> None:
     words = ("--layout", "pipeline=2", "--schedule", "zbv", "--precision", "fp32", "--json")
-    done = command("plan", "--model", "gpt:", "-n", "2", "--batch", "16", *words)
+    done = command("plan", "--model", f"{functions}:deep", "-n", "2", "--batch", "16", *words)
     assert done.exit_code == 0, done.exception
     (found,) = json.loads(done.stdout)["tried"]
     assert (found["stages_per_rank"], len(found["split_points"])) == (2, 3)
