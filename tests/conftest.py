@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from helpers.cluster.slurm import Cluster
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FULL_ROWS = 4
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
 MAY_BE_MISSING = ("needs CUDA", "needs an accelerator", "needs root", "needs namespaces")
 
@@ -35,8 +36,31 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    # Torch and 10,000 tests are a million objects, which each full collection would visit again.
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the rows of one test that are marked full, leave the first, the last, and two between them.
+
+    The others are long. `full(rows="all")` leaves all.
+    """
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("full")
+        if mark is not None and not mark.kwargs and item.get_closest_marker("long") is None:
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for rows in tables.values():
+        last = len(rows) - 1
+        kept = {round(place * last / (FULL_ROWS - 1)) for place in range(FULL_ROWS)}
+        for number, item in enumerate(rows):
+            if number not in kept:
+                item.add_marker("long")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_objects() -> None:
+    """Leave out of collections what is there before the tests of a file.
+
+    Torch and thousands of tests are a million objects, which each full collection would visit again.
+    """
     gc.collect()
     gc.freeze()
 

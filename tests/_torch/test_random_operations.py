@@ -25,6 +25,7 @@ def test_the_module_of_a_frame() -> None:
     assert module_called_in(sys._getframe()) is None
 
 
+@pytest.mark.full
 def test_random_operations_are_replaced() -> None:
     program = """
 import torch

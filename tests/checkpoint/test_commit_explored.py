@@ -186,6 +186,7 @@ def check_saves(
             raise BrokenPropertyError(f"{task.name} waits forever")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bounds", "states"),
     [

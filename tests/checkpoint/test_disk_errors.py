@@ -63,6 +63,7 @@ def assert_failed_once(found: list[Ended], words: str, fix: str) -> None:
         assert fix in failed.error.fix
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("code", "operation", "victim", "words", "fix"),
     [

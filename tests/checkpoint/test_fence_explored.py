@@ -95,7 +95,7 @@ def attempts(
 
 def replace_modules(module: Any, world: Execution) -> None:
     """Let a variant of the fence run in an explored world."""
-    module.time = SharedClock(world)
+    module.CLOCK = SharedClock(world)
     module.os = shared_os(world)
     module.secrets = SimpleNamespace(token_hex=lambda _: str(world.current.rank))
     module.Path = SharedPath

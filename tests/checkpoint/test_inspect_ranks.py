@@ -74,6 +74,7 @@ def exported(
 FULL = pytest.mark.full
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "layout", "strategy"),
     [

@@ -133,6 +133,7 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.mark.full
 def test_a_run_goes_on_on_another_number_of_ranks(two: Ranks, tmp_path: Path) -> None:
     two.call(train, Attempt(folder=tmp_path, last=3))
     with Ranks(1) as one:

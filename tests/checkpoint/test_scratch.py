@@ -46,6 +46,7 @@ def purge(*relative: str) -> Callable[[Path], None]:
 HALVES = [tuple(f"{NEWEST}/{name}" for name in FILES[start : start + 2]) for start in (0, 2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("purged", "restored", "told"),
     [

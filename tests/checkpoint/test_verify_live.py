@@ -50,6 +50,7 @@ def latest(run: Path) -> int:
     return max(int(name) for name in names if name.isdecimal())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_damage_is_found_while_a_run_saves(folder: Path, seed: int) -> None:
     before = latest(folder)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -21,9 +20,12 @@ from torch.utils.data import (
 )
 
 import shoal
+from helpers.lazy import LazyModule
 from shoal.data.orders import Shuffled, uniform
 from shoal.data.sampler import RankSampler as Shares
 from shoal.util.errors import DataError
+
+stats = LazyModule("scipy.stats")
 
 SIZE, BATCH = 50, 8
 DATA = torch.arange(SIZE)

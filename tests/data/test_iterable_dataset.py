@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset as HubDataset
-from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shoal
+from helpers.lazy import LazyModule
 from shoal.data.iterable_dataset import BatchSplit, StreamReader
 from shoal.util.errors import DataError
+
+datasets = LazyModule("datasets")
 
 BATCH = 4
 
@@ -129,7 +130,7 @@ def test_augmentation_of_an_iterable_resumes(world: shoal.World) -> None:
 
 
 def hub(shuffled: bool) -> Any:
-    data = HubDataset.from_dict({"x": list(range(23))}).to_iterable_dataset(num_shards=4)
+    data = datasets.Dataset.from_dict({"x": list(range(23))}).to_iterable_dataset(num_shards=4)
     return data.shuffle(seed=1, buffer_size=7) if shuffled else data
 
 
@@ -152,7 +153,7 @@ def test_a_hub_stream_resumes_with_its_shuffle_buffer(
 
 
 def test_a_hub_stream_that_was_divided_already(world: shoal.World) -> None:
-    divided = split_dataset_by_node(hub(False), rank=0, world_size=2)
+    divided = datasets.distributed.split_dataset_by_node(hub(False), rank=0, world_size=2)
     with pytest.raises(DataError, match="split that part again"):
         build(world, divided)
 

@@ -119,6 +119,8 @@ def test_unequal_numbers_of_samples_give_the_gradients_of_one_process(
         assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.full
+@pytest.mark.realtime
 @pytest.mark.processes
 def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_repeats_the_changes(
     two: Ranks, tmp_path: Path

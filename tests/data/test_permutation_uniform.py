@@ -10,9 +10,11 @@ from math import factorial
 import numpy as np
 import numpy.typing as npt
 import pytest
-from scipy import stats
 
+from helpers.lazy import LazyModule
 from shoal.data.permutation import Permutation
+
+stats = LazyModule("scipy.stats")
 
 pytestmark = pytest.mark.full
 

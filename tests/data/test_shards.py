@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset as HubDataset
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
+from helpers.lazy import LazyModule
 from shoal.data.sampler import RankSampler
 from shoal.data.shards import Lanes, ShardSource
 from shoal.util.errors import DataError
+
+datasets = LazyModule("datasets")
 
 BATCH = 16
 LENGTHS = np.random.default_rng(5).integers(0, 40, 25).tolist()
@@ -235,7 +237,7 @@ def test_a_collate_function_and_global_generators(world: shoal.World) -> None:
 
 
 def test_shards_of_a_hub_dataset(world: shoal.World) -> None:
-    hub = HubDataset.from_dict({"x": list(range(60))}).to_iterable_dataset(num_shards=6)
+    hub = datasets.Dataset.from_dict({"x": list(range(60))}).to_iterable_dataset(num_shards=6)
 
     def read(shard: int, start: int) -> Any:
         return hub.shard(6, shard).skip(start)

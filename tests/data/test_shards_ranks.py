@@ -131,6 +131,7 @@ LONG = [
 full = pytest.mark.full
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("chain", "longest", "counted", "data"),
     [

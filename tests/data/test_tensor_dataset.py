@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset as HubDataset
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 import shoal
+from helpers.lazy import LazyModule
 from shoal.util.errors import DataError
+
+datasets = LazyModule("datasets")
 
 SIZE, BATCH = 11, 4
 X = torch.arange(SIZE * 2, dtype=torch.float32).view(SIZE, 2)
@@ -55,7 +57,7 @@ class DictRows(Rows):
 
 
 def hub() -> Any:
-    return HubDataset.from_dict({"x": X.tolist(), "y": Y.tolist()}).with_format("torch")
+    return datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()}).with_format("torch")
 
 
 def values(world: shoal.World, dataset: Any, **options: Any) -> list[Any]:

@@ -66,7 +66,9 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         some.kill()
 
 
-@pytest.mark.parametrize(("size", "micro_batches"), [(1, 1), (1, 32), (4, 1), (4, 8)])
+@pytest.mark.parametrize(
+    ("size", "micro_batches"), [(1, 1), (1, 32), pytest.param(4, 1, marks=pytest.mark.full), (4, 8)]
+)
 def test_the_gradient_is_that_of_one_mean_over_all_tokens(
     size: int, micro_batches: int, ranks: Callable[[int], Ranks]
 ) -> None:

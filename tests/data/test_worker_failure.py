@@ -70,6 +70,22 @@ def test_a_worker_that_torch_does_not_explain_is_explained_by_its_process() -> N
     assert explained.found.startswith("a worker of rank 1's Loader died (exit code 3): process ")
 
 
+@pytest.mark.parametrize("lost", [EOFError(), ConnectionRefusedError(111, "refused")])
+def test_a_worker_that_dies_before_it_hands_over_a_batch(lost: Exception) -> None:
+    """A worker announces a batch by a queue; the rank then asks it for the memory."""
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+    process.start()
+    process.join()
+    workers = LoaderWorkers(rank=1, count=4, processes=[process])
+    with (
+        pytest.raises(shoal.DataError, match=r"rank 1's Loader died \(exit code 3\)"),
+        workers.explained(),
+    ):
+        raise lost
+    with pytest.raises(EOFError), workers.explained():
+        raise EOFError("Caught EOFError in DataLoader worker process 0.")
+
+
 def _compute(go: Path) -> None:
     go.touch()
     deadline = time.monotonic() + 60

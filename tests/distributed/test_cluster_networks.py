@@ -223,10 +223,8 @@ def test_a_killed_rank_ends_all(
     cluster: Cluster, tmp_path: Path, training: subprocess.Popen[str]
 ) -> None:
     (doomed,) = cluster.running("node02", f"{tmp_path}/train.py")
-    begun = time.monotonic()
     doomed.kill()
-    said, _ = training.communicate(timeout=120)
+    said, _ = training.communicate(timeout=GONE_WITHIN)
     assert training.returncode != 0
     assert "node02: task 2: Killed" in said
     assert not left(cluster, tmp_path)
-    assert time.monotonic() - begun < GONE_WITHIN

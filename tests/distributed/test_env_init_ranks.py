@@ -51,6 +51,7 @@ def started(folder: Path, *ranks: Mapping[str, object]) -> Iterator[list[subproc
             process.communicate()
 
 
+@pytest.mark.full
 def test_four_variables_make_a_world(tmp_path: Path) -> None:
     with started(tmp_path, {"RANK": 0}, {"RANK": 1}) as (first, second):
         said, errors = first.communicate(timeout=200)

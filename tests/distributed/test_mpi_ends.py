@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from helpers import mpirun
-from helpers.commands import GONE_WITHIN, Command, Ended
+from helpers.commands import Command, Ended
 from shoal.distributed.cluster_env import REQUEUE
 
 pytestmark = [pytest.mark.processes, pytest.mark.system]
@@ -53,7 +52,6 @@ import torch, shoal
 with shoal.init(backend="mpi") as world:
     world.barrier()
     if world.rank == 1:
-        Path("failed").write_text(repr(time.time()))
         HOW
     world.barrier()
 """
@@ -109,14 +107,12 @@ def test_stopped_and_resumed_it_ends_bit_equal(program: str, tmp_path: Path) -> 
 def test_a_rank_that_fails_ends_the_others(program: str, how: str, said: str, tmp_path: Path) -> None:
     ended = mpirun.run(program, 2, FAIL.replace("HOW", how), tmp_path)
     assert ended.code not in (0, 124)
-    assert time.time() - float((tmp_path / "failed").read_text()) < GONE_WITHIN
     assert said in ended.out + ended.err
 
 
 def test_a_rank_that_leaves_with_a_code_ends_the_others(tmp_path: Path) -> None:
     ended = mpirun.run("mpirun.openmpi", 2, FAIL.replace("HOW", "sys.exit(3)"), tmp_path)
     assert ended.code == 3
-    assert time.time() - float((tmp_path / "failed").read_text()) < GONE_WITHIN
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_two_jobs_with_the_same_ports_do_not_clash(join: Join) -> None:
     check_one_store(two, "of two")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "taken", [*(pytest.param(count, marks=pytest.mark.full) for count in (1, 2)), 3]
 )

@@ -23,7 +23,7 @@ def survivors(
     module = load_variant(membership, old, new)
 
     def begin(world: Execution) -> Callable[[bool], None]:
-        module.time = SharedClock(world)  # type: ignore[attr-defined]
+        module.CLOCK = SharedClock(world)  # type: ignore[attr-defined]
         store = SharedStore(world)
         joined: dict[tuple[int, int], tuple[int, ...]] = {}
         left: dict[int, str] = {}

@@ -165,6 +165,7 @@ def read_until(stream: IO[str] | None, text: str) -> None:
         assert lines[-1], f"the end of {''.join(lines)}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("leave", "code", "told"),
     [

@@ -63,7 +63,6 @@ class Hang:
         self.exited: set[int] = set()
         self.blamed: list[tuple[int, int]] = []
         self.unended: list[int] = []
-        watches.time = SharedClock(world)
         watches.asyncio = SimpleNamespace(create_task=self.create_task, sleep=self.sleep)
         replace_abort(watches, world, self.told, self.leave)
         for name in ("_left", "_decided", "_ending"):
@@ -75,6 +74,7 @@ class Hang:
         """The watch of a rank, whose messages are steps of the exploration."""
         made = object.__new__(self.watches.Watch)
         made._rank, made._size, made.limit = rank, len(self.places), 1.0
+        made._clock = SharedClock(self.world)
         made._limits = WaitLimits(step=1.0, prepare=1.0)
         made._peers = [
             side_channel.PeerAddress(host=f"host{r}", pid=r, born=0.0, address="", port=0)
@@ -220,7 +220,7 @@ def test_ranks_blame_the_rank_that_caused_the_hang(bounds: dict[str, Any], least
         # A rank leaves the verdict to a lower one for good, which may have ended since.
         (
             watch,
-            "self._left = time.monotonic() if lower",
+            "self._left = self._clock.now() if lower",
             "self._left = 1e9 if lower",
             {"places": ELSEWHERE, "kills": 1},
         ),

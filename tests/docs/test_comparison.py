@@ -176,7 +176,13 @@ EXPECTED = {  # equal to one process, each sample once, samples counted
 }
 
 
-@pytest.fixture(scope="module", params=EXPECTED)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(tool, marks=[] if tool in ("shoal", "ddp") else pytest.mark.peers)
+        for tool in EXPECTED
+    ],
+)
 def tool(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

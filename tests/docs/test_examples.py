@@ -208,7 +208,7 @@ def test_the_stand_in_is_mnist_in_form(repository: Path, digits: Path) -> None:
         assert images[:, [0, -1]].float().mean() < 2
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_notebook_runs(repository: Path, tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient

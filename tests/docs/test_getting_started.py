@@ -38,7 +38,9 @@ def agrees(shown: list[str], printed: str) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*PAGES[:2], pytest.param(PAGES[2], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", [PAGES[0], *(pytest.param(page, marks=pytest.mark.long) for page in PAGES[1:])]
+)
 def test_the_commands_print_what_the_page_shows(name: str, repository: Path, tmp_path: Path) -> None:
     page = (repository / name).read_text()
     scripts = re.findall(r"^```python\n(# train\.py\n.*?)^```$", page, re.DOTALL | re.MULTILINE)

@@ -49,7 +49,7 @@ def run_page(page: Path, capture: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name.startswith(FIRST_PAGES) else pytest.param(name, marks=pytest.mark.full)
+        name if name.startswith(FIRST_PAGES) else pytest.param(name, marks=pytest.mark.full(rows="all"))
         for name in PROGRAMS
     ],
 )

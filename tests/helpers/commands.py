@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-GONE_WITHIN = 30.0
-"""Seconds, of which a machine with nothing else to do takes one or two. Processes that nobody ends stay
-for longer: other graces and time limits are set beyond it."""
+GONE_WITHIN = 300.0
+"""Seconds that only stop a test. Idle machines take one or two; processes that nobody ends stay for
+longer: other graces and time limits are set beyond it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Command:
             start_new_session=True,
         )
 
-    def end(self, timeout: float = 120) -> Ended:
+    def end(self, timeout: float = GONE_WITHIN) -> Ended:
         out, err = self.process.communicate(timeout=timeout)
         return Ended(code=self.process.returncode, out=out, err=err)
 
@@ -74,7 +74,7 @@ class Command:
 
 def wait_for(
     condition: Callable[[], bool],
-    timeout: float = 120,
+    timeout: float = GONE_WITHIN,
     *,
     every: float = 0.01,
     told: Callable[[], str] = lambda: "the condition did not come true",

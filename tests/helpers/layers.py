@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from helpers.rules import nodes_of
+
 PACKAGE = "shoal"
 ROOT = {"__init__.py", "__main__.py"}
 """The modules directly below the package: the public names, and `python -m`."""
@@ -40,7 +42,7 @@ def violations(package: Path, layers: Sequence[str]) -> Iterator[str]:
 def imported(path: Path, package: Path) -> Iterator[tuple[int, str]]:
     """Yield the packages that a file imports, with their lines; "shoal" for a public name."""
     where = (PACKAGE, *path.relative_to(package).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path.read_text()):
         for module in _modules(node, where):
             parts = module.split(".")
             if parts[0] == PACKAGE and isinstance(node, ast.stmt | ast.expr):

@@ -121,14 +121,14 @@ class Processes:
             process.join()
         self._directory.cleanup()
 
-    def wait_for_exit(self, rank: int, timeout: float = 120) -> int:
+    def wait_for_exit(self, rank: int, timeout: float = 400) -> int:
         """The exit code of one of them."""
         self.processes[rank].join(timeout)
         code = self.processes[rank].exitcode
         assert code is not None, f"rank {rank} is still running after {timeout} s"
         return code
 
-    def results(self, timeout: float = 180) -> list[Any]:
+    def results(self, timeout: float = 400) -> list[Any]:
         """What the task returned on each rank; fails with a rank's traceback."""
         deadline = time.monotonic() + timeout
         values = []

@@ -20,7 +20,7 @@ import torch
 import shoal
 from helpers.processes import PRELOADED
 
-CALL_SECONDS = 180.0
+CALL_SECONDS = 400.0
 
 _HELD: list[socket.socket] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,12 @@ def python_files(root: Path) -> list[Path]:
 def parsed(code: str) -> ast.Module:
     """The tree of a file, parsed once for all rules."""
     return ast.parse(code)
+
+
+@cache
+def nodes_of(code: str) -> Sequence[ast.AST]:
+    """All nodes of a file, found once for all rules."""
+    return list(ast.walk(parsed(code)))
 
 
 def text_files(root: Path) -> Iterator[Path]:
@@ -78,7 +84,7 @@ def long_files(root: Path) -> Iterator[str]:
 def long_functions(root: Path) -> Iterator[str]:
     """Yield functions whose code does not fit on a screen; their docstrings do not count."""
     for path in python_files(root):
-        for node in ast.walk(parsed(path.read_text())):
+        for node in nodes_of(path.read_text()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if ast.get_docstring(node) is not None:
@@ -96,7 +102,7 @@ def assigned_worlds(package: Path) -> Iterator[str]:
         inside = path.relative_to(package)
         if str(inside) == MAY_ASSIGN_WORLD:
             continue
-        for node in ast.walk(parsed(path.read_text())):
+        for node in nodes_of(path.read_text()):
             match node:
                 case ast.Attribute(
                     value=ast.Name(id="world") | ast.Attribute(attr="world" | "_world"),
@@ -120,7 +126,7 @@ def habits(package: Path) -> Iterator[str]:
     """What the library never does: asserts, pickles, prints, reads the environment anywhere."""
     for path in python_files(package):
         inside = path.relative_to(package)
-        for node in ast.walk(parsed(path.read_text())):
+        for node in nodes_of(path.read_text()):
             fault = _fault(node, inside)
             if fault is not None and isinstance(node, ast.stmt | ast.expr | ast.keyword):
                 yield f"{inside}:{node.lineno}: {fault}"
@@ -210,9 +216,9 @@ def private_names(package: Path) -> Iterator[str]:
         inside = path.relative_to(package)
         if inside.parts[0] == DOOR:
             continue
-        tree = parsed(path.read_text())
-        imported, own = _imported_from_libraries(tree), _set_by_shoal(tree)
-        for node in ast.walk(tree):
+        nodes = nodes_of(path.read_text())
+        imported, own = _imported_from_libraries(nodes), _set_by_shoal(nodes)
+        for node in nodes:
             for name in _private_uses(node, imported, own):
                 yield f"{inside}:{getattr(node, 'lineno', 0)}: {name}; use or add a function of _torch"
 
@@ -236,10 +242,10 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def _imported_from_libraries(tree: ast.AST) -> set[str]:
+def _imported_from_libraries(nodes: Sequence[ast.AST]) -> set[str]:
     """The names in a module that stand for a library, or for something imported from one."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 roots = ((each, each.name.split(".")[0]) for each in names)
@@ -278,10 +284,10 @@ def _private_uses(node: ast.AST, imported: Collection[str], own: Collection[str]
             yield path
 
 
-def _set_by_shoal(tree: ast.AST) -> set[str]:
+def _set_by_shoal(nodes: Sequence[ast.AST]) -> set[str]:
     """The attributes that the classes of a module give their own objects."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Assign(targets=targets):
                 pass

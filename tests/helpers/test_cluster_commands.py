@@ -53,6 +53,7 @@ def types(tmp_path: Path) -> Iterator[Person]:
     person("down")
 
 
+@pytest.mark.long
 def test_a_cluster_from_up_to_down(types: Person) -> None:
     assert types.does("up --nodes 2").count("idle") == 2
     again = types("up")

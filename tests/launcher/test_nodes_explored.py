@@ -93,7 +93,7 @@ def training(
     agents.decide_outcome = modules[attempt_outcome].decide_outcome
 
     def begin(world: Execution) -> Callable[[bool], None]:
-        agents.time = meeting.time = SharedClock(world)
+        agents.CLOCK = meeting.CLOCK = SharedClock(world)
         world.mortal |= set(range(1, size))  # node 0 has the store
         budgets = {"failed": restarts, "preempted": preemptions}
         here = RunOfNodes(world, agents, meeting, size, script or {}, budgets)

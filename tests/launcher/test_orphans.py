@@ -66,6 +66,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.clean_up()
 
 
+@pytest.mark.full
 def test_a_child_in_a_session_of_its_own_is_ended_and_named(start: Start) -> None:
     run = start(LEAVES, ENDLESS, "-n", "2", "--grace", "0.5")
     ended = run.end()

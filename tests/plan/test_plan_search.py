@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
@@ -146,7 +145,8 @@ def test_a_batch_that_does_not_divide() -> None:
         search_plans(replace(MODEL, layers=1, heads=1), NODE, 8, 7)
 
 
-def test_a_large_model_on_many_devices_takes_less_than_three_seconds() -> None:
-    begun = time.process_time()
-    assert search_plans(parse_model("llama-70b"), find_machine("h100-sxm"), 1024, 2048).best
-    assert time.process_time() - begun < 3
+def test_lower_bounds_rule_out_nearly_all_plans_of_a_large_model() -> None:
+    """Of 100,000s of configurations: `benchmarks/plan_search.py` has the seconds."""
+    found = search_plans(parse_model("llama-70b"), find_machine("h100-sxm"), 1024, 2048)
+    assert found.best
+    assert found.evaluated < 100

@@ -77,7 +77,7 @@ def test_the_fastest_measured_layout_comes_first(script: str, tmp_path: Path) ->
     assert plan.step_seconds == pytest.approx(found["best"][0]["step_seconds"])
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_script_of_the_page(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/guides/plan-try.md").read_text()

@@ -39,7 +39,6 @@ CASES = [
 ]
 FEW = [
     ("DDP", 4, 3),
-    ("FSDP", 16, 3),
     ("Pipeline", 4, 3),
 ]
 SIZES = {layout: size for layouts in LAYOUTS.values() for layout, size in layouts}

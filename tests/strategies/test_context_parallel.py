@@ -109,7 +109,9 @@ def two() -> Iterator[Ranks]:
     "strategy",
     [
         [shoal.ContextParallel(), shoal.DDP(bucket_cap_mb=0.001)],
-        [shoal.ContextParallel(modules=("blocks.*",)), shoal.FSDP()],
+        pytest.param(
+            [shoal.ContextParallel(modules=("blocks.*",)), shoal.FSDP()], marks=pytest.mark.full
+        ),
         pytest.param(
             [shoal.ActivationCheckpointing(), shoal.ContextParallel()], marks=pytest.mark.full
         ),
@@ -139,6 +141,7 @@ def test_a_causal_model_trains_like_one_process(two: Ranks, expected: Trained, s
         assert found.distance(expected) < 1e-9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy",
     [

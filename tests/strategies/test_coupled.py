@@ -108,6 +108,7 @@ def train(world: shoal.World, statistics: int | str, micro_batches: int) -> Trai
     return Trained(state, [each.norm for each in results], [each.loss for each in results])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("statistics", "micro_batches"),
     [(4, 3), *(pytest.param(*row, marks=pytest.mark.full) for row in [("batch", 1), (4, 1), (16, 2)])],

@@ -11,7 +11,6 @@ import pytest
 
 import shoal
 from helpers.exact_layers import (
-    COMPILED,
     GROUP,
     PIPELINES,
     Case,
@@ -27,12 +26,10 @@ from helpers.reference import SEED, TOLERANCE, Trained, distance, together
 
 pytestmark = pytest.mark.processes
 
-FEW = {
+FEW = {Case("ViT", "Tensor", 2, 1)}
+SPLIT = {
     Case("GPT", "DDP", 2, 3),
     Case("UNet", "DDP", 2, 1),
-    Case("ViT", "Tensor", 2, 1),
-}
-SPLIT = {
     Case("ViT", "Recomputed, DDP", 2, 1, 24),
     Case("Contrastive", "DDP", 2, 1, then=1),
     Case("Untied GPT", "Pipeline", 2, 3),
@@ -43,34 +40,25 @@ SPLIT = {
     Case("UNet", "ZBV", 2, 3, statistics=GROUP),
     Case("Untied GPT", "RPC", 2, 3),
 }
-"""Those of `make test-rest` whose activations or layers are split over ranks; others take longer."""
+"""Those of `make test-rest`: most of them split activations or layers over ranks."""
 
 
 def _parameters() -> list[object]:
-    """All cells; those of `make test`, and every model with every strategy.
-
-    Of pipelines only a cover of all pairs of values.
-    """
+    """All cells, but of pipelines only a cover of all pairs of values."""
     every = sorted(cases(), key=lambda case: (case.size, case.layout))
-    split = {"tensor=2", "context=2"}
-    whole = [
-        case
-        for case in every
-        if case.size <= 3
-        and not split & {*case.layout.split(",")}
-        and case.way not in PIPELINES
-        and case not in COMPILED
-    ]
     staged = [case for case in every if case.way in PIPELINES]
     key = lambda c: (c.way, c.size, c.model, c.micro_batches, c.samples, c.then)  # noqa: E731
-    more = SPLIT | cover(whole, lambda c: (c.way, c.model))
     left_out = set(staged) - cover(staged, key) - FEW - SPLIT
     every = [case for case in every if case not in left_out]
     return [
         pytest.param(
             case,
             id="-".join(map(str, case)),
-            marks=() if case in FEW else pytest.mark.full if case in more else pytest.mark.long,
+            marks=()
+            if case in FEW
+            else pytest.mark.full(rows="all")
+            if case in SPLIT
+            else pytest.mark.long,
         )
         for case in every
     ]

@@ -44,6 +44,7 @@ def _parameters() -> list[Any]:
     return [pytest.param(pair, id=" x ".join(pair), marks=_marks(pair)) for pair in PAIRS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pair", _parameters())
 def test_a_pair_is_what_the_page_says(
     started: Callable[[str], Ranks], said: dict[Pair, str | None], pair: Pair, tmp_path: Path

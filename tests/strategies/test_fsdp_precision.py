@@ -79,7 +79,7 @@ def dtypes(world: shoal.World, strategy: Any, precision: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 def test_modules_compute_in_the_dtypes_of_one_process(two: Ranks, precision: str) -> None:
     with shoal.init() as world:
         expected = dtypes(world, None, precision)

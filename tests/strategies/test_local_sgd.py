@@ -249,7 +249,10 @@ def after(world: shoal.World, first: Any, second: Any, run: Path) -> list[list[T
         pytest.param(shoal.LocalSGD(sync_every=3), marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("second", [shoal.LocalSGD(sync_every=4), shoal.DiLoCo(sync_every=4)])
+@pytest.mark.parametrize(
+    "second",
+    [pytest.param(shoal.LocalSGD(sync_every=4), marks=pytest.mark.full), shoal.DiLoCo(sync_every=4)],
+)
 def test_it_goes_on_from_another_strategy(
     first: Any, second: Any, ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -11,11 +11,13 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy import stats
 
 import shoal
 from helpers.keyed_draws import draw, rows_drawn
+from helpers.lazy import LazyModule
 from shoal.strategies.random_draws import philox
+
+stats = LazyModule("scipy.stats")
 
 CPU = torch.device("cpu")
 ROWS, COUNT = 64, 4096

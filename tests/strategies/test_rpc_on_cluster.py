@@ -100,6 +100,7 @@ class Ranks:
         return (self._folder / "log").read_text()
 
 
+@pytest.mark.long
 def test_stages_on_three_hosts_train_as_one_process_does(
     cluster: Cluster, tmp_path: Path, repository: Path
 ) -> None:

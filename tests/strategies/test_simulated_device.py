@@ -80,6 +80,7 @@ def simulated(*options: str) -> dict[str, dict[str, int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "layout", "strategy", "options", "blocking"),
     [

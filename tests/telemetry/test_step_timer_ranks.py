@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from helpers.clocks import ManualClock
 from helpers.ranks import Ranks
 from shoal.telemetry import events, step_timer
+from shoal.util.clock import CLOCK, Clock
 
 pytestmark = pytest.mark.processes
 
@@ -47,11 +49,10 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.busy = 0.0
+        self.clock: Clock = CLOCK
 
     def forward(self, x: Tensor) -> Tensor:
-        until = time.perf_counter() + self.busy
-        while time.perf_counter() < until:
-            pass
+        self.clock.sleep(self.busy)
         for block in self.blocks:
             x = torch.relu(block(x))
         return x
@@ -60,8 +61,9 @@ class Net(nn.Module):
 class Rows(torch.utils.data.Dataset[Tensor]):
     """Samples that take their time."""
 
-    def __init__(self, count: int, seconds: float = 0.0) -> None:
+    def __init__(self, count: int, seconds: float = 0.0, clock: Clock = CLOCK) -> None:
         self.count = count
+        self.clock = clock
         self.seconds = seconds
 
     def __len__(self) -> int:
@@ -69,7 +71,7 @@ class Rows(torch.utils.data.Dataset[Tensor]):
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
         if self.seconds:
-            time.sleep(self.seconds)
+            self.clock.sleep(self.seconds)
         return [torch.full((WIDTH,), float(index)) for index in indices]
 
 
@@ -77,10 +79,10 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return output.square().sum() / WIDTH, len(output)
 
 
-def built(world: shoal.World, strategy: Any, busy: float) -> shoal.Step:
+def built(world: shoal.World, strategy: Any, busy: float, clock: Clock = CLOCK) -> shoal.Step:
     torch.manual_seed(0)
     model = Net()
-    model.busy = busy
+    model.busy, model.clock = busy, clock
     made = shoal.parallelize(model, world, strategy)
     optimizer = torch.optim.SGD(made.parameters(), lr=1e-6)
     return shoal.Step(made, optimizer, shoal.Task(loss, inputs=lambda batch: batch), clip=1.0)
@@ -133,6 +135,7 @@ def usual(directory: Path, rank: int) -> dict[str, float]:
 
 
 @pytest.mark.full
+@pytest.mark.realtime
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_the_parts_add_up_to_the_time_there_was(
     size: int, ranks: Callable[[int], Ranks], tmp_path: Path
@@ -176,6 +179,8 @@ def test_they_add_up_under_other_strategies(name: str, tmp_path: Path) -> None:
         assert {"forward", "backward", "communication"} <= shown
 
 
+@pytest.mark.full
+@pytest.mark.realtime
 def test_a_slow_dataset_and_work_in_forward_are_found_where_they_are(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
@@ -187,6 +192,25 @@ def test_a_slow_dataset_and_work_in_forward_are_found_where_they_are(
         assert mine > max(others)
 
 
+def test_time_belongs_to_the_parts_of_a_step(world: shoal.World, tmp_path: Path) -> None:
+    """The clock advances in the dataset and in forward only."""
+    clock = ManualClock()
+    world.timeline = step_timer.Timeline(clock)
+    step = built(world, None, PLANTED, clock)
+    data = shoal.Loader(Rows(24 * 3, 2 * PLANTED, clock), world, batch_size=24)
+    with shoal.Run(tmp_path, step, data, trackers=()) as run:
+        for batch in data.epochs(1):
+            step(batch)
+            run.tick()
+            clock.sleep(PLANTED / 2)
+    first, *others = steps_of(tmp_path, 0)
+    for found in others:
+        parts = {part: found[part] for part in PARTS if found[part] > 0}
+        assert parts == pytest.approx({"wait": 2 * PLANTED, "forward": PLANTED})
+        assert found["wall"] == pytest.approx(3.5 * PLANTED)
+    assert first["forward"] >= PLANTED  # the loss is checked too
+
+
 def test_what_making_a_batch_takes_is_recorded(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     ranks(1).call(trained, tmp_path, 6, None, 0)
     assert all(step["load"] >= PLANTED for step in steps_of(tmp_path, 0))
@@ -194,7 +218,8 @@ def test_what_making_a_batch_takes_is_recorded(ranks: Callable[[int], Ranks], tm
     assert (start["format"], start["workers"]) == (3, 0)
 
 
-@pytest.mark.full
+@pytest.mark.long
+@pytest.mark.realtime
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_who_is_waited_for_under_other_strategies(name: str, tmp_path: Path) -> None:
     layout, strategy = STRATEGIES[name]

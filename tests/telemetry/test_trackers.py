@@ -14,11 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import (
-    EventAccumulator,
-)
 from torch import nn
-from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 import shoal
 from helpers.commands import wait_for
@@ -53,6 +49,8 @@ def world() -> Iterator[shoal.World]:
 
 
 def curve(directory: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(directory / "tensorboard"))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(name)]
@@ -104,6 +102,8 @@ def test_tensorboard_goes_on_after_a_kill_without_a_gap(world: shoal.World, tmp_
 
 def recorded(path: Path) -> list[tuple[int, float]]:
     """Steps and numbers in a file of wandb's: blocks of 32 KiB, records of checksum, length, kind."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
     data, at, record, found = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -200,9 +199,7 @@ def provoke(world: shoal.World, number: int, folder: str) -> Any:
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[row[0].__name__ for row in ROWS])
 def test_all_ranks_raise_the_same(ranks: Ranks, number: int, tmp_path: Path) -> None:
     _, kind, *wanted = ROWS[number]
-    begun = time.monotonic()
     results = ranks.call(provoke, number, str(tmp_path))
-    assert time.monotonic() - begun < LIMIT
     for error, untouched in results:
         assert type(error) is kind
         for name, pattern in zip(("given", "found", "fix"), wanted, strict=True):
@@ -356,10 +353,8 @@ def test_a_port_in_use_is_told_by_the_rank_that_needs_it(monkeypatch: pytest.Mon
         place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
         for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
-        begun = time.monotonic()
         with pytest.raises(LaunchError) as caught:
             shoal.init()
-    assert time.monotonic() - begun < LIMIT
     assert caught.value.given == f"rank 0 of 2 at tcp://127.0.0.1:{port} (torchrun)"
     assert caught.value.found == f"port {port} is in use"
     assert "export MASTER_PORT=" in caught.value.fix

@@ -95,6 +95,7 @@ def evaluate(world: shoal.World, samples: int, batch_size: int | None = None) ->
     return shoal.evaluate(step, dataset(samples), metrics=metrics, batch_size=batch_size)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The variance of predictions")
 @pytest.mark.parametrize(
     ("samples", "size", "batch_size"),

@@ -362,6 +362,7 @@ def in_time(world: shoal.World, directory: Path) -> tuple[str, int, list[str]]:
     return done.reason, done.step.number, saved
 
 
+@pytest.mark.full
 def test_time_ends_it_on_all_ranks_with_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     (one, *others) = ranks.call(in_time, tmp_path)
     assert others == [one]

@@ -97,6 +97,7 @@ def ranks() -> Iterator[dict[int, Ranks]]:
         yield {1: alone, 3: three}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     ["ddp", *(pytest.param(name, marks=pytest.mark.full) for name in STRATEGIES if name != "ddp")],

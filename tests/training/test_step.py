@@ -234,7 +234,7 @@ class Branching(nn.Module):
 
 COMPILERS = [
     "script",
-    pytest.param("inductor", marks=pytest.mark.system),  # needs a C++ compiler
+    pytest.param("inductor", marks=[pytest.mark.system, pytest.mark.long]),  # needs a C++ compiler
 ]
 
 

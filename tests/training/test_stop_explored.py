@@ -84,7 +84,7 @@ def stopping(
         def train(rank: int) -> None:
             known = SimpleNamespace(members=range(size), gone=gone) if survivors else None
             member = SimpleNamespace(survivors=known)
-            handler = handler_type(StoppingWorld(world, rank, size, member))
+            handler = handler_type(StoppingWorld(world, rank, size, member), SharedClock(world))
             handler.start()
             handlers[rank] = handler
             if rank in asked and not late:
@@ -116,7 +116,6 @@ def stopping(
 
 def replace_modules(module: Any, world: Execution, fine: bool) -> None:
     """Let a variant of the agreement run in an explored world."""
-    module.time = SharedClock(world)
     module.threading = SharedThreading(world)
     module.SimpleQueue = lambda: SharedQueue(world)
     module.atexit = SimpleNamespace(register=lambda _: None, unregister=lambda _: None)

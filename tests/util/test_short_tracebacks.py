@@ -57,6 +57,7 @@ def frames(text: str) -> list[str]:
     return [line.partition(", ")[2] for line in text.splitlines() if line.startswith("  File ")]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_plain_python_shows_the_frames_of_the_script(tmp_path: Path) -> None:
     done = run(tmp_path, SCRIPT.format(before=""))

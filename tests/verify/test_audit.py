@@ -18,14 +18,14 @@ from shoal.verify import variants
 
 LINES = (SCRIPTS / "ddp.py").read_text().splitlines()
 FAULTS = [
-    ("set epoch", (2,), 0, "set_epoch forgotten", "loader"),
     ("draw", (1,), 0, "global numpy draw in Dataset.__getitem__", "draw"),
     ("no ddp", (2,), 0, "gradients not averaged", "step"),
-    ("position", (1,), 1, "loader position not in the checkpoint", "save"),
     ("batch size", (1, 2), 0, "batch size per rank", "loader"),
-    ("padding", (2,), 0, "DistributedSampler padding", "loader"),
 ]
 MORE = [
+    ("set epoch", (2,), 0, "set_epoch forgotten", "loader"),
+    ("position", (1,), 1, "loader position not in the checkpoint", "save"),
+    ("padding", (2,), 0, "DistributedSampler padding", "loader"),
     ("drop last", (2,), 0, "drop_last", "loader"),
     ("no sampler", (2,), 0, "no distributed sampler", "no sampler"),
     ("evaluation", (2,), 0, "DistributedSampler padding", "evaluation"),

@@ -68,7 +68,7 @@ def test_a_script_of_each_framework(
         assert cause.name == "mean of means"
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("args", [(), pytest.param(("layernorm",), marks=pytest.mark.long)])
 def test_everything_holds_for_shoal(home: Path, args: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "shoal", "verify", "--json", "--steps", "12", "shoal_script.py"]

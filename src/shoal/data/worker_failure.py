@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -22,6 +23,9 @@ _FIX: dict[signal.Signals | None, str] = {
     "(dmesg names the process)",
     signal.SIGBUS: "use fewer workers, num_workers={fewer}: shared memory may be full (df -h /dev/shm)",
 }
+_LOST = (EOFError, ConnectionError, FileNotFoundError)
+"""Errors of the socket by which a worker hands over memory; those of the dataset say "Caught …"."""
+_ENDING_SECONDS = 5.0
 _ELSE = "use num_workers=0: the rank itself then reads the dataset, and its error shows the line"
 
 
@@ -37,15 +41,23 @@ class LoaderWorkers:
         """Return the error to raise in place of torch's if that reports a dead worker, else None."""
         if isinstance(error.__cause__, DataError):
             return error.__cause__
+        if isinstance(error, _LOST) and not str(error).startswith("Caught "):
+            # It had announced a batch whose memory it was still to hand over. Its process is ending.
+            wait([each.sentinel for each in self.processes], _ENDING_SECONDS)
+            died = [each for each in self.processes if each.exitcode is not None]
+            return self._died(str(died[0].pid), "", died[0].exitcode) if died else None
         match = _DIED.match(str(error))
         if match is None or not isinstance(error, RuntimeError):
             return None
         number = int(match[1].partition(",")[0])
         codes = (each.exitcode for each in self.processes if each.pid == number)
-        how, ended_by = _how(match[2], next(codes, None))
+        return self._died(match[1], match[2], next(codes, None))
+
+    def _died(self, process: str, text: str, code: int | None) -> DataError:
+        how, ended_by = _how(text, code)
         return DataError(
             given=f"shoal.Loader(…, num_workers={self.count})",
-            found=f"a worker of rank {self.rank}'s Loader died ({how}): process {match[1]}",
+            found=f"a worker of rank {self.rank}'s Loader died ({how}): process {process}",
             fix=_FIX.get(ended_by, _ELSE).format(fewer=self.count // 2),
         )
 
@@ -54,7 +66,7 @@ class LoaderWorkers:
         """Raise DataError in place of an error by which torch reports a dead worker."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, *_LOST) as error:
             explained = self.explain(error)
             if explained is None:
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -64,18 +63,16 @@ class SharedStore:
 
 
 class SharedClock:
-    """Takes the place of the module `time` in code that is explored."""
+    """The clock of code that is explored."""
 
     def __init__(self, world: Execution) -> None:
         self._world = world
         self.sleep = world.sleep
 
-    def monotonic(self) -> float:
+    def now(self) -> float:
         return self._world.now
 
-    localtime = staticmethod(time.localtime)
-    strftime = staticmethod(time.strftime)
-    time = monotonic
+    wall = now
 
 
 class SharedThreading:

@@ -21,6 +21,7 @@ def measure(repository: Path, strategy: str, *options: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])["guards"][strategy]
 
 
+@pytest.mark.long
 def test_guards_find_flips_that_change_the_result(repository: Path) -> None:
     rows = {row["kind"]: row for row in measure(repository, "bits", "--flips=1")}
     for kind in ("parameter", "optimizer state"):
