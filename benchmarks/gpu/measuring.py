@@ -1,4 +1,4 @@
-"""Shared parts of the GPU benchmarks: alternating rounds, their time, peak memory, the printed table."""
+"""Shared parts of the GPU benchmarks: alternating rounds in a given time, peak memory, the table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Measured(NamedTuple):
     times: list[float]
     """Seconds of a step, one value for each round."""
     peak: int | None
-    """The most bytes of tensors in a step, those of the loop alone; None on a device that has no count."""
+    """The most bytes of tensors in a step, of this loop alone; None where the device counts none."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +150,7 @@ def peak_memory(
 
 
 def figures_of(found: Mapping[str, Measured], plain: str) -> dict[str, Any]:
-    """Return the medians of loops: step time, its ratio to the plain loop's in each round, peak memory."""
+    """Return the medians of loops: step time, throughput relative to the plain loop, peak memory."""
     figures: dict[str, Any] = {}
     for name, (times, peak) in found.items():
         figures[name] = {"step_ms": round(statistics.median(times) * 1e3, 3), "rounds": len(times)}
