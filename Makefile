@@ -54,8 +54,9 @@ test-torch: ## a small part with the oldest torch promised and with the newest
 test-long: venv ## all the rest of long tables, which takes longest
 	@$(PY) -m pytest $(IN_PARALLEL) -m 'long and not gpu and not peers'
 
-test-gpu: venv ## on a machine with GPUs: their tests and benchmarks, half an hour, into build/gpu
-	@$(PY) scripts/gpu_suite.py build/gpu
+test-gpu: $(if $(WHEELS),,venv) ## GPU tests and benchmarks in MINUTES=30, into build/gpu; WHEELS=DIR without a network
+	@$(if $(WHEELS),$(or $(PYTHON),python3) scripts/gpu_wheels.py install "$(WHEELS)")
+	@$(if $(WHEELS),build/venv/bin/python,$(PY)) scripts/gpu_suite.py build/gpu --minutes $(or $(MINUTES),30)
 
 chaos: venv ## 1,000 kills over six parallelism strategies, an hour, into build/chaos.jsonl
 	@$(PY) benchmarks/chaos.py --kills 1000

@@ -1,25 +1,38 @@
 """A GPT of 354 M parameters on one GPU: Shoal compared with the same in hand-written torch.
 
-python benchmarks/gpu/gpt.py                     # bf16, compiled
+python benchmarks/gpu/gpt.py                     # bf16, eager and compiled
 python benchmarks/gpu/gpt.py --layers 2 --width 128 --heads 2 --context 64 --rounds 2 --steps 3
 
 Model FLOPs utilization (MFU) is that of Chowdhery et al. 2022: a token costs 6 FLOPs for each parameter
 that multiplies and 12 x layers x width x context for attention. It is relative to the peak in the data
-sheet of the GPU, or to --peak. Both compile the model with its loss, clip by the global norm, and use
-the fused AdamW. Neither reads the loss.
+sheet of the GPU, or to --peak. Both clip by the global norm, and use the fused AdamW. Neither reads the
+loss. Eager loops come first, then both compile the model with its loss, or each of its blocks.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from measuring import alternate, middle, ratios, show
+from measuring import (
+    add_options,
+    alternate,
+    cells_of,
+    figures_of,
+    middle,
+    print_figures,
+    ratios,
+    show,
+    since_start,
+)
 from shoal.telemetry.usage.device_peaks import peak_here
 
 
@@ -59,11 +72,16 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def by_hand(given: argparse.Namespace, tokens: Tensor, device: torch.device) -> Callable[[], object]:
+def by_hand(
+    given: argparse.Namespace, tokens: Tensor, device: torch.device, how: str | None
+) -> Callable[[], object]:
     """Return a step in plain torch, on the next rows at each call."""
     torch.manual_seed(0)
     net = GPT(given).to(device)
-    model = torch.compile(net)
+    model = torch.compile(net) if how == "inductor" else net
+    if how == "blocks":
+        for block in net.blocks:
+            block.compile()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     tokens = tokens.pin_memory() if device.type == "cuda" else tokens
     number = 0
@@ -83,7 +101,9 @@ def by_hand(given: argparse.Namespace, tokens: Tensor, device: torch.device) -> 
     return step
 
 
-def by_shoal(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> Callable[[], object]:
+def by_shoal(
+    given: argparse.Namespace, tokens: Tensor, world: shoal.World, how: str | None
+) -> Callable[[], object]:
     """Return the same step with Shoal."""
     torch.manual_seed(0)
     model = shoal.parallelize(GPT(given), world)
@@ -91,7 +111,7 @@ def by_shoal(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> C
     task = shoal.Task(
         lambda loss, batch: (loss, batch[1].numel()), inputs=lambda batch: (batch[0], batch[1])
     )
-    step = shoal.Step(model, optimizer, task, precision="bf16", clip=1.0, compile="inductor")
+    step = shoal.Step(model, optimizer, task, precision="bf16", clip=1.0, compile=how)
     data = shoal.Loader((tokens[:, :-1], tokens[:, 1:]), world, batch_size=given.batch)
     batches = data.epochs(10**9)
     return lambda: step(next(batches))
@@ -103,6 +123,39 @@ def flops(given: argparse.Namespace) -> float:
     return float(6 * multiplied + 12 * given.layers * given.width * given.context)
 
 
+def compare(
+    given: argparse.Namespace, tokens: Tensor, world: shoal.World, how: str | None, seconds: float
+) -> dict[str, Any]:
+    """Measure the loops of one kind, print their table, and return their figures."""
+    makers = {
+        "hand-written": partial(by_hand, given, tokens, world.device, how),
+        "Shoal": partial(by_shoal, given, tokens, world, how),
+    }
+    found = alternate(makers, world, rounds=given.rounds, steps=given.steps, seconds=seconds)
+    figures = figures_of(found, "hand-written")
+    peak = given.peak * 1e12 if given.peak else peak_here(world.device, torch.bfloat16).value
+    rows = []
+    for name, measured in found.items():
+        rates = [given.batch * given.context / each for each in measured.times]
+        used = [rate * flops(given) / peak for rate in rates] if peak else []
+        if used:
+            figures[name]["mfu"] = round(median(used), 4)
+        rows.append(
+            {
+                "loop": name,
+                **cells_of(measured),
+                "tokens/s": middle(rates, 0),
+                "MFU": middle(used) if used else "the peak is unknown: --peak",
+                "throughput / hand-written": middle(
+                    ratios(found["hand-written"].times, measured.times)
+                ),
+            }
+        )
+    kind = f"compiled ({how})" if how else "eager"
+    show(f"GPT of {given.layers} layers of {given.width}, bf16, {kind}", rows, world)
+    return figures
+
+
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -111,30 +164,20 @@ def main() -> None:
     for name, value in (shape | {"rounds": 10, "steps": 10}).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--peak", type=float, help="TFLOP/s in bf16; default: by the GPU's name")
+    parser.add_argument("--compile", choices=("inductor", "blocks"), default="inductor")
+    add_options(parser)
     given = parser.parse_args()
     with shoal.init() as world:
         generator = torch.Generator().manual_seed(0)
         shape_of_data = (given.batch * 32, given.context + 1)
         tokens = torch.randint(0, given.words, shape_of_data, generator=generator)
-        loops = {
-            "hand-written": by_hand(given, tokens, world.device),
-            "Shoal": by_shoal(given, tokens, world),
-        }
-        times = alternate(loops, world, rounds=given.rounds, steps=given.steps)
-        peak = given.peak * 1e12 if given.peak else peak_here(world.device, torch.bfloat16).value
-        rows = []
-        for name, found in times.items():
-            rates = [given.batch * given.context / seconds for seconds in found]
-            used = [rate * flops(given) / peak for rate in rates] if peak else []
-            rows.append(
-                {
-                    "loop": name,
-                    "tokens/s": middle(rates, 0),
-                    "MFU": middle(used) if used else "the peak is unknown: --peak",
-                    "throughput / hand-written": middle(ratios(times["hand-written"], found)),
-                }
-            )
-        show(f"GPT of {given.layers} layers of {given.width}, bf16, compiled", rows, world)
+        figures = {"eager": compare(given, tokens, world, None, 0.4 * given.seconds)}
+        print_figures(given, figures, world)  # they are known if compilation takes too long
+        if since_start() > 0.6 * given.seconds:
+            world.print("compiled: skipped, too little time remains")
+        else:
+            figures["compiled"] = compare(given, tokens, world, given.compile, given.seconds)
+        print_figures(given, figures, world)
 
 
 if __name__ == "__main__":

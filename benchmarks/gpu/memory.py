@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 import shoal
 from gpt import GPT
-from measuring import peak_memory, show
+from measuring import add_options, peak_memory, print_figures, show
 
 Made = tuple[nn.Module, Optimizer, Callable[[], object]]
 
@@ -79,6 +79,7 @@ def main() -> None:
     for name, value in shape.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--batch", type=int, default=2, help="rows of each rank")
+    add_options(parser)
     given = parser.parse_args()
     with shoal.init(layout="shard=-1") as world:
         if world.size == 1:
@@ -98,6 +99,11 @@ def main() -> None:
                 row[f"{kind} / hand-written"] = f"{size / peaks['hand-written'][kind]:.3f}"
             rows.append(row)
         show(f"Peak memory, {given.layers} layers of {given.width}", rows, world)
+        in_mb = {
+            name: {f"{kind}_mb": round(size / 1e6, 1) for kind, size in found.items()}
+            for name, found in peaks.items()
+        }
+        print_figures(given, in_mb, world)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from measuring import alternate, middle, ratios, show
+from measuring import add_options, alternate, cells_of, figures_of, middle, print_figures, ratios, show
 
 DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 CLASSES = 1000
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", action="store_true")
+    add_options(parser)
     given = parser.parse_args()
     with shoal.init() as world:
         generator = torch.Generator().manual_seed(0)
@@ -145,23 +147,25 @@ def main() -> None:
         shape = (samples, 3, given.size, given.size)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         data = images, torch.randint(0, CLASSES, (samples,), generator=generator)
-        loops = {
-            "plain": plain(given, data, world),
-            "Shoal, rank": through_shoal(given, data, world, "rank"),
-            "Shoal, batch": through_shoal(given, data, world, "batch"),
+        makers = {
+            "plain": partial(plain, given, data, world),
+            "Shoal, rank": partial(through_shoal, given, data, world, "rank"),
+            "Shoal, batch": partial(through_shoal, given, data, world, "batch"),
         }
-        times = alternate(loops, world, rounds=given.rounds, steps=given.steps)
+        times = alternate(makers, world, rounds=given.rounds, steps=given.steps, seconds=given.seconds)
         rows = [
             {
                 "loop": name,
-                "images/s": middle([given.batch / seconds for seconds in found], 0),
-                "throughput / plain": middle(ratios(times["plain"], found)),
+                **cells_of(found),
+                "images/s": middle([given.batch / seconds for seconds in found.times], 0),
+                "throughput / plain": middle(ratios(times["plain"].times, found.times)),
             }
             for name, found in times.items()
         ]
         compiled = ", compiled" if given.compile else ""
         title = f"ResNet-{given.depth}, {given.batch} images of {given.size} px, bf16{compiled}"
         show(title, rows, world)
+        print_figures(given, figures_of(times, "plain"), world)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 import shoal
-from measuring import middle, show, timed
+from measuring import add_options, enough_time, middle, print_figures, show, since_start, timed
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.async_save import BackgroundSaver
 from shoal.util import accelerator
@@ -133,6 +134,39 @@ def stalled(
     return prolonged, total
 
 
+def measure(
+    given: argparse.Namespace,
+    training: Training,
+    saves: Mapping[str, Save],
+    folder: Path,
+    world: shoal.World,
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the stall and the total of each save in each round; print the medians so far."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
+    for number in range(-1, given.rounds):  # the first one makes the buffers
+        begun = since_start()
+        for name, save in saves.items():
+            times = stalled(training, save, folder / "saved", given.steps, world)
+            if number >= 0:
+                found[name].append(times)
+        if number >= 0:
+            print_figures(given, {"gigabytes": given.gigabytes, **medians(found)}, world)
+            if not enough_time(given.seconds, begun, world):
+                break
+    return found
+
+
+def medians(found: Mapping[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
+    """Return the seconds of the median stall and total of each save."""
+    return {
+        name: {
+            part: round(statistics.median(times), 3)
+            for part, times in zip(("stall_s", "total_s"), zip(*pairs, strict=True), strict=True)
+        }
+        for name, pairs in found.items()
+    }
+
+
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -142,6 +176,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="before and after each save")
     parser.add_argument("--directory", type=Path, help="on the disk to write to; default: temporary")
+    add_options(parser)
     given = parser.parse_args()
     with shoal.init() as world, tempfile.TemporaryDirectory(dir=given.directory) as folder:
         training = Training(given, world)
@@ -154,17 +189,13 @@ def main() -> None:
         if accelerator.is_accelerator(world.device):
             pinned = StagingOptions(use_shared_memory=False)
             saves["dcp.async_save, pinned"] = by_dcp(training, pinned)
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
-        for number in range(-1, given.rounds):  # the first one makes the buffers
-            for name, save in saves.items():
-                times = stalled(training, save, Path(folder) / "saved", given.steps, world)
-                if number >= 0:
-                    found[name].append(times)
+        found = measure(given, training, saves, Path(folder), world)
         rows = []
         for name, pairs in found.items():
             stalls, totals = zip(*pairs, strict=True)
             rows.append({"save": name, "stall (s)": middle(stalls), "total (s)": middle(totals)})
         show(f"A checkpoint of {given.gigabytes:g} GB", rows, world)
+        print_figures(given, {"gigabytes": given.gigabytes, **medians(found)}, world)
 
 
 if __name__ == "__main__":

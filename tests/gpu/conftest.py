@@ -1,4 +1,7 @@
-"""Devices of these tests: the accelerator (`make test-gpu`), and the CPU (`make test-rest`)."""
+"""Devices of these tests: the accelerator (`make test-gpu`), and the CPU.
+
+On the CPU, `make test-rest` runs the first row of each test, `make test-long` the others.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,18 @@ def device(request: pytest.FixtureRequest) -> str:
     if reason := why_skipped():
         pytest.skip(reason)
     return accelerator_type()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as long all rows on the CPU but one of each test, which shows that the test is right."""
+    seen = set()
+    for item in items:
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        if item.callspec.params.get("device") == "cpu":
+            if item.function in seen:
+                item.add_marker(pytest.mark.long)
+            seen.add(item.function)
 
 
 @pytest.fixture(scope="module")
