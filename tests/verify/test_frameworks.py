@@ -51,7 +51,10 @@ MORE = [
     ("script", "args", "module", "expected"),
     [
         *(pytest.param(*case, marks=pytest.mark.full) for case in CASES),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in MORE),
+        *(
+            pytest.param(*case, marks=pytest.mark.long if "fsdp2" in case[0] else pytest.mark.peers)
+            for case in MORE
+        ),
     ],
 )
 def test_a_script_of_each_framework(
