@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 HEAD = """
 import json
@@ -176,7 +176,13 @@ EXPECTED = {  # equal to one process, each sample once, samples counted
 }
 
 
-@pytest.fixture(scope="module", params=EXPECTED)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(tool, marks=pytest.mark.full if tool in ("shoal", "ddp") else pytest.mark.long)
+        for tool in EXPECTED
+    ],
+)
 def tool(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

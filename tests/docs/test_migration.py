@@ -283,10 +283,7 @@ def test_the_deepspeed_config_is_on_its_page_and_fits_its_script() -> None:
     assert steps == 10 * DEEPSPEED.samples // config["train_batch_size"]
 
 
-@pytest.mark.parametrize(
-    "pair",
-    marked(ddp_after=pytest.mark.full),
-)
+@pytest.mark.parametrize("pair", marked())
 def test_the_shoal_script_ends_the_same_on_one_and_two_processes(pair: Pair, tmp_path: Path) -> None:
     one = run_script(tmp_path / "one", pair, 1, None)
     assert one < 0.5  # from ln 5 on: it has learned, so that the same is not nothing

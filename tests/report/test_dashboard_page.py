@@ -175,7 +175,7 @@ def test_whatever_the_run_it_fits(**case: Any) -> None:
     check_fits(**case)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @given(**CASES)
 @settings(max_examples=250, deadline=None)
 def test_whatever_the_run_it_fits_at_length(**case: Any) -> None:
