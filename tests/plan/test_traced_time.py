@@ -229,10 +229,12 @@ def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
         run_ranks([[], last], planned("pipeline=2"), machine)
 
 
-@pytest.mark.parametrize(
-    ("layout", "machine", "ends"),
-    [
-        # The first stage has the core for 1 s, and for the 0.2 s of a message whose two ranks share
+def test_a_stage_that_waits_leaves_its_core() -> None:
+    for (
+        layout,
+        machine,
+        ends,
+    ) in (  # The first stage has the core for 1 s, and for the 0.2 s of a message whose two ranks share
         # the core; then both compute.
         ("pipeline=2", replace(CPU, devices=2, cores=1), (2.8, 3.0)),
         ("pipeline=2,replicate=2", replace(CPU, devices=4, cores=2), (2.8, 3.0)),
@@ -240,20 +242,18 @@ def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
         # Two nodes share no core, and the message takes a second.
         ("pipeline=2", CPU, (2.0, 3.0)),
         ("pipeline=2,replicate=2", replace(CPU, devices=2, cores=1), (4.0, 5.0)),
-    ],
-)
-def test_a_stage_that_waits_leaves_its_core(
-    layout: str, machine: Machine, ends: tuple[float, ...]
-) -> None:
-    first = [message("send", 0), segment("forward")]
-    last = [message("recv", 0, Work()), segment("forward")]
-    if "replicate" in layout:
-        first, last = ([replace(each, collective=apart(each)) for each in one] for one in (first, last))
-    runs = run_ranks([first, last], planned(layout), machine)
-    assert [each.spans[-1].end for each in runs] == pytest.approx(ends, abs=NEAR)
-    # Stages compute more slowly while they share the core, and the step ends at the same time for all.
-    assert runs[0].time.products + runs[0].time.bubble == pytest.approx(ends[1], abs=NEAR)
-    assert runs[1].time.total == pytest.approx(ends[1], abs=NEAR)
+    ):
+        first = [message("send", 0), segment("forward")]
+        last = [message("recv", 0, Work()), segment("forward")]
+        if "replicate" in layout:
+            first, last = (
+                [replace(each, collective=apart(each)) for each in one] for one in (first, last)
+            )
+        runs = run_ranks([first, last], planned(layout), machine)
+        assert [each.spans[-1].end for each in runs] == pytest.approx(ends, abs=NEAR), layout
+        # Stages that share the core are slower, and the step ends at the same time for all.
+        assert runs[0].time.products + runs[0].time.bubble == pytest.approx(ends[1], abs=NEAR)
+        assert runs[1].time.total == pytest.approx(ends[1], abs=NEAR), layout
 
 
 def apart(segment: TracedSegment) -> TracedCollective | None:
@@ -271,7 +271,8 @@ def test_stages_meet_in_collectives() -> None:
 
 
 def layers() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(256, 256), nn.GELU()) * 3, nn.Linear(256, 10))
+    parts = [each for _ in range(3) for each in (nn.Linear(256, 256), nn.GELU())]
+    return nn.Sequential(*parts, nn.Linear(256, 10))
 
 
 @pytest.mark.parametrize(
