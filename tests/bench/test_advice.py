@@ -48,9 +48,8 @@ def test_workers_help_until_the_cores_are_busy() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("following", "why"),
-    [
+def test_why_no_worker_is_best() -> None:
+    for following, why in (
         (
             measured(1, 400, busy=0.5, theirs=0.3),
             "transferring samples between processes costs more than loading them",
@@ -60,12 +59,10 @@ def test_workers_help_until_the_cores_are_busy() -> None:
             measured(1, 950, busy=0.2, theirs=0.3, machine=0.97),
             "other processes keep this machine busy",
         ),
-    ],
-)
-def test_why_no_worker_is_best(following: LoaderTrials, why: str) -> None:
-    [said] = worker_advice([measured(0, 1000), following], 4, None)
-    assert said.startswith("num_workers=0 gives 1,000 samples/s; 1 give ")
-    assert said.endswith(f": {why}.")
+    ):
+        [said] = worker_advice([measured(0, 1000), following], 4, None)
+        assert said.startswith("num_workers=0 gives 1,000 samples/s; 1 give "), following
+        assert said.endswith(f": {why}."), following
 
 
 def test_workers_that_wait_are_told_from_those_that_compute() -> None:

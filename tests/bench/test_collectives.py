@@ -83,7 +83,10 @@ def test_ctrl_c_keeps_what_was_measured(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("program", mpirun.PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    [mpirun.PROGRAMS[0], *(pytest.param(p, marks=pytest.mark.long) for p in mpirun.PROGRAMS[1:])],
+)
 def test_mpi_beside_gloo(program: str, tmp_path: Path) -> None:
     sizes = "1KiB,16KiB,256KiB"
     asked = f"--backend gloo,mpi --sizes {sizes} --repeats 3 --seconds 600 -o m.json".split()

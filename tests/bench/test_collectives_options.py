@@ -42,9 +42,8 @@ def test_mpi_is_the_world_and_gloo_stands_beside_it() -> None:
     assert request(backends="gloo, mpi").backends == ("mpi", "gloo")
 
 
-@pytest.mark.parametrize(
-    ("changed", "found"),
-    [
+def test_what_can_not_be_asked() -> None:
+    for changed, found in (
         ({"backends": "ucx"}, "'ucx' is not one of mpi, nccl, gloo"),
         ({"operations": "all_reduce,scan"}, "'scan' is not one of all_reduce"),
         ({"sizes": "0"}, "not between 1 byte"),
@@ -58,27 +57,20 @@ def test_mpi_is_the_world_and_gloo_stands_beside_it() -> None:
         ({"seconds": -1.0}, "seconds above 0"),
         ({"out": Path("no/such/m.json")}, "there is no directory"),
         ({"csv": Path(".")}, "it is a directory"),
-    ],
-)
-def test_what_can_not_be_asked(changed: dict[str, Any], found: str) -> None:
-    with pytest.raises(shoal.LaunchError, match=found):
-        request(**changed)
+    ):
+        with pytest.raises(shoal.LaunchError, match=found):
+            request(**changed)
 
 
-@pytest.mark.parametrize(
-    ("processes", "changed", "found"),
-    [
+def test_where_nothing_can_be_measured() -> None:
+    for processes, changed, found in (
         (None, {}, "no other to communicate with"),
         (1, {}, "no other to communicate with"),
         (2, {"backends": "mpi"}, "not ranks of MPI"),
         (2, {"sizes": "512GiB"}, "of memory"),
-    ],
-)
-def test_where_nothing_can_be_measured(
-    processes: int | None, changed: dict[str, Any], found: str
-) -> None:
-    with pytest.raises(shoal.LaunchError, match=found):
-        command.benchmark_collectives(request(**changed), processes)
+    ):
+        with pytest.raises(shoal.LaunchError, match=found):
+            command.benchmark_collectives(request(**changed), processes)
 
 
 def test_ranks_of_a_job_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,19 +40,16 @@ def test_a_model_is_read_with_its_sizes_and_written_back() -> None:
     assert parse_subject("nets.big:make") == Factory(module="nets.big", name="make")
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
+def test_what_is_no_model_is_refused_with_what_would_be() -> None:
+    for text, told in (
         ("resnet19", "neither a built-in model"),
         ("gpt:depth=3", "'depth=3' is not one of its sizes"),
         ("gpt:layers=0", "not a number above 0"),
         ("gpt:width=100,heads=7", "heads=5"),
         ("a b:c", "neither a built-in model"),
-    ],
-)
-def test_what_is_no_model_is_refused_with_what_would_be(text: str, told: str) -> None:
-    with pytest.raises(LaunchError, match=told):
-        parse_subject(text)
+    ):
+        with pytest.raises(LaunchError, match=told):
+            parse_subject(text)
 
 
 FULL = StudyOptions(
@@ -82,20 +79,17 @@ def test_over_two_rounds_each_configuration_stands_at_the_same_place(count: int,
     assert count < 2 or grid.round_order(count, 2 * pair + 2) != first
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
+def test_what_cannot_be_studied_is_refused() -> None:
+    for changed, told in (
         ({"backends": ("gloo", "tcp")}, "'tcp' is not one of"),
         ({"batch": 3}, "--batch 4"),
         ({"warmup": 0}, "--warmup 1"),
         ({"args": ("--x",)}, "only a script accepts"),
         ({"processes": (0, 1)}, "1 or more"),
         ({"model": "missing.py"}, "there is no file"),
-    ],
-)
-def test_what_cannot_be_studied_is_refused(changed: dict[str, Any], told: str) -> None:
-    with pytest.raises(LaunchError, match=told):
-        grid.check_study_options(replace(FULL, **changed))
+    ):
+        with pytest.raises(LaunchError, match=told):
+            grid.check_study_options(replace(FULL, **changed))
 
 
 def test_a_script_has_to_be_told_what_the_study_varies(tmp_path: Path) -> None:
@@ -241,20 +235,17 @@ def test_more_processes_than_cores_or_gpus_and_busy_machines_are_said() -> None:
     assert row.notes == ("more processes than GPUs: 2 on 1 GPU of a",)
 
 
-@pytest.mark.parametrize(
-    ("code", "log", "told"),
-    [
+def test_the_reason_of_a_failure_is_one_line() -> None:
+    for code, log, told in (
         (1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n", "out of memory: OutOf"),
         (2, "given: x\nfound: no such layer\nfix:   y\n", "no such layer (exit code 2)"),
         (1, "  File x\nValueError: bad\x1b[2J shape\n", "ValueError: bad\\x1b[2J shape"),
         (-9, "step 3\n", "killed (SIGKILL)"),
         (3, "", "no output (exit code 3)"),
-    ],
-)
-def test_the_reason_of_a_failure_is_one_line(code: int, log: str, told: str) -> None:
-    found = jobs.reason_of(code, log)
-    assert told in found
-    assert "\n" not in found
+    ):
+        found = jobs.reason_of(code, log)
+        assert told in found, code
+        assert "\n" not in found, code
 
 
 def test_a_study_goes_on_where_it_was_killed_and_refuses_to_become_another(tmp_path: Path) -> None:
@@ -302,15 +293,15 @@ def test_a_study_in_which_nothing_succeeded_fails(
     assert [CliRunner().invoke(app, words).exit_code for _ in range(3)] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("changed", [{"seconds": 0}, {"walls": [0.1]}, {"seconds": None}])
-def test_a_result_that_says_nothing_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
-    study = directory.begin_study(tmp_path, FULL)
-    number, first = study.missing()[0]
-    plain = asdict(repeat(first.key, number, ONE))
-    plain["measured"] |= changed
-    directory.write_json(study.job(first, number) / directory.RESULT, plain)
-    with pytest.raises(CheckpointError, match=r"rm .*result.json"):
-        study.repeats()
+def test_a_result_that_says_nothing_is_named(tmp_path: Path) -> None:
+    for changed in ({"seconds": 0}, {"walls": [0.1]}, {"seconds": None}):
+        study = directory.begin_study(tmp_path, FULL)
+        number, first = study.missing()[0]
+        plain = asdict(repeat(first.key, number, ONE))
+        plain["measured"] |= changed
+        directory.write_json(study.job(first, number) / directory.RESULT, plain)
+        with pytest.raises(CheckpointError, match=r"rm .*result.json"):
+            study.repeats()
 
 
 def test_steps_that_took_no_time_are_no_result(tmp_path: Path) -> None:

@@ -39,9 +39,8 @@ def site(partition: Partition | None) -> Site:
     return Site(name="mini", default="main", partitions={"main": partition})
 
 
-@pytest.mark.parametrize(
-    ("partition", "asked", "found"),
-    [
+def test_a_node_takes_what_the_site_says_or_the_user() -> None:
+    for partition, asked, found in (
         (GPUS, ClusterRequest(), (4, True, 8, 4)),
         (GPUS, ClusterRequest(gpus=2, cpus=3), (2, True, 3, 4)),
         (GPUS, ClusterRequest(gpus=0), (32, False, 1, 4)),
@@ -50,43 +49,31 @@ def site(partition: Partition | None) -> Site:
         (CORES, ClusterRequest(cpus=5), (6, False, 5, None)),
         (None, ClusterRequest(gpus=4), (4, True, None, None)),
         (None, ClusterRequest(tasks=6), (6, False, None, None)),
-    ],
-)
-def test_a_node_takes_what_the_site_says_or_the_user(
-    partition: Partition | None, asked: ClusterRequest, found: tuple[int, bool, int | None, int | None]
-) -> None:
-    fits = node_capacity(site(partition), asked)
-    assert (fits.tasks, fits.gpus, fits.cpus, fits.most) == found
+    ):
+        fits = node_capacity(site(partition), asked)
+        assert (fits.tasks, fits.gpus, fits.cpus, fits.most) == found, partition
 
 
-@pytest.mark.parametrize(
-    ("partition", "asked", "told"),
-    [
+def test_what_nobody_knows_of_a_node_is_asked_for() -> None:
+    for partition, asked, told in (
         (None, ClusterRequest(), "the number of processes per node is unknown"),
         (GPUS, ClusterRequest(partition="fast"), "mini has main"),
-    ],
-)
-def test_what_nobody_knows_of_a_node_is_asked_for(
-    partition: Partition | None, asked: ClusterRequest, told: str
-) -> None:
-    with pytest.raises(LaunchError, match=told):
-        node_capacity(site(partition), asked)
+    ):
+        with pytest.raises(LaunchError, match=told):
+            node_capacity(site(partition), asked)
 
 
 FOUR = Capacity(where="mini", tasks=4, gpus=True, cpus=8, most=4)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "told"),
-    [
+def test_sizes_that_do_not_fit_the_nodes_are_refused() -> None:
+    for sizes, told in (
         ((1, 32), "is 4 nodes per job with 4 processes each: 16"),
         ((5,), "5 processes can't be split evenly over 2 nodes"),
-    ],
-)
-def test_sizes_that_do_not_fit_the_nodes_are_refused(sizes: tuple[int, ...], told: str) -> None:
-    FOUR.check((1, 2, 4, 6, 16))
-    with pytest.raises(LaunchError, match=told):
-        FOUR.check(sizes)
+    ):
+        FOUR.check((1, 2, 4, 6, 16))
+        with pytest.raises(LaunchError, match=told):
+            FOUR.check(sizes)
 
 
 def test_what_fits_on_as_many_nodes_shares_them_in_the_order_of_the_plan(tmp_path: Path) -> None:
@@ -171,9 +158,8 @@ def test_a_turn_has_its_time(fakes: Fakes, tmp_path: Path) -> None:
     assert found == (0, {"long": "124", "one": "0"})
 
 
-@pytest.mark.parametrize(
-    ("launcher", "told"),
-    [
+def test_each_turn_has_as_many_processes_as_it_needs(tmp_path: Path) -> None:
+    for launcher, told in (
         (
             "srun",
             "turn two.txt srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 bash -c "
@@ -185,24 +171,22 @@ def test_a_turn_has_its_time(fakes: Fakes, tmp_path: Path) -> None:
             'turn two.txt srun --kill-on-bad-exit=1 bash -c "$around" "$first" python '
             "-m torch.distributed.run",
         ),
-    ],
-)
-def test_each_turn_has_as_many_processes_as_it_needs(launcher: str, told: str, tmp_path: Path) -> None:
-    turns = tuple(JobCommand(args=(), processes=size, log=f"{name}.txt") for name, size in SIZES)
-    asked = JobRequest(
-        script="t.py",
-        time=60,
-        nodes=2,
-        processes=4,
-        turns=turns,
-        limit=9,
-        launcher=launcher,
-    )
-    text = write(asked, Site(name="plain"), place(tmp_path))
-    assert told in text
-    assert "--ntasks-per-node=2\n" in text or launcher == "torchrun"
-    assert "#SBATCH --no-requeue\n" in text
-    assert "--signal" not in text
+    ):
+        turns = tuple(JobCommand(args=(), processes=size, log=f"{name}.txt") for name, size in SIZES)
+        asked = JobRequest(
+            script="t.py",
+            time=60,
+            nodes=2,
+            processes=4,
+            turns=turns,
+            limit=9,
+            launcher=launcher,
+        )
+        text = write(asked, Site(name="plain"), place(tmp_path))
+        assert told in text, launcher
+        assert "--ntasks-per-node=2\n" in text or launcher == "torchrun"
+        assert "#SBATCH --no-requeue\n" in text, launcher
+        assert "--signal" not in text, launcher
 
 
 SIZES = (("two", 2), ("four", 4))
@@ -343,12 +327,12 @@ def test_a_study_here_and_one_under_slurm_are_two(fakes: Fakes) -> None:
         begin_study(Path("s"), here)
 
 
-@pytest.mark.parametrize("name", ["empty", "foreign", "missing"])
-def test_what_is_no_study_cannot_be_collected(name: str, fakes: Fakes) -> None:
-    Path("empty").mkdir()
-    Path("foreign").mkdir()
-    Path("foreign/study.json").write_text(json.dumps({"format": "other"}))
-    assert "shoal bench scaling" in refused("collect", name).fix
+def test_what_is_no_study_cannot_be_collected(fakes: Fakes) -> None:
+    for name in ("empty", "foreign", "missing"):
+        Path("empty").mkdir()
+        Path("foreign").mkdir()
+        Path("foreign/study.json").write_text(json.dumps({"format": "other"}))
+        assert "shoal bench scaling" in refused("collect", name).fix
 
 
 def test_nodes_that_fewer_processes_had_and_more_had_not_are_said() -> None:

@@ -11,7 +11,7 @@ from helpers.commands import GONE_WITHIN, Command, Ended, wait_for
 from shoal.bench.scaling.aggregate import scaling_points
 from shoal.bench.scaling.directory import load_study
 
-pytestmark = [pytest.mark.processes, pytest.mark.full]
+pytestmark = pytest.mark.processes
 
 MINE = """
 import torch, torch.nn.functional as F, shoal
@@ -64,6 +64,7 @@ def here(tmp_path: Path) -> Path:
 TINY = ("--steps", "6", "--warmup", "2", "--rounds", "1", "--batch", "8", "--study", "s")
 
 
+@pytest.mark.full
 def test_a_study_that_is_killed_leaves_nothing_running_and_goes_on(here: Path) -> None:
     command = [sys.executable, "-m", "shoal", "bench", "scaling", "mine:make", "-n", "1,2", *TINY]
     started = Command(command, here)
@@ -101,6 +102,7 @@ def check_study(here: Path) -> None:
     assert {"index.html", "results.csv", "parts.png", *plots} <= names
 
 
+@pytest.mark.long
 def test_a_script_of_ones_own_is_studied_and_what_fails_is_a_row(here: Path) -> None:
     given = ("-n", "1,2", "--scaling", "weak", *TINY, "--", "{run}", "{batch}", "{steps}")
     ended = bench(here, "scaling", "train.py", *given)

@@ -77,9 +77,8 @@ def test_version() -> None:
     assert re.fullmatch(r"shoal \d+\.\d+\.\d+\S*\n", done.output)
 
 
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
+def test_numbers_that_cannot_work(script: str) -> None:
+    for options, given in (
         (["-n", "0"], "-n 0"),
         (["-n", "-2"], "-n -2"),
         (["-n", "two"], "-n two"),
@@ -87,13 +86,11 @@ def test_version() -> None:
         (["-n", "1", "--restarts", "-1"], "--restarts -1"),
         (["-n", "1", "--port", "70000"], "--port 70000"),
         (["-n", "1", "--port", "http"], "--port http"),
-    ],
-)
-def test_numbers_that_cannot_work(script: str, options: list[str], given: str) -> None:
-    done = CliRunner().invoke(app, ["run", *options, script])
-    assert isinstance(done.exception, LaunchError)
-    assert done.exception.given == given
-    assert done.exception.fix
+    ):
+        done = CliRunner().invoke(app, ["run", *options, script])
+        assert isinstance(done.exception, LaunchError), options
+        assert done.exception.given == given, options
+        assert done.exception.fix, options
 
 
 @pytest.mark.parametrize(
@@ -126,20 +123,16 @@ def test_all_after_the_script_but_the_first_two_dashes_are_its_arguments(
     assert program.endswith(" ".join([str(tmp_path / "train.py"), *arguments])), program
 
 
-@pytest.mark.parametrize(
-    ("name", "found"), [("missing.py", "there is no file"), ("folder", "is a directory")]
-)
-def test_a_script_that_is_not_there_is_told_in_plain_lines(
-    tmp_path: Path, name: str, found: str
-) -> None:
+def test_a_script_that_is_not_there_is_told_in_plain_lines(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    done = shoal("run", "-n", "2", name, folder=tmp_path)
-    lines = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (2, "")
-    assert [line.split(":")[0] for line in lines] == ["given", "found", "fix"]
-    assert lines[0] == f"given: {name}"
-    assert found in lines[1]
-    assert str(tmp_path / name) in lines[1]
+    for name, found in (("missing.py", "there is no file"), ("folder", "is a directory")):
+        done = shoal("run", "-n", "2", name, folder=tmp_path)
+        lines = done.stderr.splitlines()
+        assert (done.returncode, done.stdout) == (2, ""), name
+        assert [line.split(":")[0] for line in lines] == ["given", "found", "fix"], name
+        assert lines[0] == f"given: {name}"
+        assert found in lines[1], name
+        assert str(tmp_path / name) in lines[1]
 
 
 def test_a_port_in_use(script: str, busy_port: int) -> None:

@@ -19,25 +19,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("start", [["-m", "shoal"], ["-c", "from shoal.cli.main import main; main()"]])
-def test_all_problems_are_told_at_once(folder: Path, start: list[str]) -> None:
-    words = ["run", "--nproc", "0", "--bogus", "x.py-that-does-not-exist"]
-    done = subprocess.run(
-        [sys.executable, *start, *words], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [
-        "given: shoal run --nproc 0 --bogus x.py-that-does-not-exist",
-        "found: --nproc: no such option; did you mean --nproc-per-node?",
-        "       --bogus: no such option",
-        "       --nproc-per-node 0: 0 is less than 1",
-        f"       x.py-that-does-not-exist: there is no file {folder / 'x.py-that-does-not-exist'}",
-        "fix:   --nproc-per-node",
-        "       options of the script follow its name: shoal run -n 4 train.py --lr 0.1; "
-        "shoal run --help lists the options",
-        "       --nproc-per-node 1 or more: Number of processes on this node; required.",
-        "       give the path of a Python file: shoal run -n 2 script.py",
-    ]
+def test_all_problems_are_told_at_once(folder: Path) -> None:
+    for start in (["-m", "shoal"], ["-c", "from shoal.cli.main import main; main()"]):
+        words = ["run", "--nproc", "0", "--bogus", "x.py-that-does-not-exist"]
+        done = subprocess.run(
+            [sys.executable, *start, *words], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert (done.returncode, done.stdout) == (2, ""), start
+        assert done.stderr.splitlines() == [
+            "given: shoal run --nproc 0 --bogus x.py-that-does-not-exist",
+            "found: --nproc: no such option; did you mean --nproc-per-node?",
+            "       --bogus: no such option",
+            "       --nproc-per-node 0: 0 is less than 1",
+            f"       x.py-that-does-not-exist: there is no file {folder / 'x.py-that-does-not-exist'}",
+            "fix:   --nproc-per-node",
+            "       options of the script follow its name: shoal run -n 4 train.py --lr 0.1; "
+            "shoal run --help lists the options",
+            "       --nproc-per-node 1 or more: Number of processes on this node; required.",
+            "       give the path of a Python file: shoal run -n 2 script.py",
+        ]
 
 
 ONE = [
@@ -72,18 +72,17 @@ ONE = [
 ]
 
 
-@pytest.mark.parametrize(("words", "given", "found", "fix"), ONE, ids=[row[0] for row in ONE])
-def test_a_single_problem(words: str, given: str, found: str, fix: str) -> None:
-    error = refused(*words.split())
-    if words != "report -o":
-        assert error.given == given
-    assert found in error.found
-    assert fix in error.fix
+def test_a_single_problem() -> None:
+    for words, given, found, fix in ONE:
+        error = refused(*words.split())
+        if words != "report -o":
+            assert error.given == given, words
+        assert found in error.found, words
+        assert fix in error.fix, words
 
 
-@pytest.mark.parametrize(
-    ("words", "problems"),
-    [
+def test_each_of_several_problems_has_a_line() -> None:
+    for words, problems in (
         ("run", ["SCRIPT is missing", "the number of processes is missing"]),
         ("run -n", ["-n: the option needs a value", "SCRIPT is missing"]),
         ("run -n x --restarts -1 gone.py", ["x is not an integer", "less than 0", "no file"]),
@@ -100,24 +99,22 @@ def test_a_single_problem(words: str, given: str, found: str, fix: str) -> None:
         ("submit --nodes 0 gone.py", ["0 is less than 1", "there is no file", "no time limit"]),
         ("report --textt a b", ["did you mean --text?", "b: an argument"]),
         ("bench scaling --limit 0 --steps x", ["less than 1", "not an integer", "MODEL is missing"]),
-    ],
-)
-def test_each_of_several_problems_has_a_line(words: str, problems: list[str]) -> None:
-    error = refused(*words.split())
-    assert error.given == f"shoal {words}"
-    lines = error.found.split("\n")
-    assert len(lines) == len(problems)
-    for problem in problems:
-        assert problem in error.found
+    ):
+        error = refused(*words.split())
+        assert error.given == f"shoal {words}"
+        lines = error.found.split("\n")
+        assert len(lines) == len(problems), words
+        for problem in problems:
+            assert problem in error.found, words
 
 
-@pytest.mark.parametrize("words", ["run --bogus --help", "run -n 0 -h", "checkpoint -h"])
-def test_help_comes_before_problems(words: str) -> None:
-    done = shoal(*words.split())
-    assert done.exit_code == 0
-    assert "Usage" in done.stdout
+def test_help_comes_before_problems() -> None:
+    for words in ("run --bogus --help", "run -n 0 -h", "checkpoint -h"):
+        done = shoal(*words.split())
+        assert done.exit_code == 0, words
+        assert "Usage" in done.stdout, words
 
 
-@pytest.mark.parametrize("words", [[], ["checkpoint"]])
-def test_a_group_alone_shows_its_help(words: list[str]) -> None:
-    assert "Usage: shoal" in shoal(*words).output
+def test_a_group_alone_shows_its_help() -> None:
+    for words in ([], ["checkpoint"]):
+        assert "Usage: shoal" in shoal(*words).output

@@ -57,17 +57,12 @@ def test_the_pages_are_in_the_navigation(repository: Path, script: ModuleType) -
     assert [name for name in script.pages() if f"reference/{name}" not in navigation] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "description", "default"),
-    [
+def test_a_default_in_words_is_read(script: ModuleType) -> None:
+    for text, description, default in (
         ("Port to use (default: a free port).", "Port to use.", "a free port"),
         ("Print it.", "Print it.", ""),
-    ],
-)
-def test_a_default_in_words_is_read(
-    script: ModuleType, text: str, description: str, default: str
-) -> None:
-    assert script.split_default(text) == (description, default)
+    ):
+        assert script.split_default(text) == (description, default)
 
 
 def test_the_example_of_an_error_is_what_the_command_says(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 HEAD = """
 import json
@@ -179,7 +179,7 @@ EXPECTED = {  # equal to one process, each sample once, samples counted
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(tool, marks=[] if tool in ("shoal", "ddp") else pytest.mark.peers)
+        pytest.param(tool, marks=pytest.mark.full if tool in ("shoal", "ddp") else pytest.mark.peers)
         for tool in EXPECTED
     ],
 )

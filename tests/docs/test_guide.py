@@ -24,7 +24,7 @@ PROGRAMS = [name for name, path in PAGES.items() if pages.blocks(path.read_text(
 FIRST_PAGES = ("getting-started/", "guides/training-loop", "guides/data", "parallelism/choosing")
 """Pages that `make test` runs; `make test-rest` runs them all."""
 
-TWICE = {"guides/data"}
+TWICE = {"guides/training-loop"}
 """The pages that CI runs on two processes too; all in `make test-all`."""
 
 

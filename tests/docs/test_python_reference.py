@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
-from typing import Any
 
-import pytest
 import write_reference as reference
 
 import shoal
@@ -32,27 +29,25 @@ def test_every_public_name_is_on_one_page() -> None:
     assert sorted(listed) == sorted(shoal.__all__)
 
 
-@pytest.mark.parametrize(("name", "function"), reference.callables())
-def test_a_docstring_describes_each_parameter_and_the_result(
-    name: str, function: Callable[..., Any]
-) -> None:
-    text = inspect.getdoc(function) or ""
-    signature = inspect.signature(function)
-    missing = [
-        parameter
-        for parameter in signature.parameters
-        if parameter not in {"self", "cls"} and not entry(text, parameter)
-    ]
-    nothing = (None, "None", inspect.Signature.empty)
-    if not inspect.isclass(function) and signature.return_annotation not in nothing:
-        missing += [] if re.search(r"^(Returns|Yields):$", text, re.MULTILINE) else ["Returns"]
-    assert missing == []
+def test_a_docstring_describes_each_parameter_and_the_result() -> None:
+    for name, function in reference.callables():
+        text = inspect.getdoc(function) or ""
+        signature = inspect.signature(function)
+        missing = [
+            parameter
+            for parameter in signature.parameters
+            if parameter not in {"self", "cls"} and not entry(text, parameter)
+        ]
+        nothing = (None, "None", inspect.Signature.empty)
+        if not inspect.isclass(function) and signature.return_annotation not in nothing:
+            missing += [] if re.search(r"^(Returns|Yields):$", text, re.MULTILINE) else ["Returns"]
+        assert missing == [], name
 
 
-@pytest.mark.parametrize("name", sorted(set(shoal.__all__) - {"__version__"}))
-def test_a_public_name_has_an_example_or_says_when_it_is_raised(name: str) -> None:
-    public = getattr(shoal, name)
-    if inspect.isclass(public) and issubclass(public, shoal.ShoalError):
-        assert len((inspect.getdoc(public) or "").split()) > 5
-    else:
-        assert re.search(r"^ *>>> ", inspect.getdoc(public) or "", re.MULTILINE)
+def test_a_public_name_has_an_example_or_says_when_it_is_raised() -> None:
+    for name in sorted(set(shoal.__all__) - {"__version__"}):
+        public = getattr(shoal, name)
+        if inspect.isclass(public) and issubclass(public, shoal.ShoalError):
+            assert len((inspect.getdoc(public) or "").split()) > 5, name
+        else:
+            assert re.search(r"^ *>>> ", inspect.getdoc(public) or "", re.MULTILINE), name

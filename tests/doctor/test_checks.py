@@ -133,18 +133,18 @@ def test_the_verdict_comes_first_and_the_gravest_line_next() -> None:
     assert examination(ok("x", "1")).verdict().startswith("1 checks ok")
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_hostile_names_are_shown_and_not_obeyed(width: int) -> None:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    text = "node[01-03] [red]x[/] \x1b[31m" + "Z" * 200
-    display.print_examination(console, examination(failure("host", text, f"ping {text}")))
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
-    assert max(map(len, shown.splitlines()[1:])) <= width
-    assert "\x1b" not in shown
-    assert "\\x1b" in shown
-    assert shown.count("Z") == 400
-    assert "[red]x[/]" in shown
+def test_hostile_names_are_shown_and_not_obeyed() -> None:
+    for width in (60, 80, 120):
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        text = "node[01-03] [red]x[/] \x1b[31m" + "Z" * 200
+        display.print_examination(console, examination(failure("host", text, f"ping {text}")))
+        assert isinstance(console.file, io.StringIO), width
+        shown = console.file.getvalue()
+        assert max(map(len, shown.splitlines()[1:])) <= width
+        assert "\x1b" not in shown, width
+        assert "\\x1b" in shown, width
+        assert shown.count("Z") == 400, width
+        assert "[red]x[/]" in shown, width
 
 
 def software(**more: str) -> Software:
@@ -185,9 +185,8 @@ def cores(affinity: Sequence[int], *, quota: float | None = None, threads: str =
     return host.Cores(affinity=list(affinity), total=4, quota=quota, threads=threads)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "found"),
-    [
+def test_cores() -> None:
+    for ranks, found in (
         ([cores([0, 1]), cores([2, 3])], []),
         ([cores(range(4))] * 4, []),
         ([cores([0])] * 2, [("cores", Severity.FAILURE, "2 ranks on 1 core (0) while 3 others")]),
@@ -210,13 +209,11 @@ def cores(affinity: Sequence[int], *, quota: float | None = None, threads: str =
             [cores(range(4), threads="4")] * 2,
             [("threads", Severity.WARNING, "OMP_NUM_THREADS=4 for 2 rank(s) on 4 cores")],
         ),
-    ],
-)
-def test_cores(ranks: list[host.Cores], found: list[tuple[str, Severity, str]]) -> None:
-    told = grave(list(host.check_cores(seen(ranks, "a" * len(ranks)))))
-    assert [(what, state) for what, state, _ in told] == [(what, state) for what, state, _ in found]
-    for one, (_, _, text) in zip(told, found, strict=True):
-        assert one[2].startswith(text)
+    ):
+        told = grave(list(host.check_cores(seen(ranks, "a" * len(ranks)))))
+        assert [(what, state) for what, state, _ in told] == [(what, state) for what, state, _ in found]
+        for one, (_, _, text) in zip(told, found, strict=True):
+            assert one[2].startswith(text), ranks
 
 
 def test_hosts_of_which_the_same_is_to_be_said_share_a_line() -> None:
@@ -369,9 +366,8 @@ def test_clocks_are_apart_only_for_certain() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("rates", "found"),
-    [
+def test_who_is_slow() -> None:
+    for rates, found in (
         ([1.0], {}),
         ([1.0, 1.0], {}),
         ([1.0, 0.4], {1: 0.4}),
@@ -380,10 +376,8 @@ def test_clocks_are_apart_only_for_certain() -> None:
         ([1.0] * 63 + [0.7], {63: 0.7}),
         # Many that differ: none is an exception.
         ([0.1 * number for number in range(1, 21)], {}),
-    ],
-)
-def test_who_is_slow(rates: list[float], found: dict[int, float]) -> None:
-    assert find_slow(dict(enumerate(rates))) == pytest.approx(found)
+    ):
+        assert find_slow(dict(enumerate(rates))) == pytest.approx(found)
 
 
 def computed(rate: float, kind: str = "H100", *, compared: bool = True) -> compute.Compute:

@@ -14,7 +14,12 @@ from helpers.cluster.slurm import Cluster, missing
 from shoal.doctor.checks import filesystem
 from shoal.doctor.findings import RankFacts, Severity
 
-pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.system,
+    pytest.mark.realtime,
+    pytest.mark.timeout(400),
+]
 
 
 @pytest.fixture(autouse=True)

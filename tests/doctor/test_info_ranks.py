@@ -54,7 +54,8 @@ def test_under_torchrun() -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("mpirun", "launcher"), [("mpirun.openmpi", "Open MPI"), ("mpirun.mpich", "Hydra")]
+    ("mpirun", "launcher"),
+    [("mpirun.openmpi", "Open MPI"), pytest.param("mpirun.mpich", "Hydra", marks=pytest.mark.long)],
 )
 def test_under_mpirun(mpirun: str, launcher: str) -> None:
     path = shutil.which(mpirun)

@@ -16,7 +16,12 @@ from helpers.cluster.network import Network
 from helpers.cluster.slurm import Cluster, missing
 from helpers.commands import wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.system,
+    pytest.mark.realtime,
+    pytest.mark.timeout(400),
+]
 
 OUTAGE = 4.0
 """Twice the shortest one that counts."""
@@ -129,6 +134,7 @@ def test_a_link_that_was_dead_for_a_while_is_reported(
     assert "ranks" not in found
 
 
+@pytest.mark.long
 def test_a_machine_that_does_not_answer_is_named_where_ranks_do_not_meet(
     cluster: Cluster, tmp_path: Path
 ) -> None:

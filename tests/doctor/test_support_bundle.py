@@ -159,16 +159,15 @@ def test_half_an_archive_does_not_stay(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(100)  # time that is no multiple of the length would be hours
-@pytest.mark.parametrize("piece", ["a", "-", "--a", "a=", "eyJ-", "://"])
-def test_no_line_is_too_long_to_be_looked_through(piece: str) -> None:
-    long = piece * (support_bundle.TAIL // len(piece))
-    assert Redactor([], {"host": "host-1"}).text(long + " host") == long + " host-1"
+@pytest.mark.timeout(100)
+def test_no_line_is_too_long_to_be_looked_through() -> None:
+    for piece in ("a", "-", "--a", "a=", "eyJ-", "://"):
+        long = piece * (support_bundle.TAIL // len(piece))
+        assert Redactor([], {"host": "host-1"}).text(long + " host") == long + " host-1", piece
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
+def test_what_is_masked() -> None:
+    for text, left in (
         ("a: token=abc def", "a: token=*** def"),
         ("tokens: 123, tokenizer=bpe", "tokens: 123, tokenizer=bpe"),
         ("'dbPassword': 'x y', n=1", "'dbPassword': ***, n=1"),
@@ -187,8 +186,6 @@ def test_no_line_is_too_long_to_be_looked_through(piece: str) -> None:
         ("curl -u me:abc https://h", "curl *** https://h"),
         ("n01 n01x n01-ib xn01", "host-1 n01x n01-ib xn01"),
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\nx", "***\nx"),
-    ],
-)
-def test_what_is_masked(text: str, left: str) -> None:
-    names = stand_ins(hosts=["n01"], addresses=[], user="", home="/")
-    assert Redactor(["known-secret-value", "key"], names).text(text) == left
+    ):
+        names = stand_ins(hosts=["n01"], addresses=[], user="", home="/")
+        assert Redactor(["known-secret-value", "key"], names).text(text) == left

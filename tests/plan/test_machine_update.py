@@ -69,28 +69,25 @@ def test_a_table_of_efficiencies_is_added(run: Path, tmp_path: Path) -> None:
     assert find_machine(str(file)).efficiency != before
 
 
-@pytest.mark.parametrize(
-    ("text", "steps", "found"),
-    [
+def test_the_file_stays_if_it_is_refused(tmp_path: Path) -> None:
+    for text, steps, found in (
         (FILE, 15, "fewer than 16"),
         (FILE.replace("fp32 = 1.0", "fp32 = 1e-6"), 60, "another model"),
         (FILE.replace("[mine.efficiency]\nproduct", "efficiency.product"), 60, "not lines"),
-    ],
-)
-def test_the_file_stays_if_it_is_refused(tmp_path: Path, text: str, steps: int, found: str) -> None:
-    run = write(tmp_path / "run", simulate(4, steps, noise=0.0, network=3e-3))
-    file = tmp_path / "mine.toml"
-    file.write_text(text.replace("spread", "efficiency.spread") if "not lines" in found else text)
-    before = file.read_text()
-    done = shoal(*checked(run, file, "--update"))
-    assert isinstance(done.exception, ShoalError), done.output
-    assert found in done.exception.found
-    assert file.read_text() == before
+    ):
+        run = write(tmp_path / "run", simulate(4, steps, noise=0.0, network=3e-3))
+        file = tmp_path / "mine.toml"
+        file.write_text(text.replace("spread", "efficiency.spread") if "not lines" in found else text)
+        before = file.read_text()
+        done = shoal(*checked(run, file, "--update"))
+        assert isinstance(done.exception, ShoalError), done.output
+        assert found in done.exception.found, text
+        assert file.read_text() == before, text
 
 
-@pytest.mark.parametrize("options", [("--machine", "cpu"), ()])
-def test_update_needs_a_run_and_a_file(options: tuple[str, ...], run: Path) -> None:
-    check = ("--check", str(run)) if options else ()
-    done = shoal("plan", "--model", MODEL, *options, *check, "--update")
-    assert isinstance(done.exception, ShoalError), done.output
-    assert "--check RUN --machine" in done.exception.fix
+def test_update_needs_a_run_and_a_file(run: Path) -> None:
+    for options in (("--machine", "cpu"), ()):
+        check = ("--check", str(run)) if options else ()
+        done = shoal("plan", "--model", MODEL, *options, *check, "--update")
+        assert isinstance(done.exception, ShoalError), done.output
+        assert "--check RUN --machine" in done.exception.fix, options

@@ -32,10 +32,9 @@ def allowed(layout: str, number: int) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [34])
-def test_one_process(number: int, world: shoal.World, tmp_path: Path) -> None:
-    measured = measured_case(world, "replicate=1", number, str(tmp_path))
-    assert measured <= allowed("replicate=1", number)
+def test_one_process(world: shoal.World, tmp_path: Path) -> None:
+    measured = measured_case(world, "replicate=1", 34, str(tmp_path))
+    assert measured <= allowed("replicate=1", 34)
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +25,11 @@ from shoal.plan.trace import TracedMemory, trace_step
 from shoal.util.errors import ShoalError
 
 WITHIN = 0.05
-RANK_LAYOUTS = (
-    "shard=2",
-    *(
-        pytest.param(layout, marks=pytest.mark.long)
-        for layout in ("tensor=2", "context=2", "replicate=2")
-    ),
-)
-QUICK, FULL = ("MLP",), ("transformer",)
+
+
+def often(*values: object, cover: object, mark: pytest.MarkDecorator) -> list[Any]:
+    """Return values as parameters: `cover` with a mark, and the others as long."""
+    return [pytest.param(each, marks=mark if each == cover else pytest.mark.long) for each in values]
 
 
 def planned(
@@ -51,14 +49,7 @@ def traced(build: Callable[[], Built], plan: PlannedStep) -> TracedMemory:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=() if name in QUICK else pytest.mark.full if name in FULL else pytest.mark.long,
-        )
-        for name in MODELS
-    ],
+    "name", ["MLP", *often(*sorted({*MODELS} - {"MLP"}), cover="LSTM", mark=pytest.mark.full)]
 )
 def test_the_peak_is_the_allocator_s(name: str, world: shoal.World, tmp_path: Path) -> None:
     plan = planned()
@@ -66,15 +57,9 @@ def test_the_peak_is_the_allocator_s(name: str, world: shoal.World, tmp_path: Pa
     assert traced(MODELS[name], plan).total == pytest.approx(measured, rel=WITHIN)
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [
-        pytest.param("transformer", "full", marks=pytest.mark.long),
-        pytest.param("ViT", "selective", marks=pytest.mark.long),
-        pytest.param("transformer", "selective", marks=pytest.mark.long),
-        pytest.param("ViT", "full", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["transformer", "ViT"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputed_activations(
     name: str, recompute: Recompute, world: shoal.World, tmp_path: Path
 ) -> None:
@@ -95,49 +80,52 @@ def test_a_stage_frees_the_modules_of_the_others() -> None:
     assert all(part.activations < 0.05 * part.parameters for part in parts)
 
 
-@pytest.mark.long
+SCHEDULED = [
+    (name, schedule)
+    for name in ("MLP", "transformer")
+    for schedule in ("1f1b", "interleaved", "zero-bubble")
+]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "schedule",
-    ["1f1b", *(pytest.param(name, marks=pytest.mark.long) for name in ("interleaved", "zero-bubble"))],
-)
-def test_pipelines(schedule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", often(*SCHEDULED, cover=("MLP", "1f1b"), mark=pytest.mark.full))
+def test_pipelines(case: tuple[str, str], tmp_path: Path) -> None:
+    name, schedule = case
     plan = replace(planned(8, 2, "pipeline=2"), schedule=schedule)
+    build = partial(Workload, *MODELS[name]())
+    steps = [trace_step(build, plan, rank=rank) for rank in (0, 1)]
     with Ranks(2, layout="pipeline=2") as ranks:
-        for name in ("transformer", "MLP"):
-            build = partial(Workload, *MODELS[name]())
-            steps = [trace_step(build, plan, rank=rank) for rank in (0, 1)]
-            peaks = ranks.call(measured_on_rank, name, steps[0].plan, str(tmp_path / "trace.json"))
-            assert [each.memory.total for each in steps] == pytest.approx(peaks, rel=WITHIN), name
+        peaks = ranks.call(measured_on_rank, name, steps[0].plan, str(tmp_path / "trace.json"))
+    assert [each.memory.total for each in steps] == pytest.approx(peaks, rel=WITHIN)
 
 
-@pytest.mark.long
+ON_RANKS = [
+    *((layout, name) for layout in ("tensor=2", "context=2") for name in ("transformer", "ViT")),
+    *(
+        (layout, name)
+        for layout in ("shard=2", "replicate=2")
+        for name in ("transformer", "U-Net", "MLP")
+    ),
+]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("layout", RANK_LAYOUTS)
-def test_ranks(layout: str, tmp_path: Path) -> None:
-    divided = layout in ("tensor=2", "context=2")
-    plan = planned(layout=layout, micro=4 if divided else 2)
-    names = ("transformer", "ViT") if divided else ("transformer", "U-Net", "MLP")
+@pytest.mark.parametrize("case", often(*ON_RANKS, cover=("shard=2", "MLP"), mark=pytest.mark.full))
+def test_ranks(case: tuple[str, str], tmp_path: Path) -> None:
+    layout, name = case
+    plan = planned(layout=layout, micro=4 if layout in ("tensor=2", "context=2") else 2)
+    path = str(tmp_path / "trace.json")
     with Ranks(2, layout=layout) as ranks:
-        for name in names:
-            path = tmp_path / "trace.json"
-            # In some trainings, buffers of two collectives live simultaneously.
-            runs = [ranks.call(measured_on_rank, name, plan, str(path)) for _ in range(3)]
-            measured = min(min(peaks) for peaks in runs)
-            assert traced(MODELS[name], plan).total == pytest.approx(measured, rel=WITHIN), name
+        # In some trainings, buffers of two collectives live simultaneously.
+        runs = [ranks.call(measured_on_rank, name, plan, path) for _ in range(3)]
+    measured = min(min(peaks) for peaks in runs)
+    assert traced(MODELS[name], plan).total == pytest.approx(measured, rel=WITHIN)
 
 
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "pipeline=2,tensor=2",
-        *(
-            pytest.param(layout, marks=pytest.mark.long)
-            for layout in ("context=2,shard=2", "context=2,tensor=2", "pipeline=2,shard=2")
-        ),
-    ],
+    "layout", ["pipeline=2,tensor=2", "context=2,shard=2", "context=2,tensor=2", "pipeline=2,shard=2"]
 )
 def test_four_ranks(layout: str, tmp_path: Path) -> None:
     plan = planned(8, 2, layout)
@@ -213,7 +201,7 @@ def test_a_module_that_fails_on_fake_tensors_is_named() -> None:
 
 @pytest.mark.full
 def test_a_rank_of_many_holds_its_shard() -> None:
-    one, many = (traced(MODELS["MLP"], planned(16, 1, f"shard={size}")) for size in (1, 16))
+    one, many = (traced(MODELS["MLP"], planned(16, 16 // size, f"shard={size}")) for size in (1, 16))
     assert many.parameters == pytest.approx(one.parameters / 16, rel=0.05)
     assert many.optimizer == pytest.approx(one.optimizer / 16, rel=0.05)
     assert many.communication > one.communication
@@ -285,126 +273,101 @@ def test_a_batch_that_does_not_divide(script: str) -> None:
     assert "--batch 60" in micro.exception.fix
 
 
-@pytest.mark.parametrize(
-    ("made", "found"),
-    [
-        ("None, task, data", "it returned (NoneType, Task, tuple), not (model, task, dataset)"),
-        ("model(), data, task", "it returned (Linear, tuple, Task)"),
-        ("model(), task", "it returned (Linear, Task)"),
-        ("model()", "it returned Linear"),
-        ("lambda: 3, task, data", "a function that returns int, not a module"),
-        ("lambda: 1 / 0, task, data", "it raises ZeroDivisionError"),
-    ],
-)
-def test_values_of_a_function_that_are_wrong(tmp_path: Path, made: str, found: str) -> None:
-    path = tmp_path / "build_wrong.py"
-    path.write_text(
-        "import torch, shoal\n"
-        "model, data = lambda: torch.nn.Linear(2, 2), (torch.ones(8, 2), torch.ones(8, 2))\n"
-        "task = shoal.Task(lambda output, batch: (output.sum(), len(output)))\n"
-        f"def build():\n    return {made}\n"
-    )
-    done = command("plan", "--model", f"{path}:build", "-n", "1", "--batch", "4")
-    assert isinstance(done.exception, ShoalError)
-    assert found in done.exception.found
+def test_values_of_a_function_that_are_wrong(tmp_path: Path) -> None:
+    for number, (made, found) in enumerate(
+        {
+            "None, task, data": "it returned (NoneType, Task, tuple), not (model, task, dataset)",
+            "model(), data, task": "it returned (Linear, tuple, Task)",
+            "model()": "it returned Linear",
+            "lambda: 3, task, data": "a function that returns int, not a module",
+            "lambda: 1 / 0, task, data": "it raises ZeroDivisionError",
+        }.items()
+    ):
+        path = tmp_path / f"build_wrong_{number}.py"
+        path.write_text(
+            "import torch, shoal\n"
+            "model, data = lambda: torch.nn.Linear(2, 2), (torch.ones(8, 2), torch.ones(8, 2))\n"
+            "task = shoal.Task(lambda output, batch: (output.sum(), len(output)))\n"
+            f"def build():\n    return {made}\n"
+        )
+        done = command("plan", "--model", f"{path}:build", "-n", "1", "--batch", "4")
+        assert isinstance(done.exception, ShoalError), made
+        assert found in done.exception.found, made
 
-
-FUNCTIONS = """
-import sys
-import torch, shoal
-from torch import nn
 
 class Read(nn.Module):
-    def __init__(self):
+    """Layers whose size is read from a tensor while they are made."""
+
+    def __init__(self) -> None:
         super().__init__()
         count = int(torch.prod(torch.tensor([8, 16])).item())
         self.layers = nn.Sequential(nn.Linear(8, count), nn.Linear(count, 8))
 
-    def forward(self, x):
-        return self.layers(x)
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
 
-def initialize():
+
+def truncated() -> nn.Module:
     layer = nn.Linear(8, 8)
     nn.init.trunc_normal_(layer.weight)
     return layer
 
-MODELS = {
-    "reads": Read,
-    "truncated": initialize,
-    "double": lambda: nn.Linear(8, 8).double(),
-    "half": lambda: nn.Linear(8, 8).to(torch.bfloat16),
-    "compiled": lambda: torch.compile(nn.Linear(8, 8)),
-    "deep": lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
-    "shapes": lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 8)),
-}
 
-def __getattr__(name):
-    def build():
-        task = shoal.Task(lambda out, batch: ((out - batch[1]).square().sum(), len(batch[1])))
-        dtype = {"double": torch.float64, "half": torch.bfloat16}.get(name, torch.float32)
-        return MODELS[name], task, (torch.ones(64, 8, dtype=dtype), torch.ones(64, 8, dtype=dtype))
+def eight(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> Built:
+    """Return a model of eight numbers with its task and data."""
+    rows = torch.ones(64, 8, dtype=dtype)
+    task = shoal.Task(lambda out, batch: ((out - batch[1]).square().sum(), len(batch[1])))
+    return make, task, (rows, rows)
 
-    if name not in MODELS:
-        raise AttributeError(name)
-    return build
+
+def test_functions_that_read_values_or_convert_the_model() -> None:
+    half = torch.bfloat16
+    for name, made, count, width in (
+        ("reads", eight(Read), 8 * 128 + 128 + 128 * 8 + 8, 4),
+        ("truncated", eight(truncated), 72, 4),
+        ("double", eight(lambda: nn.Linear(8, 8).double(), torch.float64), 72, 8),
+        ("half", eight(lambda: nn.Linear(8, 8).to(half), half), 72, 2),
+    ):
+        assert traced(partial(tuple, made), planned()).parameters == width * count, name
+
+
+SHAPES = """
+import torch, shoal
+
+def build():
+    task = shoal.Task(lambda out, batch: (out.sum(), len(out)))
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(9, 8))
+    return layers, task, (torch.ones(64, 8), torch.ones(64, 8))
 """
 
 
-@pytest.fixture
-def functions(tmp_path: Path) -> Path:
-    path = tmp_path / "functions.py"
-    path.write_text(FUNCTIONS)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "width"),
-    [
-        ("reads", 8 * 128 + 128 + 128 * 8 + 8, 4),
-        ("truncated", 72, 4),
-        ("double", 72, 8),
-        pytest.param("half", 72, 2, marks=pytest.mark.full),
-    ],
-)
-def test_functions_that_read_values_or_convert_the_model(
-    functions: Path, name: str, count: int, width: int
-) -> None:
-    options = ("-n", "1", "--batch", "8", "--precision", "fp32", "--machine", "cpu", "--json")
-    done = command("plan", "--model", f"{functions}:{name}", *options)
-    assert done.exit_code == 0, done.exception
-    assert json.loads(done.stdout)["tried"][0]["memory"]["parameters"] == width * count
-
-
-@pytest.mark.parametrize("layout", ["replicate=2", "pipeline=2", "auto"])
-def test_a_model_with_wrong_shapes(functions: Path, layout: str) -> None:
+def test_a_model_with_wrong_shapes(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.py"
+    path.write_text(SHAPES)
     options = ("-n", "2", "--batch", "16", "--precision", "fp32", "--machine", "cpu")
-    done = command("plan", "--model", f"{functions}:shapes", "--layout", layout, *options)
-    assert isinstance(done.exception, ShoalError)
-    assert "must have same reduction dim" in done.exception.found
+    for layout in ("pipeline=2", "auto"):
+        done = command("plan", "--model", f"{path}:build", "--layout", layout, *options)
+        assert isinstance(done.exception, ShoalError)
+        assert "must have same reduction dim" in done.exception.found, layout
 
 
-def test_a_compiled_model(functions: Path) -> None:
-    done = command("plan", "--model", f"{functions}:compiled", "-n", "1", "--batch", "8")
-    assert isinstance(done.exception, ShoalError)
-    assert "compiled code" in done.exception.found
+def test_a_compiled_model() -> None:
+    with pytest.raises(ShoalError, match="compiled code"):
+        traced(lambda: eight(lambda: torch.compile(nn.Linear(8, 8))), planned())  # type: ignore[arg-type,return-value]
 
 
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
+def test_options_that_do_not_fit_the_layout() -> None:
+    for options, found in (
         (("--schedule", "zbv"), "no pipeline"),
         (("--split-points", "1"), "no pipeline"),
         (("--layout", "replicate=3"), "3 processes"),
         (("--layout", "pipeline=2", "--batch", "15"), "a multiple of 2 samples"),
         (("--html", __file__), "it is a file"),
-    ],
-)
-def test_options_that_do_not_fit_the_layout(
-    functions: Path, options: tuple[str, ...], found: str
-) -> None:
-    done = command("plan", "--model", f"{functions}:shapes", "-n", "2", *options)
-    assert isinstance(done.exception, ShoalError)
-    assert found in done.exception.found
+    ):
+        done = command("plan", "--model", "dense:", "-n", "2", *options)
+        assert isinstance(done.exception, ShoalError), options
+        assert found in done.exception.found, options
 
 
 @pytest.mark.parametrize("text", ["import sys\nsys.exit(3)", "import argparse\n{parser}"])
@@ -418,9 +381,10 @@ def test_a_script_that_ends_when_it_is_imported(tmp_path: Path, text: str) -> No
     assert "__main__" in done.exception.fix
 
 
-def test_the_stages_of_a_schedule_are_in_the_plan(functions: Path) -> None:
+def test_the_stages_of_a_schedule_are_in_the_plan(tmp_path: Path) -> None:
     words = ("--layout", "pipeline=2", "--schedule", "zbv", "--precision", "fp32", "--json")
-    done = command("plan", "--model", f"{functions}:deep", "-n", "2", "--batch", "16", *words)
+    model = "dense:layers=2,width=8,inputs=8"
+    done = command("plan", "--model", model, "-n", "2", "--batch", "16", *words)
     assert done.exit_code == 0, done.exception
     (found,) = json.loads(done.stdout)["tried"]
     assert (found["stages_per_rank"], len(found["split_points"])) == (2, 3)
@@ -428,7 +392,7 @@ def test_the_stages_of_a_schedule_are_in_the_plan(functions: Path) -> None:
 
 
 def test_the_rank_of_a_pipeline_that_needs_most_is_named(script: str) -> None:
-    options = ("-n", "2", "--layout", "pipeline=2", "--batch", "64", "--micro-batch", "16")
+    options = ("-n", "2", "--layout", "pipeline=2", "--batch", "16", "--micro-batch", "8")
     done = command("plan", "--model", script, *options, "--json")
     assert done.exit_code == 0, done.output
     (found,) = json.loads(done.stdout)["tried"]
@@ -439,12 +403,12 @@ def test_the_rank_of_a_pipeline_that_needs_most_is_named(script: str) -> None:
     assert found["margin_bytes"] > 0
 
 
-@pytest.mark.parametrize("points", ["9", "0"])
-def test_wrong_split_points(script: str, points: str) -> None:
-    options = ("-n", "2", "--layout", "pipeline=2", "--batch", "64", "--split-points", points)
-    done = command("plan", "--model", script, *options)
-    assert isinstance(done.exception, ShoalError)
-    assert f"--split-points {points}" in done.exception.given
+def test_wrong_split_points(script: str) -> None:
+    for points in ("9", "0"):
+        options = ("-n", "2", "--layout", "pipeline=2", "--batch", "64", "--split-points", points)
+        done = command("plan", "--model", script, *options)
+        assert isinstance(done.exception, ShoalError), points
+        assert f"--split-points {points}" in done.exception.given
 
 
 @pytest.mark.full

@@ -28,9 +28,8 @@ def build():
 """
 
 
-def searched(name: str, machine: Machine, devices: int = 2, batch: int = 16) -> ModuleSearch:
-    build, task, data = MODELS[name]()
-    workload = Workload(build, task, data)
+def searched(name: str, machine: Machine, devices: int = 2, batch: int = 4) -> ModuleSearch:
+    workload = Workload(*MODELS[name]())
     return search_module(lambda: workload, devices, batch, machine, precision="fp32")
 
 

@@ -88,10 +88,8 @@ def test_no_configuration_that_shoal_runs_is_faster(memory: float, tied: int) ->
     assert {each.plan for each in (*found.best, *(each for each, _ in found.rejected))} <= plans
 
 
-@pytest.mark.parametrize("name", ["llama-7b", "gpt2"])
-def test_strategies_are_those_of_shoal(name: str) -> None:
-    model = parse_model(name)
-    found = search_plans(model, replace(NODE, memory=20e9), 16, 64, top=20)
+def test_strategies_are_those_of_shoal() -> None:
+    found = search_plans(parse_model("llama-7b"), replace(NODE, memory=20e9), 16, 64, top=20)
     for each in (*found.best, *(each for each, _ in found.rejected)):
         text = each.plan.strategy.replace("plan=…", "plan={}").replace(
             "example_args=…", "example_args=()"
@@ -102,14 +100,14 @@ def test_strategies_are_those_of_shoal(name: str) -> None:
         assert {axis for axis in AXES if each.plan.layout.degree(axis) > 1} <= axes
 
 
-@pytest.mark.parametrize("rate", ["half", "memory_bandwidth", "link", "network"])
-def test_faster_hardware_is_never_slower(rate: str) -> None:
+def test_faster_hardware_is_never_slower() -> None:
     machine = find_machine("a100-80")
     model = parse_model("llama-7b")
     slow = search_plans(model, machine, 16, 64, top=100).best
-    faster = replace(machine, **{rate: 2 * getattr(machine, rate)})
-    for each in slow:
-        assert predict(model, each.plan, faster).step.total <= each.step.total
+    for rate in ("half", "memory_bandwidth", "link", "network"):
+        faster = replace(machine, **{rate: 2 * getattr(machine, rate)})
+        for each in slow:
+            assert predict(model, each.plan, faster).step.total <= each.step.total, rate
 
 
 def test_parts_of_a_step_and_of_memory_add_up() -> None:
@@ -145,8 +143,7 @@ def test_a_batch_that_does_not_divide() -> None:
         search_plans(replace(MODEL, layers=1, heads=1), NODE, 8, 7)
 
 
-def test_lower_bounds_rule_out_nearly_all_plans_of_a_large_model() -> None:
-    """Of 100,000s of configurations: `benchmarks/plan_search.py` has the seconds."""
+def test_of_the_configurations_of_a_large_model_few_are_predicted() -> None:
     found = search_plans(parse_model("llama-70b"), find_machine("h100-sxm"), 1024, 2048)
     assert found.best
-    assert found.evaluated < 100
+    assert found.evaluated < found.tried / 100

@@ -52,21 +52,18 @@ def test_a_measured_cpu_gets_no_gpus(fakes: Fakes, tmp_path: Path) -> None:
     assert "gpu" not in Path("runs/train/jobs/1/job.sh").read_text().lower()
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
+def test_submissions_that_are_refused(fakes: Fakes) -> None:
+    for words, found in (
         (("--submit", "1", "--", "--time", "1:00:00", "train.py"), "no {layout} in the arguments"),
         (("--submit", "6", "--", "train.py", "{layout}"), "--top 5 shows fewer"),
         (("--", "train.py", "{layout}"), "neither --submit nor"),
         (("--submit", "1", "--", "train.py", "{layout}"), "no time limit"),
         (("--submit", "1", "-n", "12", "--batch", "12", "--", "train.py", "{layout}"), "not be full"),
-    ],
-)
-def test_submissions_that_are_refused(fakes: Fakes, words: tuple[str, ...], found: str) -> None:
-    done = shoal(*PLAN, *words)
-    assert isinstance(done.exception, ShoalError), done.output
-    assert found in done.exception.found
-    assert not fakes.calls("sbatch")
+    ):
+        done = shoal(*PLAN, *words)
+        assert isinstance(done.exception, ShoalError), done.output
+        assert found in done.exception.found, words
+        assert not fakes.calls("sbatch"), words
 
 
 def test_the_queue_is_what_slurm_answers(fakes: Fakes) -> None:

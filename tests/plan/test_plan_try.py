@@ -120,8 +120,8 @@ def test_layouts_on_the_nodes_of_a_job(script: str, cluster: Cluster, tmp_path: 
     assert found["best"][0]["layout"] == found["tried_layouts"][0]["layout"]
 
 
+@pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.long
 def test_a_layout_that_fails_stays_behind(script: str) -> None:
     layouts = ("replicate=2", "shard=2")
     done = command(*PLAN, "--try", "2", "--", script, *WORDS, "--fail", layouts[0])
@@ -129,15 +129,19 @@ def test_a_layout_that_fails_stays_behind(script: str) -> None:
     table = done.stdout[done.stdout.index("Tried") :]
     assert "this layout fails" in " ".join(table.split())
     assert f"{layouts[1]} is the fastest" in table
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_layouts_that_all_fail_are_an_error(script: str) -> None:
     problem = refused(*PLAN, "--try", "1", "--", script, *WORDS, "--fail", "")
     assert "1 layout failed" in problem.found
     assert "this layout fails" in problem.found
     assert "shoal run -n 2" in problem.fix
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
+def test_what_is_refused() -> None:
+    for words, found in (
         ((*PLAN, "--try", "1", "--", "train.py", "{run}"), "no {layout}"),
         ((*PLAN, "--try", "1", "--", "train.py", "{layout}"), "no {run}"),
         ((*PLAN, "--try", "6", "--", "train.py", *WORDS), "--top 5 shows fewer"),
@@ -150,10 +154,8 @@ def test_a_layout_that_fails_stays_behind(script: str) -> None:
         (("plan", "--model", "resnet50"), "neither a model"),
         ((*MODEL, "--layout", "shard=8"), "tries all values"),
         ((*MODEL, "--check", "runs/a", "--layout", "shard=2"), "describes a traced module"),
-    ],
-)
-def test_what_is_refused(words: tuple[str, ...], found: str) -> None:
-    assert found in refused(*words).found
+    ):
+        assert found in refused(*words).found, words
 
 
 def test_a_job_with_too_few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,13 +157,22 @@ def traced(name: str, layout: str) -> tuple[TracedStep, int]:
 
 
 @pytest.mark.full
-def test_the_collectives_of_a_trace_have_the_bytes_of_the_parameters() -> None:
+def test_a_trace_has_the_bytes_of_the_parameters_and_copies_gradients_once() -> None:
     step, numbers = traced("MLP", "replicate=4")
     found = collective_totals(step.segments, planned("replicate=4"), CPU)
     tally = 2 * 8  # of loss and count, in the first bucket
     assert found.keys() == {"all_reduce"}
     assert found["all_reduce"].count == pytest.approx(4 * numbers, abs=tally)
     assert {each.collective.wait for each in step.segments if each.collective} == {"update"}
+
+    # On four ranks, a rank has a fourth of the samples. DDP only copies gradients into buckets.
+    alone = trace_step(lambda: Workload(*MODELS["MLP"]()), planned("replicate=1", batch=2))
+    before, after = (
+        sum((each.work for each in one.segments if each.moment == "backward"), Work())
+        for one in (alone, step)
+    )
+    assert 0 < after.traffic - before.traffic <= 12 * numbers + 1000
+    assert after.operations < 2 * before.operations
 
     step, numbers = traced("MLP", "replicate=2,shard=2")
     found = collective_totals(step.segments, planned("replicate=2,shard=2"), CPU)
@@ -172,21 +181,6 @@ def test_the_collectives_of_a_trace_have_the_bytes_of_the_parameters() -> None:
     assert found["all_reduce"].count == pytest.approx(sharded / 2, abs=64)
     groups = {each.collective.group for each in step.segments if each.collective}
     assert groups == {RankGroup(2, 1), RankGroup(2, 2), RankGroup(4, 1)}
-
-
-@pytest.mark.full
-def test_ddp_only_copies_gradients_into_buckets() -> None:
-    def backward(layout: str) -> Work:
-        step, _ = traced("MLP", layout)
-        return sum((each.work for each in step.segments if each.moment == "backward"), Work())
-
-    # On four ranks, a rank has a fourth of the samples.
-    alone = trace_step(lambda: Workload(*MODELS["MLP"]()), planned("replicate=1", batch=2))
-    before = sum((each.work for each in alone.segments if each.moment == "backward"), Work())
-    numbers = traced("MLP", "replicate=4")[1]
-    copied = backward("replicate=4").traffic - before.traffic
-    assert 0 < copied <= 12 * numbers + 1000
-    assert backward("replicate=4").operations < 2 * before.operations
 
 
 def test_operations_in_place_read_and_write() -> None:
@@ -235,10 +229,12 @@ def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
         run_ranks([[], last], planned("pipeline=2"), machine)
 
 
-@pytest.mark.parametrize(
-    ("layout", "machine", "ends"),
-    [
-        # The first stage has the core for 1 s, and for the 0.2 s of a message whose two ranks share
+def test_a_stage_that_waits_leaves_its_core() -> None:
+    for (
+        layout,
+        machine,
+        ends,
+    ) in (  # The first stage has the core for 1 s, and for the 0.2 s of a message whose two ranks share
         # the core; then both compute.
         ("pipeline=2", replace(CPU, devices=2, cores=1), (2.8, 3.0)),
         ("pipeline=2,replicate=2", replace(CPU, devices=4, cores=2), (2.8, 3.0)),
@@ -246,20 +242,18 @@ def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
         # Two nodes share no core, and the message takes a second.
         ("pipeline=2", CPU, (2.0, 3.0)),
         ("pipeline=2,replicate=2", replace(CPU, devices=2, cores=1), (4.0, 5.0)),
-    ],
-)
-def test_a_stage_that_waits_leaves_its_core(
-    layout: str, machine: Machine, ends: tuple[float, ...]
-) -> None:
-    first = [message("send", 0), segment("forward")]
-    last = [message("recv", 0, Work()), segment("forward")]
-    if "replicate" in layout:
-        first, last = ([replace(each, collective=apart(each)) for each in one] for one in (first, last))
-    runs = run_ranks([first, last], planned(layout), machine)
-    assert [each.spans[-1].end for each in runs] == pytest.approx(ends, abs=NEAR)
-    # Stages compute more slowly while they share the core, and the step ends at the same time for all.
-    assert runs[0].time.products + runs[0].time.bubble == pytest.approx(ends[1], abs=NEAR)
-    assert runs[1].time.total == pytest.approx(ends[1], abs=NEAR)
+    ):
+        first = [message("send", 0), segment("forward")]
+        last = [message("recv", 0, Work()), segment("forward")]
+        if "replicate" in layout:
+            first, last = (
+                [replace(each, collective=apart(each)) for each in one] for one in (first, last)
+            )
+        runs = run_ranks([first, last], planned(layout), machine)
+        assert [each.spans[-1].end for each in runs] == pytest.approx(ends, abs=NEAR), layout
+        # Stages that share the core are slower, and the step ends at the same time for all.
+        assert runs[0].time.products + runs[0].time.bubble == pytest.approx(ends[1], abs=NEAR)
+        assert runs[1].time.total == pytest.approx(ends[1], abs=NEAR), layout
 
 
 def apart(segment: TracedSegment) -> TracedCollective | None:
@@ -276,13 +270,18 @@ def test_stages_meet_in_collectives() -> None:
     assert [each.communication for each in found] == pytest.approx([1.0, 1.0], abs=NEAR)
 
 
+def layers() -> nn.Module:
+    parts = [each for _ in range(3) for each in (nn.Linear(256, 256), nn.GELU())]
+    return nn.Sequential(*parts, nn.Linear(256, 10))
+
+
 @pytest.mark.parametrize(
     "schedule",
-    ["zbv", *(pytest.param(each, marks=pytest.mark.full) for each in ("1f1b", "interleaved"))],
+    ["zbv", *(pytest.param(each, marks=pytest.mark.long) for each in ("1f1b", "interleaved"))],
 )
 def test_stages_of_a_trace_end_together(schedule: str) -> None:
-    build, task, data = MODELS["MLP"]()
-    plan = replace(planned("pipeline=2"), micro_batch=1, schedule=schedule)
+    build, (_, task, data) = layers, MODELS["MLP"]()
+    plan = replace(planned("pipeline=2", 4), micro_batch=1, schedule=schedule)
     steps = trace_pipeline(lambda: Workload(build, task, data), plan, CPU)
     slow = replace(CPU, fp32=1e8)
     runs = run_ranks([each.segments for each in steps], steps[0].plan, slow)
@@ -292,36 +291,37 @@ def test_stages_of_a_trace_end_together(schedule: str) -> None:
     assert max(alone) < found[0].total < sum(alone)
     for name in ("send", "recv"):
         totals = [collective_totals(each.segments, plan, CPU)[name].calls for each in steps]
-        assert totals[0] >= 8
+        assert totals[0] >= 4
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_fused_attention_has_its_products(causal: bool) -> None:
+def test_fused_attention_has_its_products() -> None:
     batch, heads, seq, width = 2, 3, 16, 8
     one = torch.randn(batch, heads, seq, width, requires_grad=True)
-    with TracedWork(lambda: "") as found:
-        result = nn.functional.scaled_dot_product_attention(one, one, one, is_causal=causal)
-        result.sum().backward()
     product = 2 * batch * heads * seq * seq * width
-    # Two products forward, and five backward, because the scores are computed again.
-    total = sum(each.work.attention for each in found.segments)
-    assert total == 7 * product / (2 if causal else 1)
+    for causal in (False, True):
+        with TracedWork(lambda: "") as found:
+            result = nn.functional.scaled_dot_product_attention(one, one, one, is_causal=causal)
+            result.sum().backward()
+        # Two products forward, and five backward, because the scores are computed again.
+        total = sum(each.work.attention for each in found.segments)
+        assert total == 7 * product / (2 if causal else 1)
 
 
 def test_the_command_predicts_the_time() -> None:
     asked = ("--layout", "replicate=4", "-n", "4", "--batch", "8", "--precision", "fp32")
-    done = command("plan", "--model", "dense:layers=2", *asked, "--machine", "cpu")
+    model = "dense:layers=1,width=32,inputs=32"
+    done = command("plan", "--model", model, *asked, "--machine", "cpu")
     assert done.exit_code == 0, done.output
     assert "Step of a rank" in done.stdout
     assert "Collectives" in done.stdout
-    done = command("plan", "--model", "dense:layers=2", *asked, "--machine", "cpu", "--json")
+    done = command("plan", "--model", model, *asked, "--machine", "cpu", "--json")
     found = json.loads(done.stdout)["tried"][0]
     assert sum(found["step"].values()) == pytest.approx(found["step_seconds"])
     assert found["collectives"]["all_reduce"]["calls"] == 1
 
 
 def strategy_step(strategy: object) -> ModuleFit:
-    build, task, data = MODELS["MLP"]()
+    build, (_, task, data) = layers, MODELS["MLP"]()
     machine = replace(CPU, fp32=1e9, network=1e7)
     return fit_plan(lambda: Workload(build, task, data, strategy), planned("replicate=2"), machine)
 

@@ -41,17 +41,18 @@ def by_steps(training: Training, step: float, steps: int, interval: float, gaps:
             return saved_at
 
 
-@pytest.mark.parametrize("gaps", [[], [95.0], [3.0, 1.0, 40.0, 9.9, 70.5], [30.1] * 7, [1.0] * 30])
-@pytest.mark.parametrize("interval", [1.0, 11.0, 12.0, 35.0, 500.0, math.inf])
-def test_a_simulation_is_that_of_each_step(gaps: list[float], interval: float) -> None:
+def test_a_simulation_is_that_of_each_step() -> None:
     training = Training(steps=20, save=3.5, restart=7.25)
-    found = simulate_training(training, 4.0, 20, interval, iter(gaps))
-    assert found.total == pytest.approx(by_steps(training, 4.0, 20, interval, gaps))
-    assert found.steps == 80
+    histories = [[], [95.0], [3.0, 1.0, 40.0, 9.9, 70.5], [30.1] * 7, [1.0] * 30]
+    for gaps, interval in itertools.product(histories, (1.0, 11.0, 12.0, 35.0, 500.0, math.inf)):
+        found = simulate_training(training, 4.0, 20, interval, iter(gaps))
+        expected = by_steps(training, 4.0, 20, interval, gaps)
+        assert found.total == pytest.approx(expected), (gaps, interval)
+        assert found.steps == 80
 
 
-@pytest.mark.parametrize("devices", [512, 16_384])
-def test_the_mean_is_that_of_daly(devices: int) -> None:
+def test_the_mean_is_that_of_daly() -> None:
+    devices = 16_384
     found = estimate_training(TRAINING, 5.0, devices, 1)
     mean, tau = 3600 * TRAINING.mtbf / devices, found.interval
     # Daly 2006, equation 13.
@@ -68,9 +69,8 @@ def test_without_failures() -> None:
     assert found.price == pytest.approx(2 * found.device_hours)
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
+def test_wrong_values() -> None:
+    for text, found in (
         ("", "'' is not one NAME=NUMBER"),
         ("steps=0", "'steps=0' is not"),
         ("steps=nan", "'steps=nan' is not"),
@@ -81,12 +81,10 @@ def test_without_failures() -> None:
         ("steps=5,mtbf=6,save=1", "mtbf without restart"),
         ("steps=5,trace=a.csv,save=1,restart=2", "trace without start"),
         ("steps=5,spare=2", "spare must be an integer, and needs trace"),
-    ],
-)
-def test_wrong_values(text: str, found: str) -> None:
-    with pytest.raises(ShoalError) as caught:
-        parse_training(text)
-    assert found in caught.value.found
+    ):
+        with pytest.raises(ShoalError) as caught:
+            parse_training(text)
+        assert found in caught.value.found, text
 
 
 def test_a_training_that_does_not_end() -> None:

@@ -125,12 +125,12 @@ def test_a_narrow_link_is_nobodys_fault(tmp_path: Path) -> None:
     assert "shoal doctor" in finding.advice
 
 
-@pytest.mark.parametrize(("ranks", "guilty"), [([1], {(1, "checkpoint")}), ([0, 1, 2], set())])
-def test_slow_saves(tmp_path: Path, ranks: list[int], guilty: set[tuple[int, str]]) -> None:
-    found = verdict(tmp_path, Plant(part="checkpoint", ranks=ranks, seconds=0.5, every=50))
-    assert named(found) == guilty
-    assert found.shares["checkpoint"] == pytest.approx(0.36, abs=0.05)
-    assert any("YoungDaly" in each.advice for each in found.findings)
+def test_slow_saves(tmp_path: Path) -> None:
+    for ranks, guilty in (([1], {(1, "checkpoint")}), ([0, 1, 2], set())):
+        found = verdict(tmp_path, Plant(part="checkpoint", ranks=ranks, seconds=0.5, every=50))
+        assert named(found) == guilty, ranks
+        assert found.shares["checkpoint"] == pytest.approx(0.36, abs=0.05), ranks
+        assert any("YoungDaly" in each.advice for each in found.findings), ranks
 
 
 def test_a_world_of_one_has_no_stragglers(tmp_path: Path) -> None:
@@ -343,28 +343,29 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("line", HOSTILE, ids=range(len(HOSTILE)))
-def test_what_no_run_has_written_is_passed_over(tmp_path: Path, line: bytes) -> None:
-    write(tmp_path, simulate(2, 100))
-    path = tmp_path / "events" / "rank-0.jsonl"
-    path.write_bytes(line + b"\n" + path.read_bytes() + line + b"\n")
-    history = load(tmp_path)
-    assert history.skipped == 2
-    assert find_bottleneck(history).judged[0].profile.steps > 90
+def test_what_no_run_has_written_is_passed_over(tmp_path: Path) -> None:
+    for line in HOSTILE:
+        write(tmp_path, simulate(2, 100))
+        path = tmp_path / "events" / "rank-0.jsonl"
+        path.write_bytes(line + b"\n" + path.read_bytes() + line + b"\n")
+        history = load(tmp_path)
+        assert history.skipped == 2, line
+        assert find_bottleneck(history).judged[0].profile.steps > 90, line
 
 
-@pytest.mark.parametrize(
-    ("made", "found"),
-    [("nothing", "no such directory"), ("empty", "no events in it"), ("file", "it is a file")],
-)
-def test_what_is_no_run_is_refused(tmp_path: Path, made: str, found: str) -> None:
-    place = tmp_path / "place"
-    if made == "empty":
-        place.mkdir()
-    elif made == "file":
-        place.write_text("")
-    with pytest.raises(CheckpointError, match=found):
-        Reader(place)
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for made, found in (
+        ("nothing", "no such directory"),
+        ("empty", "no events in it"),
+        ("file", "it is a file"),
+    ):
+        place = tmp_path / "place"
+        if made == "empty":
+            place.mkdir()
+        elif made == "file":
+            place.write_text("")
+        with pytest.raises(CheckpointError, match=found):
+            Reader(place)
 
 
 def test_runs_inside_are_offered(tmp_path: Path) -> None:
@@ -393,16 +394,16 @@ def test_of_several_steps_the_one_taken_most_often_numbers_the_ticks(tmp_path: P
     assert [one.profile.last[-1] for one in found.judged] == [100, 160]
 
 
-@pytest.mark.parametrize("part", ["evaluation", "transfer", "other"])
-def test_what_takes_all_ranks_long_is_worth_a_finding(tmp_path: Path, part: str) -> None:
-    planted = simulate(2, 100)
-    planted.setdefault(part, np.zeros_like(planted["wall"]))
-    planted[part] += 10e-3
-    planted["wall"] += 10e-3
-    found = find_bottleneck(load(write(tmp_path, planted)))
-    assert found.shares[part] > 0.3
-    (finding,) = found.findings
-    assert "of the time on all ranks." in finding.text
+def test_what_takes_all_ranks_long_is_worth_a_finding(tmp_path: Path) -> None:
+    for part in ("evaluation", "transfer", "other"):
+        planted = simulate(2, 100)
+        planted.setdefault(part, np.zeros_like(planted["wall"]))
+        planted[part] += 10e-3
+        planted["wall"] += 10e-3
+        found = find_bottleneck(load(write(tmp_path, planted)))
+        assert found.shares[part] > 0.3
+        (finding,) = found.findings
+        assert "of the time on all ranks." in finding.text, part
 
 
 def test_attempts_stand_as_ranks_wrote_of_them_whatever_the_clock_said(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_whatever_the_run_it_fits(**case: Any) -> None:
     check_fits(**case)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @given(**CASES)
 @settings(max_examples=250, deadline=None)
 def test_whatever_the_run_it_fits_at_length(**case: Any) -> None:
@@ -214,18 +214,15 @@ def test_a_page_of_40_columns_and_12_lines_still_says_the_main_things() -> None:
     assert "saved     step 5,000" in text
 
 
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
+def test_it_says_how_the_run_is() -> None:
+    for state, words in (
         (RunStatus(kind="silent", since=40), "silent for 40 s"),
         (RunStatus(kind="ended", since=185, reason="after step 9"), "ended 3 min ago"),
         (RunStatus(kind="preempted", since=5, reason="by SIGTERM on rank 0"), "by SIGTERM on rank 0"),
         (RunStatus(kind="failed", since=5, reason="ValueError on rank 1"), "ValueError on rank 1"),
         (RunStatus(kind="reading"), "reading events"),
-    ],
-)
-def test_it_says_how_the_run_is(state: RunStatus, words: str) -> None:
-    assert words in "\n".join(shown(running(state=state), 80, 24))
+    ):
+        assert words in "\n".join(shown(running(state=state), 80, 24))
 
 
 def test_a_run_that_is_over_has_no_time_left_and_no_next_checkpoint() -> None:
@@ -336,19 +333,16 @@ def test_losses_of_many_sizes_have_a_logarithmic_scale() -> None:
     assert len(set(tops)) == 8
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+def test_numbers_on_scales_are_short() -> None:
+    for value, text in (
         (0, "0"),
         (0.0123, "0.0123"),
         (12_345, "12.3k"),
         (999_999, "1M"),
         (1.2e-5, "1.2e-05"),
         (412, "412"),
-    ],
-)
-def test_numbers_on_scales_are_short(value: float, text: str) -> None:
-    assert compact(value) == text
+    ):
+        assert compact(value) == text
 
 
 def test_text_of_others_is_neither_obeyed_nor_wrapped() -> None:

@@ -148,9 +148,8 @@ def test_steps_that_are_done_again_replace_those_before() -> None:
     assert loss.values == (5.0,) * 50 + (3.0,) * 100
 
 
-@pytest.mark.parametrize(
-    ("events", "kind", "reason"),
-    [
+def test_how_a_run_ended(tmp_path: Path) -> None:
+    for events, kind, reason in (
         ([{"event": "end", "step": 50, "reason": "closed"}], "ended", "after step 50"),
         (
             [{"event": "end", "step": 50, "reason": "error", "error": "ValueError"}],
@@ -166,13 +165,11 @@ def test_steps_that_are_done_again_replace_those_before() -> None:
             "by SIGTERM on rank 1 after step 50",
         ),
         ([{"event": "interrupted", "by": 7, "on": "x", "step": None}], "interrupted", ""),
-    ],
-)
-def test_how_a_run_ended(tmp_path: Path, events: list[dict[str, Any]], kind: str, reason: str) -> None:
-    write(tmp_path, simulate(2, 50))
-    append(tmp_path, 0, *({"t": BEGAN + 10, **event} for event in events))
-    state = at(tmp_path, 70).state
-    assert (state.kind, state.reason, state.since) == (kind, reason, 60)
+    ):
+        write(tmp_path, simulate(2, 50))
+        append(tmp_path, 0, *({"t": BEGAN + 10, **event} for event in events))
+        state = at(tmp_path, 70).state
+        assert (state.kind, state.reason, state.since) == (kind, reason, 60), events
 
 
 def test_a_run_of_which_nothing_is_heard(tmp_path: Path) -> None:

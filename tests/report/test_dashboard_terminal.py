@@ -13,7 +13,7 @@ import pytest
 from helpers.commands import Command
 from helpers.tmux import Tmux, steps_in
 
-pytestmark = [pytest.mark.processes, pytest.mark.system]
+pytestmark = [pytest.mark.processes, pytest.mark.system, pytest.mark.realtime]
 
 TRAINING = """
 import sys, time

@@ -15,7 +15,7 @@ import pytest
 from helpers.cluster.slurm import Cluster
 from shoal.report import BottleneckReport, find_bottleneck, read_history
 
-pytestmark = [pytest.mark.realtime, pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.realtime, pytest.mark.timeout(400)]
 
 # The delays are asleep, so that the ranks do not slow each other down.
 TRAIN = """
@@ -69,7 +69,7 @@ with shoal.init(seed=1) as world:
 BLAMED = {"data": (1, "wait"), "compute": (2, "forward")}
 SHARES = {"data": "wait", "compute": "forward", "link": "communication", "disk": "checkpoint"}
 PAIRS = ["+".join(pair) for pair in combinations(SHARES, 2)]
-COVER = ("link",)
+COVER = ("link", "data+compute")
 
 
 @pytest.fixture(autouse=True)

@@ -182,9 +182,8 @@ def test_what_was_done_again_is_in_no_curve_twice(run: Path) -> None:
     assert list(steps) == sorted(set(steps))
 
 
-@pytest.mark.parametrize(
-    ("events", "words"),
-    [
+def test_how_an_attempt_ended(tmp_path: Path) -> None:
+    for events, words in (
         ([], "no event for "),
         ([{"event": "end", "reason": "closed", "step": 9}], "ended"),
         (
@@ -195,17 +194,15 @@ def test_what_was_done_again_is_in_no_curve_twice(run: Path) -> None:
             [{"event": "end", "reason": "error", "error": "ValueError", "step": 1234}],
             "ValueError on rank 0 on node0, after step 1,234",
         ),
-    ],
-)
-def test_how_an_attempt_ended(tmp_path: Path, events: list[dict[str, Any]], words: str) -> None:
-    write(tmp_path, simulate(2, 20))
-    add(tmp_path, 0, *events)
-    attempt = read_history(tmp_path).attempts[0]
-    assert attempts.describe_outcome(attempt, last=True, now=BEGAN + 1000).startswith(words)
-    now = attempts.describe_outcome(attempt, last=True, now=attempt.seen + 3)
-    assert now.startswith(words if events else "running, last event 3 s ago")
-    later = attempts.describe_outcome(attempt, last=False, now=BEGAN + 1000)
-    assert later == "killed or lost, without a final event" or events
+    ):
+        write(tmp_path, simulate(2, 20))
+        add(tmp_path, 0, *events)
+        attempt = read_history(tmp_path).attempts[0]
+        assert attempts.describe_outcome(attempt, last=True, now=BEGAN + 1000).startswith(words)
+        now = attempts.describe_outcome(attempt, last=True, now=attempt.seen + 3)
+        assert now.startswith(words if events else "running, last event 3 s ago")
+        later = attempts.describe_outcome(attempt, last=False, now=BEGAN + 1000)
+        assert later == "killed or lost, without a final event" or events
 
 
 @pytest.mark.parametrize("made", ["nothing", "empty", "garbage"])
