@@ -144,7 +144,7 @@ def run_part(name: str, command: Sequence[str], limit: float, folder: Path) -> d
             code = NOT_FOUND
             file.write(f"{error}\n")
     text = path.read_text(encoding="utf-8", errors="replace")
-    found = {
+    found: dict[str, Any] = {
         "exit_code": code,
         "seconds": round(time.monotonic() - begun, 1),
         "figures": figures_in(text),

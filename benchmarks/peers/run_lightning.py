@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from task import BATCH, CHECKPOINTS, EPOCHS, EVERY, RANKS, Samples, StepRecord, build_model
 
 
-class Classifier(lightning.LightningModule):
+class Classifier(lightning.LightningModule):  # type: ignore[misc]
     """The model and its step."""
 
     def __init__(self) -> None:

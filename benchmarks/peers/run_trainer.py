@@ -29,7 +29,7 @@ class Classifier(nn.Module):
         return {"loss": F.cross_entropy(output, labels), "logits": output}
 
 
-class RecordedTrainer(Trainer):
+class RecordedTrainer(Trainer):  # type: ignore[misc]
     """Trainer that records its samples."""
 
     record: StepRecord
@@ -38,7 +38,8 @@ class RecordedTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         self.record.begin(self.state.global_step + 1, inputs.pop("indices"))
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        return loss
 
 
 def collate(samples: list[tuple[Tensor, Tensor, int]]) -> dict[str, Tensor]:

@@ -102,7 +102,7 @@ def test_tensorboard_goes_on_after_a_kill_without_a_gap(world: shoal.World, tmp_
 
 def recorded(path: Path) -> list[tuple[int, float]]:
     """Steps and numbers in a file of wandb's: blocks of 32 KiB, records of checksum, length, kind."""
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+    from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record, found = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):

@@ -132,7 +132,7 @@ def load_resnet(name: str, classes: int) -> nn.Module:
         ) from None
     depths = {"resnet18": [2, 2, 2, 2], "resnet50": [3, 4, 6, 3], "resnet101": [3, 4, 23, 3]}[name]
     basic = name == "resnet18"
-    config = ResNetConfig(  # type: ignore[call-arg]
+    config = ResNetConfig(
         depths=depths,
         layer_type="basic" if basic else "bottleneck",
         hidden_sizes=[64, 128, 256, 512] if basic else [256, 512, 1024, 2048],
