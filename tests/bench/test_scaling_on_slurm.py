@@ -328,10 +328,10 @@ def test_a_study_here_and_one_under_slurm_are_two(fakes: Fakes) -> None:
 
 
 def test_what_is_no_study_cannot_be_collected(fakes: Fakes) -> None:
+    Path("empty").mkdir()
+    Path("foreign").mkdir()
+    Path("foreign/study.json").write_text(json.dumps({"format": "other"}))
     for name in ("empty", "foreign", "missing"):
-        Path("empty").mkdir()
-        Path("foreign").mkdir()
-        Path("foreign/study.json").write_text(json.dumps({"format": "other"}))
         assert "shoal bench scaling" in refused("collect", name).fix
 
 

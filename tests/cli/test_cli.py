@@ -157,9 +157,3 @@ def test_nothing_is_started_for_a_run_that_cannot_work(script: str) -> None:
     with pytest.raises(LaunchError):
         local.run(script, processes=0)
     assert dict(os.environ) == before
-
-
-def test_how_many_processes_is_asked_for() -> None:
-    done = shoal("run", "train.py")
-    assert done.returncode == 2
-    assert "shoal run -n 2 train.py" in done.stderr

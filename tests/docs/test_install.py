@@ -115,9 +115,7 @@ def commands(repository: Path) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "way", [0, pytest.param(1, marks=pytest.mark.long)], ids=["plain", "torch held"]
-)
+@pytest.mark.parametrize("way", [0, 1], ids=["plain", "torch held"])
 def test_a_torch_that_is_new_enough_is_left_alone(
     way: int, commands: list[str], checkout: Path, wheels: Path, tmp_path: Path
 ) -> None:

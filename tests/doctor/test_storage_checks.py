@@ -51,9 +51,9 @@ def test_a_directory_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_file_in_the_place_of_a_directory_is_found(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for run in ("taken", "taken/a/b", "dangling"):
-        (tmp_path / "taken").write_text("")
-        (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
         with pytest.raises(NotADirectoryError, match=run.partition("/")[0]):
             filesystem.try_directory(tmp_path / run)
         assert filesystem.nearest_existing(tmp_path / "new" / "a") == tmp_path, run

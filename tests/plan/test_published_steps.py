@@ -109,7 +109,7 @@ def test_steps_from_data_sheets() -> None:
 
 def test_simulated_schedules_agree_with_the_closed_form() -> None:
     for model, plan, machine in (*megatron()[0], *korthikanti()[0]):
-        if plan.layout.pipeline > 1:
+        if 1 < plan.layout.pipeline <= 16:
             schedule = "1f1b" if plan.stages == 1 else "interleaved"
             found = run_pipeline(model, replace(plan, schedule=schedule), machine)
             assert found.bubble == pytest.approx(estimate_step(model, plan, machine).bubble, rel=0.01)

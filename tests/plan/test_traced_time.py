@@ -312,6 +312,7 @@ def test_the_command_predicts_the_time() -> None:
     model = "dense:layers=1,width=32,inputs=32"
     done = command("plan", "--model", model, *asked, "--machine", "cpu")
     assert done.exit_code == 0, done.output
+    assert "replicate=4 on cpu fits" in done.stdout
     assert "Step of a rank" in done.stdout
     assert "Collectives" in done.stdout
     done = command("plan", "--model", model, *asked, "--machine", "cpu", "--json")

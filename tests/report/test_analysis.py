@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -139,53 +138,6 @@ def test_a_world_of_one_has_no_stragglers(tmp_path: Path) -> None:
     assert found.shares["wait"] > 0.5
     assert any(each.text.startswith("Ranks wait for data") for each in found.findings)
     assert not any("all ranks" in each.text for each in found.findings)
-
-
-CAUSES = {
-    "wait": (4e-3, 12e-3),
-    "forward": (4e-3, 12e-3),
-    "backward": (4e-3, 12e-3),
-    "update": (4e-3, 12e-3),
-    "other": (4e-3, 12e-3),
-}
-
-
-@st.composite
-def planted(draw: st.DrawFn, ranks: int) -> list[Plant]:
-    """One cause or two, at different ranks or parts, from the beginning or from the middle on."""
-    chosen = draw(
-        st.lists(
-            st.tuples(st.integers(0, ranks - 1), st.sampled_from(sorted(CAUSES))),
-            min_size=1,
-            max_size=2,
-            unique_by=lambda each: each[0],
-        )
-    )
-    return [
-        Plant(
-            part=part,
-            ranks=[rank],
-            seconds=draw(st.floats(*CAUSES[part])),
-            since=draw(st.sampled_from([0, 100, 250])),
-        )
-        for rank, part in chosen
-    ]
-
-
-@pytest.mark.full
-@given(st.data(), st.integers(0, 2**16), st.sampled_from([3, 4, 8]))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_planted_causes_are_blamed(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int, ranks: int
-) -> None:
-    plants = data.draw(planted(ranks))
-    found = verdict(tmp_path_factory.mktemp("run"), *plants, ranks=ranks, seed=seed, noise=0.08)
-    assert named(found) == {(plant.ranks[0], plant.part) for plant in plants}
-    for straggler, plant in itertools.product(found.stragglers, plants):
-        if (straggler.rank, straggler.part) == (plant.ranks[0], plant.part):
-            assert straggler.excess == pytest.approx(plant.seconds, rel=0.15)
-            assert abs(straggler.since - max(plant.since, 3)) <= 16
-            assert straggler.until is None
 
 
 @pytest.mark.full
@@ -359,7 +311,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         ("empty", "no events in it"),
         ("file", "it is a file"),
     ):
-        place = tmp_path / "place"
+        place = tmp_path / made
         if made == "empty":
             place.mkdir()
         elif made == "file":

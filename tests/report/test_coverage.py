@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import shoal
 from shoal.telemetry.events import Events
 
@@ -17,18 +19,26 @@ def record(directory: Path, ranks: list[list[tuple[int, int, int]]], attempt: fl
         events.close()
 
 
-def test_what_is_missed_and_what_repeated(tmp_path: Path) -> None:
-    for ranks, missed, repeated in (
+@pytest.mark.parametrize(
+    ("ranks", "missed", "repeated"),
+    [
         ([[(1, 0, 4), (2, 8, 12)], [(1, 4, 8), (2, 12, 16)]], [], []),
         ([[(1, 0, 4), (2, 8, 12)], [(1, 4, 8), (2, 13, 16)]], [(12, 13)], []),
         ([[(1, 0, 4), (2, 8, 12)], [(1, 4, 9), (2, 12, 16)]], [], [(8, 9)]),
         ([[(1, 2, 8), (2, 2, 16)]], [(0, 2)], [(2, 8)]),
         ([[(1, 0, 8), (2, 8, 16)], [(1, 0, 0), (2, 8, 8)]], [], []),  # a rank that stands in
-    ):
-        record(tmp_path, ranks)
-        found = shoal.coverage(tmp_path)
-        assert (found.end, found.missed, found.repeated) == (16, missed, repeated), ranks
-        assert found.exact == (not missed and not repeated), ranks
+    ],
+)
+def test_what_is_missed_and_what_repeated(
+    tmp_path: Path,
+    ranks: list[list[tuple[int, int, int]]],
+    missed: list[tuple[int, int]],
+    repeated: list[tuple[int, int]],
+) -> None:
+    record(tmp_path, ranks)
+    found = shoal.coverage(tmp_path)
+    assert (found.end, found.missed, found.repeated) == (16, missed, repeated)
+    assert found.exact == (not missed and not repeated)
 
 
 def test_the_last_attempt_counts(tmp_path: Path) -> None:

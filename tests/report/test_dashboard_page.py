@@ -147,7 +147,16 @@ SNAPSHOTS = st.builds(
 )
 
 
-def check_fits(
+@given(
+    snapshot=SNAPSHOTS,
+    width=st.integers(1, 220),
+    height=st.integers(1, 60),
+    look=st.sampled_from(LOOKS),
+    leaf=st.integers(0, 100),
+    keys=st.booleans(),
+)
+@settings(max_examples=25)
+def test_whatever_the_run_it_fits(
     snapshot: Snapshot, width: int, height: int, look: TerminalStyle, leaf: int, *, keys: bool
 ) -> None:
     lines = dashboard_lines(snapshot, width, height, look, leaf=leaf, keys=keys)
@@ -157,29 +166,6 @@ def check_fits(
         assert not {"Cc", "Cf", "Cs", "Mn", "Me"} & {unicodedata.category(sign) for sign in line.plain}
         if not look.unicode:
             assert line.plain.isascii()
-
-
-CASES = {
-    "snapshot": SNAPSHOTS,
-    "width": st.integers(1, 220),
-    "height": st.integers(1, 60),
-    "look": st.sampled_from(LOOKS),
-    "leaf": st.integers(0, 100),
-    "keys": st.booleans(),
-}
-
-
-@given(**CASES)
-@settings(max_examples=25, deadline=None)
-def test_whatever_the_run_it_fits(**case: Any) -> None:
-    check_fits(**case)
-
-
-@pytest.mark.long
-@given(**CASES)
-@settings(max_examples=250, deadline=None)
-def test_whatever_the_run_it_fits_at_length(**case: Any) -> None:
-    check_fits(**case)
 
 
 def test_a_page_of_80_columns_says_all() -> None:

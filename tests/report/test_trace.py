@@ -258,9 +258,9 @@ def test_a_clock_that_nobody_compared_is_set_by_the_steps(tmp_path: Path) -> Non
 
 
 def test_a_damaged_record_is_told(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    path = tmp_path / "traces" / "rank-0-5-6.json.gz"
     for content in (b"", b"{}", b"no gzip", b'{"shoal": {"format": 99}}'):
-        (tmp_path / "traces").mkdir()
-        path = tmp_path / "traces" / "rank-0-5-6.json.gz"
         path.write_bytes(content if content == b"no gzip" else gzip.compress(content))
         with pytest.raises(CheckpointError, match=re.escape(str(path))):
             merge_traces(tmp_path, 5, 6)
