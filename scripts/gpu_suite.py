@@ -34,13 +34,13 @@ TINY_GPT = "--width 32 --heads 2 --context 16 --words 96 --batch 2"
 
 
 class Part(NamedTuple):
-    """A command of the suite, which gets a share of its time."""
+    """A command of the suite, which gets a fraction of its time."""
 
     name: str
     command: Callable[[float], Sequence[str]]
     """The command, for the seconds after which it is ended."""
-    share: float
-    """In minutes of a suite of nine."""
+    fraction: float
+    """Of the whole, in ninths: the minutes of a suite of nine."""
     least: float
     """Seconds; with fewer, the part is skipped."""
 
@@ -48,9 +48,9 @@ class Part(NamedTuple):
 def limit_of_first(parts: Sequence[Part], remaining: float) -> float | None:
     """Return the seconds of the first of these parts if all run in the remaining seconds.
 
-    What earlier parts leave goes to all later ones, by their shares. None: too short for this part.
+    What earlier parts leave goes to all later ones, in proportion to their fractions. None: too short for this part.
     """
-    limit = remaining * parts[0].share / sum(part.share for part in parts)
+    limit = remaining * parts[0].fraction / sum(part.fraction for part in parts)
     return limit if limit >= parts[0].least else None
 
 
@@ -205,7 +205,7 @@ def run_parts(
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file as a whole: whoever reads it finds the previous text or this one."""
+    """Write a file as a whole: a reader finds the previous text or this one."""
     new = path.with_suffix(".new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
