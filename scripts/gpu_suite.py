@@ -48,7 +48,8 @@ class Part(NamedTuple):
 def limit_of_first(parts: Sequence[Part], remaining: float) -> float | None:
     """Return the seconds of the first of these parts if all run in the remaining seconds.
 
-    What earlier parts leave goes to all later ones, in proportion to their fractions. None: too short for this part.
+    The time that earlier parts leave goes to all later ones, in proportion to their fractions. None: too
+    short for this part.
     """
     limit = remaining * parts[0].fraction / sum(part.fraction for part in parts)
     return limit if limit >= parts[0].least else None
