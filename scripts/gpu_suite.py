@@ -48,8 +48,8 @@ class Part(NamedTuple):
 def limit_of_first(parts: Sequence[Part], remaining: float) -> float | None:
     """Return the seconds of the first of these parts if all run in the remaining seconds.
 
-    The time that earlier parts leave goes to all later ones, in proportion to their fractions. None: too
-    short for this part.
+    The time that earlier parts leave goes to all later ones, in proportion to their fractions. None:
+    too short for this part.
     """
     limit = remaining * parts[0].fraction / sum(part.fraction for part in parts)
     return limit if limit >= parts[0].least else None
@@ -145,7 +145,7 @@ def run_part(name: str, command: Sequence[str], limit: float, folder: Path) -> d
             code = NOT_FOUND
             file.write(f"{error}\n")
     text = path.read_text(encoding="utf-8", errors="replace")
-    found = {
+    found: dict[str, Any] = {
         "exit_code": code,
         "seconds": round(time.monotonic() - begun, 1),
         "figures": figures_in(text),
