@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMED_OUT, NOT_FOUND = 124, 127
 ENDING = 2.0
 """Seconds kept back from the last part: to end its processes, and to write the results."""
-TINY_GPT = "--width 32 --heads 2 --context 16 --words 96 --batch 2"
+TINY_GPT = "--layers 2 --width 32 --heads 2 --context 16 --words 96 --batch 2"
 
 
 class Part(NamedTuple):
@@ -71,8 +71,8 @@ def parts(gpus: int, folder: Path, minutes: float, *, tiny: bool = False) -> lis
             "tests/gpu/test_gpu_steps.py::test_results_are_late_where_the_device_can_skip_a_step"
         )
         others = ["tests/gpu/test_gpu_steps.py", "-k", "evaluation or tick"]
-        gpt += f" --layers 1 {TINY_GPT} --steps 1"
-        resnet, memory = "--width 4 --size 32 --batch 4 --steps 1", f"--layers 2 {TINY_GPT}"
+        gpt += f" {TINY_GPT} --steps 1"
+        resnet, memory = "--width 4 --size 32 --batch 4 --steps 1", TINY_GPT
         stall = "--gigabytes 0.001 --width 64 --batch 8 --steps 2"
     where = "full" if tiny else "gpu and not long"
     least = 0.1 if tiny else 1.0
