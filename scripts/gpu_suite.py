@@ -30,17 +30,17 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMED_OUT, NOT_FOUND = 124, 127
 ENDING = 2.0
 """Seconds kept back from the last part: to end its processes, and to write the results."""
-TINY_GPT = "--width 32 --heads 2 --context 16 --words 96 --batch 2"
+TINY_GPT = "--layers 2 --width 32 --heads 2 --context 16 --words 96 --batch 2"
 
 
 class Part(NamedTuple):
-    """A command of the suite, which gets a share of its time."""
+    """A command of the suite, which gets a fraction of its time."""
 
     name: str
     command: Callable[[float], Sequence[str]]
     """The command, for the seconds after which it is ended."""
-    share: float
-    """In minutes of a suite of nine."""
+    fraction: float
+    """Of the whole, in ninths: the minutes of a suite of nine."""
     least: float
     """Seconds; with fewer, the part is skipped."""
 
@@ -48,9 +48,10 @@ class Part(NamedTuple):
 def limit_of_first(parts: Sequence[Part], remaining: float) -> float | None:
     """Return the seconds of the first of these parts if all run in the remaining seconds.
 
-    What earlier parts leave goes to all later ones, by their shares. None: too short for this part.
+    The time that earlier parts leave goes to all later ones, in proportion to their fractions. None:
+    too short for this part.
     """
-    limit = remaining * parts[0].share / sum(part.share for part in parts)
+    limit = remaining * parts[0].fraction / sum(part.fraction for part in parts)
     return limit if limit >= parts[0].least else None
 
 
@@ -70,8 +71,8 @@ def parts(gpus: int, folder: Path, minutes: float, *, tiny: bool = False) -> lis
             "tests/gpu/test_gpu_steps.py::test_results_are_late_where_the_device_can_skip_a_step"
         )
         others = ["tests/gpu/test_gpu_steps.py", "-k", "evaluation or tick"]
-        gpt += f" --layers 1 {TINY_GPT} --steps 1"
-        resnet, memory = "--width 4 --size 32 --batch 4 --steps 1", f"--layers 2 {TINY_GPT}"
+        gpt += f" {TINY_GPT} --steps 1"
+        resnet, memory = "--width 4 --size 32 --batch 4 --steps 1", TINY_GPT
         stall = "--gigabytes 0.001 --width 64 --batch 8 --steps 2"
     where = "full" if tiny else "gpu and not long"
     least = 0.1 if tiny else 1.0
@@ -205,7 +206,7 @@ def run_parts(
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file as a whole: whoever reads it finds the previous text or this one."""
+    """Write a file as a whole: a reader finds the previous text or this one."""
     new = path.with_suffix(".new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)

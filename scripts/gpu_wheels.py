@@ -24,7 +24,7 @@ ENVIRONMENT = ROOT / "build" / "venv"
 OF_THE_MACHINE = ("torch", "numpy")
 TESTS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 BUILD = ("hatchling", "editables")
-"""What pip needs to install a checkout."""
+"""Needed by pip for the installation of a checkout."""
 PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
 
 

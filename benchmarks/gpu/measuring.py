@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from torch import nn
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.optim import Optimizer
 
 import shoal
@@ -28,7 +27,7 @@ _TRACKED = 5
 
 
 class Measured(NamedTuple):
-    """What was measured of a loop."""
+    """The measurements of a loop."""
 
     times: list[float]
     """Seconds of a step, one value for each round."""
@@ -138,6 +137,9 @@ def peak_memory(
     the CPU, the parameters of two units live simultaneously in some steps and not in others.
     "allocated" is by the device's allocator, and is left out on a device without one.
     """
+    # Private, so that another torch may lack it: only this measurement needs it.
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
     peaks = []
     for _ in range(_TRACKED):
         tracker = FSDPMemTracker(model, optimizer)

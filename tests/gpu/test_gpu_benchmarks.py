@@ -86,8 +86,8 @@ def test_a_table_says_where_and_when(world: shoal.World, capsys: pytest.CaptureF
     assert table == ["", "| loop | rate |", "| --- | --- |", "| a | 1 |", "| b | 2 |"]
 
 
-def fixed(name: str, share: float, least: float = 0.0, code: str = "") -> gpu_suite.Part:
-    return gpu_suite.Part(name, lambda _: [sys.executable, "-c", code], share, least)
+def fixed(name: str, fraction: float, least: float = 0.0, code: str = "") -> gpu_suite.Part:
+    return gpu_suite.Part(name, lambda _: [sys.executable, "-c", code], fraction, least)
 
 
 def test_parts_share_the_time_that_remains() -> None:
