@@ -218,12 +218,11 @@ def run_trial(copy: Copy, trial: Trial, *, own_tests_only: bool) -> Trial:
     if planted is None:
         trial.outcome = "absent"
         return trial
-    groups = noticing_tests(copy.folder, fault.path)
-    package = next(iter(groups))
+    package = Path(fault.path).parts[2]
     trial.outcome = "open" if own_tests_only else "missed"
-    for group in [package] if own_tests_only else groups:
-        if group not in trial.passed:
-            outcome, trial.test = _run_group(copy, groups[group], fault.path, planted)
+    for group, files in noticing_tests(copy.folder, fault.path).items():
+        if group not in trial.passed and (group == package or not own_tests_only):
+            outcome, trial.test = _run_group(copy, files, fault.path, planted)
             if outcome != "passed":
                 trial.outcome = outcome
                 break
