@@ -2,7 +2,7 @@
 # Paths are relative throughout, so a checkout may lie in a directory with a space in its name.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test tests test-rest test-peers test-torch test-gpu test-long test-all chaos lint format clean
+.PHONY: help venv demo docs test tests test-rest test-peers test-torch test-gpu test-long test-all chaos faults lint format clean
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 export PYTHON
 # Tests start thousands of processes, each of which would compile all that it imports.
@@ -60,6 +60,10 @@ test-gpu: $(if $(WHEELS),,venv) ## GPU tests and benchmarks in MINUTES=30, into 
 
 chaos: venv ## 1,000 kills over six parallelism strategies, an hour, into build/chaos.jsonl
 	@$(PY) benchmarks/chaos.py --kills 1000
+
+faults: venv ## plant 60 faults and count those that tests catch, hours, into build/faults.json
+	@mkdir -p build
+	@$(PY) scripts/plant_faults.py --json build/faults.json
 
 test-all: test ## everything but test-gpu
 	@$(MAKE) test-rest
