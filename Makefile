@@ -10,10 +10,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 CODE := $(wildcard src tests examples benchmarks scripts)
-# Most tests wait for processes of theirs: three files at a time keep two cores busy.
+# Many tests wait for processes of theirs: three files at a time keep two cores busy. Those of
+# `make test-rest` wait longest.
 IN_PARALLEL := -n 3 --dist loadfile
-# Tests of other targets: marker `realtime` runs alone, `peers` in environments of their own.
-ELSEWHERE := not long and not gpu and not peers
+WAITING := -n 5 --dist loadfile
 
 help: ## list these targets
 	@echo 'make [PYTHON=/path/to/python3.11] TARGET'
@@ -38,11 +38,11 @@ test: venv ## lint, and at the same time the tests that need neither root nor sy
 	@$(MAKE) -j2 lint tests
 
 tests: venv
-	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full and not realtime and $(ELSEWHERE)'
+	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full and not realtime and not long and not gpu and not peers'
 
 test-rest: venv ## what CI runs besides: system packages, more of long tables, then the real clock
-	@$(PY) -m pytest $(IN_PARALLEL) -m '(system or full) and not realtime and $(ELSEWHERE)'
-	@$(PY) -m pytest -n 0 -m 'realtime and $(ELSEWHERE)'
+	@$(PY) -m pytest $(WAITING) -m '(system or full) and not realtime and not long and not gpu and not peers'
+	@$(PY) -m pytest -n 0 -m 'realtime and not long and not gpu and not peers'
 
 test-peers: ## tests with Accelerate, DeepSpeed and others, in an environment each
 	@scripts/test-peers
