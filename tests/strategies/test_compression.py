@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from helpers.clocks import ManualClock
 from helpers.ranks import Ranks
 from shoal.strategies import engine_of
 from shoal.strategies.data_parallel import choose_compression, compression
@@ -445,20 +445,21 @@ def test_many_buckets_never_hang(again: int) -> None:
 def slowly(world: shoal.World, rate: float) -> str:
     """The choice where each byte takes its time."""
 
+    clock = ManualClock()
+
     class Narrow(CountedCollectives):
         def mean(self, tensor: Tensor) -> Tensor:
-            time.sleep(tensor.nbytes / rate)
+            clock.sleep(tensor.nbytes / rate)
             return super().mean(tensor)
 
         def swap(self, rows: Tensor) -> Tensor:
-            time.sleep(rows.nbytes / rate)
+            clock.sleep(rows.nbytes / rate)
             return super().swap(rows)
 
     gradients = [("weight", torch.zeros(256, 512)), ("bias", torch.zeros(512))]
-    return str(choose_compression.choose(gradients, Narrow(world)).value)
+    return str(choose_compression.choose(gradients, Narrow(world), clock).value)
 
 
-@pytest.mark.full
 def test_it_is_chosen_by_the_link(ranks: Ranks) -> None:
     found = ranks.call(slowly, 3e6)
     assert len({*found}) == 1

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-STUCK_SECONDS = 20.0
+STUCK_SECONDS = 300.0
 QUIET_SECONDS = 30.0
 """Seconds that pass at once where every task waits for time to pass, unless timers are exact."""
 

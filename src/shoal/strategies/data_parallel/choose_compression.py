@@ -18,7 +18,7 @@ from shoal.strategies.data_parallel.compression import (
     method,
     reduce,
 )
-from shoal.util.clock import CLOCK
+from shoal.util.clock import CLOCK, Clock
 from shoal.util.decision import Decision
 
 CANDIDATES: Sequence[Compress] = ("bf16", "int8", PowerSGD())
@@ -32,13 +32,13 @@ _TRIALS = 3
 
 
 def choose(
-    gradients: Sequence[tuple[str, Tensor]], wire: CountedCollectives
+    gradients: Sequence[tuple[str, Tensor]], wire: CountedCollectives, clock: Clock = CLOCK
 ) -> Decision[Compress | None]:
     """Return the fastest method on this network, measured on gradients like these. Collective."""
     taken: dict[str, float] = {}
     best: Compress | None = None
     for each in (None, *CANDIDATES):
-        seconds = _seconds(None if each is None else _eager(each), gradients, wire)
+        seconds = _seconds(None if each is None else _eager(each), gradients, wire, clock)
         limit = WORTH if best is None else GAIN
         if each is None or seconds < limit * taken[str(best)]:
             best = each
@@ -65,17 +65,20 @@ def _eager(compress: Compress) -> CompressionMethod:
 
 
 def _seconds(
-    chosen: CompressionMethod | None, gradients: Sequence[tuple[str, Tensor]], wire: CountedCollectives
+    chosen: CompressionMethod | None,
+    gradients: Sequence[tuple[str, Tensor]],
+    wire: CountedCollectives,
+    clock: Clock,
 ) -> float:
     """Return the time of the slowest rank for the gradients, the fastest of a few trials."""
     bucket = Bucket([name for name, _ in gradients], [torch.randn_like(each) for _, each in gradients])
     taken = []
     for _ in range(_TRIALS):
         wire.gather(torch.zeros(1, device=bucket.gradients[0].device))  # all begin together
-        begun = CLOCK.now()
+        begun = clock.now()
         reduce(chosen, bucket, wire)
         float(bucket.gradients[0].reshape(-1)[0])  # wait for the device
-        taken.append(CLOCK.now() - begun)
+        taken.append(clock.now() - begun)
     mine = torch.tensor(min(taken), dtype=torch.float64, device=bucket.gradients[0].device)
     return max(float(each) for each in wire.gather(mine))
 
