@@ -73,7 +73,7 @@ def look(
     return done, time.monotonic() - begun
 
 
-SOON = 150.0
+SOON = 300.0
 """Half of the time for which ranks would look for each other."""
 
 

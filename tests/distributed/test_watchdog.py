@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 STEP_SECONDS = 6.0
 """No rank that a busy machine does not let run for some seconds shall be taken for one that hangs."""
-PREPARE_SECONDS = 100.0
+PREPARE_SECONDS = 400.0
 HOST = socket.gethostname()
 
 SCRIPT = """

@@ -30,7 +30,7 @@ from shoal.util.errors import AgreementError, LaunchError
 pytestmark = pytest.mark.processes
 
 STEP_SECONDS = 6.0
-PREPARE_SECONDS = 100.0
+PREPARE_SECONDS = 400.0
 SHORT_SECONDS = 4.0
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers.cluster.slurm import Cluster
-from helpers.commands import GONE_WITHIN, wait_for
+from helpers.commands import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -123,10 +122,8 @@ def test_a_stage_that_is_killed_is_named_on_the_other_hosts(
 ) -> None:
     """Long before a step would be too long; the last one drives."""
     ranks = Ranks(cluster, tmp_path, STAGES)
-    begun = time.monotonic()
     ranks.kill(victim)
     assert f"rank {victim} on {NODES[victim]} is gone" in ranks.end()
-    assert time.monotonic() - begun < GONE_WITHIN
 
 
 @pytest.mark.long
