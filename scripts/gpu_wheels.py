@@ -54,7 +54,10 @@ def install(directory: Path, environment: Path) -> None:
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        sys.exit(f"{sys.executable} has no torch, which is not installed from wheels: choose PYTHON=")
+        sys.exit(
+            f"given: {sys.executable}\nfound: it has no torch, which is not installed from wheels\n"
+            "fix:   make test-gpu PYTHON=/path/to/a/python/with/torch"
+        )
     # pip is the machine's too: Debian's Python may come without the one for environments.
     pip = metadata.packages_distributions().get("pip")
     venv.create(environment, system_site_packages=True, with_pip=not pip, clear=True)
@@ -65,13 +68,19 @@ def install(directory: Path, environment: Path) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.write(f"torch=={torch}\n")
         constraints.flush()
-        subprocess.run(
+        done = subprocess.run(
             [
                 *(str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-index"),
                 *("--find-links", str(directory.absolute()), "--constraint", constraints.name),
                 *("--disable-pip-version-check", "--editable", str(ROOT), *TESTS),
             ],
-            check=True,
+            check=False,
+        )
+    if done.returncode:
+        sys.exit(
+            f"given: wheels in {directory}\n"
+            "found: pip cannot install Shoal from them; its message is above\n"
+            f"fix:   gpu_wheels.py download {directory} --python {version.removeprefix('python')}"
         )
 
 
