@@ -17,6 +17,7 @@ from shoal.data.iterable_dataset import BatchSplit, StreamReader
 from shoal.util.errors import DataError
 
 datasets = LazyModule("datasets")
+distributed_datasets = LazyModule("datasets.distributed")
 
 BATCH = 4
 
@@ -153,7 +154,7 @@ def test_a_hub_stream_resumes_with_its_shuffle_buffer(
 
 
 def test_a_hub_stream_that_was_divided_already(world: shoal.World) -> None:
-    divided = datasets.distributed.split_dataset_by_node(hub(False), rank=0, world_size=2)
+    divided = distributed_datasets.split_dataset_by_node(hub(False), rank=0, world_size=2)
     with pytest.raises(DataError, match="split that part again"):
         build(world, divided)
 
