@@ -156,6 +156,7 @@ def test_no_worker_and_no_thread_is_left(world: shoal.World, stop: int | None) -
     wait_until(lambda: set(threading.enumerate()) <= threads)
 
 
+@pytest.mark.full
 def test_an_error_in_a_worker_is_the_datasets_own(world: shoal.World) -> None:
     class Broken(Rows):
         def __getitem__(self, index: int) -> Any:
@@ -165,7 +166,6 @@ def test_an_error_in_a_worker_is_the_datasets_own(world: shoal.World) -> None:
         seen(build(world, Broken(), num_workers=1), 1)
 
 
-@pytest.mark.full
 def test_a_sample_that_fails_leaves_time_to_the_script(world: shoal.World) -> None:
     class Broken(Rows):
         def __getitem__(self, index: int) -> Any:

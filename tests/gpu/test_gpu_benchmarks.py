@@ -149,13 +149,13 @@ def test_parts_that_fail_or_hang_leave_their_output(
         "print(child.pid); print('{\"known\": 1}'); time.sleep(1e6)"
     )
     parts = [
-        fixed("fails", 1, code="print('here'); raise SystemExit(3)"),
-        gpu_suite.Part("lacks", lambda _: ["no-such-command"], 1, 0),
+        fixed("fails", 10, code="print('here'); raise SystemExit(3)"),
+        gpu_suite.Part("lacks", lambda _: ["no-such-command"], 10, 0),
         fixed("hangs", 1, code=hangs),
-        fixed("long", 1, 1e6),
-        fixed("works", 1, code="print('{\"figure\": 2}')"),
+        fixed("long", 10, 1e6),
+        fixed("works", 10, code="print('{\"figure\": 2}')"),
     ]
-    results = gpu_suite.run_parts(parts, 20 + gpu_suite.ENDING, tmp_path, {"device": "none"})
+    results = gpu_suite.run_parts(parts, 120 + gpu_suite.ENDING, tmp_path, {"device": "none"})
     assert json.loads((tmp_path / "results.json").read_text()) == results
     found = results["parts"]
     codes = {name: each.get("exit_code") for name, each in found.items()}
