@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 CODE := $(wildcard src tests examples benchmarks scripts)
-# Many tests wait for processes of theirs: three files at a time keep two cores busy. Those of
+# Many tests wait for their own processes: three files at a time keep two cores busy. Those of
 # `make test-rest` wait longest.
 IN_PARALLEL := -n 3 --dist loadfile
 WAITING := -n 5 --dist loadfile
@@ -44,7 +44,7 @@ test-rest: venv ## what CI runs besides: system packages, more of long tables, t
 	@$(PY) -m pytest $(WAITING) -m '(system or full) and not realtime and not long and not gpu and not peers'
 	@$(PY) -m pytest -n 0 -m 'realtime and not long and not gpu and not peers'
 
-test-peers: ## tests with Accelerate, DeepSpeed and others, in an environment each
+test-peers: ## tests with Accelerate, Lightning and others, in an environment each
 	@scripts/test-peers
 
 test-torch: ## a small part with the oldest torch promised and with the newest
@@ -52,7 +52,8 @@ test-torch: ## a small part with the oldest torch promised and with the newest
 	@scripts/test-with-torch newest
 
 test-long: venv ## all the rest of long tables, which takes longest
-	@$(PY) -m pytest $(IN_PARALLEL) -m 'long and not gpu and not peers'
+	@$(PY) -m pytest $(IN_PARALLEL) -m 'long and not realtime and not gpu and not peers'
+	@$(PY) -m pytest -n 0 -m 'long and realtime and not gpu and not peers'
 
 test-gpu: $(if $(WHEELS),,venv) ## GPU tests and benchmarks in MINUTES=30, into build/gpu; WHEELS=DIR without a network
 	@$(if $(WHEELS),$(or $(PYTHON),python3) scripts/gpu_wheels.py install "$(WHEELS)")

@@ -4,8 +4,8 @@ python scripts/gpu_suite.py build/gpu --minutes 9
 python scripts/gpu_suite.py build/gpu --minutes 2 --dry-run     # tiny sizes, on the CPU
 
 Each part writes its output to a file in the folder, and its figures to the terminal as it ends.
-results.json has the figures of all parts so far. A part that fails or takes too long is ended with all
-its processes, and the next one starts. The exit code is that of the first failure.
+results.json has the figures of all parts so far. A part that takes too long is ended with all its
+processes. After a part that fails, the next one starts. The exit code is that of the first failure.
 """
 
 from __future__ import annotations
@@ -107,21 +107,20 @@ def _benchmark(script: str, ranks: int, options: str, *more: str) -> Callable[[f
 
 
 def figures_in(text: str) -> dict[str, Any]:
-    """Return the figures that a part has printed: the last object in JSON, or the outcomes of tests."""
-    for line in reversed(text.splitlines()):
-        if line.startswith("{") and line.endswith("}"):
-            try:
-                found: dict[str, Any] = json.loads(line)
-            except ValueError:
-                continue
-            return found
-    summary = next(
-        (line for line in reversed(text.splitlines()) if re.search(r" in [\d.]+s", line)), ""
-    )
+    """Return the figures that a part has printed: the outcomes of tests, or the last object in JSON."""
+    lines = text.splitlines()[::-1]
+    summary = next((line for line in lines if re.search(r"\d \w+.* in [\d.]+s", line)), "")
     counts = re.findall(r"(\d+) (failed|passed|skipped|deselected|errors?)", summary)
-    outcomes: dict[str, Any] = {outcome: int(count) for count, outcome in counts}
-    failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
-    return outcomes | ({"failures": failures} if failures else {})
+    if counts:
+        outcomes: dict[str, Any] = {outcome: int(count) for count, outcome in counts}
+        failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+        return outcomes | ({"failures": failures} if failures else {})
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}
 
 
 def flattened(figures: Mapping[str, Any], before: str = "") -> Iterator[str]:
@@ -193,6 +192,8 @@ def run_parts(
     """Run parts for at most this many seconds in all; return the content of results.json."""
     until = time.monotonic() + seconds - ENDING
     results: dict[str, Any] = {"machine": machine, "parts": {}}
+    for part in planned:  # an earlier run may have left its output
+        (folder / f"{part.name}.txt").unlink(missing_ok=True)
     for number, part in enumerate(planned):
         remaining = until - time.monotonic()
         limit = limit_of_first(planned[number:], remaining)
@@ -241,7 +242,7 @@ def main() -> int:
     planned = parts(max(1, machine["devices"]), folder, given.minutes, tiny=given.dry_run)
     spent = time.time() - psutil.Process().create_time()
     results = run_parts(planned, 60 * given.minutes - spent, folder, machine)
-    print(f"Send {folder}/results.json: docs/contributing/gpu-checklist.md says where.")
+    print(f"Send the files of {folder}: docs/contributing/gpu-checklist.md says where.")
     codes = [found.get("exit_code", 0) for found in results["parts"].values()]
     return next((code for code in codes if code), 0)
 

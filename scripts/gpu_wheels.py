@@ -58,6 +58,11 @@ def install(directory: Path, environment: Path) -> None:
             f"given: {sys.executable}\nfound: it has no torch, which is not installed from wheels\n"
             "fix:   make test-gpu PYTHON=/path/to/a/python/with/torch"
         )
+    if environment.exists() and not (environment / "pyvenv.cfg").exists():
+        sys.exit(
+            f"given: --environment {environment}\nfound: a directory that is not an environment\n"
+            "fix:   name a directory that does not exist"
+        )
     # pip is the machine's too: Debian's Python may come without the one for environments.
     pip = metadata.packages_distributions().get("pip")
     venv.create(environment, system_site_packages=True, with_pip=not pip, clear=True)

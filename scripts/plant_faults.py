@@ -237,11 +237,14 @@ def _run_group(copy: Copy, files: Sequence[str], path: str, planted: str) -> tup
         with copy.changed(path, planted):
             outcome, test = copy.run(files)
             if "::" not in test or test in copy.broken:
-                return outcome, test
+                break
             again = copy.run([test])[0]
         if again != "passed" and copy.run([test])[0] == "passed":
             return outcome, test
         copy.broken.add(test)
+    if outcome == "time" and copy.run(files)[0] == "time":
+        return "passed", ""  # they take as long without the fault
+    return outcome, test
 
 
 def run_trials(trials: Sequence[Trial], arguments: argparse.Namespace) -> Iterator[Trial]:

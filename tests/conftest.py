@@ -38,9 +38,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the rows of one test that are marked full, leave the first, the last, and two between them.
+    """Keep four rows of each test marked `full`: the first, the last and two between them.
 
-    The others are long. `full(rows="all")` leaves all.
+    Mark the others `long`. `full(rows="all")` keeps all rows.
     """
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_objects() -> None:
-    """Leave out of collections what is there before the tests of a file.
+    """Exclude objects that exist before a file's tests from garbage collection, for good.
 
     Torch and thousands of tests are a million objects, which each full collection would visit again.
     """

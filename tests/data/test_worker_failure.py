@@ -70,7 +70,14 @@ def test_a_worker_that_torch_does_not_explain_is_explained_by_its_process() -> N
     assert explained.found.startswith("a worker of rank 1's Loader died (exit code 3): process ")
 
 
-@pytest.mark.parametrize("lost", [EOFError(), ConnectionRefusedError(111, "refused")])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        EOFError(),
+        ConnectionRefusedError(111, "refused"),
+        RuntimeError("Pin memory thread exited unexpectedly"),
+    ],
+)
 def test_a_worker_that_dies_before_it_hands_over_a_batch(lost: Exception) -> None:
     """A worker announces a batch by a queue; the rank then asks it for the memory."""
     process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
@@ -84,6 +91,8 @@ def test_a_worker_that_dies_before_it_hands_over_a_batch(lost: Exception) -> Non
         raise lost
     with pytest.raises(EOFError), workers.explained():
         raise EOFError("Caught EOFError in DataLoader worker process 0.")
+    with pytest.raises(EOFError), LoaderWorkers(rank=1, count=0).explained():
+        raise EOFError  # of a dataset that the rank itself reads
 
 
 def _compute(go: Path) -> None:

@@ -126,14 +126,20 @@ DEEPSPEED = Pair(
     options=("--deepspeed", "--deepspeed_config", "ds_config.json"),
 )
 FSDP2 = Pair("fsdp2", "fsdp2_before.py", "fsdp2_after.py", DDP.in_order)
+TOOLS = (ACCELERATE, LIGHTNING, FABRIC, HF_TRAINER)
 PAIRS = [DDP, CUSTOM_LOOP, ACCELERATE, LIGHTNING, FABRIC, HF_TRAINER, DEEPSPEED, FSDP2]
 
 
 def marked(**marks: pytest.MarkDecorator) -> list[Any]:
-    """All pairs, those named with a mark of their own and the others as long."""
+    """All pairs: those named with a mark of their own, the others with peers or as long."""
     return [
         pytest.param(
-            pair, marks=marks.get(pair.after.removesuffix(".py"), pytest.mark.long), id=pair.after
+            pair,
+            marks=marks.get(
+                pair.after.removesuffix(".py"),
+                pytest.mark.peers if pair in TOOLS else pytest.mark.long,
+            ),
+            id=pair.after,
         )
         for pair in PAIRS
     ]

@@ -12,7 +12,7 @@ _SOURCE = Path(__file__).with_name("clock_offset.c")
 
 
 class ManualClock:
-    """A `shoal.util.clock.Clock` that stands at `nanoseconds`, except while it sleeps or waits."""
+    """A `shoal.util.clock.Clock` that advances when it sleeps or waits, or a test sets `nanoseconds`."""
 
     def __init__(self) -> None:
         self.nanoseconds = 0

@@ -1,4 +1,4 @@
-"""Modules that take long to import, imported when a test uses them: all processes collect all tests."""
+"""Slow imports, deferred until a test uses them: each process of pytest-xdist collects all files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dead Loader workers: turns torch's RuntimeError into a DataError with the cause and a fix."""
+"""Dead Loader workers: turn the errors that torch raises into a DataError with the cause and a fix."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ _FIX: dict[signal.Signals | None, str] = {
     "(dmesg names the process)",
     signal.SIGBUS: "use fewer workers, num_workers={fewer}: shared memory may be full (df -h /dev/shm)",
 }
-_LOST = (EOFError, ConnectionError, FileNotFoundError)
-"""Errors of the socket by which a worker hands over memory; those of the dataset say "Caught …"."""
-_ENDING_SECONDS = 5.0
 _ELSE = "use num_workers=0: the rank itself then reads the dataset, and its error shows the line"
+_LOST = (EOFError, ConnectionError, FileNotFoundError)
+"""Raised if a worker dies while it sends a batch through shared memory. Errors of the dataset start
+with "Caught".
+"""
+_PINNING = "Pin memory thread exited unexpectedly"
+"""torch's error where the thread that pins batches met one of _LOST."""
+_ENDING_SECONDS = 5.0
+"""Seconds in which a process that has closed its sockets ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +46,9 @@ class LoaderWorkers:
         """Return the error to raise in place of torch's if that reports a dead worker, else None."""
         if isinstance(error.__cause__, DataError):
             return error.__cause__
-        if isinstance(error, _LOST) and not str(error).startswith("Caught "):
-            # It had announced a batch whose memory it was still to hand over. Its process is ending.
+        lost = isinstance(error, _LOST) and not str(error).startswith("Caught ")
+        if self.processes and (lost or str(error) == _PINNING):
+            # The worker died after it announced a batch, before it sent the memory.
             wait([each.sentinel for each in self.processes], _ENDING_SECONDS)
             died = [each for each in self.processes if each.exitcode is not None]
             return self._died(str(died[0].pid), "", died[0].exitcode) if died else None

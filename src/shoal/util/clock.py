@@ -1,4 +1,4 @@
-"""Time. No other module of Shoal reads a clock, sleeps or waits for a while.
+"""Clocks. Only this module of Shoal reads a clock or sleeps.
 
 Objects that measure time, wait or time out take a `Clock`, which their tests advance by hand.
 """
@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 
 class Clock(Protocol):
-    """Read the time, and let it pass."""
+    """A clock to read and to wait on; tests replace it."""
 
     def now(self) -> float:
         """Return seconds that never go back, the same in all processes of a machine."""
@@ -58,7 +58,7 @@ CLOCK: Final = SystemClock()
 
 
 def local_time(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Return seconds since 1970 as the date and the time of this machine's zone."""
+    """Return seconds since 1970 as a date and time in the local time zone."""
     return time.strftime(form, time.localtime(seconds))
 
 
