@@ -12,7 +12,7 @@ _SOURCE = Path(__file__).with_name("clock_offset.c")
 
 
 class ManualClock:
-    """A `shoal.util.clock.Clock` that advances when it sleeps or waits, or a test sets `nanoseconds`."""
+    """A `shoal.util.clock.Clock` that advances if it sleeps or waits, or if a test sets it."""
 
     def __init__(self) -> None:
         self.nanoseconds = 0
