@@ -10,10 +10,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 CODE := $(wildcard src tests examples benchmarks scripts)
-# Many tests wait for their own processes: three files at a time keep two cores busy. Those of
-# `make test-rest` wait longest.
+# Many tests wait for their own processes: three files at a time keep two cores busy.
 IN_PARALLEL := -n 3 --dist loadfile
-WAITING := -n 5 --dist loadfile
 
 help: ## list these targets
 	@echo 'make [PYTHON=/path/to/python3.11] TARGET'
@@ -41,7 +39,7 @@ tests: venv
 	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full and not realtime and not long and not gpu and not peers'
 
 test-rest: venv ## what CI runs besides: system packages, more of long tables, then the real clock
-	@$(PY) -m pytest $(WAITING) -m '(system or full) and not realtime and not long and not gpu and not peers'
+	@$(PY) -m pytest $(IN_PARALLEL) -m '(system or full) and not realtime and not long and not gpu and not peers'
 	@$(PY) -m pytest -n 0 -m 'realtime and not long and not gpu and not peers'
 
 test-peers: ## tests with Accelerate, Lightning and others, in an environment each

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from helpers.cluster.slurm import Cluster
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-FULL_ROWS = 4
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
 MAY_BE_MISSING = ("needs CUDA", "needs an accelerator", "needs root", "needs namespaces")
 
@@ -38,21 +37,18 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep four rows of each test marked `full`: the first, the last and two between them.
+    """Keep the first row of each test marked `full`; mark the others `long`.
 
-    Mark the others `long`. `full(rows="all")` keeps all rows.
+    `full(rows="all")` keeps all rows.
     """
-    tables: dict[str, list[pytest.Item]] = {}
+    tables = set()
     for item in items:
         mark = item.get_closest_marker("full")
         if mark is not None and not mark.kwargs and item.get_closest_marker("long") is None:
-            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for rows in tables.values():
-        last = len(rows) - 1
-        kept = {round(place * last / (FULL_ROWS - 1)) for place in range(FULL_ROWS)}
-        for number, item in enumerate(rows):
-            if number not in kept:
+            table = item.nodeid.partition("[")[0]
+            if table in tables:
                 item.add_marker("long")
+            tables.add(table)
 
 
 @pytest.fixture(autouse=True, scope="module")

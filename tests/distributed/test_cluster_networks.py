@@ -77,7 +77,9 @@ SOON = 300.0
 """Half of the time for which ranks would look for each other."""
 
 
-@pytest.mark.parametrize(("own", "version"), [("127.0.1.1", 4), ("127.0.1.1", 6)])
+@pytest.mark.parametrize(
+    ("own", "version"), [("127.0.1.1", 4), pytest.param("127.0.1.1", 6, marks=pytest.mark.long)]
+)
 def test_nothing_is_set_where_a_hosts_own_name_is_its_loopback(
     own: str, version: int, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -151,7 +153,11 @@ def test_an_interface_that_was_chosen_is_kept(cluster: Cluster, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("eth9", r"found: node01 has no interface eth9 .*; it has lo .*, eth0 \(10\.77\.0\.11"),
+        pytest.param(
+            "eth9",
+            r"found: node01 has no interface eth9 .*; it has lo .*, eth0 \(10\.77\.0\.11",
+            marks=pytest.mark.long,
+        ),
         (
             "lo",
             r"found: lo: node02 \(rank 1\) did not reach node01 \(rank 0\) through it: 127\.",
@@ -169,7 +175,11 @@ def test_a_wrong_interface_is_refused(name: str, said: str, cluster: Cluster, tm
 @pytest.mark.parametrize(
     ("ports", "said"),
     [
-        (EPHEMERAL, r"eth0: node02 \(rank 1\) did not reach node01 \(rank 0\) through it: .*timed out"),
+        pytest.param(
+            EPHEMERAL,
+            r"eth0: node02 \(rank 1\) did not reach node01 \(rank 0\) through it: .*timed out",
+            marks=pytest.mark.long,
+        ),
         (MEETING, r"found: node02 can't reach node01: no reply in \d+ s; .*timed out"),
     ],
 )

@@ -71,7 +71,7 @@ def folders(tmp_path: Path) -> list[Path]:
     return made
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_same_code_in_other_places_is_the_same(folders: list[Path]) -> None:
     assert [code for code, _ in run(folders)] == [0, 0]
 

@@ -53,7 +53,9 @@ def test_every_call(program: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("program", mpirun.PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [mpirun.PROGRAMS[0], pytest.param(mpirun.PROGRAMS[1], marks=pytest.mark.long)]
+)
 def test_strategies_over_mpi_train_like_one_process(program: str, size: int, tmp_path: Path) -> None:
     ways = WAYS if size == 2 else FOUR
     ranks = mpirun.call(program, size, tmp_path, trainings.train_all, "mpi", ways, STEPS)

@@ -163,6 +163,7 @@ def test_a_rank_that_does_not_arrive_is_named_with_its_line(start: Start) -> Non
     assert "all_reduce of float32[], not done" in details
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launcher",
     [pytest.param("torchrun", marks=pytest.mark.long), pytest.param("hand", marks=pytest.mark.full)],
@@ -220,7 +221,7 @@ def test_a_rank_that_keeps_pythons_lock_is_named_before_it_is_killed(start: Star
     wait_for(lambda: not run.members(), GONE_WITHIN)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_loader_that_blocks_is_named(start: Start) -> None:
     """Its worker, a process of its own, is ended too."""
     run = start(
@@ -239,7 +240,7 @@ def test_a_loader_that_blocks_is_named(start: Start) -> None:
     assert said.startswith(f"rank 1 of 3 on {HOST} did not arrive: it is at {place}; ")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_another_operation_is_named_after_the_first_steps(start: Start) -> None:
     run = start(
         """
@@ -296,7 +297,7 @@ def test_a_pipeline_that_waits_for_a_message_is_seen(start: Start) -> None:
     assert "rank 0 of 3" in the_line(ended.err)  # it sleeps too, and nobody knows who is to send
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_collective_of_a_thread_that_python_did_not_start_is_seen(start: Start) -> None:
     """As those of a backward on a GPU, which a thread of autograd begins."""
     run = start(

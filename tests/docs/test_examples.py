@@ -120,6 +120,7 @@ def check_alone_and_two(script: Path, given: list[str], folder: Path) -> None:
     assert last_line(ALONE, str(script), *given, "--run", str(folder / "alone")) == alone
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", examples("mnist"))
 def test_an_example_gives_the_same_on_two_processes(
     name: str, repository: Path, digits: Path, tmp_path: Path

@@ -82,8 +82,8 @@ def other_package(world: shoal.World, stack: ExitStack) -> None:
 
 def other_clock(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
-        ahead = SimpleNamespace(time_ns=lambda: time.time_ns() + 120 * 10**9)
-        stack.enter_context(patch("shoal.doctor.checks.clocks.time", ahead))
+        ahead = SimpleNamespace(wall_ns=lambda: time.time_ns() + 120 * 10**9)
+        stack.enter_context(patch("shoal.doctor.checks.clocks.CLOCK", ahead))
 
 
 def no_rename(world: shoal.World, stack: ExitStack) -> None:

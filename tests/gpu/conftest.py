@@ -33,18 +33,6 @@ def device(request: pytest.FixtureRequest) -> str:
     return accelerator_type()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as long all rows on the CPU but one of each test, which shows that the test is right."""
-    seen = set()
-    for item in items:
-        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
-            continue
-        if item.callspec.params.get("device") == "cpu":
-            if item.function in seen:
-                item.add_marker(pytest.mark.long)
-            seen.add(item.function)
-
-
 @pytest.fixture(scope="module")
 def two(device: str) -> Iterator[Start]:
     """Two ranks of a layout on the device; those of another layout end when they are asked for.

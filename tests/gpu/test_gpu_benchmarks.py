@@ -224,7 +224,7 @@ RUNS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("name", RUNS)
 def test_a_benchmark_runs_on_two_ranks(repository: Path, tmp_path: Path, name: str) -> None:

@@ -154,7 +154,7 @@ with shoal.init() as world:
 """
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_signal_after_the_last_tick_changes_nothing(start: Start) -> None:
     """All is saved, and all ranks end well."""
     run = start(LATE, "", "-n", "2")

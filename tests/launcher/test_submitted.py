@@ -378,6 +378,7 @@ def test_a_rank_that_fails_ends_the_job(jobs: Jobs) -> None:
     jobs.wait(jobs.gone)
 
 
+@pytest.mark.long
 def test_the_log_of_a_failure_ends_with_its_reason_also_after_a_restart(jobs: Jobs) -> None:
     (jobs.folder / "raises.py").write_text(
         "import torch, shoal\n"

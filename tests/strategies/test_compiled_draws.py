@@ -109,7 +109,7 @@ def results(model: nn.Module, call: Any, x: Tensor, micro: MicroBatch) -> list[T
         (Functions, "eager"),
         (Declared, "eager"),
         pytest.param(Recomputed, "aot_eager", marks=pytest.mark.compat),
-        pytest.param(Declared, "inductor", marks=pytest.mark.full),
+        pytest.param(Declared, "inductor", marks=pytest.mark.long),
         pytest.param(Functions, "inductor", marks=pytest.mark.long),
         pytest.param(Recomputed, "inductor", marks=pytest.mark.long),
         pytest.param(GPT, "inductor", marks=pytest.mark.long),

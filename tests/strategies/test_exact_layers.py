@@ -11,7 +11,6 @@ import pytest
 
 import shoal
 from helpers.exact_layers import (
-    GROUP,
     PIPELINES,
     Case,
     cases,
@@ -29,15 +28,11 @@ pytestmark = pytest.mark.processes
 FEW = {Case("ViT", "Tensor", 2, 1)}
 SPLIT = {
     Case("GPT", "DDP", 2, 3),
-    Case("UNet", "DDP", 2, 1),
     Case("ViT", "Recomputed, DDP", 2, 1, 24),
     Case("Contrastive", "DDP", 2, 1, then=1),
     Case("Untied GPT", "Pipeline", 2, 3),
-    Case("GPT", "Sequence", 2, 3, then=1),
     Case("Even GPT", "Context", 2, 3),
-    Case("ViT", "Context, FSDP", 2, 1, then=1),
     Case("Shared", "Interleaved", 2, 3, then=3),
-    Case("UNet", "ZBV", 2, 3, statistics=GROUP),
     Case("Untied GPT", "RPC", 2, 3),
 }
 """Those of `make test-rest`: most of them split activations or layers over ranks."""

@@ -144,6 +144,7 @@ def test_killed_once_in_a_save(victim: int, undisturbed: Undisturbed, tmp_path: 
         assert_nothing_lost(Training(directory=directory), undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed", [pytest.param(s, marks=pytest.mark.long if s > 0 else pytest.mark.full) for s in range(6)]
 )

@@ -121,7 +121,7 @@ def assert_said_once(ended: Ended, what: str, step: int) -> None:
     assert len(re.findall(said, ended.out, re.MULTILINE)) == 1
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_one_rank_is_told(start: Start) -> None:
     """FAILURES 10: the launcher has been told nothing, the same command goes on."""
     run = start(*shoal_run())
@@ -162,7 +162,7 @@ def wait_for_saves(run: Command) -> None:
     wait_for(lambda: all((run.folder / f"saving{rank}").exists() for rank in range(2)))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_all_processes_are_told_twice_and_the_save_takes_long(start: Start) -> None:
     """FAILURES 7: longer than the ranks would have without a Run."""
     run = start(*shoal_run())
@@ -283,7 +283,8 @@ def test_budgets_of_failures_and_preemptions_are_apart(start: Start, tmp_path: P
     )
     run = start(*shoal_run("--preemptions", "1", "--restarts", "1"))
     ended = run.end()
-    assert sorted(ended.out.splitlines()) == [f"attempt {n}" for n in (0, 0, 1, 1, 2, 2)]
+    # The rank that ends first may end the other before it prints.
+    assert sorted({*ended.out.splitlines()}) == [f"attempt {n}" for n in (0, 1, 2)]
     assert ended.code == REQUEUE
     lines = ended.err.splitlines()
     assert lines[0] == "preemption 1 of 1"
