@@ -40,7 +40,7 @@ class Part(NamedTuple):
     command: Callable[[float], Sequence[str]]
     """The command, for the seconds after which it is ended."""
     fraction: float
-    """Of the whole, in ninths: the minutes of a suite of nine."""
+    """Weight of the part: its minutes in a suite of nine minutes."""
     least: float
     """Seconds; with fewer, the part is skipped."""
 

@@ -31,7 +31,7 @@ from small_faults import Fault, choose_faults, plant_fault
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "PLANTED_FAULT"
-"""The variable by which the processes of a copy are found, also those that a test forgets."""
+"""The environment variable that marks all processes of a copy, also those that a test leaves behind."""
 PASSED, UNUSABLE, NO_TESTS = 0, 4, 5  # exit codes of pytest that say nothing about the fault
 
 
