@@ -450,6 +450,7 @@ def test_metrics() -> None:
     assert metric.update_count == 1
 
 
+@pytest.mark.full
 def test_elastic() -> None:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.agent.server.api import WorkerSpec

@@ -124,6 +124,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.full
 def test_listing_needs_neither_torch_nor_time(run: Path) -> None:
     probe = (
         f"import sys\nsys.argv = ['shoal', 'checkpoint', sys.argv[1], {str(run)!r}]\n"

@@ -139,6 +139,7 @@ def test_the_figures_of_a_part_are_read_from_its_output() -> None:
     assert gpu_suite.figures_in("") == {}
 
 
+@pytest.mark.full
 def test_parts_that_fail_or_hang_leave_their_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def speaking(tmp_path: Path) -> Iterator[Command]:
     command.clean_up()
 
 
+@pytest.mark.full
 def test_rank_0_appears_while_the_run_goes_on(speaking: Command) -> None:
     assert speaking.process.stdout is not None
     # It would wait for ever if a line came only with the end.

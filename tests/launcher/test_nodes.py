@@ -172,6 +172,7 @@ def test_a_failure_is_repeated_at_the_same_rank_line_and_step() -> None:
     assert [each.signature for each in unknown] == [""] * 4
 
 
+@pytest.mark.full
 def test_a_rendezvous_at_which_nothing_listens_is_not_said_to_listen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -181,6 +181,7 @@ def test_one_process_with_data_loaders_that_import_the_script_again(start: Start
     assert ended.out.split() == ["fork", "14", "spawn", "14", "forkserver", "14"]
 
 
+@pytest.mark.full
 def test_prints_appear_while_the_run_goes_on(start: Start) -> None:
     run = start("import time\nprint('first')\nwhile True: time.sleep(1)", "-n", "1", "script.py")
     assert run.process.stdout is not None

@@ -72,6 +72,7 @@ def test_a_module_sees_what_python_would_show_it(package: Path, name: str) -> No
     assert json.loads(done.stdout) == json.loads(plain.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_the_report_of_a_module_begins_in_the_module(package: Path) -> None:
     done = python(package, "-m", "shoal", "run", "-n", "1", "-m", "jobs.broken")

@@ -374,6 +374,7 @@ def test_a_script_that_ends_when_it_is_imported(tmp_path: Path, text: str) -> No
     assert "__main__" in done.exception.fix
 
 
+@pytest.mark.full
 def test_the_stages_of_a_schedule_are_in_the_plan(tmp_path: Path) -> None:
     words = ("--layout", "pipeline=2", "--schedule", "zbv", "--precision", "fp32", "--json")
     model = "dense:layers=2,width=8,inputs=8"
