@@ -215,6 +215,7 @@ def test_a_small_disk(tmp_path: Path) -> None:
     assert left == "1 ['step-1']"
 
 
+@pytest.mark.long
 @pytest.mark.system
 def test_a_disk_without_inodes(tmp_path: Path) -> None:
     body = "try:\n    save(2, 1)\nexcept CheckpointError as error:\n    print(error.found)"

@@ -156,7 +156,7 @@ def test_a_rank_that_ends_without_a_word_is_named_by_its_process(start: Start, w
     check_report(run, ended, who, did="ended with exit code 0", where=f"{HOST}, pid {pid}")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_rank_that_leaves_its_world_and_lives_on_is_named(start: Start) -> None:
     """Its model keeps its connections open, so that the others get no error."""
     run = start(AND_STAYS, leave="break")
@@ -192,7 +192,7 @@ def test_without_a_launcher_of_ours_the_other_ranks_name_it(
     assert all(f"{run.at('needs')}: see its own error" in text for _, _, text in said)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_rank_that_ends_well_is_not_blamed_for_an_error_of_another(start: Start) -> None:
     """Rank 2 has an error of its own after all have left their worlds."""
     body = IN_A_RUN + "if world.rank == 2:\n    raise ConnectionError('Connection refused')  # own\n"

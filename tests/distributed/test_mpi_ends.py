@@ -146,6 +146,7 @@ def test_the_mpi_of_another_launcher_is_refused(tmp_path: Path) -> None:
     assert "whose world has 1 rank(s): it is not the launcher's MPI" in ended.err
 
 
+@pytest.mark.long
 def test_no_library_of_mpi(tmp_path: Path) -> None:
     command = mpirun.command("mpirun.openmpi", 2, tmp_path)
     (tmp_path / "script.py").write_text("import shoal; shoal.init(backend='mpi')")

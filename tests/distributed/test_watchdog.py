@@ -400,7 +400,7 @@ def test_all_stopped_at_once_is_no_hang(start: Start) -> None:
     assert (ended.code, "found:" in ended.err) == (0, False), ended.err
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_rank_0_may_prepare_before_the_first_step_in_a_collective(start: Start) -> None:
     run = start(
         f"""

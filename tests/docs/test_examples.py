@@ -130,7 +130,7 @@ def test_an_example_gives_the_same_on_two_processes(
         assert (tmp_path / "two/picture.png").stat().st_size > 10_000
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["hogwild", pytest.param("parameter_server", marks=pytest.mark.long)])
 def test_workers_that_do_not_wait_learn(name: str, repository: Path, tmp_path: Path) -> None:
     """Not alike each time, but far better than chance, which is one in eight or ten."""

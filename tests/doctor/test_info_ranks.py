@@ -45,7 +45,7 @@ def check(text: str, launcher: str, ranks: int) -> None:
     assert "\x1b" not in text
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_under_torchrun() -> None:
     text = say([*TORCHRUN, "--nproc-per-node", "2", *INFO])
     check(text, "torchrun", 2)

@@ -305,7 +305,7 @@ def test_nodes_that_run_something_else_are_refused(
     refused(other.end(), found)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_something_else_listens_there(nodes: Nodes) -> None:
     """It takes the connection and stays silent: torch's own time limit would not end that."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -314,7 +314,7 @@ def test_something_else_listens_there(nodes: Nodes) -> None:
     refused(ended, f"here, port {nodes.port}: Address already in use")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_node_is_told_to_end_and_the_other_goes_on(nodes: Nodes) -> None:
     script, silence = f"{TALK}\nagree_to_stop()", ("--silence", "600")
     stay, go = (nodes.start(script, *silence, nodes="1:2") for _ in range(2))
@@ -383,7 +383,7 @@ def test_without_the_node_that_holds_the_rendezvous_all_end(
     wait_for(lambda: not [pid for each in both for pid in each.members()], timeout=GONE_WITHIN)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_two_runs_on_one_machine_do_not_meet(nodes: Nodes, tmp_path: Path) -> None:
     other = Nodes(tmp_path / "other")
     other.folder.mkdir()

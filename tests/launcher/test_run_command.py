@@ -282,7 +282,7 @@ for number in (signal.SIGTERM, signal.SIGINT):
         assert (run.folder / f"saved{rank}").read_text() == str(int(passed))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_ctrl_c_ends_ranks_without_handlers_quietly(start: Start) -> None:
     run = start(RANKS + WAIT, "-n", "2", "script.py")
     run.wait_ready(2)
@@ -340,7 +340,7 @@ dist.barrier()
     assert ended.err.endswith("restart 1 of 1\n")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_gloo_recovers_from_twenty_of_twenty_kills(start: Start) -> None:
     script = f"""{RANKS}
 import random
@@ -370,7 +370,7 @@ if rank == random.Random(attempt).randrange(4):
     assert min(back) > 0
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_what_ranks_computed_counts_as_used_by_the_command(tmp_path: Path) -> None:
     """In `time`, and where a study asks which other programs were busy beside its jobs."""
     script = tmp_path / "busy.py"

@@ -120,7 +120,7 @@ def test_layouts_on_the_nodes_of_a_job(script: str, cluster: Cluster, tmp_path: 
     assert found["best"][0]["layout"] == found["tried_layouts"][0]["layout"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_layout_that_fails_stays_behind(script: str) -> None:
     layouts = ("replicate=2", "shard=2")

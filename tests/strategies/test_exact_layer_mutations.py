@@ -108,6 +108,7 @@ def test_a_split_that_changes_numbers_is_noticed(mistake: str) -> None:
         assert not split_changes_nothing(case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [KEYED, RECOMPUTED, pytest.param(COMPILED, marks=pytest.mark.long), GROUPED], ids=str
 )
@@ -179,6 +180,7 @@ def train_with_a_mistake(world: shoal.World, case: Case, mistake: str) -> Traine
         return train(world, case, STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_mistakes_in_stages_are_noticed() -> None:
     case = Case("Shared", "Pipeline", 2, micro_batches=3)

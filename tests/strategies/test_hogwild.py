@@ -330,7 +330,7 @@ def train_for(world: shoal.World, seconds: float) -> int:
     raise AssertionError("unreachable")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_workers_that_are_answered_do_not_hang_however_long_they_do_not_meet() -> None:
     with Ranks(2, timeout=3, prepare_timeout=600) as two:
         assert min(two.call(train_for, 10.0)) > 1

@@ -293,7 +293,7 @@ def test_budgets_of_failures_and_preemptions_are_apart(start: Start, tmp_path: P
     assert run.members() == []
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_rank_is_killed_while_others_wait_for_its_answer(start: Start) -> None:
     run = start(*shoal_run())
     run.wait_ready(2)
