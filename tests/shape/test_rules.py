@@ -139,6 +139,9 @@ def test_long_files_and_functions_are_named(tmp_path: Path) -> None:
         "os.environ['RANK']",
         "os.getenv('RANK')",
         "from os import environ",
+        "import time",
+        "from time import sleep",
+        "datetime.now(UTC)",
     ],
 )
 def test_bad_habits_are_named(tmp_path: Path, text: str) -> None:
@@ -151,6 +154,7 @@ def test_bad_habits_are_named(tmp_path: Path, text: str) -> None:
     ("file", "text"),
     [
         ("distributed/env_vars.py", "os.environ['RANK']"),
+        ("util/clock.py", "import time; time.sleep(1)"),
         ("cli/main.py", "print('hello')"),
         ("step.py", "self.print(model.load(path)); os.path.exists(path)"),
         ("step.py", "'''We assert nothing and print nothing; os.environ is not read.'''"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,28 @@ def test_a_module_that_skips_fails_in_ci(repository: Path, tmp_path: Path) -> No
     (tmp_path / "test_import.py").write_text("import pytest\npytest.importorskip('no_such')\n")
     assert skips(repository, tmp_path, "needs CUDA", ci=False) == pytest.ExitCode.OK
     assert skips(repository, tmp_path, "needs CUDA", ci=True) == pytest.ExitCode.INTERRUPTED
+
+
+@pytest.mark.full
+def test_ci_runs_the_first_full_row_of_a_test(repository: Path, tmp_path: Path) -> None:
+    shutil.copy(repository / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "test_rows.py").write_text(
+        "import pytest\n"
+        "full = lambda row, **options: pytest.param(row, marks=pytest.mark.full(**options))\n"
+        "@pytest.mark.parametrize('row', ['quick', full('first'), full('second'), full('third')])\n"
+        "def test_table(row): ...\n"
+        "@pytest.mark.parametrize('row', [full(0, rows='all'), full(1, rows='all')])\n"
+        "def test_whole(row): ...\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "full and not long", "-vv", "--collect-only"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = re.findall(r"<Function (test_\S+)>", done.stdout)
+    assert found == ["test_table[first]", "test_whole[0]", "test_whole[1]"]
 
 
 @pytest.mark.system

@@ -276,15 +276,18 @@ def test_a_preemption_is_no_failure_and_has_a_budget_of_its_own(start: Start) ->
 def test_budgets_of_failures_and_preemptions_are_apart(start: Start, tmp_path: Path) -> None:
     """Attempts: preempted, failed, preempted, and the last one past the budget of preemptions."""
     (tmp_path / "train.py").write_text(
-        "import os, sys\n"
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
         "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "print('attempt', attempt, flush=True)\n"
+        "Path(f'printed-{attempt}-' + os.environ['RANK']).touch()\n"
+        "while len(list(Path().glob(f'printed-{attempt}-*'))) < 2:\n"  # the first to end ends the other
+        "    time.sleep(0.01)\n"
         f"sys.exit(7 if attempt == 1 else {REQUEUE})\n"
     )
     run = start(*shoal_run("--preemptions", "1", "--restarts", "1"))
     ended = run.end()
-    # The rank that ends first may end the other before it prints.
-    assert sorted({*ended.out.splitlines()}) == [f"attempt {n}" for n in (0, 1, 2)]
+    assert sorted(ended.out.splitlines()) == [f"attempt {n}" for n in (0, 0, 1, 1, 2, 2)]
     assert ended.code == REQUEUE
     lines = ended.err.splitlines()
     assert lines[0] == "preemption 1 of 1"

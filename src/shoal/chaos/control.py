@@ -17,7 +17,7 @@ _PAUSE = 0.002
 class Notice:
     """One line of a rank: a `step` that it has taken, an operation of a `save`, or an `injected` fault.
 
-    `when` is in seconds of `CLOCK.now`. `value` is the step, the operation or the fault's number.
+    `when` is in seconds of `time.monotonic`. `value` is the step, the operation or the fault's number.
     """
 
     kind: str

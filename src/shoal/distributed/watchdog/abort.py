@@ -31,7 +31,7 @@ _FLUSH_SECONDS = 0.5
 class HangReport:
     """A hang report: `text`, about `rank` at `where` (host and place), of `size` ranks.
 
-    `when` is in seconds of `CLOCK.now` on the machine of the rank that wrote it.
+    `when` is in seconds of `time.monotonic` on the machine of the rank that wrote it.
     """
 
     rank: int

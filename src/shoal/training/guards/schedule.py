@@ -9,7 +9,7 @@ from dataclasses import replace
 from shoal.distributed.world import World
 from shoal.telemetry.events import Plain
 from shoal.training.guards.options import GuardTimes, steps_to_next_check
-from shoal.util.clock import CLOCK
+from shoal.util.clock import CLOCK, Clock
 
 _FIRST = 2
 """The step of the first check, counted from the start of the Run: the first step does other work too.
@@ -22,11 +22,12 @@ class CheckSchedule:
     `due` is the number of the step to check next; None from the check until `plan`.
     """
 
-    def __init__(self, world: World, *, budget: float, step: int) -> None:
+    def __init__(self, world: World, *, budget: float, step: int, clock: Clock = CLOCK) -> None:
         self._world = world
+        self._clock = clock
         self._budget = budget
         self.due: int | None = step + _FIRST
-        self._began = CLOCK.now()
+        self._began = self._clock.now()
         self._steps = self._checks = 0
         self._spent = self._before = 0.0
 
@@ -47,15 +48,15 @@ class CheckSchedule:
     @contextmanager
     def spending(self) -> Iterator[None]:
         """Count the time inside the block as that of the checks."""
-        began = CLOCK.now()
+        began = self._clock.now()
         try:
             yield
         finally:
-            self._spent += CLOCK.now() - began
+            self._spent += self._clock.now() - began
 
     def times(self) -> GuardTimes:
         """Return the times of this rank since the start, and of the last check."""
-        elapsed = CLOCK.now() - self._began
+        elapsed = self._clock.now() - self._began
         return GuardTimes(
             spent=self._spent,
             check=self._spent - self._before,
@@ -78,5 +79,5 @@ class CheckSchedule:
         """Return the number of checks and their time; empty without a check."""
         if not self._checks:
             return {}
-        elapsed = CLOCK.now() - self._began
+        elapsed = self._clock.now() - self._began
         return {"checks": self._checks, "seconds": self._spent, "of": elapsed}
