@@ -244,7 +244,7 @@ def test_a_script_that_no_rank_can_load(start: Start, script: str, told: str) ->
 
 @pytest.mark.full
 def test_stuck_ranks_and_their_children_are_gone_after_a_failure(start: Start) -> None:
-    """FAILURES 17: before the grace of ranks that do not answer, and no orphan."""
+    """FAILURES 17: long before the grace of ranks that save, and without an orphan."""
     fail = """
 if rank == 1:
     raise ValueError("boom")
