@@ -20,7 +20,7 @@ exit "$(cat "{folder}/{name}.code" 2>/dev/null || echo 0)"
 """
 
 PLAIN = Site(name="plain")
-COMMANDS = ("srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo", "mpirun", "sbcast")
+COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo", "mpirun", "sbcast")
 
 
 class Fakes:

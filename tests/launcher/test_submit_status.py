@@ -16,7 +16,6 @@ from shoal.launcher.submit.slurm.queue import parse_queue, why_never
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return fake_slurm(tmp_path, monkeypatch, submitted="42\n", script="import shoal\n")
 
 
