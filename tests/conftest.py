@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     import shoal
     from helpers.cluster.slurm import Cluster
+    from helpers.commands import Command
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
@@ -85,6 +86,22 @@ def world() -> Iterator[shoal.World]:
 
     with shoal.init(device="cpu") as alone:
         yield alone
+
+
+@pytest.fixture
+def start_command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Starts commands in the test's directory, or another; none of their processes is left after it."""
+    from helpers.commands import Command
+
+    started: list[Command] = []
+
+    def start(command: Sequence[str], folder: Path = tmp_path) -> Command:
+        started.append(Command(command, folder))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.clean_up()
 
 
 @pytest.fixture(scope="module")
