@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     import shoal
     from helpers.cluster.slurm import Cluster
+    from helpers.ranks import Ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
@@ -85,6 +88,15 @@ def world() -> Iterator[shoal.World]:
 
     with shoal.init(device="cpu") as alone:
         yield alone
+
+
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks by their number, started once for the tests of one file."""
+    from helpers.ranks import Ranks
+
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda size: stack.enter_context(Ranks(size)))
 
 
 @pytest.fixture(scope="module")
