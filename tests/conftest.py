@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 import signal
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     import shoal
     from helpers.cluster.slurm import Cluster
     from helpers.commands import Command
+    from helpers.ranks import Ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
@@ -102,6 +105,15 @@ def start_command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     yield start
     for each in started:
         each.clean_up()
+
+
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks by their number, started once for the tests of one file."""
+    from helpers.ranks import Ranks
+
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda size: stack.enter_context(Ranks(size)))
 
 
 @pytest.fixture(scope="module")

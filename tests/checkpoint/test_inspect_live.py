@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from helpers.processes import Alone
+from helpers.checkpoint_files import Alone
 from shoal.checkpoint import AnyPath, Checkpoints, commit, paths, store
 from shoal.checkpoint.inspect import extract, listing, locate, manifest, verify
 from shoal.checkpoint.object_store import RemotePath

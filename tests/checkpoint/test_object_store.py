@@ -18,8 +18,8 @@ import torch
 from typer.testing import CliRunner
 
 import shoal
+from helpers.checkpoint_files import Alone
 from helpers.object_store import Bucket, nothing
-from helpers.processes import Alone
 from helpers.remote_checkpoints import NUMBERS, Failing, begin, names, restored, save, state
 from shoal.checkpoint import AnyPath, Checkpoints, Files, async_save, object_store, path_from
 from shoal.checkpoint.directory_names import DirectoryName

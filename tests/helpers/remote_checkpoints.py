@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from helpers.processes import Alone
+from helpers.checkpoint_files import Alone
 from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles, Files
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.store import damage, manifest_of
