@@ -108,6 +108,17 @@ def start_command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
 
 @pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """The ranks of a file: two with replicas, or as its `RANKS` and `LAYOUT` say."""
+    from helpers.ranks import Ranks
+
+    module = request.module
+    layout = getattr(module, "LAYOUT", "replicate=-1")
+    with Ranks(getattr(module, "RANKS", 2), layout=layout) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
 def ranks_of() -> Iterator[Callable[[int], Ranks]]:
     """Ranks by their number, started once for the tests of one file."""
     from helpers.ranks import Ranks
