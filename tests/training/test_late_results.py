@@ -22,7 +22,7 @@ from helpers.small_training import backward, cross_entropy, events_of, sgd
 from shoal.data.step_result import LateResult
 from shoal.strategies import engine_of
 from shoal.training.loss_scale import LossScale
-from shoal.training.pending_step import could_fuse
+from shoal.training.train_state import could_fuse
 from shoal.util.accelerator import HostCopy
 from shoal.util.errors import StepError
 

@@ -202,9 +202,9 @@ def test_a_directory_of_an_earlier_training_is_not_trained_in_from_the_start(
                 use()
         assert run.restore() is not None
     assert saved(Path("runs/a")) == [1]
-    for use in (run.tick, run.save, run.restore):
+    for closed in (run.tick, run.save, run.restore):
         with pytest.raises(StepError, match=r"inside `with shoal\.Run"):
-            use()
+            closed()
 
 
 def after_the_end(world: shoal.World) -> list[str]:
