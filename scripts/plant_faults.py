@@ -1,9 +1,10 @@
 """Plant small faults in the source at random, one at a time, and count those that the tests catch.
 
 `make faults`, or `plant_faults.py --json FILE`; `--resume FILE` continues. Each fault is planted in a
-copy of the checkout. The tests of its package run first, then others whose imports reach the package,
-up to the first failure. The copy may take its tests from another checkout (`--tests`), and
-its faults from an earlier run (`--faults-from`); `--compare OLD NEW` compares two such runs.
+copy of the checkout. The default suite runs once to record which files of tests run which place; with a
+fault, those of its package run first, then the others, up to the first failure. The copy may take its
+tests from another checkout (`--tests`), and its faults from an earlier run (`--faults-from`);
+`--compare OLD NEW` compares two such runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import re
 import shutil
 import subprocess
@@ -19,33 +19,58 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import cache_from_source
 from pathlib import Path
 
 import psutil
-from small_faults import Fault, choose_faults, plant_fault
+from small_faults import Fault, choose_faults, mark_places, plant_fault
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "PLANTED_FAULT"
-"""The environment variable that marks all processes of a copy, also those that a test leaves behind."""
+"""The variable by which the processes of a copy are found, also those that a test forgets."""
+RECORDER = """
+import os
+
+opened, read, write, close, seen = os.open, os.read, os.write, os.close, set()
+
+
+def pytest_runtest_logstart(nodeid):
+    with open({current!r}, "w") as file:
+        file.write(nodeid.partition("::")[0])
+
+
+def record(number):
+    try:
+        file = opened({current!r}, os.O_RDONLY)
+        test = read(file, 1000).decode()
+        close(file)
+        if (number, test) not in seen:
+            seen.add((number, test))
+            file = opened({reached!r}, os.O_WRONLY | os.O_APPEND)
+            write(file, f"{{number}} {{test}}\\n".encode())
+            close(file)
+    except OSError:
+        pass
+"""
+"""A plugin of pytest that keeps the file of the running test, for all processes, and appends it to a
+list where a mark runs. Tests replace functions of `os`."""
 PASSED, UNUSABLE, NO_TESTS = 0, 4, 5  # exit codes of pytest that say nothing about the fault
 
 
 @dataclass(kw_only=True)
 class Trial:
-    """A fault, and how far the tests have come with it."""
+    """A fault, and what the tests make of it."""
 
     fault: Fault
     outcome: str = "open"
     """`caught`, `time` (also caught: the tests hang), `missed`, `absent` from the source, or `open`."""
     test: str = ""
     seconds: float = 0.0
-    passed: list[str] = field(default_factory=list)
-    """The groups of tests that do not notice the fault."""
+    reached: list[str] | None = None
+    """The files of tests that run its place; None if that is unknown."""
 
     @property
     def caught(self) -> bool:
@@ -53,71 +78,16 @@ class Trial:
         return self.outcome in {"caught", "time"}
 
 
-def noticing_tests(checkout: Path, path: str) -> dict[str, list[str]]:
-    """Return the files of tests that can notice a change of a module, in groups to run in turn.
+def tests_to_run(checkout: Path, trial: Trial) -> list[str]:
+    """Return the files of tests that run the place of a fault, those of its package first."""
+    files = [str(file.relative_to(checkout)) for file in (checkout / "tests").rglob("test_*.py")]
+    reached = files if trial.reached is None else trial.reached
+    place = Path(trial.fault.path)
 
-    The tests of its package come first, then others that name the module, then each folder's files
-    whose imports reach the package. Words decide, because many tests are scripts in strings.
-    """
-    tests, source = checkout / "tests", checkout / "src" / "shoal"
-    imports = _imports_of_packages(source)
-    stub = (source / "__init__.pyi").read_text()
-    homes = {name: home for home, name in re.findall(r"^from shoal\.(\w+).* as (\w+)$", stub, re.M)}
-    helpers = {file.stem: file.read_text() for file in (tests / "helpers").rglob("[!_]*.py")}
-    uses = {name: _named_helpers(text) & {*helpers} for name, text in helpers.items()}
-    package, module = Path(path).parts[2], path[4:-3].removesuffix("/__init__").replace("/", ".")
-    ranked = []
-    for file in tests.rglob("test_*.py"):
-        folder, text = file.relative_to(tests).parts[0], file.read_text()
-        scripts = [
-            other.read_text() for other in file.parent.rglob("*.py") if other.stem[:5] != "test_"
-        ]
-        used = _closure(uses, _named_helpers("".join([text, *scripts])) & {*helpers})
-        named = _named_packages("".join([text, *scripts, *map(helpers.__getitem__, used)]), homes)
-        reached = _closure(imports, named & {*imports})
-        own, names = folder == package, module in text
-        if own or package in reached:
-            group = package if own else f"tests that name {module}" if names else folder
-            unlike = module.rpartition(".")[2] not in file.stem
-            order = (not own, not names, unlike, len(reached), str(file.relative_to(checkout)))
-            ranked.append((order, group))
-    groups: dict[str, list[str]] = {}
-    for order, group in sorted(ranked):
-        groups.setdefault(group, []).append(order[-1])
-    return groups
+    def order(file: str) -> tuple[bool, bool, str]:
+        return not file.startswith(f"tests/{place.parts[2]}/"), place.stem not in file, file
 
-
-def _imports_of_packages(source: Path) -> dict[str, set[str]]:
-    imported = re.compile(r"(?:from |import |[\"'])shoal\.(\w+)")
-    found = {
-        init.parent.name: {
-            name for file in init.parent.rglob("*.py") for name in imported.findall(file.read_text())
-        }
-        for init in source.glob("*/__init__.py")
-    }
-    return {name: names & {*found} for name, names in found.items()}
-
-
-def _closure(edges: Mapping[str, set[str]], names: set[str]) -> set[str]:
-    reached: set[str] = set()
-    while names - reached:
-        reached |= names
-        names = set().union(*(edges[name] for name in names))
-    return reached
-
-
-def _named_helpers(text: str) -> set[str]:
-    lines = re.findall(r"\bhelpers[. ](?:.*import \([^)]*\)|.*)", text)
-    return {*re.findall(r"\w+", " ".join(lines))}
-
-
-def _named_packages(text: str, homes: Mapping[str, str]) -> set[str]:
-    """The packages that a test names by an import, a public name, or the `shoal` command."""
-    words = {*re.findall(r"\bshoal\.(\w+)", text)}
-    for names in re.findall(r"from shoal import (\([^)]*\)|.*)", text):
-        words |= {*re.findall(r"\w+", names)}
-    command = {"cli"} if re.search(r"[\"']shoal[\"']|\bshoal (?!import\b)[a-z]+", text) else set()
-    return words | command | {homes[word] for word in words & {*homes}}
+    return sorted(reached, key=order)
 
 
 class Copy:
@@ -136,11 +106,35 @@ class Copy:
         shutil.copytree(tests, folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "Makefile"):  # have the markers of these tests
             shutil.copy2(tests.parent / name, folder)
-        self._python = _link_environment(folder)
+        self._site = _link_environment(folder)
         made = re.search(r"^test:.*?-m '([^']+)'", (folder / "Makefile").read_text(), re.M | re.S)
-        self._options = ["-m", made[1] if made else "", "-x", f"--numprocesses={workers}"]
-        if workers:
-            self._options += ["--dist=loadfile", "--no-loadscope-reorder"]
+        self._pytest = [str(folder / ".venv/bin/python"), "-m", "pytest", "-m", made[1] if made else ""]
+        self._workers = [f"--numprocesses={workers}", "--dist=loadfile", "--no-loadscope-reorder"]
+
+    def record_tests(self, trials: Sequence[Trial]) -> None:
+        """Run all tests once without a fault, and give each trial those that run its place."""
+        current, reached = self.folder / "current.txt", self.folder / "reached.txt"
+        recorder = RECORDER.format(current=str(current), reached=str(reached))
+        (self._site / "fault_recorder.py").write_text(recorder)
+        current.write_text("")
+        reached.write_text("")
+        places: dict[str, dict[str, Fault]] = {}
+        for number, trial in enumerate(trials):
+            mark = f"__import__('fault_recorder').record({number})"
+            places.setdefault(trial.fault.path, {})[mark] = trial.fault
+        marked = ""
+        with ExitStack() as stack:
+            for path, marks in places.items():
+                text = mark_places((self.folder / path).read_text(), marks)
+                stack.enter_context(self.changed(path, text))
+                marked += text
+            out = self._execute([*self._pytest, "-n", "0", "-p", "fault_recorder"])[1]
+        failed = {*re.findall(r"^(?:FAILED|ERROR) ([^: ]+)", out, re.MULTILINE)}
+        lines = {tuple(line.split(" ")) for line in reached.read_text().splitlines()}
+        for number, trial in enumerate(trials):
+            tests = {test for place, test in lines if place == str(number)}
+            if f"record({number})" in marked and "" not in tests:
+                trial.reached = sorted(tests | failed)
 
     @contextmanager
     def changed(self, path: str, text: str) -> Iterator[None]:
@@ -155,15 +149,16 @@ class Copy:
 
     def run(self, targets: Sequence[str]) -> tuple[str, str]:
         """Run tests up to the first failure: `passed`, `caught` or `time`, and the failing test."""
-        command = [*self._options, *(f"--deselect={test}" for test in sorted(self.broken)), *targets]
-        code, out = self._execute([str(self._python), "-m", "pytest", *command])
+        skipped = [f"--deselect={test}" for test in sorted(self.broken)]
+        command = [*self._pytest, *self._workers, "-x", *skipped, *targets]
+        code, out = self._execute(command, self._limit)
         if code is None:
             return "time", ""
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", out, re.MULTILINE)
         passed = code in {PASSED, NO_TESTS} or (code == UNUSABLE and not failed)
         return ("passed", "") if passed else ("caught", failed[1] if failed else f"exit code {code}")
 
-    def _execute(self, command: Sequence[str]) -> tuple[int | None, str]:
+    def _execute(self, command: Sequence[str], limit: float | None = None) -> tuple[int | None, str]:
         out = self.folder / "output.txt"
         with out.open("w") as file:
             process = subprocess.Popen(
@@ -175,7 +170,7 @@ class Copy:
                 start_new_session=True,
             )
             try:
-                code = process.wait(self._limit)
+                code = process.wait(limit)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
@@ -192,7 +187,7 @@ class Copy:
 
 
 def _link_environment(folder: Path) -> Path:
-    """Make an environment with the packages of this one; return its Python."""
+    """Make an environment with the packages of this one; return the folder of its packages."""
     here, own = Path(sys.prefix), folder / ".venv"
     site = Path(sysconfig.get_path("purelib")).relative_to(here)
     for part in (site, Path("bin")):
@@ -203,7 +198,7 @@ def _link_environment(folder: Path) -> Path:
         editable.unlink()
     (own / site / "shoal.pth").write_text(str(folder / "src"))
     shutil.copy2(here / "pyvenv.cfg", own)
-    return own / "bin" / "python"
+    return own / site
 
 
 def _replace_text(path: Path, text: str) -> None:
@@ -211,65 +206,39 @@ def _replace_text(path: Path, text: str) -> None:
     Path(cache_from_source(str(path))).unlink(missing_ok=True)  # may have the same second and size
 
 
-def run_trial(copy: Copy, trial: Trial, *, own_tests_only: bool) -> Trial:
-    """Run the tests that may notice a fault, from where the trial stands."""
+def run_trial(copy: Copy, trial: Trial) -> None:
+    """Run the tests of a place. A failure counts if it repeats, and does not without the fault."""
     fault, begun = trial.fault, time.monotonic()
     planted = plant_fault((copy.folder / fault.path).read_text(), fault)
-    if planted is None:
-        trial.outcome = "absent"
-        return trial
-    package = Path(fault.path).parts[2]
-    trial.outcome = "open" if own_tests_only else "missed"
-    for group, files in noticing_tests(copy.folder, fault.path).items():
-        if group not in trial.passed and (group == package or not own_tests_only):
-            outcome, trial.test = _run_group(copy, files, fault.path, planted)
-            if outcome != "passed":
-                trial.outcome = outcome
-                break
-            trial.passed.append(group)
-    trial.seconds += time.monotonic() - begun
-    return trial
-
-
-def _run_group(copy: Copy, files: Sequence[str], path: str, planted: str) -> tuple[str, str]:
-    """Run tests with a fault. A test counts if it fails twice with the fault, and not without."""
-    while True:
-        with copy.changed(path, planted):
+    files = tests_to_run(copy.folder, trial)
+    trial.outcome = "absent" if planted is None else "missed"
+    while planted is not None and files:
+        with copy.changed(fault.path, planted):
             outcome, test = copy.run(files)
-            if "::" not in test or test in copy.broken:
+            if outcome == "passed":
                 break
-            again = copy.run([test])[0]
-        if again != "passed" and copy.run([test])[0] == "passed":
-            return outcome, test
+            again = copy.run([test])[0] if "::" in test else outcome
+        if again != "passed" and ("::" not in test or copy.run([test])[0] == "passed"):
+            trial.outcome, trial.test = outcome, test
+            break
         copy.broken.add(test)
-    if outcome == "time" and copy.run(files)[0] == "time":
-        return "passed", ""  # they take as long without the fault
-    return outcome, test
+    trial.seconds = time.monotonic() - begun
 
 
 def run_trials(trials: Sequence[Trial], arguments: argparse.Namespace) -> Iterator[Trial]:
-    """Run the open trials, several at once with `--jobs`; yield each when it ends."""
-    copies: queue.Queue[Copy] = queue.Queue()
-
-    def run(trial: Trial) -> Trial:
-        copy = copies.get()
-        try:
-            return run_trial(copy, trial, own_tests_only=arguments.own_tests_only)
-        finally:
-            copies.put(copy)
-
+    """Run the open trials; yield each when it ends."""
+    waiting = [trial for trial in trials if trial.outcome == "open"]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-"))
-        pool = stack.enter_context(ThreadPoolExecutor(arguments.jobs))
-        for number in range(arguments.jobs):
-            place, tests = Path(folder).resolve() / str(number), arguments.tests.resolve()
-            copy = Copy(place, tests, workers=arguments.workers, limit=arguments.limit)
-            stack.callback(copy.end_processes)  # before the pool waits for them
-            copies.put(copy)
-        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        waiting = [pool.submit(run, trial) for trial in trials if trial.outcome == "open"]
-        for done in as_completed(waiting):
-            yield done.result()
+        place, tests = Path(folder).resolve() / "0", arguments.tests.resolve()
+        copy = Copy(place, tests, workers=arguments.workers, limit=arguments.limit)
+        stack.callback(copy.end_processes)
+        unknown = [trial for trial in waiting if trial.reached is None]
+        if unknown:
+            copy.record_tests(unknown)
+        for trial in waiting:
+            run_trial(copy, trial)
+            yield trial
 
 
 def read_trials(path: Path) -> list[Trial]:
@@ -317,17 +286,13 @@ def _parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=7, help="of the choice of faults")
     parser.add_argument("--packages", nargs="+", help="of src/shoal; default: all")
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="those of another checkout")
-    parser.add_argument(
-        "--own-tests-only", action="store_true", help="leave the other folders for later"
-    )
     parser.add_argument("--json", type=Path, help="write the trials to this file")
     parser.add_argument("--resume", type=Path, help="continue the trials of this file")
     parser.add_argument("--faults-from", type=Path, help="plant the faults of this file")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="run nothing")
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
-    parser.add_argument("--limit", type=float, default=900, help="seconds of one group of tests")
+    parser.add_argument("--limit", type=float, default=900, help="seconds of the tests of one fault")
     parser.add_argument("-n", dest="workers", type=int, default=3, help="files of tests at a time")
-    parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     return parser.parse_args()
 
 

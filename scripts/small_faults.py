@@ -136,14 +136,8 @@ def find_faults(path: str, source: str) -> list[Fault]:
 
 def plant_fault(source: str, fault: Fault) -> str | None:
     """Return the source with the fault; None if it has no such place, or would not compile."""
-    lines = source.splitlines(keepends=True)
-    places = [index for index, line in enumerate(lines) if line.strip() == fault.text]
-    if len(places) <= fault.nth:
-        return None
-    index = places[fault.nth]
-    indent = len(lines[index]) - len(lines[index].lstrip())
-    begin = sum(map(len, lines[:index])) + indent + fault.column
-    if not source.startswith(fault.before, begin):
+    begin = _find_place(source, fault)
+    if begin is None:
         return None
     planted = source[:begin] + fault.after + source[begin + len(fault.before) :]
     try:
@@ -152,6 +146,50 @@ def plant_fault(source: str, fault: Fault) -> str | None:
     except SyntaxError:
         return None
     return planted if changed else None
+
+
+def _find_place(source: str, fault: Fault) -> int | None:
+    lines = source.splitlines(keepends=True)
+    places = [index for index, line in enumerate(lines) if line.strip() == fault.text]
+    if len(places) <= fault.nth:
+        return None
+    index = places[fault.nth]
+    indent = len(lines[index]) - len(lines[index].lstrip())
+    begin = sum(map(len, lines[:index])) + indent + fault.column
+    return begin if source.startswith(fault.before, begin) else None
+
+
+def mark_places(source: str, marks: Mapping[str, Fault]) -> str:
+    """Insert each mark, a statement, before the statement that has the fault.
+
+    Faults outside functions get no mark: imports run them, for all tests that follow.
+    """
+    lines, tree = source.splitlines(keepends=True), ast.parse(source)
+    inserted = []
+    for mark, fault in marks.items():
+        begin = _find_place(source, fault)
+        line = None if begin is None else _statement_line(tree, lines, source.count("\n", 0, begin) + 1)
+        if line is not None:
+            inserted.append((line, mark))
+    for line, mark in sorted(inserted, reverse=True):
+        text = lines[line - 1]
+        lines.insert(line - 1, f"{text[: len(text) - len(text.lstrip())]}{mark}\n")
+    return "".join(lines)
+
+
+def _statement_line(tree: ast.AST, lines: Sequence[str], line: int) -> int | None:
+    """The line of the innermost statement of a function on a line, if it begins with a statement."""
+    found = None
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in (inner for part in function.body for inner in ast.walk(part)):
+                if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
+                    decorators = getattr(node, "decorator_list", [])
+                    first = min([node.lineno, *(part.lineno for part in decorators)])
+                    alone = not lines[first - 1][: node.col_offset - bool(decorators)].strip()
+                    if alone and not lines[first - 1].lstrip().startswith("elif"):
+                        found = max(first, found or first)
+    return found
 
 
 def choose_faults(sources: Mapping[str, Mapping[str, str]], number: int, seed: int) -> list[Fault]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     import shoal
     from helpers.cluster.slurm import Cluster
+    from helpers.commands import Command
+    from helpers.ranks import Ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
@@ -85,6 +89,42 @@ def world() -> Iterator[shoal.World]:
 
     with shoal.init(device="cpu") as alone:
         yield alone
+
+
+@pytest.fixture
+def start_command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Starts commands in the test's directory, or another; none of their processes is left after it."""
+    from helpers.commands import Command
+
+    started: list[Command] = []
+
+    def start(command: Sequence[str], folder: Path = tmp_path) -> Command:
+        started.append(Command(command, folder))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.clean_up()
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """The ranks of a file: two with replicas, or as its `RANKS` and `LAYOUT` say."""
+    from helpers.ranks import Ranks
+
+    module = request.module
+    layout = getattr(module, "LAYOUT", "replicate=-1")
+    with Ranks(getattr(module, "RANKS", 2), layout=layout) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks by their number, started once for the tests of one file."""
+    from helpers.ranks import Ranks
+
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda size: stack.enter_context(Ranks(size)))
 
 
 @pytest.fixture(scope="module")

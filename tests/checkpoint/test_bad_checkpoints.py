@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.checkpoint_files import flip, truncate
 from shoal.checkpoint import Checkpoints
 from shoal.util.errors import CheckpointError, DataError, ShoalError
 
@@ -70,21 +72,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def digest(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("step-*/*")}
-
-
 def wider() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(x)
+def named() -> nn.Module:
+    return nn.Sequential(OrderedDict(head=nn.Linear(4, 3)))
 
 
 FRESH = re.escape("shoal.Run('runs/b', …)")
@@ -97,9 +90,9 @@ FRESH = re.escape("shoal.Run('runs/b', …)")
         ({"seed": 1}, DataError, "seed 1", "seed 0", FRESH),
         ({"shuffle": False}, DataError, "shuffle=False", "shuffle=True", FRESH),
         (
-            {"model": Named},
+            {"model": named},
             CheckpointError,
-            "Named with 2 tensors",
+            "Sequential with 2 tensors",
             "missing: head.weight, head.bias; unexpected: 0.weight, 0.bias, 2.weight and 1 more",
             FRESH,
         ),
@@ -133,7 +126,7 @@ FRESH = re.escape("shoal.Run('runs/b', …)")
 def test_a_checkpoint_that_does_not_fit(
     saved: Path, options: Any, kind: type[ShoalError], given: str, found: str, fix: str
 ) -> None:
-    before = digest(saved)
+    before = {path: path.read_bytes() for path in saved.rglob("step-*/*")}
     with build(saved, **options) as run:
         [step, *_] = run.steps.values()
         values = {name: value.clone() for name, value in step.model.state_dict().items()}
@@ -147,64 +140,36 @@ def test_a_checkpoint_that_does_not_fit(
         assert all(torch.equal(v, values[n]) for n, v in step.model.state_dict().items())
         assert (step.number, run.loader.position) == (0, 0)
         assert step.optimizer.state_dict()["state"] == {}
-    assert digest(saved) == before
+    assert {path: path.read_bytes() for path in saved.rglob("step-*/*")} == before
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def alter(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "truncated": truncate,
-    "altered": alter,
-    "missing": Path.unlink,
-}
-FILES = ("manifest.json", "state.json", "rank-0.safetensors")
-SAID = {
-    ("manifest.json", "missing"): "manifest.json is missing",
-    ("manifest.json", "truncated"): "manifest.json is altered|manifest.json is truncated",
-    ("manifest.json", "altered"): "manifest.json is altered|manifest.json is truncated",
-    **{(file, "missing"): f"{file} is missing" for file in FILES[1:]},
-    **{(file, "truncated"): f"{file} has [0-9,]+ bytes, should have" for file in FILES[1:]},
-    **{(file, "altered"): f"{file} is altered" for file in FILES[1:]},
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    ("file", "harm", "said"),
+    [
+        ("manifest.json", Path.unlink, "manifest.json is missing"),
+        ("manifest.json", truncate, "manifest.json is altered"),
+        ("state.json", truncate, "state.json has [0-9,]+ bytes, should have"),
+        ("rank-0.safetensors", flip, "rank-0.safetensors is altered"),
+    ],
+)
 def test_the_one_before_a_damaged_checkpoint_is_used_and_it_is_said(
-    saved: Path, tmp_path: Path, file: str, damage: str, capsys: pytest.CaptureFixture[str]
+    saved: Path,
+    tmp_path: Path,
+    file: str,
+    harm: Callable[[Path], None],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     directory = shutil.copytree(saved, tmp_path / "run")
     checkpoints = directory / "checkpoints"
-    assert {path.name for path in (checkpoints / "step-3").iterdir()} == set(FILES)
-    DAMAGES[damage](checkpoints / "step-3" / file)
+    harm(checkpoints / "step-3" / file)
     with build(directory) as run:
         restored = run.restore()
     assert restored is not None
     assert (restored.step, restored.position) == (2, 16)
     skipped, resumed = capsys.readouterr().out.splitlines()[-2:]
-    assert re.search(rf"^skipped {checkpoints}/step-3: ({SAID[file, damage]})", skipped), skipped
+    assert re.search(rf"^skipped {checkpoints}/step-3: {said}", skipped), skipped
     assert resumed == f"resumed at sample 16 (step 2, epoch 0) from {checkpoints}/step-2"
-
-
-def test_when_no_checkpoint_is_whole_each_is_named(saved: Path, tmp_path: Path) -> None:
-    directory = shutil.copytree(saved, tmp_path / "run")
-    checkpoints = directory / "checkpoints"
-    for step, file in zip((1, 2, 3), FILES, strict=True):
-        truncate(checkpoints / f"step-{step}" / file)
-    with build(directory) as run, pytest.raises(CheckpointError) as caught:
-        run.restore()
-    assert "none is complete: step-3: rank-0.safetensors has" in caught.value.found
-    assert "; step-2: state.json has" in caught.value.found
-    assert "; step-1: manifest.json is" in caught.value.found
-    assert f"rm -r {checkpoints}/step-*" in caught.value.fix
 
 
 @pytest.mark.parametrize(
@@ -248,15 +213,7 @@ def test_a_directory_of_somebody_else() -> None:
         assert list(Path(name).iterdir()) == []
 
 
-@pytest.mark.parametrize("every", [0, -1])
-def test_an_interval_that_never_comes(tmp_path: Path, every: int) -> None:
-    with build(tmp_path) as run, pytest.raises(CheckpointError) as caught:
-        run.tick(every=every)
-    assert caught.value.given == f"run.tick(every={every})"
-    assert "run.tick(every=500)" in caught.value.fix
-
-
-def test_a_run_without_a_step_or_without_checkpoints(tmp_path: Path) -> None:
+def test_wrong_arguments_of_a_run(tmp_path: Path) -> None:
     with build(tmp_path) as run:
         [step] = run.steps.values()
         for name in (1, "a\nb", "\udc80"):
@@ -271,14 +228,18 @@ def test_a_run_without_a_step_or_without_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="keep=0") as caught:
             shoal.Run(tmp_path, step, run.loader, keep=0)
         assert "keep=1" in caught.value.fix
+        for every in (0, -1):
+            with pytest.raises(CheckpointError) as caught:
+                run.tick(every=every)
+            assert caught.value.given == f"run.tick(every={every})"
+            assert "run.tick(every=500)" in caught.value.fix
 
 
-@pytest.mark.parametrize(
-    "state",
-    [{"weight": 1}, {"steps": {}, "state": {}}, {"steps": {"step": {}}, "state": {}, "loader": {}}],
-)
-def test_a_checkpoint_that_no_run_has_saved(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_a_checkpoint_that_no_run_has_saved(tmp_path: Path) -> None:
     with build(tmp_path) as run:
-        Checkpoints(tmp_path / "checkpoints", run.world).save(1, state, {}, {})
-        with pytest.raises(CheckpointError, match="that no Run has saved"):
-            run.restore()
+        checkpoints = Checkpoints(tmp_path / "checkpoints", run.world)
+        states: list[dict[str, Any]] = [{"weight": 1}, {"steps": {}, "state": {}}]
+        for state in (*states, {"steps": {"step": {}}, "state": {}, "loader": {}}):
+            checkpoints.save(1, state, {}, {})
+            with pytest.raises(CheckpointError, match="that no Run has saved"):
+                run.restore()

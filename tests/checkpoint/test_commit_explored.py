@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, cast
 
 import pytest
 
+from helpers.checkpoint_files import Alone
 from helpers.exploration.explorer import BrokenPropertyError, Execution, Protocol, explore
 from helpers.exploration.mutants import load_variant
 from helpers.kill_in_save import HookedFiles
-from helpers.processes import Alone
 from shoal.checkpoint import (
     AnyPath,
     Checkpoints,

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shoal
-from helpers.processes import Alone, OverGloo, run
+from helpers.checkpoint_files import Alone, flip, truncate
+from helpers.ranks import Ranks
 from shoal.checkpoint import Checkpoints, DCPReader
 
 # 5 rows over 2 ranks: 3 + 2. 1 row: one rank has nothing.
@@ -56,16 +57,16 @@ def load(found: dict[str, Any], path: Path | str) -> None:
     load_dcp(found, storage_reader=DCPReader(path))
 
 
-def sharded(world: OverGloo, tensors: dict[str, Tensor]) -> dict[str, DTensor]:
+def sharded(world: shoal.World, tensors: dict[str, Tensor]) -> dict[str, DTensor]:
     mesh = init_device_mesh("cpu", (world.size,))
     return {name: distribute_tensor(tensors[name], mesh, [Shard(0)]) for name in ("matrix", "single")}
 
 
-def save_shards(world: OverGloo, directory: Path) -> None:
+def save_shards(world: shoal.World, directory: Path) -> None:
     Checkpoints(directory, world).save(1, state() | {"shards": sharded(world, TENSORS)}, {}, {})
 
 
-def load_shards(world: OverGloo, path: Path) -> None:
+def load_shards(world: shoal.World, path: Path) -> None:
     filled = to_fill()
     filled["shards"] = sharded(world, filled["model"])
     load(filled, path)
@@ -74,24 +75,22 @@ def load_shards(world: OverGloo, path: Path) -> None:
         assert torch.equal(tensor.full_tensor(), TENSORS[name]), name
 
 
-def test_one_rank_reads_all_tensors(tmp_path: Path) -> None:
+def test_one_rank_reads_all_tensors_also_by_names_with_dots(tmp_path: Path) -> None:
     found = to_fill() | {"rank": {"0": {"random": torch.empty(2)}}}
     load(found, saved(tmp_path))
     assert_filled(found)
     assert torch.equal(found["rank"]["0"]["random"], torch.ones(2))
-
-
-def test_by_names_with_dots(tmp_path: Path) -> None:
-    found = {"model.matrix": torch.empty(5, 7)}
-    load(found, saved(tmp_path))
-    assert torch.equal(found["model.matrix"], TENSORS["matrix"])
+    dotted = {"model.matrix": torch.empty(5, 7)}
+    load(dotted, tmp_path / "step-1")
+    assert torch.equal(dotted["model.matrix"], TENSORS["matrix"])
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 2), (3, 2)])
-def test_shards_are_read_at_another_size(writers: int, readers: int, tmp_path: Path) -> None:
-    run(writers, save_shards, tmp_path)
-    run(readers, load_shards, tmp_path / "step-1")
+def test_shards_are_read_at_another_size(ranks_of: Callable[[int], Ranks], tmp_path: Path) -> None:
+    for writers, readers in ((1, 2), (2, 1), (2, 2), (3, 2)):
+        directory = tmp_path / f"{writers} to {readers}"
+        ranks_of(writers).call(save_shards, directory)
+        ranks_of(readers).call(load_shards, directory / "step-1")
 
 
 def test_the_model_of_a_run(world: shoal.World, tmp_path: Path) -> None:
@@ -107,40 +106,20 @@ def test_the_model_of_a_run(world: shoal.World, tmp_path: Path) -> None:
     assert torch.equal(other.bias, model.bias)
 
 
-def altered(path: Path) -> None:
-    file = path / "rank-0.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def shortened(path: Path) -> None:
-    file = path / "rank-0.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def forged(path: Path) -> None:
-    (path / "manifest.json").write_bytes(b"{")
-
-
-def lost(path: Path) -> None:
-    (path / "state.json").unlink()
-
-
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("file", "damage", "said"),
     [
-        (altered, r"rank-0.safetensors is altered \(its SHA-256 differs\)"),
-        (shortened, r"rank-0.safetensors has [\d,]+ bytes, should have"),
-        (forged, "manifest.json is truncated or altered"),
-        (lost, "state.json is missing"),
+        ("rank-0.safetensors", flip, r"rank-0.safetensors is altered \(its SHA-256 differs\)"),
+        ("rank-0.safetensors", truncate, r"rank-0.safetensors has [\d,]+ bytes, should have"),
+        ("manifest.json", truncate, "manifest.json is altered"),
+        ("state.json", Path.unlink, "state.json is missing"),
     ],
 )
 def test_nothing_is_read_from_a_damaged_checkpoint(
-    damage: Callable[[Path], None], said: str, tmp_path: Path
+    file: str, damage: Callable[[Path], None], said: str, tmp_path: Path
 ) -> None:
     path = saved(tmp_path)
-    damage(path)
+    damage(path / file)
     found = to_fill()
     with pytest.raises(CheckpointException, match=said) as caught:
         load(found, path)
@@ -148,16 +127,12 @@ def test_nothing_is_read_from_a_damaged_checkpoint(
     assert torch.equal(found["model"]["matrix"], torch.ones(5, 7))
 
 
-@pytest.mark.parametrize("name", ["", "step-2", "step-1/state.json"])
-def test_a_directory_that_is_no_checkpoint(name: str, tmp_path: Path) -> None:
-    saved(tmp_path)
-    with pytest.raises(CheckpointException, match="it is not the directory of a checkpoint") as caught:
-        load(to_fill(), tmp_path / name)
-    assert "shoal checkpoint ls" in str(caught.value)
-
-
-def test_a_tensor_that_is_missing_or_of_another_shape(tmp_path: Path) -> None:
+def test_what_there_is_not_is_named(tmp_path: Path) -> None:
     path = saved(tmp_path)
+    for name in ("", "step-2", "step-1/state.json"):
+        with pytest.raises(CheckpointException, match="it is not the directory of a check") as caught:
+            load(to_fill(), tmp_path / name)
+        assert "shoal checkpoint ls" in str(caught.value)
     with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: model\.more"):
         load({"model": {"more": torch.empty(1)}}, path)
     with pytest.raises(CheckpointException, match=r"Size mismatch .* for model\.matrix"):
@@ -173,14 +148,16 @@ def test_names_that_dcp_takes_for_one(tmp_path: Path) -> None:
         load({"a": {"b": torch.empty(1)}}, tmp_path / "step-1")
 
 
-def load_where_one_rank_sees_damage(world: OverGloo, path: Path) -> str:
+def load_where_one_rank_sees_damage(world: shoal.World, path: Path) -> str:
     with pytest.raises(CheckpointException) as caught:
         load(to_fill(), path if world.rank == 0 else path / "elsewhere")
     return str(caught.value)
 
 
 @pytest.mark.processes
-def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
-    for said in run(2, load_where_one_rank_sees_damage, saved(tmp_path)):
+def test_an_error_of_one_rank_is_raised_on_all(
+    ranks_of: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    for said in ranks_of(2).call(load_where_one_rank_sees_damage, saved(tmp_path)):
         assert "ranks:dict_keys([1])" in said
         assert "it is not the directory of a checkpoint" in said

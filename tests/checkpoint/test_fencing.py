@@ -1,4 +1,4 @@
-"""An attempt that was stopped and taken over: whatever it was doing, it changes nothing any more."""
+"""One live run per directory, whoever dies how; an attempt that was taken over changes nothing."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
-from torch import nn
 
 import shoal
+from helpers.checkpoint_files import names, small_run
 from helpers.commands import wait_for
 from helpers.kill_in_save import HookedFiles
 from helpers.ranks import RankError, Ranks
-from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles
+from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles, fencing
 from shoal.report.coverage import coverage
 from shoal.util.errors import CheckpointError
 
 pytestmark = pytest.mark.processes
 
-SAMPLES, BATCH, STEPS = 40, 4, 10
+STEPS = 10
 JOB = "a-job-of-several-nodes"
 HELD: list[Any] = []
 
@@ -53,16 +53,11 @@ class Stopped(HookedFiles, FencedFiles):
 def begin(world: shoal.World, folder: Path, attempt: int, stopper: int = -1, stop_at: int = -1) -> None:
     """Open the run, as the ranks of an attempt of a launcher of several nodes do."""
     world.placement = dataclasses.replace(world.placement, job=JOB, attempt=attempt)
-    model = shoal.parallelize(nn.Linear(3, 1).double(), world)
-    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)
-    samples = torch.arange(3.0 * SAMPLES).double().reshape(SAMPLES, 3) / 100
-    data = shoal.Loader((samples,), world, batch_size=BATCH)
-    run = shoal.Run(folder / "run", step, data, keep=1)
+    run = small_run(world, folder / "run", keep=1)
     files = Stopped(run.files.fence, stop_at, folder / "stopped")
     run.files.checkpoints = Checkpoints(folder / "run" / "checkpoints", world, keep=1, files=files)
     run.restore()
-    HELD[:] = [run, step, data.epochs(1), files, world.rank == stopper]
+    HELD[:] = [run, run.steps["step"], run.loader.epochs(1), files, world.rank == stopper]
 
 
 def go_on(_: shoal.World, last: int) -> None:
@@ -83,10 +78,6 @@ def worlds() -> Iterator[list[Ranks]]:
         each.kill()
 
 
-def steps_there(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-
-
 def is_stopped(pid: int | None) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
@@ -104,15 +95,15 @@ def taken_over(worlds: list[Ranks], folder: Path, size: int, stopper: int, momen
     wait_for(lambda: is_stopped(pid))
     new.call(begin, folder, 1)
     new.call(go_on, 5)
-    assert steps_there(folder) == ["step-5"]
+    assert names(folder / "run" / "checkpoints") == ["step-5"]
     assert pid is not None
     os.kill(pid, signal.SIGCONT)
     thread.join(120)
     assert len(outcomes) == size
-    assert steps_there(folder) == ["step-5"]
+    assert names(folder / "run" / "checkpoints") == ["step-5"]
     # What the old one may have left behind disturbs nothing.
     new.call(go_on, STEPS)
-    assert steps_there(folder) == [f"step-{STEPS}"]
+    assert names(folder / "run" / "checkpoints") == [f"step-{STEPS}"]
     assert coverage(folder / "run").exact
     with shoal.init() as world:
         restored = Checkpoints(folder / "run" / "checkpoints", world).restore()
@@ -124,18 +115,15 @@ def taken_over(worlds: list[Ranks], folder: Path, size: int, stopper: int, momen
     return [(outcome.error.found, new.processes[0].pid) for outcome in outcomes]
 
 
-MOMENTS = (0, 4, 10, 15, 18)
-
-
-@pytest.mark.parametrize("moment", [8, *(pytest.param(m, marks=pytest.mark.full) for m in MOMENTS)])
+@pytest.mark.parametrize("moment", [8, *(pytest.param(m, marks=pytest.mark.full) for m in (10, 18))])
 def test_stopped_in_a_save_and_taken_over(moment: int, tmp_path: Path, worlds: list[Ranks]) -> None:
-    """At each operation of a save: files, manifest, the rename, the removal of the one before."""
+    """At operations of a save; test_commit_explored.py does so at all of them."""
     ((found, pid),) = taken_over(worlds, tmp_path, 1, 0, moment)
     assert f"attempt 2, process {pid} on {os.uname().nodename} since " in found
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("stopper", "moment"), [(0, 9), (1, 0), (1, 2)])
+@pytest.mark.parametrize(("stopper", "moment"), [(0, 9), (1, 2)])
 def test_all_ranks_are_told(stopper: int, moment: int, tmp_path: Path, worlds: list[Ranks]) -> None:
     """Rank 0 commits; rank 1 only writes its own file, maybe into a newer attempt's directory."""
     for found, pid in taken_over(worlds, tmp_path, 2, stopper, moment):
@@ -162,6 +150,8 @@ def test_an_attempt_that_is_just_being_taken_counts(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(CheckpointError, match="attempt 2, has taken over"):
         fence.check()
+    shutil.rmtree(tmp_path)
+    fence.check()  # a purged directory fences nobody
 
 
 def test_ten_attempts_are_remembered(tmp_path: Path) -> None:
@@ -185,9 +175,75 @@ def test_a_directory_that_was_removed_and_begun_anew(before: int, tmp_path: Path
         old.check()
 
 
-def test_a_purged_directory_fences_nobody(tmp_path: Path) -> None:
-    fence = Fence(tmp_path / "attempts")
-    fence.number = fence.take()
-    (tmp_path / "attempts" / "1.json").unlink()
-    (tmp_path / "attempts").rmdir()
-    fence.check()
+@pytest.fixture
+def two(worlds: list[Ranks]) -> Ranks:
+    worlds.append(Ranks(2))
+    return worlds[0]
+
+
+def opened(world: shoal.World, directory: Path) -> shoal.Run:
+    run = small_run(world, directory)
+    run.restore()
+    return run
+
+
+def hold(world: shoal.World, directory: Path) -> int:
+    """Open a run and leave it open; also to a fork, as a DataLoader's worker is, that lives on."""
+    HELD.append(opened(world, directory))
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    return child
+
+
+@pytest.mark.full
+def test_a_second_run_is_refused_on_all_ranks_until_the_first_is_gone(
+    two: Ranks, tmp_path: Path
+) -> None:
+    two.call(hold, tmp_path)
+    with shoal.init() as world:
+        with pytest.raises(
+            CheckpointError, match="another Run is open in this directory: process "
+        ) as caught:
+            opened(world, tmp_path)
+        assert f"process {two.processes[0].pid} on" in caught.value.found
+        two.kill()
+        held = opened(world, tmp_path)
+        with Ranks(2) as others:
+            others.errors(CheckpointError, opened, tmp_path)
+        held.close()
+
+
+def reopened(world: shoal.World, directory: Path) -> None:
+    HELD[:] = [opened(world, directory), opened(world, directory)]
+    while HELD:
+        HELD.pop().close()
+
+
+def test_one_process_may_open_it_again_and_another_after_it_is_closed(
+    two: Ranks, tmp_path: Path
+) -> None:
+    two.call(reopened, tmp_path)
+    with shoal.init() as world:
+        opened(world, tmp_path).close()
+
+
+def apart(world: shoal.World, directory: Path) -> None:
+    # Of this name, as a node's own /tmp is: the disk of rank 1 is another one.
+    fencing.SEEN_SECONDS = 0.2
+    if world.rank:
+        Fence._taken = lambda self: []  # type: ignore[method-assign]
+    opened(world, directory)
+
+
+def by_the_clock(world: shoal.World, directory: Path) -> None:
+    opened(world, directory / f"run-{time.time()}-{world.rank}")
+
+
+@pytest.mark.parametrize("how", [apart, by_the_clock])
+def test_ranks_with_directories_of_their_own_are_refused(
+    two: Ranks, tmp_path: Path, how: Callable[[shoal.World, Path], None]
+) -> None:
+    for error in two.errors(CheckpointError, how, tmp_path):
+        assert "rank 1" in error.found
+        assert "is missing" in error.found

@@ -6,7 +6,6 @@ Their sums are right: whoever can write files can write those too.
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 import pickle
@@ -22,7 +21,7 @@ from torch import nn
 
 import shoal
 from helpers import rules
-from helpers.processes import Alone
+from helpers.checkpoint_files import Alone, Hostile, forge, names
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.inspect import manifest as contents
 from shoal.checkpoint.inspect import verify
@@ -46,15 +45,6 @@ def step(tmp_path: Path) -> Path:
     return tmp_path / "run" / "step-1"
 
 
-def forge(step: Path, name: str, content: bytes) -> None:
-    """Replace a file, and its size and sum in the manifest."""
-    manifest = Manifest.parse((step / "manifest.json").read_bytes())
-    (step / name).write_bytes(content)
-    record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
-    forged = replace(manifest, files={**manifest.files, name: record})
-    (step / "manifest.json").write_bytes(forged.render())
-
-
 def assert_refused(step: Path, found: str = "") -> None:
     """By a restore and by the tools, without another exception."""
     for action in (
@@ -74,47 +64,39 @@ def read_all(step: Path) -> None:
             values.whole(name)
 
 
+IMPOSSIBLE = "has values that no checkpoint can have"
+BAD_NAMES = [
+    *("../../x", "/etc/passwd", "..", ".", "", "a/b", "manifest.json", ".hidden", "x ", "x\n"),
+    *("a\0b", "\ud800", "\x1b[2J", "[red]", "-rf", "C:x", "ﬁle"),
+]
+BAD_VALUES: dict[str, list[Any]] = {
+    "bytes": [-1, True, 1.0, "3", None, []],
+    "sha256": [None, 3, "", "x" * 64, SUM + "0", SUM.replace("0", "A")],
+    "step": [-1, True, 1.0, "1", None, {}],
+    "world_size": [0, -1, True, "1", None],
+    "name": BAD_NAMES,
+}
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("../../x", "/etc/passwd", "..", ".", "", "a/b", "manifest.json", ".hidden", "x ", "x\n"),
-        *("a\0b", "\ud800", "\x1b[2J", "[red]", "-rf", "C:x", "ﬁle"),
-    ],
+    ("key", "value"), [(key, value) for key, values in BAD_VALUES.items() for value in values]
 )
-def test_a_manifest_names_files_of_its_own_directory(name: str, step: Path) -> None:
-    raw = Manifest(1, 1, None, {name: FileRecord(0, SUM)}).render()
-    with pytest.raises(DamageError, match="has values that no checkpoint can have"):
+def test_a_manifest_holds_possible_values_and_files_of_its_own_directory(
+    key: str, value: Any, step: Path
+) -> None:
+    given = {"bytes": 0, "sha256": SUM, "step": 1, "world_size": 1, "name": "file", key: value}
+    files = {given["name"]: FileRecord(given["bytes"], given["sha256"])}
+    raw = Manifest(given["step"], given["world_size"], None, files).render()
+    with pytest.raises(DamageError, match=IMPOSSIBLE):
         Manifest.parse(raw)
     (step / "manifest.json").write_bytes(raw)
     assert_refused(step, "manifest.json")
 
 
-BAD_NUMBERS: dict[str, list[Any]] = {
-    "bytes": [-1, True, 1.0, "3", None, [], 10**400],
-    "sha256": [None, 3, "", "x" * 64, SUM + "0", SUM.replace("0", "A")],
-    "step": [-1, True, 1.0, "1", None, {}],
-    "world_size": [0, -1, True, "1", None],
-}
-
-
-@pytest.mark.parametrize(
-    "numbers", [{key: value} for key, values in BAD_NUMBERS.items() for value in values]
-)
-def test_a_manifest_holds_possible_numbers(numbers: dict[str, Any], step: Path) -> None:
-    record = FileRecord(numbers.get("bytes", 0), numbers.get("sha256", SUM))
-    raw = Manifest(
-        numbers.get("step", 1), numbers.get("world_size", 1), None, {"file": record}
-    ).render()
-    if numbers.get("bytes") != 10**400:
-        with pytest.raises(DamageError, match="has values that no checkpoint can have"):
-            Manifest.parse(raw)
-    (step / "manifest.json").write_bytes(raw)
-    assert_refused(step, "manifest.json" if numbers.get("bytes") != 10**400 else "missing")
-
-
 @pytest.mark.parametrize(
     "raw",
     [
+        Manifest(1, 1, None, {"file": FileRecord(10**400, SUM)}).render(),
         b"[" * DEEP,
         b'{"a":' * DEEP,
         b"NaN",
@@ -136,8 +118,8 @@ def test_nan_and_names_that_come_twice(step: Path) -> None:
         assert_refused(step, "altered")
 
 
-def content(step: Path) -> dict[str, Any]:
-    return json.loads((step / "state.json").read_text())  # type: ignore[no-any-return]
+def state_of(state: bytes, tensors: bytes = b"{}") -> bytes:
+    return b'{"state": ' + state + b', "rank_state": [{"dict": {}}], "tensors": ' + tensors + b"}"
 
 
 @pytest.mark.parametrize(
@@ -147,13 +129,13 @@ def content(step: Path) -> dict[str, Any]:
         b'{"state": {}, "rank_state": [], "tensors": {}}',
         b'{"state": NaN, "rank_state": [{}], "tensors": {}}',
         b'{"state": {}, "state": {}, "rank_state": [{}], "tensors": {}}',
-        b'{"state": {"dict": {"x": {"tensor": "y"}}}, "rank_state": [{"dict": {}}], "tensors": {}}',
-        b'{"state": {"dict": {"x": {"tensor": []}}}, "rank_state": [{"dict": {}}], "tensors": {}}',
-        b'{"state": {"eval": "1"}, "rank_state": [{"dict": {}}], "tensors": {}}',
-        b'{"state": {"dict": [[[], 1]]}, "rank_state": [{"dict": {}}], "tensors": {}}',
-        b'{"state": {"int": "z"}, "rank_state": [{"dict": {}}], "tensors": {}}',
-        b'{"state": {"bytes": "!"}, "rank_state": [{"dict": {}}], "tensors": {}}',
-        b'{"state": ' + b"[" * 900 + b"]" * 900 + b', "rank_state": [{"dict": {}}], "tensors": {}}',
+        state_of(b'{"dict": {"x": {"tensor": "y"}}}'),
+        state_of(b'{"dict": {"x": {"tensor": []}}}'),
+        state_of(b'{"eval": "1"}'),
+        state_of(b'{"dict": [[[], 1]]}'),
+        state_of(b'{"int": "z"}'),
+        state_of(b'{"bytes": "!"}'),
+        state_of(b"[" * 900 + b"]" * 900),
         b'{"state": {}, "rank_state": [{}], "tensors": []}',
     ],
     ids=lambda raw: repr(raw[:60]),
@@ -167,7 +149,7 @@ def test_a_state_that_is_none(raw: bytes, step: Path) -> None:
     "state", [b'{"int": "0x' + b"f" * 5000 + b'"}', b"[" * 300 + b"]" * 300], ids=len
 )
 def test_a_state_that_nobody_can_show(state: bytes, step: Path) -> None:
-    forge(step, "state.json", b'{"state": ' + state + b', "rank_state": [{"dict": {}}], "tensors": {}}')
+    forge(step, "state.json", state_of(state))
     with pytest.raises(CheckpointError, match=r"digits|deeply"):
         contents.inspect_checkpoint(step)
 
@@ -175,39 +157,32 @@ def test_a_state_that_nobody_can_show(state: bytes, step: Path) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"dtype": "object"},
-        {"dtype": ["float32"]},
-        {"shape": [-2, -3]},
-        {"shape": [2, True]},
-        {"shape": [2.0, 3]},
-        {"shape": [2, 3, 1]},
-        {"shape": [10**30, 3]},
-        {"shape": [1] * 65},
-        {"shape": "23"},
-        {"shape": [10**12, 10**12]},
+        *({"dtype": dtype} for dtype in ("object", ["float32"])),
+        *({"shape": shape} for shape in ([-2, -3], [2, True], [2.0, 3], [2, 3, 1], [10**30, 3], "23")),
+        *({"shape": shape} for shape in ([1] * 65, [10**12, 10**12])),
         {"shape": [0, 2**62, 2**62], "chunks": []},
         {"shape": [1000, 1000], "chunks": [{"sizes": [1000, 1000]}]},  # more than the file has
         {"chunks": []},
+        {"chunks": None},
+        {"chunks": [None]},
+        {"chunks": [{}, {}]},
         {"chunks": [{"offsets": [0, 0], "sizes": [2, 2]}]},
         {"chunks": [{"offsets": [0, 0], "sizes": [2, 4]}]},
         {"chunks": [{"offsets": [0, 1], "sizes": [2, 3]}]},
         {"chunks": [{"offsets": [0, -1], "sizes": [2, 3]}]},
         {"chunks": [{"offsets": [0], "sizes": [6]}]},
-        {"chunks": [{"file": "../../elsewhere"}]},
-        {"chunks": [{"file": "/etc/passwd"}]},
-        {"chunks": [{"file": "manifest.json"}]},
-        {"chunks": [{"file": 3}]},
-        {"chunks": [{"key": None}]},
-        {"chunks": [{}, {}]},
         {"chunks": [{"sizes": [1, 3]}, {"sizes": [2, 3]}]},
         {"chunks": [{"sizes": [2, 2]}, {"offsets": [0, 1], "sizes": [2, 2]}]},
-        {"chunks": None},
-        {"chunks": [None]},
+        {"chunks": [{"key": None}]},
+        *(
+            {"chunks": [{"file": name}]}
+            for name in ("../../elsewhere", "../step-2.a1/x", "/etc/passwd", "manifest.json", 3)
+        ),
     ],
     ids=repr,
 )
 def test_a_table_that_no_tensor_has(row: dict[str, Any], step: Path) -> None:
-    forged = content(step)
+    forged = json.loads((step / "state.json").read_text())
     right = forged["tensors"]["state/weight"]
     [chunk] = right["chunks"]
     if isinstance(row.get("chunks"), list):
@@ -216,6 +191,16 @@ def test_a_table_that_no_tensor_has(row: dict[str, Any], step: Path) -> None:
     forge(step, "state.json", json.dumps(forged).encode())
     assert_refused(step, "state.json")
     assert verify.examine(step, read=True).problems
+
+
+def test_a_table_without_a_tensor(step: Path) -> None:
+    forged = json.loads((step / "state.json").read_text())
+    del forged["tensors"]["state/weight"]
+    forge(step, "state.json", json.dumps(forged).encode())
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(step.parent, Alone()).restore()
+    assert str(step) in caught.value.given
+    assert "state/weight" in caught.value.found
 
 
 def header(entries: dict[str, Any] | bytes, data: bytes = b"\0" * 32) -> bytes:
@@ -262,6 +247,7 @@ TWICE = (
         header({"state/other": entry(shape=(8,), end=32)}),
         header(TWICE),
         header({"state/weight": entry(shape=(8,), end=32)}),
+        header({"state/weight": entry(shape=(1, 1), end=4)}, b"\0" * 4),  # would be repeated
         pickle.dumps({"weight": 1}) + b"\0" * 100,
     ],
     ids=lambda raw: repr(raw[:80]),
@@ -273,44 +259,31 @@ def test_a_safetensors_file_that_is_none(raw: bytes, step: Path) -> None:
     assert_refused(step)
 
 
-def test_one_value_is_not_taken_for_many(step: Path) -> None:
-    """Copied into its place it would be repeated."""
-    forge(step, TENSORS, header({"state/weight": entry(shape=(1, 1), end=4)}, b"\0" * 4))
-    assert_refused(step)
+NO_FILES: dict[str, Callable[[Path, Path], None]] = {
+    "pipe": lambda path, _: os.mkfifo(path),
+    "link": Path.symlink_to,
+    "device": lambda path, _: path.symlink_to("/dev/zero"),
+}
 
 
-def pipe(path: Path, _: Path) -> None:
-    os.mkfifo(path)
-
-
-def link(path: Path, original: Path) -> None:
-    path.symlink_to(original)
-
-
-def device(path: Path, _: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("make", [pipe, link, device])
+@pytest.mark.parametrize("kind", NO_FILES)
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", TENSORS])
-def test_what_is_no_file(name: str, make: Callable[[Path, Path], None], step: Path) -> None:
+def test_what_is_no_file(name: str, kind: str, step: Path) -> None:
     """Nobody waits for a pipe that no one writes to, or follows a link out of the directory."""
     original = Path(shutil.copy(step / name, step.parent.parent / "elsewhere"))
     (step / name).unlink()
-    make(step / name, original)
+    NO_FILES[kind](step / name, original)
     assert_refused(step, name)
     assert any(name in problem for problem in verify.examine(step, read=True).problems)
 
 
-@pytest.mark.parametrize("make", [pipe, device])
-def test_a_state_that_no_manifest_names_is_not_waited_for(
-    make: Callable[[Path, Path], None], step: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_state_that_no_manifest_names_is_not_waited_for(kind: str, step: Path) -> None:
     said = Manifest.parse((step / "manifest.json").read_bytes())
     files = {name: record for name, record in said.files.items() if name != "state.json"}
     (step / "manifest.json").write_bytes(replace(said, files=files).render())
     (step / "state.json").unlink()
-    make(step / "state.json", step)
+    NO_FILES[kind](step / "state.json", step)
     assert_refused(step, "state.json")
     assert verify.examine(step, read=True).problems
 
@@ -323,41 +296,27 @@ def test_removal_does_not_go_through_links(form: str, step: Path) -> None:
     if form != "step-0":
         (precious / "manifest.json").unlink()
     (step.parent / form).symlink_to(precious)
-    before = sorted(path.name for path in precious.iterdir())
+    before = names(precious)
     checkpoints = Checkpoints(step.parent, Alone(), keep=1)
     assert checkpoints.restore() is not None
     for number in (1, 2):
         checkpoints.save(number, {"weight": torch.zeros(1)}, {}, {})
-    assert sorted(path.name for path in precious.iterdir()) == before
-    assert [path.name for path in step.parent.iterdir()] == ["step-2"]
+    assert names(precious) == before
+    assert names(step.parent) == ["step-2"]
 
 
-def test_links_inside_what_is_removed_are_not_followed(step: Path) -> None:
+def test_links_are_in_nobody_s_way_and_not_followed(step: Path) -> None:
     precious = step.parent.parent / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years")
+    for form in ("step-3.partial", "step-1.trash"):
+        (step.parent / form).symlink_to("nowhere")
     (step.parent / "step-2.partial").mkdir()
     (step.parent / "step-2.partial" / "link").symlink_to(precious)
-    Checkpoints(step.parent, Alone()).save(2, {"weight": torch.zeros(1)}, {}, {})
-    assert (precious / "thesis.txt").read_text() == "years"
-
-
-def test_broken_links_are_in_nobody_s_way(step: Path) -> None:
-    for form in ("step-2.partial", "step-1.trash"):
-        (step.parent / form).symlink_to("nowhere")
-    for number in (1, 2):
+    for number in (1, 2, 3):
         Checkpoints(step.parent, Alone()).save(number, {"weight": torch.zeros(1)}, {}, {})
-    assert sorted(path.name for path in step.parent.iterdir()) == ["step-1", "step-2"]
-
-
-class Hostile:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
+    assert (precious / "thesis.txt").read_text() == "years"
+    assert names(step.parent) == ["step-1", "step-2", "step-3"]
 
 
 def test_pickles_where_events_and_weights_should_be(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import shoal
+from helpers.checkpoint_files import Alone
 from helpers.killed_training import same
-from helpers.processes import Alone
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.inspect import diff, display, extract, locate, manifest
 from shoal.cli.main import app

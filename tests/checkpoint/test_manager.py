@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import shutil
-import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +16,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import shoal
+from helpers.checkpoint_files import Alone
 from helpers.kill_in_save import Counted, HookedFiles, Killed
-from helpers.processes import Alone, OverGloo, Processes, run
+from helpers.ranks import Ranks
 from shoal.checkpoint import AnyPath, Checkpoints, Files
 from shoal.checkpoint.store import damage, manifest_of
 from shoal.util.errors import CheckpointError
@@ -37,6 +39,16 @@ class Refused(HookedFiles):
         if number == self._number:
             # As from the system: a call on an open file names none.
             raise OSError(self._code, os.strerror(self._code), path and str(path))
+
+
+@pytest.fixture(scope="module")
+def two(ranks_of: Callable[[int], Ranks]) -> Ranks:
+    return ranks_of(2)
+
+
+@pytest.fixture(scope="module")
+def three(ranks_of: Callable[[int], Ranks]) -> Ranks:
+    return ranks_of(3)
 
 
 def state(version: int) -> dict[str, Any]:
@@ -74,49 +86,27 @@ class Save:
     directory: Path
     step: int
     version: int
-    keep: int = 3
     victim: int = 0
     files: HookedFiles = field(default_factory=Counted)
 
 
-def save(world: OverGloo, what: Save) -> list[str]:
+def save(world: shoal.World, what: Save) -> list[str]:
     """The names of the operations of this rank."""
     files = what.files if world.rank == what.victim else Counted()
-    checkpoints = Checkpoints(what.directory, world, keep=what.keep, files=files)
-    checkpoints.save(what.step, state(what.version), own(world.rank), {})
+    Checkpoints(what.directory, world, files=files).save(
+        what.step, state(what.version), own(world.rank), {}
+    )
     return files.names
 
 
-def plain_beginning(directory: Path) -> None:
-    """Step 1 is there; step 2 will be saved."""
-    run(3, save, Save(directory=directory, step=1, version=10))
-
-
-def crowded_beginning(directory: Path) -> None:
-    """Step 2 will be saved again, beside what a killed save and a killed removal left."""
-    run(3, save, Save(directory=directory, step=1, version=10))
-    run(3, save, Save(directory=directory, step=2, version=20))
-    for leftover in ("step-2.partial", "step-7.partial", "step-0.trash"):
-        shutil.copytree(directory / "step-1", directory / leftover)
-    (directory / "step-2.partial" / "manifest.json").unlink()
-
-
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    ("begin", "keep", "before"),
-    [
-        pytest.param(plain_beginning, 3, (1, 10), marks=pytest.mark.full),
-        pytest.param(crowded_beginning, 1, (2, 20), marks=pytest.mark.long),
-    ],
-)
-def test_killed_at_every_operation(
-    begin: Any, keep: int, before: tuple[int, int], victim: int, tmp_path: Path
-) -> None:
-    begin(tmp_path / "begin")
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_at_every_operation(victim: int, tmp_path: Path, three: Ranks) -> None:
+    three.call(save, Save(directory=tmp_path / "begin", step=1, version=10))
     shutil.copytree(tmp_path / "begin", tmp_path / "count")
-    new = Save(directory=tmp_path / "count", step=2, version=21, keep=keep, victim=victim)
-    operations = run(3, save, new)[victim]
-    assert version_of(tmp_path / "count") == (2, 21)
+    new = Save(directory=tmp_path / "count", step=2, version=20, victim=victim)
+    operations = three.call(save, new)[victim]
+    assert version_of(tmp_path / "count") == (2, 20)
     assert {"create", "write", "sync"} < set(operations)
     assert ("rename" in operations) == (victim == 0)
 
@@ -125,16 +115,14 @@ def test_killed_at_every_operation(
         directory = tmp_path / f"kill-{number}"
         shutil.copytree(tmp_path / "begin", directory)
         killed = replace(new, directory=directory, files=Killed(number))
-        with Processes(3, save, killed) as processes:
-            code = processes.wait_for_exit(victim)
+        with Ranks(3) as ranks:
+            saved = ranks.call_until_killed(save, killed)
         assert_no_half(directory)
-        if code == 0:
+        if saved is not None:
             break
-        assert code == -signal.SIGKILL, number
         seen.append(version_of(directory))
-        assert seen[-1] in (before, (2, 21)), number
-        checkpoints = Checkpoints(directory, Alone(), keep=keep)
-        checkpoints.save(3, state(30), own(0), {})
+        assert seen[-1] in ((1, 10), (2, 20)), number
+        Checkpoints(directory, Alone()).save(3, state(30), own(0), {})
         assert version_of(directory) == (3, 30), number
         assert not [path.name for path in directory.iterdir() if path.suffix]
         shutil.rmtree(directory)
@@ -142,16 +130,15 @@ def test_killed_at_every_operation(
     assert abs(len(seen) - len(operations)) <= 1
     # Up to the commit the old one, from there on the new one; only rank 0 commits.
     assert seen == sorted(seen)
-    assert seen[0] == before
-    assert seen[-1] == ((2, 21) if victim == 0 else before)
+    assert seen[0] == (1, 10)
+    assert seen[-1] == ((2, 20) if victim == 0 else (1, 10))
 
 
-def refuse_everywhere(world: OverGloo, directory: Path, code: int) -> list[tuple[str, str]]:
+def refuse_everywhere(world: shoal.World, directory: Path, code: int) -> list[tuple[str, str]]:
     """Refuse each operation in turn, on rank 0 and on rank 1; the errors of this rank."""
     errors = []
     for victim in (0, 1):
-        number = 0
-        while True:
+        for number in itertools.count():
             files: HookedFiles = Refused(number, code) if world.rank == victim else Counted()
             checkpoints = Checkpoints(directory, world, files=files)
             begun = checkpoints.restore()
@@ -169,7 +156,6 @@ def refuse_everywhere(world: OverGloo, directory: Path, code: int) -> list[tuple
             errors.append(error)
             if world.gather(len(files.names) <= number)[victim]:
                 break
-            number += 1
     return errors
 
 
@@ -183,10 +169,12 @@ def refuse_everywhere(world: OverGloo, directory: Path, code: int) -> list[tuple
     ],
 )
 @pytest.mark.full
-def test_refused_at_every_operation(code: int, text: str, fix: str, tmp_path: Path) -> None:
+def test_refused_at_every_operation(
+    code: int, text: str, fix: str, tmp_path: Path, three: Ranks
+) -> None:
     Checkpoints(tmp_path, Alone()).save(0, state(0), own(0), {})
-    run(3, save, Save(directory=tmp_path, step=1, version=1))
-    errors = run(3, refuse_everywhere, tmp_path, code)
+    three.call(save, Save(directory=tmp_path, step=1, version=1))
+    errors = three.call(refuse_everywhere, tmp_path, code)
     assert errors[0] == errors[1] == errors[2]
     failed = [error for error in errors[0] if error != ("", "")]
     assert len(failed) >= 10
@@ -196,21 +184,6 @@ def test_refused_at_every_operation(code: int, text: str, fix: str, tmp_path: Pa
         assert str(tmp_path) in found or "step-" in found
         assert fix in advice
     assert {found[:6] for found, _ in failed} == {"rank 0", "rank 1"}
-
-
-def save_what_one_rank_can_not(world: OverGloo, directory: Path) -> tuple[str, str]:
-    bad = {"rank": {1, 2}} if world.rank == 2 else {"rank": [1, 2]}
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoints(directory, world).save(1, state(1), bad, {})
-    return caught.value.given, caught.value.found
-
-
-def test_a_value_refused_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
-    errors = run(3, save_what_one_rank_can_not, tmp_path)
-    assert errors[0] == errors[1] == errors[2]
-    assert "rank/2/rank" in errors[0][0]
-    assert errors[0][1].startswith("rank 2: a value of type builtins.set")
-    assert list(tmp_path.iterdir()) == []
 
 
 class TakenOver(Files):
@@ -225,73 +198,78 @@ class TakenOver(Files):
         raise CheckpointError(given="a save", found="attempt 2 has taken over", fix="end this process")
 
 
-def save_while_taken_over(world: OverGloo, directory: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoints(directory, world, files=TakenOver()).save(1, state(1), own(world.rank), {})
-    return caught.value.found
+def save_what_one_rank_can_not(world: shoal.World, directory: Path) -> None:
+    bad = {"rank": {1, 2}} if world.rank == 2 else {"rank": [1, 2]}
+    Checkpoints(directory, world).save(1, state(1), bad, {})
 
 
-def test_no_rank_waits_when_a_failed_save_can_not_be_removed(tmp_path: Path) -> None:
-    assert run(2, save_while_taken_over, tmp_path) == ["rank 0: attempt 2 has taken over"] * 2
+def save_while_taken_over(world: shoal.World, directory: Path) -> None:
+    Checkpoints(directory, world, files=TakenOver()).save(1, state(1), own(world.rank), {})
 
 
-def check_unwritable(world: OverGloo, directory: Path) -> str:
-    files: Files = Refused(0, errno.EROFS) if world.rank == 1 else Files()
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoints(directory, world, files=files).check()
+def check_unwritable(world: shoal.World, directory: Path) -> None:
     Checkpoints(directory, world).check()
-    return caught.value.found
+    files: Files = Refused(0, errno.EROFS) if world.rank == 1 else Files()
+    Checkpoints(directory, world, files=files).check()
 
 
-def test_a_directory_that_one_rank_can_not_write(tmp_path: Path) -> None:
-    errors = run(2, check_unwritable, tmp_path / "new")
-    assert errors[0] == errors[1]
-    assert errors[0].startswith("rank 1: ")
-    assert list((tmp_path / "new").iterdir()) == []
+@pytest.mark.parametrize(
+    ("action", "found", "left"),
+    [
+        (save_what_one_rank_can_not, "rank 2: a value of type builtins.set", []),
+        (check_unwritable, "rank 1: ", []),
+        # No rank waits although the failed save can't be removed.
+        (save_while_taken_over, "rank 0: attempt 2 has taken over", ["step-1.partial"]),
+    ],
+)
+def test_what_one_rank_refuses_is_refused_on_all(
+    action: Callable[[shoal.World, Path], None],
+    found: str,
+    left: list[str],
+    tmp_path: Path,
+    three: Ranks,
+) -> None:
+    first, *others = three.errors(CheckpointError, action, tmp_path / "new")
+    assert {str(first)} == {str(each) for each in others}
+    assert first.found.startswith(found)
+    assert ("rank/2/rank" in first.given) == (action is save_what_one_rank_can_not)
+    assert [path.name for path in (tmp_path / "new").glob("*")] == left
 
 
-def restore_with_a_vanished_file(world: OverGloo, directory: Path) -> tuple[int, list[str]]:
+def restore_all(world: shoal.World, directory: Path) -> tuple[int, list[str], list[int] | None]:
     loaded = Checkpoints(directory, world).restore()
     assert loaded is not None
-    return loaded.step, [f"{one.path.name}: {one.reason}" for one in loaded.skipped]
+    skipped = [f"{one.path.name}: {one.reason}" for one in loaded.skipped]
+    if loaded.rank_state is None:
+        return loaded.step, skipped, None
+    return loaded.step, skipped, [loaded.rank_state["rank"], *loaded.rank_state["random"].tolist()]
 
 
-def test_all_ranks_go_back_to_the_same_one(tmp_path: Path) -> None:
+def test_all_ranks_go_back_to_the_same_one(tmp_path: Path, two: Ranks, three: Ranks) -> None:
+    """The state of a rank comes back at the same number of ranks only."""
     for step in (1, 2, 3):
-        run(3, save, Save(directory=tmp_path, step=step, version=step))
+        three.call(save, Save(directory=tmp_path, step=step, version=step))
     (tmp_path / "step-3" / "rank-1.safetensors").unlink()
     (tmp_path / "step-2" / "manifest.json").write_bytes(b"{")
-    results = run(3, restore_with_a_vanished_file, tmp_path)
-    assert results[0] == results[1] == results[2]
-    step, skipped = results[0]
-    assert step == 1
+    results = three.call(restore_all, tmp_path)
+    step, skipped, _ = results[0]
+    assert results == [(1, skipped, [rank] * 4) for rank in range(3)]
     assert skipped[0].startswith("step-3: rank-1.safetensors is missing")
     assert skipped[1].startswith("step-2: manifest.json is truncated")
+    assert two.call(restore_all, tmp_path) == [(1, skipped, None)] * 2
 
 
-def own_state(world: OverGloo, directory: Path) -> Any:
-    loaded = Checkpoints(directory, world).restore()
-    assert loaded is not None
-    return loaded.rank_state and (loaded.rank_state["rank"], loaded.rank_state["random"].tolist())
+def save_large(world: shoal.World, directory: Path) -> None:
+    tensors = {str(i): torch.full((10_000,), float(i)) for i in range(3)}
+    Checkpoints(directory, world).save(1, tensors, {}, {})
 
 
-def test_rank_state_comes_back_only_at_the_same_size(tmp_path: Path) -> None:
-    run(3, save, Save(directory=tmp_path, step=1, version=1))
-    assert run(3, own_state, tmp_path) == [(rank, [rank] * 3) for rank in range(3)]
-    assert run(2, own_state, tmp_path) == [None, None]
-
-
-def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:
-    run(3, save_large, tmp_path)
+def test_replicated_tensors_are_written_once(tmp_path: Path, three: Ranks) -> None:
+    three.call(save_large, tmp_path)
     sizes = [path.stat().st_size for path in (tmp_path / "step-1").glob("rank-*")]
     assert len(sizes) == 3
     assert 3 * 40_000 < sum(sizes) < 3 * 40_000 + 3_000
     assert max(sizes) < 41_000
-
-
-def save_large(world: OverGloo, directory: Path) -> None:
-    tensors = {str(i): torch.full((10_000,), float(i)) for i in range(3)}
-    Checkpoints(directory, world).save(1, tensors, {}, {})
 
 
 # 5 rows over 2 ranks: 3 + 2; over 3 ranks: 2 + 2 + 1. 1 row: some ranks have nothing.
@@ -304,44 +282,38 @@ WHOLE = {
 AXES = {"matrix": 0, "columns": 1, "complex": 0, "single": 0}
 
 
-def sharded(world: OverGloo, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
+def sharded(world: shoal.World, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world.size,))
     return {
         name: distribute_tensor(tensor, mesh, [Shard(AXES[name])]) for name, tensor in whole.items()
     }
 
 
-def save_sharded(world: OverGloo, directory: Path) -> None:
-    tree = {"model": sharded(world, WHOLE), "replicated": WHOLE["matrix"], "plain": 7}
+def save_sharded(world: shoal.World, directory: Path) -> None:
+    tree = {"sharded": sharded(world, WHOLE), "replicated": WHOLE, "plain": 7}
     Checkpoints(directory, world).save(1, tree, {}, {})
 
 
-def load_sharded(world: OverGloo, directory: Path) -> None:
+def load_sharded(world: shoal.World, directory: Path) -> None:
+    """As shards, what was saved as shards and what each rank had; then what was sharded as a whole."""
     empty = {name: torch.zeros_like(tensor) for name, tensor in WHOLE.items()}
-    template = {"model": sharded(world, empty)}
+    template = {model: sharded(world, empty) for model in ("sharded", "replicated")}
     loaded = Checkpoints(directory, world).restore(template)
+    whole = Checkpoints(directory, world).restore()
     assert loaded is not None
-    for name, whole in WHOLE.items():
-        tensor = loaded.state["model"][name]
-        assert isinstance(tensor, DTensor)
-        assert torch.equal(tensor.full_tensor(), whole), name
-        assert torch.equal(template["model"][name].full_tensor(), whole), name
-    assert torch.equal(loaded.state["replicated"], WHOLE["matrix"])
+    assert whole is not None
     assert loaded.state["plain"] == 7
+    for model, tensors in template.items():
+        for name, wanted in WHOLE.items():
+            tensor = loaded.state[model][name]
+            assert isinstance(tensor, DTensor)
+            assert torch.equal(tensor.full_tensor(), wanted), name
+            assert torch.equal(tensors[name].full_tensor(), wanted), name
+            assert torch.equal(whole.state[model][name], wanted), name
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (3, 2)])
-def test_shards_come_back_at_another_size(writers: int, readers: int, tmp_path: Path) -> None:
-    run(writers, save_sharded, tmp_path)
-    run(readers, load_sharded, tmp_path)
-    loaded = Checkpoints(tmp_path, Alone()).restore()
-    assert loaded is not None
-    for name, whole in WHOLE.items():
-        assert torch.equal(loaded.state["model"][name], whole), name
-
-
-def test_replicated_comes_back_as_shards(tmp_path: Path) -> None:
-    Checkpoints(tmp_path, Alone()).save(
-        1, {"model": WHOLE, "replicated": WHOLE["matrix"], "plain": 7}, {}, {}
-    )
-    run(3, load_sharded, tmp_path)
+def test_shards_come_back_at_another_size(tmp_path: Path, two: Ranks, three: Ranks) -> None:
+    for writers, readers in ((two, three), (three, two)):
+        directory = tmp_path / str(writers.size)
+        writers.call(save_sharded, directory)
+        readers.call(load_sharded, directory)

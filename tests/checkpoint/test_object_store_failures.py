@@ -12,8 +12,18 @@ from typing import Any
 
 import pytest
 
-from helpers.object_store import Bucket, nothing
-from helpers.remote_checkpoints import DeadError, Failing, begin, damaged, names, restored, save, state
+from helpers.checkpoint_files import names
+from helpers.object_store import (
+    Bucket,
+    DeadError,
+    Failing,
+    begin,
+    damaged,
+    nothing,
+    restored,
+    save,
+    state,
+)
 from shoal.checkpoint import AnyPath, Fence, path_from
 from shoal.util.errors import CheckpointError
 
@@ -86,7 +96,7 @@ def test_any_operation_may_fail(failure: str, torn: bool, stride: int, tmp_path:
         after = begin(place, keep=1)
         after.restore()
         save(after, 3)
-        assert names(place) == ["step-3.a3"], number
+        assert names(place / "checkpoints") == ["step-3.a3"], number
         assert restored(place) == (3, 3)
         shutil.rmtree(folder)
     assert {(False, (2, 2)), (not failure.startswith("dead"), (2, 3))} <= seen
@@ -136,7 +146,7 @@ def test_a_listing_that_lacks_the_latest_checkpoint_costs_no_other(tmp_path: Pat
         save(again, 2, version=20)
     assert damaged(place) == []
     assert restored(place) == (2, 20)
-    assert "step-2.a1" in names(place)
+    assert "step-2.a1" in names(place / "checkpoints")
 
 
 def test_a_listing_that_lacks_all_checkpoints_costs_none(tmp_path: Path) -> None:
@@ -149,7 +159,7 @@ def test_a_listing_that_lacks_all_checkpoints_costs_none(tmp_path: Path) -> None
         assert again.restore() is None
         save(again, 1, version=10)
     assert damaged(place) == []
-    assert names(place) == ["step-1.a2", "step-2.a1", "step-3.a1"]
+    assert names(place / "checkpoints") == ["step-1.a2", "step-2.a1", "step-3.a1"]
     assert restored(place) == (3, 3)
 
 
@@ -165,7 +175,7 @@ def test_an_attempt_that_is_listed_late_loses_no_checkpoint(tmp_path: Path) -> N
             save(again, 2, version=20)
         save(again, 3)
     assert damaged(place) == []
-    assert names(place) == ["step-1.a1", "step-2.a1", "step-3.a1"]
+    assert names(place / "checkpoints") == ["step-1.a1", "step-2.a1", "step-3.a1"]
     assert restored(place) == (3, 3)
 
 
@@ -200,7 +210,7 @@ def taken_over_at(number: int, folder: Path) -> str | None:
     third = begin(place, keep=1)
     third.restore()
     save(third, 4)
-    assert names(place) == ["step-4.a3"]
+    assert names(place / "checkpoints") == ["step-4.a3"]
     return done[number]
 
 

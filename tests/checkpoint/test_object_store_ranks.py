@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shoal
+from helpers.checkpoint_files import names, small_run
 from helpers.object_store import Bucket, nothing
-from helpers.ranks import RankError, Ranks
+from helpers.ranks import Ranks
 from shoal.checkpoint import Checkpoints, path_from
 from shoal.report.coverage import coverage
 from shoal.util.errors import CheckpointError
 
 pytestmark = pytest.mark.processes
 
-SAMPLES, BATCH, STEPS, EPOCHS = 41, 12, 8, 2
+STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,6 @@ class Attempt:
     """One attempt; rank `victim` is killed at an operation of the save of step 3, or refused it."""
 
     folder: Path
-    run: str = "run"
     last: int = STEPS
     victim: int = -1
     operation: int = -1
@@ -40,8 +40,9 @@ class Attempt:
 class Fault:
     """Counts the operations of one save."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, rank: int) -> None:
         self._attempt = attempt
+        self._strikes = rank == attempt.victim
         self.armed = False
         self.done: list[str] = []
 
@@ -49,9 +50,9 @@ class Fault:
         if not self.armed:
             return
         self.done.append(operation)
-        if self._attempt.refused and operation == "complete":
+        if self._strikes and self._attempt.refused and operation == "complete":
             raise PermissionError("not today")
-        if len(self.done) - 1 == self._attempt.operation:
+        if self._strikes and len(self.done) - 1 == self._attempt.operation:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -60,30 +61,24 @@ class Ended:
     """What an attempt came to on one rank."""
 
     restored: int | None
-    weights: list[Tensor]
+    weight: Tensor
     operations: list[str]
     failed: list[str]
 
 
+def remote_run(world: shoal.World, folder: Path, run: str = "run") -> shoal.Run:
+    url = f"bucket://{folder}/store"
+    return small_run(world, folder / run, checkpoints=url, keep=1, trackers=())
+
+
 def train(world: shoal.World, attempt: Attempt) -> Ended:
     """The same the first time and after every kill."""
-    fault = Fault(attempt)
-    if world.rank == attempt.victim:
-        Bucket.before = fault
-    world.reseed("weights", by_rank=False)
-    model = shoal.parallelize(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 1)), world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
-    step = shoal.Step(model, optimizer, task)
-    samples = torch.arange(3.0 * SAMPLES).reshape(SAMPLES, 3) / 100
-    data = shoal.Loader((samples,), world, batch_size=BATCH)
-    url = f"bucket://{attempt.folder}/store"
+    Bucket.before = fault = Fault(attempt, world.rank)
     failed = []
-    with shoal.Run(
-        attempt.folder / attempt.run, step, data, checkpoints=url, keep=1, trackers=()
-    ) as run:
+    with remote_run(world, attempt.folder) as run:
         restored = run.restore()
-        for batch in data.epochs(EPOCHS):
+        step = run.steps["step"]
+        for batch in run.loader.epochs(1):
             step(batch)
             run.tick()
             fault.armed = step.number == 3
@@ -97,40 +92,27 @@ def train(world: shoal.World, attempt: Attempt) -> Ended:
     Bucket.before = staticmethod(nothing)
     return Ended(
         restored=None if restored is None else restored.step,
-        weights=[parameter.detach().clone() for parameter in model.parameters()],
+        weight=step.model.weight.detach().clone(),  # type: ignore[operator, union-attr]
         operations=fault.done,
         failed=failed,
     )
 
 
 def kept(folder: Path) -> list[str]:
-    place = path_from(f"bucket://{folder}/store/checkpoints")
-    return sorted(path.name for path in place.iterdir())
+    return names(path_from(f"bucket://{folder}/store/checkpoints"))
 
 
-def same(left: list[Ended], right: list[Ended]) -> bool:
-    return all(
-        torch.equal(a, b)
-        for one, other in zip(left, right, strict=True)
-        for a, b in zip(one.weights, other.weights, strict=True)
-    )
+@pytest.fixture(scope="module")
+def two(ranks_of: Callable[[int], Ranks]) -> Ranks:
+    return ranks_of(2)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
-    """A run of two ranks; of rank 0 and rank 1 the operations of the save of step 3."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended = two.call(train, Attempt(folder=folder, victim=0))
-    other = two.call(train, Attempt(folder=folder / "again", victim=1))
-    assert same(ended, other)
+    ended: list[Ended] = two.call(train, Attempt(folder=folder))
     assert kept(folder) == ["step-8.a1"]
-    return [ended[0], other[1]]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+    return ended
 
 
 @pytest.mark.full
@@ -141,35 +123,29 @@ def test_a_run_goes_on_on_another_number_of_ranks(two: Ranks, tmp_path: Path) ->
     assert ended.restored == 3
     assert coverage(tmp_path / "run").exact
     assert kept(tmp_path) == ["step-6.a2"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["events", "lock"]
-
-
-MOMENTS = [(0, 0.3), (0, 0.6), (0, 0.75), (0, 0.9), (1, 0.5)]
+    assert names(tmp_path / "run") == ["events", "lock"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("victim", "moment"), MOMENTS)
+@pytest.mark.parametrize(("victim", "moment"), [(0, 0.6), (0, 0.9), (1, 0.5)])
 def test_killed_in_a_save(
     victim: int, moment: float, two: Ranks, undisturbed: list[Ended], tmp_path: Path
 ) -> None:
     """On the same number of ranks it ends bit-equal."""
-    operations = undisturbed[victim].operations
-    number = int(moment * len(operations))
+    number = int(moment * len(undisturbed[victim].operations))
     with Ranks(2) as ranks:
         attempt = Attempt(folder=tmp_path, victim=victim, operation=number)
         assert ranks.call_until_killed(train, attempt) is None
-    ended = two.call(train, Attempt(folder=tmp_path))
-    assert ended[0].restored in (2, 3)
-    assert same(ended, undisturbed)
+    for ended, expected in zip(two.call(train, Attempt(folder=tmp_path)), undisturbed, strict=True):
+        assert ended.restored in (2, 3)
+        assert torch.equal(ended.weight, expected.weight)
     assert coverage(tmp_path / "run").exact
     assert kept(tmp_path) == ["step-8.a2"]
 
 
 @pytest.mark.full
 def test_a_refusal_on_one_rank_is_told_on_all_and_the_run_goes_on(two: Ranks, tmp_path: Path) -> None:
-    attempt = Attempt(folder=tmp_path, last=4, victim=1, refused=True)
-    ended = two.call(train, attempt)
-    for each in ended:
+    for each in two.call(train, Attempt(folder=tmp_path, last=4, victim=1, refused=True)):
         (found,) = each.failed
         assert found.startswith("rank 1: [Errno 13] ")
         assert "not today" in found
@@ -177,34 +153,25 @@ def test_a_refusal_on_one_rank_is_told_on_all_and_the_run_goes_on(two: Ranks, tm
     assert kept(tmp_path) == ["step-4.a1"]
 
 
-HELD: list[object] = []
+HELD: list[shoal.Run] = []
 
 
 def hold(world: shoal.World, folder: Path, run: str) -> int:
     """Open a run and keep it open; where it goes on."""
-    model = shoal.parallelize(nn.Linear(3, 1), world)
-    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)
-    data = shoal.Loader((torch.ones(SAMPLES, 3),), world, batch_size=BATCH)
-    url = f"bucket://{folder}/store"
-    opened = shoal.Run(folder / run, step, data, checkpoints=url, keep=1, trackers=())
-    restored = opened.restore()
-    HELD[:] = [opened, step, data.epochs(9)]
+    HELD[:] = [remote_run(world, folder, run)]
+    restored = HELD[0].restore()
     return -1 if restored is None else restored.step
 
 
-def one_more(world: shoal.World) -> str:
-    run, step, batches = HELD
-    assert isinstance(run, shoal.Run)
-    step(next(batches))  # type: ignore[operator, call-overload]
+def one_more(_: shoal.World) -> str:
+    (run,) = HELD
+    run.steps["step"](next(run.loader.epochs(9)))
     run.tick()
     return str(run.save())
 
 
 def let_go(_: shoal.World) -> None:
-    run = HELD.pop(0)
-    assert isinstance(run, shoal.Run)
-    run.close()
+    HELD.pop().close()
 
 
 @pytest.mark.full
@@ -214,10 +181,8 @@ def test_attempts_on_machines_that_share_nothing_but_the_store(two: Ranks, tmp_p
     two.call(one_more)
     with Ranks(1) as other:
         assert other.call(hold, tmp_path, "there") == [1]
-        for outcome in two.attempt(one_more):
-            assert isinstance(outcome, RankError)
-            assert isinstance(outcome.error, CheckpointError)
-            assert "attempt 2, process " in outcome.error.found
+        for error in two.errors(CheckpointError, one_more):
+            assert "attempt 2, process " in error.found
         two.call(let_go)
         (path,) = other.call(one_more)
     assert path == f"bucket://{tmp_path}/store/checkpoints/step-2.a2"
@@ -231,36 +196,29 @@ def without_fsspec(world: shoal.World, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setitem(sys.modules, "fsspec.core", None)
-        hold(world, folder, "run")
+        remote_run(world, folder)
 
 
 @pytest.mark.full
 def test_what_one_rank_lacks_all_are_told(two: Ranks, tmp_path: Path) -> None:
-    for outcome in two.attempt(without_fsspec, tmp_path):
-        assert isinstance(outcome, RankError)
-        assert isinstance(outcome.error, CheckpointError)
-        assert "rank 1: fsspec is not installed" in outcome.error.found
-        assert outcome.error.fix == "run pip install '.[remote]' in your Shoal checkout"
+    for error in two.errors(CheckpointError, without_fsspec, tmp_path):
+        assert "rank 1: fsspec is not installed" in error.found
+        assert error.fix == "run pip install '.[remote]' in your Shoal checkout"
 
 
-def test_another_directory_of_this_machine(tmp_path: Path) -> None:
+def test_another_directory_of_this_machine(world: shoal.World, tmp_path: Path) -> None:
     """Synced and renamed as ever; the fence is beside the checkpoints."""
-    with shoal.init() as world:
-        model = shoal.parallelize(nn.Linear(3, 1), world)
-        task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
-        step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)
-        data = shoal.Loader((torch.ones(SAMPLES, 3),), world, batch_size=BATCH)
-        elsewhere = f"file://{tmp_path}/b"
-        with shoal.Run(tmp_path / "a", step, data, checkpoints=elsewhere, trackers=()) as run:
-            for batch in data.epochs(1):
-                step(batch)
-                run.tick(every=2)
-            run.save(to="best")
+    elsewhere = f"file://{tmp_path}/b"
+    with small_run(world, tmp_path / "a", checkpoints=elsewhere, trackers=()) as run:
+        for batch in run.loader.epochs(1):
+            run.steps["step"](batch)
+            run.tick(every=5)
+        run.save(to="best")
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*/*"))
     assert found == [
         "a/events/rank-0.jsonl",
         "b/attempts/1.json",
-        "b/best/step-4",
-        "b/checkpoints/step-2",
-        "b/checkpoints/step-4",
+        "b/best/step-10",
+        "b/checkpoints/step-10",
+        "b/checkpoints/step-5",
     ]

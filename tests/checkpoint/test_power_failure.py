@@ -10,9 +10,9 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
+from helpers.checkpoint_files import Alone
 from helpers.exploration.crash_disk import RecordedFiles, crash_states, write_tree
 from helpers.exploration.mutants import load_variant
-from helpers.processes import Alone
 from shoal.checkpoint import AnyPath, Checkpoints, commit, manager, store
 from shoal.util.errors import CheckpointError
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import nn
 
-from helpers.processes import Alone
+from helpers.checkpoint_files import Alone
 from shoal.checkpoint import Checkpoints, RestoredCheckpoint, compare_names, shapes
 from shoal.checkpoint.state_tree import DTYPES, names_in, put_together, take_apart
 from shoal.util.errors import CheckpointError

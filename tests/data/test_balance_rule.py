@@ -17,7 +17,6 @@ from shoal.data.balance_rule import (
     better_shares,
     equal_shares,
 )
-from shoal.data.sampler import PositionRange, cut
 
 REST = 0.2
 """Seconds of each step that do not depend on samples."""
@@ -41,25 +40,26 @@ def simulate(shares: Shares, times: Times, windows: int) -> list[Shares]:
     return history
 
 
+def linear(each: Sequence[float], fixed: Sequence[float] | None = None) -> Times:
+    """Times of ranks with so many seconds per sample, and `fixed` ones."""
+    fixed = fixed or [0.0] * len(each)
+    return lambda shares: [a + b * n for a, b, n in zip(fixed, each, shares, strict=True)]
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [((1, 2), (43, 21)), ((1, 1, 1, 3), (19, 19, 19, 7)), ((1, 0.01), (1, 63)), ((2, 2.1), (32, 32))],
 )
 def test_samples_are_in_proportion_to_speed(seconds: Sequence[float], expected: Shares) -> None:
-    """`seconds` are the times of each rank per sample."""
     start = equal_shares(64, len(seconds))
-    history = simulate(start, lambda shares: [n * s for n, s in zip(shares, seconds, strict=True)], 40)
+    history = simulate(start, linear(seconds), 40)
     assert history[WINDOWS - 2] == start
     assert history[-1] == expected
     assert len({*history}) <= 2
 
 
 def test_ranks_with_work_that_does_not_depend_on_samples_end_in_the_same_time() -> None:
-    fixed, each = (6.0, 0.0, 0.0), (0.1, 0.1, 0.3)
-
-    def times(shares: Shares) -> list[float]:
-        return [a + b * n for a, b, n in zip(fixed, each, shares, strict=True)]
-
+    times = linear((0.1, 0.1, 0.3), (6.0, 0.0, 0.0))
     history = simulate(equal_shares(300, 3), times, 200)
     final = times(history[-1])
     assert max(final) / min(final) < 1.25
@@ -84,24 +84,3 @@ def test_a_rank_that_is_slow_now_and_then_changes_nothing() -> None:
     slow = itertools.cycle([True] * (WINDOWS - 1) + [False])
     start = equal_shares(64, 2)
     assert simulate(start, lambda _: [1.0, 3.0 if next(slow) else 1.0], 100)[-1] == start
-
-
-@pytest.mark.parametrize("proportions", [(43, 21), (1, 1, 62), (5, 3, 4, 52)])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("unit", [None, 4])
-def test_each_sample_of_a_batch_belongs_to_one_rank(
-    proportions: Shares, micro_batches: int, unit: int | None
-) -> None:
-    for size in (64, 37, 3):
-        cells: list[PositionRange] = []
-        for rank in range(len(proportions)):
-            cells += cut(
-                size,
-                ranks=len(proportions),
-                rank=rank,
-                micro_batches=micro_batches,
-                unit=unit,
-                proportions=proportions,
-            )
-        held = [p for cell in cells if cell.weight for p in range(cell.start, cell.stop)]
-        assert sorted(held) == list(range(size))

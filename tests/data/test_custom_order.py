@@ -21,8 +21,9 @@ from torch.utils.data import (
 
 import shoal
 from helpers.lazy import LazyModule
+from helpers.loaders import read, seen
 from shoal.data.orders import Shuffled, uniform
-from shoal.data.sampler import RankSampler as Shares
+from shoal.data.sampler import LocalBatch, RankSampler
 from shoal.util.errors import DataError
 
 stats = LazyModule("scipy.stats")
@@ -32,25 +33,14 @@ DATA = torch.arange(SIZE)
 LENGTHS = [1 + (7 * n) % 40 for n in range(SIZE)]
 
 
-def seen(loader: shoal.Loader, epochs: int, stop: int | None = None) -> list[list[int]]:
-    found = []
-    for batch in loader.epochs(epochs):
-        found.append([int(i) for micro in batch.micros if micro.weight for i in micro.value])
-        assert len(found[-1]) == batch.size
-        if len(found) == stop:
-            break
-    return found
-
-
 def build(world: shoal.World, **options: Any) -> shoal.Loader:
     return shoal.Loader(DATA, world, **({"batch_size": BATCH, "seed": 3} | options))
 
 
-class ByEpoch(Sampler[int]):
-    """Deterministic given the epoch, as samplers that resume are."""
+class OfEpoch(Sampler[int]):
+    """A sampler whose indices are the number of the epoch."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
+    epoch = -1
 
     def __len__(self) -> int:
         return SIZE // 2
@@ -59,32 +49,13 @@ class ByEpoch(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.epoch)
-        yield from torch.randperm(SIZE, generator=generator)[: SIZE // 2].tolist()
-
-
-ORDERS = [shoal.WeightedSampling(range(SIZE), size=31), ByEpoch(), SequentialSampler(DATA)]
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=["weighted", "by epoch", "sequential"])
-@pytest.mark.parametrize("stop", [1, 5, 9])
-def test_an_order_of_ones_own_resumes_anywhere(world: shoal.World, order: Any, stop: int) -> None:
-    whole = seen(build(world, order=order), 3)
-    first, second = (build(world, order=order) for _ in range(2))
-    begun = seen(first, 3, stop)
-    second.load_state_dict(first.state_dict())
-    assert begun + seen(second, 3) == whole
+        return itertools.repeat(self.epoch, SIZE // 2)
 
 
 def test_a_sampler_of_torch_is_asked_for_each_epoch(world: shoal.World) -> None:
-    sampler = ByEpoch()
-    expected = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        expected += list(sampler)
-    loader = build(world, order=sampler)
+    loader = build(world, order=OfEpoch())
     assert loader.epoch_size == SIZE // 2
-    assert [index for batch in seen(loader, 3) for index in batch] == expected
+    assert read(loader, 3) == [0] * 25 + [1] * 25 + [2] * 25
 
 
 def test_weights_are_probabilities() -> None:
@@ -120,26 +91,20 @@ class Strange:
         return np.full(len(positions), self.value)
 
 
-@pytest.mark.parametrize(
-    ("order", "found"),
-    [
+def test_what_is_no_order(world: shoal.World) -> None:
+    for order, found in (
         (RandomSampler(DATA), "different indices each time"),
         (WeightedRandomSampler([1.0] * SIZE, SIZE), "draws from a generator"),
         (DistributedSampler(TensorDataset(DATA), 2, 0), "splits the batches over ranks"),
         (BatchSampler(SequentialSampler(DATA), 4, False), "yields batches"),
         (shoal.WeightedSampling([1.0, 2.0]), "a dataset of 50 samples"),
         (list(range(SIZE)), "it has no method"),
-    ],
-)
-def test_what_is_no_order(world: shoal.World, order: Any, found: str) -> None:
-    with pytest.raises(DataError, match=found):
-        build(world, order=order)
-
-
-@pytest.mark.parametrize("value", [SIZE, -1, 0.5])
-def test_indices_are_looked_at(world: shoal.World, value: Any) -> None:
-    with pytest.raises(DataError, match="one integer from 0 to 49"):
-        seen(build(world, order=Strange(value)), 1)
+    ):
+        with pytest.raises(DataError, match=found):
+            build(world, order=order)
+    for value in (SIZE, -1, 0.5):
+        with pytest.raises(DataError, match="one integer from 0 to 49"):
+            read(build(world, order=Strange(value)), 1)
 
 
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0], [float("nan")], [[1.0]]])
@@ -190,81 +155,55 @@ def test_a_budget_is_filled_and_never_exceeded(world: shoal.World, padded: bool)
             assert tokens([*batch, following[0]]) > 100
 
 
-@pytest.mark.parametrize("stop", [1, 7, 20])
-def test_batches_of_a_budget_resume(world: shoal.World, stop: int) -> None:
-    budget = shoal.TokenBudget(LENGTHS, 60)
-    whole = seen(build(world, batch_size=budget, num_workers=1), 3)
-    first, second = (build(world, batch_size=budget) for _ in range(2))
-    begun = seen(first, 3, stop)
-    second.load_state_dict(first.state_dict())
-    assert begun + seen(second, 3) == whole
+def shares(ranks: int, rank: int) -> list[LocalBatch]:
+    sampler = RankSampler(
+        order=Shuffled(SIZE, shuffle=True),
+        batch_size=shoal.TokenBudget(LENGTHS, 60),
+        ranks=ranks,
+        rank=rank,
+        micro_batches=2,
+        seed=3,
+        drop_last=False,
+    )
+    return [*itertools.chain(*sampler.shares(0, 2 * SIZE, 3))]
 
 
 def test_batches_of_a_budget_are_the_same_on_any_number_of_ranks() -> None:
-    cuts = []
+    cuts = [(share.first, share.size) for share in shares(1, 0)]
     for ranks in (1, 2, 4):
-        shares = [
-            [
-                share
-                for block in Shares(
-                    order=Shuffled(SIZE, shuffle=True),
-                    batch_size=shoal.TokenBudget(LENGTHS, 60),
-                    ranks=ranks,
-                    rank=rank,
-                    micro_batches=2,
-                    seed=3,
-                    drop_last=False,
-                ).shares(0, 2 * SIZE, 3)
-                for share in block
-            ]
-            for rank in range(ranks)
-        ]
-        cuts.append([(share.first, share.size) for share in shares[0]])
-        assert all([(s.first, s.size) for s in of_rank] == cuts[0] for of_rank in shares)
-        real = [
-            share.first + place
-            for of_rank in shares
-            for share in of_rank
-            for cell in share.cells
-            if cell.weight
-            for place in range(cell.start, cell.stop)
-        ]
+        real: list[int] = []
+        for rank in range(ranks):
+            mine = shares(ranks, rank)
+            assert [(share.first, share.size) for share in mine] == cuts
+            for share in mine:
+                for cell in share.cells:
+                    if cell.weight:
+                        real += range(share.first + cell.start, share.first + cell.stop)
         assert sorted(real) == list(range(2 * SIZE))
-    assert cuts[0] == cuts[1] == cuts[2]
 
 
 def test_a_sample_beyond_the_budget_is_a_batch_of_its_own(world: shoal.World) -> None:
-    assert all(
-        len(batch) == 1 for batch in seen(build(world, batch_size=shoal.TokenBudget([9] * SIZE, 5)), 1)
-    )
+    batches = seen(build(world, batch_size=shoal.TokenBudget([9] * SIZE, 5)), 1)
+    assert [len(batch) for batch in batches] == [1] * SIZE
 
 
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
+class Nothing:
+    """A rule that takes no sample."""
+
+    max_samples = 4
+
+    def __call__(self, indices: Any) -> int:
+        return 0
+
+
+def test_budgets_that_can_not_work(world: shoal.World) -> None:
+    small = shoal.TokenBudget(LENGTHS, 5)
+    for options, found in (
         ({"batch_size": shoal.TokenBudget([1] * 9, 5)}, "the order contains sample"),
-        (
-            {"batch_size": shoal.TokenBudget(LENGTHS, 5), "drop_last": True},
-            "batches vary in size, so no batch is short",
-        ),
-    ],
-)
-def test_budgets_that_can_not_work(world: shoal.World, options: Any, found: str) -> None:
-    with pytest.raises(DataError, match=found):
-        seen(build(world, **options), 1)
-
-
-def test_a_rule_that_takes_nothing(world: shoal.World) -> None:
-    class Nothing:
-        max_samples = 4
-
-        def __call__(self, indices: Any) -> int:
-            return 0
-
-    with pytest.raises(DataError, match="it returned 0"):
-        seen(build(world, batch_size=Nothing()), 1)
-
-
-def test_how_many_batches_a_budget_makes_is_not_known(world: shoal.World) -> None:
+        ({"batch_size": small, "drop_last": True}, "batches vary in size, so no batch is short"),
+        ({"batch_size": Nothing()}, "it returned 0"),
+    ):
+        with pytest.raises(DataError, match=found):
+            read(build(world, **options), 1)
     with pytest.raises(DataError, match="known only after the epoch"):
-        len(build(world, batch_size=shoal.TokenBudget(LENGTHS, 60)))
+        len(build(world, batch_size=small))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shoal
 from helpers.lazy import LazyModule
+from helpers.loaders import read, seen
 from shoal.data.iterable_dataset import BatchSplit, StreamReader
 from shoal.util.errors import DataError
 
@@ -44,37 +44,14 @@ def build(world: shoal.World, data: Any = None, **options: Any) -> shoal.Loader:
     return shoal.Loader(data, world, **({"batch_size": BATCH, "seed": 3} | options))
 
 
-def seen(loader: shoal.Loader, epochs: int, stop: int | None = None) -> list[list[int]]:
-    found = []
-    for batch in loader.epochs(epochs):
-        found.append([int(i) for micro in batch.micros if micro.weight for i in micro.value])
-        assert batch.size == len(found[-1])
-        if len(found) == stop:
-            break
-    return found
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"micro_batches": 3}])
-def test_each_epoch_to_its_own_end(world: shoal.World, options: Any) -> None:
-    loader = build(world, **options)
+def test_each_epoch_to_its_own_end(world: shoal.World) -> None:
+    loader = build(world)
     before = loader.epoch_size
     found = seen(loader, 3)
     assert [index for batch in found for index in batch] == [*itertools.chain(*EPOCHS)]
     assert [len(batch) for batch in found] == [4] * 5 + [2] + [4] * 5 + [3] + [4] * 6
     assert (before, loader.epoch_size) == (None, 24)
     assert (loader.epoch, loader.position) == (3, 69)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("stop", [1, 6, 8, 12])
-def test_it_goes_on_where_it_was_left(world: shoal.World, num_workers: int, stop: int) -> None:
-    whole = seen(build(world), 3)
-    first, second = (build(world, num_workers=num_workers) for _ in range(2))
-    begun = seen(first, 3, stop)
-    second.load_state_dict(first.state_dict())
-    assert second.epoch == first.epoch
-    assert begun + seen(second, 3) == whole
-    assert begun + seen(first, 3) == whole
 
 
 def test_short_batches_may_be_dropped(world: shoal.World) -> None:
@@ -86,7 +63,7 @@ def test_short_batches_may_be_dropped(world: shoal.World) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_ranks_end_in_the_same_step_and_share_every_sample(ranks: int) -> None:
-    shares = []
+    ends, real = [], []
     for rank in range(ranks):
         cutting = BatchSplit(
             batch_size=BATCH,
@@ -98,63 +75,18 @@ def test_ranks_end_in_the_same_step_and_share_every_sample(ranks: int) -> None:
             seed=0,
             seed_transforms=False,
         )
-        shares.append(list(StreamReader(Counting(), cutting, 0, 0, 0, 2)))
-    ends = [[(share.first, share.size, share.ends) for share, _ in of_rank] for of_rank in shares]
+        shares = list(StreamReader(Counting(), cutting, 0, 0, 0, 2))
+        ends.append([(share.first, share.size, share.ends) for share, _ in shares])
+        for share, values in shares:
+            cells = zip(share.cells, values, strict=True)
+            real += [sample for cell, value in cells if cell.weight for sample in value]
     assert all(each == ends[0] for each in ends)
-    real = [
-        sample
-        for of_rank in shares
-        for share, values in of_rank
-        for cell, value in zip(share.cells, values, strict=True)
-        if cell.weight
-        for sample in value
-    ]
     assert sorted(real) == EPOCHS[0] + EPOCHS[1]
 
 
-def test_augmentation_of_an_iterable_resumes(world: shoal.World) -> None:
-    class Noisy(IterableDataset[float]):
-        def __iter__(self) -> Iterator[float]:
-            for _ in range(22):
-                yield random.random()
-
-    def drawn(loader: shoal.Loader, stop: int | None = None) -> list[float]:
-        batches = itertools.islice(loader.epochs(2), stop)
-        return [x for batch in batches for micro in batch.micros for x in micro.value.tolist()]
-
-    whole = drawn(build(world, Noisy(), seed_transforms=True))
-    assert len(set(whole)) == 44
-    first, second = (build(world, Noisy(), seed_transforms=True, num_workers=n) for n in (0, 1))
-    begun = drawn(first, 8)
-    second.load_state_dict(first.state_dict())
-    assert begun + drawn(second) == whole
-
-
-def hub(shuffled: bool) -> Any:
-    data = datasets.Dataset.from_dict({"x": list(range(23))}).to_iterable_dataset(num_shards=4)
-    return data.shuffle(seed=1, buffer_size=7) if shuffled else data
-
-
-@pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_hub_stream_resumes_with_its_shuffle_buffer(
-    world: shoal.World, shuffled: bool, num_workers: int
-) -> None:
-    def numbers(loader: shoal.Loader, stop: int | None = None) -> list[int]:
-        batches = itertools.islice(loader.epochs(2), stop)
-        return [x for batch in batches for micro in batch.micros for x in micro.value["x"].tolist()]
-
-    whole = numbers(build(world, hub(shuffled)))
-    assert sorted(whole[:23]) == sorted(whole[23:]) == list(range(23))
-    assert (whole[:23] != whole[23:]) == shuffled
-    first, second = (build(world, hub(shuffled), num_workers=num_workers) for _ in range(2))
-    begun = numbers(first, 8)
-    second.load_state_dict(first.state_dict())
-    assert begun + numbers(second) == whole
-
-
 def test_a_hub_stream_that_was_divided_already(world: shoal.World) -> None:
-    divided = distributed_datasets.split_dataset_by_node(hub(False), rank=0, world_size=2)
+    stream = datasets.Dataset.from_dict({"x": list(range(23))}).to_iterable_dataset(num_shards=4)
+    divided = distributed_datasets.split_dataset_by_node(stream, rank=0, world_size=2)
     with pytest.raises(DataError, match="split that part again"):
         build(world, divided)
 
@@ -169,8 +101,7 @@ class Halved(IterableDataset[int]):
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_a_dataset_that_divides_itself_among_workers(world: shoal.World, num_workers: int) -> None:
-    found = seen(build(world, Halved(), num_workers=num_workers), 1)
-    assert [*itertools.chain(*found)] == list(range(22))
+    assert read(build(world, Halved(), num_workers=num_workers), 1) == list(range(22))
 
 
 class Once(IterableDataset[int]):
@@ -195,12 +126,14 @@ def test_a_dataset_that_shrank_is_noticed(world: shoal.World) -> None:
         seen(second, 1)
 
 
-@pytest.mark.parametrize("options", [{"order": shoal.WeightedSampling([1.0])}, {"batch_size": None}])
-def test_what_needs_positions_is_refused(world: shoal.World, options: Any) -> None:
-    if options.get("batch_size", 0) is None:
-        options = {"batch_size": shoal.TokenBudget([1], 5)}
-    with pytest.raises(DataError, match="an IterableDataset has no random access"):
-        build(world, **options)
+def test_what_needs_positions_is_refused(world: shoal.World) -> None:
+    positions: list[dict[str, Any]] = [
+        {"order": shoal.WeightedSampling([1.0])},
+        {"batch_size": shoal.TokenBudget([1], 5)},
+    ]
+    for options in positions:
+        with pytest.raises(DataError, match="an IterableDataset has no random access"):
+            build(world, **options)
 
 
 def test_its_state_is_not_that_of_another_kind(world: shoal.World) -> None:

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import shoal
+from helpers.commands import wait_for
+from helpers.loaders import seen
 from shoal.data.loader_arguments import check_sizes
 from shoal.telemetry.step_timer import OTHER
 from shoal.util.errors import DataError
 
 SIZE, BATCH = 23, 4
-DEADLINE = 100.0
 
 
 class Rows(Dataset[Any]):
@@ -40,59 +41,6 @@ def build(world: shoal.World, dataset: Any = TENSORS, **options: Any) -> shoal.L
     return shoal.Loader(dataset, world, batch_size=BATCH, seed=3, **options)
 
 
-def seen(loader: shoal.Loader, epochs: int, stop: int | None = None) -> list[tuple[int, list[int]]]:
-    """(first position, dataset indices) of each batch; leaves the loop after `stop` batches."""
-    found = []
-    for batch in loader.epochs(epochs):
-        found.append((batch.first, [int(i) for micro in batch for i in micro[0]]))
-        if len(found) == stop:
-            break
-    return found
-
-
-@pytest.mark.parametrize("dataset", [TENSORS, Rows()], ids=["tensors", "rows"])
-@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"prefetch_factor": 3}])
-def test_workers_change_nothing(world: shoal.World, dataset: Any, options: dict[str, Any]) -> None:
-    alone = seen(build(world, dataset, **options), 2)
-    assert seen(build(world, dataset, num_workers=2, **options), 2) == alone
-    assert [first for first, _ in alone] == [*range(0, SIZE, BATCH), *range(SIZE, 2 * SIZE, BATCH)]
-
-
-def test_every_sample_once_in_each_epoch_and_in_another_order(world: shoal.World) -> None:
-    found = [index for _, batch in seen(build(world), 3) for index in batch]
-    epochs = [found[start : start + SIZE] for start in (0, SIZE, 2 * SIZE)]
-    assert all(sorted(epoch) == list(range(SIZE)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stop", [1, 3, 6, 8])
-def test_a_loop_that_was_left_goes_on_with_the_next_sample(
-    world: shoal.World, num_workers: int, stop: int
-) -> None:
-    whole = seen(build(world), 2)
-    loader = build(world, num_workers=num_workers)
-    assert seen(loader, 2, stop) + seen(loader, 2) == whole
-
-
-@pytest.mark.parametrize("stop", [1, 6, 8])
-def test_a_resumed_loader_ends_as_an_uninterrupted_one(world: shoal.World, stop: int) -> None:
-    whole = seen(build(world), 2)
-    first, second = build(world), build(world)
-    begun = seen(first, 2, stop)
-    second.load_state_dict(first.state_dict())
-    assert begun + seen(second, 2) == whole
-
-
-def test_a_resumed_loader_may_cut_other_batches(world: shoal.World) -> None:
-    first = build(world)
-    begun = seen(first, 2, 3)
-    second = shoal.Loader(TENSORS, world, batch_size=7, seed=3)
-    second.load_state_dict(first.state_dict())
-    indices = [index for _, batch in begun + seen(second, 2) for index in batch]
-    assert indices == [index for _, batch in seen(build(world), 2) for index in batch]
-
-
 def test_epochs_are_counted_from_the_start_of_training(world: shoal.World) -> None:
     loader = build(world)
     separate = seen(loader, 1)
@@ -102,12 +50,13 @@ def test_epochs_are_counted_from_the_start_of_training(world: shoal.World) -> No
     assert separate == seen(build(world), 2)
 
 
-def test_sizes(world: shoal.World) -> None:
-    loader = build(world)
-    assert (len(loader), loader.batch_size, loader.epoch_size) == (6, 4, SIZE)
-    dropping = build(world, drop_last=True)
-    assert (len(dropping), dropping.epoch_size) == (5, 20)
-    assert [len(indices) for _, indices in seen(dropping, 2)] == [4] * 10
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_sizes_and_the_ends_of_epochs(world: shoal.World, drop_last: bool) -> None:
+    loader = build(world, drop_last=drop_last)
+    sizes = [4] * 5 if drop_last else [4] * 5 + [3]
+    assert (len(loader), loader.batch_size, loader.epoch_size) == (len(sizes), 4, sum(sizes))
+    found = [(batch.size, batch.ends_epoch) for batch in loader.epochs(2)]
+    assert found == [(size, n == len(sizes)) for n, size in enumerate(sizes, 1)] * 2
 
 
 def test_a_batch_says_where_it_is(world: shoal.World) -> None:
@@ -121,30 +70,19 @@ def test_a_batch_says_where_it_is(world: shoal.World) -> None:
     assert all(batch.seed == 3 and batch.wait >= 0 for batch in batches)
 
 
-def processes(loader: shoal.Loader, epochs: int) -> set[int]:
-    return {int(pid) for batch in loader.epochs(epochs) for micro in batch for pid in micro[1]}
+def draws(loader: shoal.Loader, epochs: int) -> list[tuple[int, float]]:
+    """The process and the random number of each sample."""
+    parts = [(micro[1], micro[2]) for batch in loader.epochs(epochs) for micro in batch]
+    return [pair for pids, drawn in parts for pair in zip(pids.tolist(), drawn.tolist(), strict=True)]
 
 
-def test_workers_live_through_all_epochs_of_a_loop(world: shoal.World) -> None:
-    assert len(processes(build(world, Rows(), num_workers=2), 5)) == 2
-
-
-def draws(loader: shoal.Loader, epochs: int) -> list[float]:
-    return [float(u) for batch in loader.epochs(epochs) for micro in batch for u in micro[2]]
-
-
-def test_random_numbers_of_workers_repeat_in_no_later_loop(world: shoal.World) -> None:
+def test_workers_live_through_a_loop_and_draw_otherwise_in_the_next(world: shoal.World) -> None:
     loader = build(world, Rows(), num_workers=2)
-    first, second = draws(loader, 1), draws(loader, 2)
-    assert len({*first, *second}) == 2 * SIZE
-    assert draws(build(world, Rows(), num_workers=2), 1) == first
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    first, second = draws(loader, 1), draws(loader, 3)
+    assert len({pid for pid, _ in second}) == 2
+    assert len({number for _, number in (*first, *second)}) == 3 * SIZE
+    again = draws(build(world, Rows(), num_workers=2), 1)
+    assert [number for _, number in again] == [number for _, number in first]
 
 
 @pytest.mark.parametrize("stop", [2, None])
@@ -152,18 +90,8 @@ def test_no_worker_and_no_thread_is_left(world: shoal.World, stop: int | None) -
     threads = set(threading.enumerate())
     loader = build(world, Rows(), num_workers=2)
     seen(loader, 2, stop)
-    wait_until(lambda: not multiprocessing.active_children())
-    wait_until(lambda: set(threading.enumerate()) <= threads)
-
-
-@pytest.mark.full
-def test_an_error_in_a_worker_is_the_datasets_own(world: shoal.World) -> None:
-    class Broken(Rows):
-        def __getitem__(self, index: int) -> Any:
-            raise LookupError(f"sample {index} is unreadable")
-
-    with pytest.raises(LookupError, match="is unreadable"):
-        seen(build(world, Broken(), num_workers=1), 1)
+    wait_for(lambda: not multiprocessing.active_children())
+    wait_for(lambda: set(threading.enumerate()) <= threads)
 
 
 def test_a_sample_that_fails_leaves_time_to_the_script(world: shoal.World) -> None:
@@ -177,52 +105,30 @@ def test_a_sample_that_fails_leaves_time_to_the_script(world: shoal.World) -> No
     assert world.timeline.enter(before) == OTHER
 
 
-def halved(samples: list[Any]) -> Tensor:
-    return torch.tensor([float(sample[0]) / 2 for sample in samples])
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_collate_function_is_the_users(world: shoal.World, num_workers: int) -> None:
-    loader = build(world, Rows(), collate_fn=halved, num_workers=num_workers)
-    found = torch.cat([micro for batch in loader.epochs(1) for micro in batch])
-    assert torch.equal(found.sort().values, torch.arange(SIZE) / 2)
-
-
-@pytest.mark.parametrize(
-    ("other", "found"),
-    [
-        ({"dataset": torch.arange(SIZE - 1)}, "a dataset of 23 samples"),
-        ({"seed": 4}, "seed 3"),
-        ({"shuffle": False}, "shuffle=True"),
-        ({"drop_last": True}, "epochs of 23 samples"),
-    ],
-)
-def test_a_state_of_other_data_is_refused(
-    world: shoal.World, other: dict[str, Any], found: str
-) -> None:
+def test_a_state_of_other_data_is_refused(world: shoal.World) -> None:
     options: dict[str, Any] = {"dataset": torch.arange(SIZE), "batch_size": BATCH, "seed": 3}
-    loader = shoal.Loader(world=world, **(options | other))
-    with pytest.raises(DataError, match=f"written with {found}"):
-        loader.load_state_dict(build(world, torch.arange(SIZE)).state_dict())
-    assert loader.position == 0
+    state = shoal.Loader(world=world, **options).state_dict()
+    others: dict[str, dict[str, Any]] = {
+        "a dataset of 23 samples": {"dataset": torch.arange(SIZE - 1)},
+        "seed 3": {"seed": 4},
+        "shuffle=True": {"shuffle": False},
+        "epochs of 23 samples": {"drop_last": True},
+    }
+    for found, other in others.items():
+        loader = shoal.Loader(world=world, **(options | other))
+        with pytest.raises(DataError, match=f"written with {found}"):
+            loader.load_state_dict(state)
+        assert loader.position == 0
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "micro_batches", "ranks", "found"),
-    [
-        (0, 1, 1, "positive integers"),
-        (-4, 1, 1, "positive integers"),
-        (4.0, 1, 1, "positive integers"),
-        (4, 0, 1, "positive integers"),
-        (3, 1, 4, "4 x 1 micro-batches: 1 of them"),
-        (7, 4, 2, "2 x 4 micro-batches: 1 of them"),
-    ],
-)
-def test_batches_that_cannot_be_cut(
-    batch_size: Any, micro_batches: int, ranks: int, found: str
-) -> None:
-    with pytest.raises(DataError, match=found):
-        check_sizes(batch_size, micro_batches, ranks)
+def test_batches_that_cannot_be_cut() -> None:
+    wrong: list[tuple[Any, int, int]] = [(0, 1, 1), (-4, 1, 1), (4.0, 1, 1), (4, 0, 1)]
+    for sizes in wrong:
+        with pytest.raises(DataError, match="positive integers"):
+            check_sizes(*sizes)
+    for batch_size, micros, ranks in ((3, 1, 4), (7, 4, 2)):
+        with pytest.raises(DataError, match=f"{ranks} x {micros} micro-batches: 1 of them"):
+            check_sizes(batch_size, micros, ranks)
 
 
 def test_a_dataset_smaller_than_a_batch(world: shoal.World) -> None:
@@ -263,17 +169,10 @@ class Endless(IterableDataset[int]):
         return itertools.count()
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_batch_knows_whether_it_ends_an_epoch(world: shoal.World, drop_last: bool) -> None:
-    data = shoal.Loader(torch.arange(10), world, batch_size=4, drop_last=drop_last)
-    ends = [batch.ends_epoch for batch in data.epochs(2)]
-    assert ends == ([False, True] if drop_last else [False, False, True]) * 2
-
-
 class Slow(Rows):
     """Each sample takes 2 ms at least."""
 
-    def __getitem__(self, index: int) -> tuple[int, int, Tensor]:
+    def __getitem__(self, index: int) -> Any:
         time.sleep(0.002)
         return super().__getitem__(index)
 

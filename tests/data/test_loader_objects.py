@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 import shoal
 from shoal.data.loader_arguments import check_fetch
@@ -40,14 +40,6 @@ class Graph:
         return Graph(self.x.to(device), self.graph.to(device), self.y.to(device))
 
 
-class Indexed(Dataset[Graph]):
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> Graph:
-        return Graph.numbered(index)
-
-
 class Iterated(IterableDataset[Graph]):
     def __iter__(self) -> Iterator[Graph]:
         return map(Graph.numbered, range(SIZE))
@@ -71,7 +63,8 @@ def loss(output: Tensor, graph: Graph) -> tuple[Tensor, int]:
     return ((output - graph.y) ** 2).sum(), len(graph.y)
 
 
-DATASETS = [Indexed(), Iterated(), shoal.ShardedDataset(range(3), read)]
+GRAPHS = [Graph.numbered(index) for index in range(SIZE)]
+DATASETS = [GRAPHS, Iterated(), shoal.ShardedDataset(range(3), read)]
 
 
 @pytest.mark.parametrize("dataset", DATASETS, ids=["indexed", "iterated", "stream"])
@@ -95,13 +88,12 @@ def test_graphs_are_trained_on(world: shoal.World, dataset: Any, num_workers: in
     assert sorted(seen) == list(range(SIZE))
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 1}, {"pin_memory": True}])
-def test_samples_on_a_device_need_no_workers_and_no_pinning(options: dict[str, Any]) -> None:
-    given = {"num_workers": 0, "pin_memory": False} | options
-    check_fetch(torch.device("cpu"), **given)
+def test_samples_on_a_device_need_no_workers_and_no_pinning() -> None:
     check_fetch(torch.device("cuda"), num_workers=0, pin_memory=False)
-    with pytest.raises(DataError, match="can't read device memory"):
-        check_fetch(torch.device("cuda"), **given)
+    for workers, pin in ((1, False), (0, True)):
+        check_fetch(torch.device("cpu"), num_workers=workers, pin_memory=pin)
+        with pytest.raises(DataError, match="can't read device memory"):
+            check_fetch(torch.device("cuda"), num_workers=workers, pin_memory=pin)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -114,21 +106,16 @@ def test_tensors_on_the_device_are_served_from_there() -> None:
         assert torch.cat(values).sort().values.tolist() == list(range(SIZE))
 
 
-@pytest.mark.parametrize(
-    ("samples", "found"),
-    [
-        ([Graph.numbered(index) for index in range(SIZE)], "found <class '.*Graph'>"),
-        ([torch.zeros(1 + index) for index in range(SIZE)], "equal size"),
-        ([{"x": 1} if index % 2 else {"y": 1} for index in range(SIZE)], "samples of type dict"),
-    ],
-    ids=["objects", "lengths", "keys"],
-)
-def test_samples_that_torch_can_not_collate_ask_for_a_collate_fn(
-    world: shoal.World, samples: list[Any], found: str
-) -> None:
-    with pytest.raises(DataError, match=found) as refused:
-        next(shoal.Loader(samples, world, batch_size=BATCH).epochs(1))
-    assert "collate_fn=collate" in refused.value.fix
+def test_samples_that_torch_can_not_collate_ask_for_a_collate_fn(world: shoal.World) -> None:
+    wrong: dict[str, list[Any]] = {
+        "found <class '.*Graph'>": GRAPHS,
+        "equal size": [torch.zeros(1 + index) for index in range(SIZE)],
+        "samples of type dict": [{"x": 1} if index % 2 else {"y": 1} for index in range(SIZE)],
+    }
+    for found, samples in wrong.items():
+        with pytest.raises(DataError, match=found) as refused:
+            next(shoal.Loader(samples, world, batch_size=BATCH).epochs(1))
+        assert "collate_fn=collate" in refused.value.fix
 
 
 def test_the_error_of_ones_own_collate_fn_is_passed_on(world: shoal.World) -> None:

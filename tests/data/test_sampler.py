@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,13 +34,26 @@ def test_cells_partition_any_batch(size: int, ranks: int, micro_batches: int) ->
     assert list(itertools.chain(*(range(cell.start, cell.stop) for cell in real))) == list(range(size))
     lengths = [cell.stop - cell.start if cell.weight else 0 for cell in cells]
     assert max(lengths) - min(lengths) <= 1
+    # A cell without samples stands in with the first.
+    assert all((cell.start, cell.stop) == (0, 1) for cell in cells if cell.weight != 1.0)
 
 
-@given(SIZES, RANKS, MICROS)
-def test_a_cell_without_samples_stands_in_with_the_first(size: int, ranks: int, micros: int) -> None:
-    for rank in range(ranks):
-        for cell in cut(size, ranks=ranks, rank=rank, micro_batches=micros):
-            assert (cell.start, cell.stop) == (0, 1) or cell.weight == 1.0
+@given(SIZES, MICROS, st.lists(st.integers(1, 60), min_size=2, max_size=5), st.sampled_from([None, 4]))
+def test_ranks_in_proportion_have_each_sample_once(
+    size: int, micro_batches: int, proportions: list[int], unit: int | None
+) -> None:
+    real: list[int] = []
+    for rank in range(len(proportions)):
+        for cell in cut(
+            size,
+            ranks=len(proportions),
+            rank=rank,
+            micro_batches=micro_batches,
+            unit=unit,
+            proportions=tuple(proportions),
+        ):
+            real += range(cell.start, cell.stop) if cell.weight else ()
+    assert sorted(real) == list(range(size))
 
 
 def positions(share: LocalBatch) -> list[int]:
@@ -73,9 +85,10 @@ def test_shares_cover_every_position_once_from_anywhere(
     assert all(cuts == batches[0] for cuts in batches)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_indices_are_those_of_the_order(rank: int) -> None:
-    for share in itertools.chain(*sampler(rank).shares(0, 303, 4)):
+def test_indices_are_those_of_the_order() -> None:
+    for share in itertools.chain(
+        *(mine for rank in range(3) for mine in sampler(rank).shares(0, 303, 4))
+    ):
         epoch, offset = divmod(share.first, 101)
         order = Permutation(101, seed=5, epoch=epoch)
         places = [p for cell in share.cells for p in range(offset + cell.start, offset + cell.stop)]
@@ -92,11 +105,7 @@ def test_the_block_changes_nothing() -> None:
     one, many = (list(itertools.chain(*sampler().shares(37, 303, block))) for block in (1, 64))
     assert [(s.first, s.size, s.cells) for s in one] == [(s.first, s.size, s.cells) for s in many]
     assert all(np.array_equal(a.indices, b.indices) for a, b in zip(one, many, strict=True))
-
-
-def test_only_the_last_batch_of_an_epoch_is_short() -> None:
-    shares = list(itertools.chain(*sampler().shares(0, 202, 64)))
-    assert [share.size for share in shares] == ([16] * 6 + [5]) * 2
+    assert [share.size for share in one] == [16] * 4 + ([16] * 6 + [5]) * 2  # from sample 37 on
 
 
 def test_drop_last_leaves_out_the_short_batch_and_other_samples_in_each_epoch() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 import shoal
+from helpers.commands import wait_for
 from shoal.data.worker_failure import LoaderWorkers
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -38,68 +38,45 @@ def kill(number: int) -> Callable[[], object]:
     return lambda: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(
-    ("end", "how", "fix"),
-    [
+def test_a_worker_that_dies_is_named() -> None:
+    for end, how, fix in (
         (kill(signal.SIGKILL), "signal 9, Killed", "num_workers=1"),
         (kill(signal.SIGSEGV), "signal 11, Segmentation fault", "use num_workers=0"),
         (lambda: os._exit(3), "exit code 3", "use num_workers=0"),
         (lambda: os._exit(0), "it ended by itself", "use num_workers=0"),
-    ],
-)
-def test_a_worker_that_dies_is_named(end: Callable[[], object], how: str, fix: str) -> None:
-    with shoal.init() as world:
-        data = shoal.Loader(Dying(end), world, batch_size=2, num_workers=2, shuffle=False)
-        with pytest.raises(shoal.DataError) as caught:
-            list(data.epochs(1))
-    error = caught.value
-    assert error.given == "shoal.Loader(…, num_workers=2)"
-    assert error.found.startswith(f"a worker of rank 0's Loader died ({how}): process ")
-    assert fix in error.fix
+    ):
+        with shoal.init() as world:
+            data = shoal.Loader(Dying(end), world, batch_size=2, num_workers=2, shuffle=False)
+            with pytest.raises(shoal.DataError) as caught:
+                list(data.epochs(1))
+        error = caught.value
+        assert error.given == "shoal.Loader(…, num_workers=2)"
+        assert error.found.startswith(f"a worker of rank 0's Loader died ({how}): process ")
+        assert fix in error.fix
 
 
 def test_a_worker_that_torch_does_not_explain_is_explained_by_its_process() -> None:
-    """torch may notice the death where it polls for batches, and then leaves the exit code out."""
+    """torch may notice the death where it polls for batches, and then leaves the exit code out.
+
+    A worker announces a batch by a queue; the rank then asks it for the memory.
+    """
     process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
     process.start()
     process.join()
     workers = LoaderWorkers(rank=1, count=4, processes=[process])
-    error = RuntimeError(f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly")
-    explained = workers.explain(error)
-    assert explained is not None
-    assert explained.found.startswith("a worker of rank 1's Loader died (exit code 3): process ")
-
-
-@pytest.mark.parametrize(
-    "lost",
-    [
+    for lost in (
+        RuntimeError(f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly"),
         EOFError(),
         ConnectionRefusedError(111, "refused"),
         RuntimeError("Pin memory thread exited unexpectedly"),
-    ],
-)
-def test_a_worker_that_dies_before_it_hands_over_a_batch(lost: Exception) -> None:
-    """A worker announces a batch by a queue; the rank then asks it for the memory."""
-    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
-    process.start()
-    process.join()
-    workers = LoaderWorkers(rank=1, count=4, processes=[process])
-    with (
-        pytest.raises(shoal.DataError, match=r"rank 1's Loader died \(exit code 3\)"),
-        workers.explained(),
     ):
-        raise lost
+        with pytest.raises(shoal.DataError) as caught, workers.explained():
+            raise lost
+        assert caught.value.found.startswith("a worker of rank 1's Loader died (exit code 3): process ")
     with pytest.raises(EOFError), workers.explained():
         raise EOFError("Caught EOFError in DataLoader worker process 0.")
     with pytest.raises(EOFError), LoaderWorkers(rank=1, count=0).explained():
         raise EOFError  # of a dataset that the rank itself reads
-
-
-def _compute(go: Path) -> None:
-    go.touch()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def test_a_worker_that_dies_while_the_rank_computes(tmp_path: Path) -> None:
@@ -107,16 +84,16 @@ def test_a_worker_that_dies_while_the_rank_computes(tmp_path: Path) -> None:
     go = tmp_path / "go"
 
     def end() -> None:
-        while not go.exists():
-            time.sleep(0.01)
+        wait_for(go.exists)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with shoal.init() as world:
         data = shoal.Loader(Dying(end), world, batch_size=2, num_workers=1, shuffle=False)
         batches = data.epochs(1)
         next(batches)
-        with pytest.raises(shoal.DataError, match="a worker of rank 0's Loader died \\(signal 9"):
-            _compute(go)
+        go.touch()
+        with pytest.raises(shoal.DataError, match=r"a worker of rank 0's Loader died \(signal 9"):
+            wait_for(lambda: False, 60.0)
 
 
 def test_an_error_of_the_dataset_stays_what_it_is() -> None:

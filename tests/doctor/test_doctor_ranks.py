@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,19 +30,13 @@ from shoal.util.packages import packages
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 FOREIGN = ("OMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "MPI_")
-SIZE = 3
+RANKS = 3
 ODD = 2
 """The rank in which faults are planted."""
 MEASURED = {"memory", "room", "sync"}
 """What is found of the machine that the tests run on."""
 
 Plant = Callable[[shoal.World, ExitStack], None]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(SIZE) as ranks:
-        yield ranks
 
 
 def examined(
@@ -63,7 +57,7 @@ def _source(request: DoctorRequest, rank: int) -> Path | None:
 def find(ranks: Ranks, request: DoctorRequest, *plants: Plant) -> Examination:
     ranks.divide("replicate=-1")
     (found, hangs), *others = ranks.call(examined, request, plants)
-    assert others == [(None, hangs)] * (SIZE - 1)
+    assert others == [(None, hangs)] * (RANKS - 1)
     assert not hangs
     assert isinstance(found, Examination)
     return found
@@ -119,7 +113,7 @@ def hung_check(world: shoal.World, stack: ExitStack) -> None:
 
 
 def test_what_is_not_the_same_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    for rank in range(SIZE):
+    for rank in range(RANKS):
         (tmp_path / f"{rank}/lib").mkdir(parents=True)
         (tmp_path / f"{rank}/lib/net.py").write_text("x = 1" if rank != ODD else "x = 2")
         (tmp_path / f"{rank}/train.py").write_text("")

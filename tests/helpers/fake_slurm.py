@@ -19,7 +19,8 @@ printf '%s\\0' "{name}" "$@" >> "{folder}/calls"
 exit "$(cat "{folder}/{name}.code" 2>/dev/null || echo 0)"
 """
 
-COMMANDS = ("srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo", "mpirun", "sbcast")
+PLAIN = Site(name="plain")
+COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo", "mpirun", "sbcast")
 
 
 class Fakes:
@@ -69,6 +70,11 @@ def place(folder: Path | str, **changes: object) -> JobContext:
         "image": None,
     }
     return JobContext(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def request(**changes: object) -> JobRequest:
+    """A job of an hour."""
+    return JobRequest(**{"script": "train.py", "time": 3600, **changes})  # type: ignore[arg-type]
 
 
 def write(request: JobRequest, site: Site, where: JobContext, *, save: float | None = None) -> str:

@@ -13,14 +13,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import shoal
-from helpers.processes import PRELOADED
 
+# What a child would otherwise import again each time. The fork server imports it once.
+PRELOADED = [
+    "pytest",
+    "torch",
+    "torch._dynamo",  # DistributedDataParallel imports it when first used, in more than a second
+    "torch.distributed.tensor",
+    "shoal.checkpoint",
+    "shoal.data",
+    "shoal.training.step",
+]
 CALL_SECONDS = 400.0
+Kind = TypeVar("Kind", bound=shoal.ShoalError)
 
 _HELD: list[socket.socket] = []
 
@@ -95,6 +105,15 @@ class Ranks:
             except EOFError:
                 results.append(RankError(None, f"rank {rank} died"))
         return results
+
+    def errors(self, kind: type[Kind], function: Callable[..., Any], *arguments: Any) -> list[Kind]:
+        """The error of this kind that each rank raises."""
+        found = []
+        for outcome in self.attempt(function, *arguments):
+            assert isinstance(outcome, RankError), outcome
+            assert isinstance(outcome.error, kind), outcome.text
+            found.append(outcome.error)
+        return found
 
     def call_until_killed(self, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
         """The results; or None as soon as SIGKILL has ended one rank, and the others with it.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import textwrap
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import shoal
 from helpers.commands import GONE_WITHIN, Command, wait_for
 
 pytestmark = pytest.mark.processes
@@ -23,18 +21,14 @@ Start = Callable[[str], Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, start_command: Callable[..., Command]) -> Start:
     """Starts a script which calls shoal.launch."""
-    commands: list[Command] = []
 
     def begin(script: str) -> Command:
         (tmp_path / "caller.py").write_text(textwrap.dedent(script))
-        commands.append(Command([sys.executable, "caller.py", "--rate", "0.1"], tmp_path))
-        return commands[-1]
+        return start_command([sys.executable, "caller.py", "--rate", "0.1"])
 
-    yield begin
-    for command in commands:
-        command.clean_up()
+    return begin
 
 
 @pytest.mark.long
@@ -71,6 +65,13 @@ def test_a_script_without_a_guard_launches_again_and_again(start: Start) -> None
         assert all(isinstance(seen, Seen) for seen in found[1])
         assert "torch" not in sys.modules
         print(json.dumps([[vars(seen) for seen in each] for each in found]))
+
+        def make():  # hundreds of megabytes
+            import torch
+            rank = int(os.environ["RANK"])
+            return torch.arange(25_000_000 * (2 - rank), dtype=torch.int64) + rank
+
+        print(*((large.nbytes, int(large.sum())) for large in shoal.launch(make, processes=2)))
         with shoal.init():
             print(shoal.launch(max, 3, 4, processes=2))
     """
@@ -78,7 +79,9 @@ def test_a_script_without_a_guard_launches_again_and_again(start: Start) -> None
     (command.folder / "neighbour.py").write_text("HERE = True")
     ended = command.end()
     assert ended.code == 0, ended.err
-    first, last = ended.out.splitlines()
+    first, large, last = ended.out.splitlines()
+    n, m = 50_000_000, 25_000_000
+    assert large == f"{(8 * n, n * (n - 1) // 2)} {(8 * m, m * (m + 1) // 2)}"
     assert last == "[4, 4]"
     for processes, ranks in zip((2, 3, 1), json.loads(first), strict=True):
         assert [seen.pop("rank") for seen in ranks] == list(range(processes))
@@ -93,25 +96,6 @@ def test_a_script_without_a_guard_launches_again_and_again(start: Start) -> None
             }
     assert command.members() == []
     assert list(command.temporary.iterdir()) == []
-
-
-@pytest.mark.long
-def test_results_of_hundreds_of_megabytes(start: Start) -> None:
-    script = """
-        import hashlib, shoal
-
-        def make():
-            import os, torch
-            rank = int(os.environ["RANK"])
-            return torch.arange(25_000_000 * (2 - rank), dtype=torch.int64) + rank
-
-        first, second = shoal.launch(make, processes=2)
-        print(first.nbytes, int(first.sum()), second.nbytes, int(second.sum()))
-    """
-    ended = start(script).end(timeout=120)
-    assert ended.code == 0, ended.err
-    n, m = 50_000_000, 25_000_000
-    assert ended.out.split() == [str(8 * n), str(n * (n - 1) // 2), str(8 * m), str(m * (m + 1) // 2)]
 
 
 FAIL = """
@@ -172,7 +156,7 @@ def test_the_launcher_itself_is_killed(start: Start) -> None:
     command = start(FAIL.replace("LINE", line))
     ended = command.end()
     assert "the process that starts the ranks ended early with exit code -9" in ended.out
-    wait_for(lambda: command.members() == [], timeout=GONE_WITHIN)
+    wait_for(lambda: command.members() == [])
 
 
 # The launcher gives ranks longer to end than anybody here waits: what is gone sooner was killed sooner.
@@ -212,7 +196,7 @@ def test_ctrl_c_is_passed_on_and_a_second_one_kills(start: Start) -> None:
     os.killpg(command.process.pid, signal.SIGINT)
     wait_for(lambda: all((command.folder / f"asked{rank}-2").exists() for rank in range(2)))
     os.killpg(command.process.pid, signal.SIGINT)
-    ended = command.end(timeout=GONE_WITHIN)
+    ended = command.end()
     assert (ended.code, ended.out) == (-signal.SIGINT, "interrupted\n")
     assert "where: rank" not in ended.err
     assert command.members() == []
@@ -224,7 +208,7 @@ def test_ctrl_c_ends_ranks_that_do_nothing_about_it_at_once(start: Start) -> Non
     command = start(FAIL.replace("LINE", "pass"))
     command.wait_ready(3)
     os.killpg(command.process.pid, signal.SIGINT)
-    ended = command.end(timeout=GONE_WITHIN)
+    ended = command.end()
     assert (ended.code, ended.out) == (-signal.SIGINT, "")
     assert ended.err.count("Traceback") == 1  # the caller's own
     assert command.members() == []
@@ -237,7 +221,7 @@ def test_ctrl_c_while_it_starts(start: Start) -> None:
     ended = command.end(timeout=3 * GONE_WITHIN)
     assert (ended.code, ended.out) == (-signal.SIGINT, "")
     assert ended.err.count("Traceback") == 1
-    wait_for(lambda: command.members() == [], timeout=GONE_WITHIN)
+    wait_for(lambda: command.members() == [])
 
 
 @pytest.mark.full
@@ -246,123 +230,74 @@ def test_a_caller_that_is_killed_leaves_nothing(start: Start) -> None:
     command.wait_ready(2)
     assert len(command.members()) >= 6
     command.process.kill()
-    wait_for(lambda: command.members() == [], timeout=GONE_WITHIN)
+    wait_for(lambda: command.members() == [])
     # Ranks were asked first, and could have saved.
     assert (command.folder / f"asked1-{int(signal.SIGTERM)}").exists()
     assert list(command.temporary.iterdir()) == []
 
 
-# What follows is called from the process of the tests, whose stdout is not the one it began with.
-
-
-def shout() -> int:
-    os.write(1, f"rank {os.environ['RANK']} says \xe9\n".encode("latin-1"))
-    print("and complains", file=sys.stderr)
-    return int(os.environ["RANK"])
-
-
-@pytest.mark.full
-def test_what_ranks_write_appears_where_the_caller_writes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found: list[int] = []
-    # A thread that is not the main one may launch too.
-    thread = threading.Thread(target=lambda: found.extend(shoal.launch(shout, processes=2)))
-    thread.start()
-    thread.join()
-    assert found == [0, 1]
-    out, err = capsys.readouterr()
-    assert sorted(out.splitlines()) == [
-        "rank 0 says \N{REPLACEMENT CHARACTER}",
-        "rank 1 says \N{REPLACEMENT CHARACTER}",
-    ]
-    assert err.count("and complains") == 2
-
-
-def recover() -> str:
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    if attempt == "0" and os.environ["RANK"] == "1":
-        raise ValueError("not the first time")
-    return attempt
-
-
-@pytest.mark.full
-def test_restarts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shoal.launch(recover, processes=2, restarts=1) == ["1", "1"]
-    assert capsys.readouterr().err.endswith("restart 1 of 1\n")
-
-
-def leave() -> None:
-    sys.exit(0)
-
-
-@pytest.mark.full
-def test_a_rank_that_leaves_returns_none() -> None:
-    assert shoal.launch(leave, processes=1) == [None]
-
-
-def nested() -> list[int]:
-    return shoal.launch(shout, processes=2)
-
-
-@pytest.mark.full
-def test_a_rank_can_not_launch() -> None:
-    with pytest.raises(shoal.LaunchError, match=r"is already rank \d of 2 of shoal run") as caught:
-        shoal.launch(nested, processes=2)
-    assert caught.value.given == "launch(nested, processes=2)"
-
-
-def generator() -> Any:
-    return (number for number in range(3))
-
-
-@pytest.mark.full
-def test_a_result_that_can_not_be_pickled(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(shoal.LaunchError, match="rank 0: a generator that can't be pickled"):
-        shoal.launch(generator, processes=1)
-    assert "given: the result of generator\n" in capsys.readouterr().err
-
-
 @pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a process was started")
+def shell(tmp_path: Path, start_command: Callable[..., Command]) -> Callable[[str, str], Command]:
+    """Starts a shell command in which `python` is this one, beside the file `script.py`."""
 
-    monkeypatch.setattr("subprocess.Popen", refuse)
+    def begin(script: str, command: str) -> Command:
+        (tmp_path / "script.py").write_text(textwrap.dedent(script))
+        return start_command(["sh", "-c", command.replace("python", shlex.quote(sys.executable), 1)])
 
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_what_can_not_be_pickled_is_named(tmp_path: Path) -> None:
-    lock = threading.Lock()
-
-    def work(*_: object) -> None:
-        lock.acquire()
-
-    with pytest.raises(shoal.LaunchError, match="the variable lock that it uses, lock"):
-        shoal.launch(work, processes=2)
-    with (
-        open(tmp_path / "data", "w") as file,
-        pytest.raises(shoal.LaunchError, match="argument 2, TextIOWrapper"),
-    ):
-        shoal.launch(shout_at, 1, file, processes=2)
+    return begin
 
 
-def shout_at(*_: object) -> None:
-    pass
+Shell = Callable[[str, str], Command]
+
+CALLER = """
+    import pathlib, shoal
+
+    def work():
+        print("said")
+        return 7
+
+    pathlib.Path("result").write_text(str(shoal.launch(work, processes=2)))
+"""
 
 
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("processes", [0, -1, 1.0, "2", True, None])
-def test_numbers_that_can_not_work(processes: Any) -> None:
-    with pytest.raises(shoal.LaunchError, match="processes must be an integer, at least 1") as caught:
-        shoal.launch(shout, processes=processes)
-    assert caught.value.given == f"launch(shout, processes={processes!r})"
-    with pytest.raises(shoal.LaunchError, match="restarts must be an integer, at least 0"):
-        shoal.launch(shout, processes=1, restarts=-1)
+@pytest.mark.full
+@pytest.mark.parametrize("closed", [">&-", ">&- <&-", "2>&- <&-", ">&- 2>&- <&-"])
+def test_a_caller_without_standard_files(shell: Shell, closed: str) -> None:
+    command = shell(CALLER, f"python script.py {closed}")
+    ended = command.end()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == ("" if ">&-" in closed.split() else "said\nsaid\n")
+    assert (command.folder / "result").read_text() == "[7, 7]"
+    wait_for(lambda: command.members() == [])
 
 
-@pytest.mark.usefixtures("nothing_starts")
-def test_a_function_that_was_called_already() -> None:
-    work: Any = shout_at()  # type: ignore[func-returns-value]
-    with pytest.raises(shoal.LaunchError, match="None is not callable"):
-        shoal.launch(work, processes=2)
+RANK = """
+    import os, sys
+    print("said")
+    if os.environ["RANK"] == "1" and len(sys.argv) > 1:
+        raise ValueError("boom")
+"""
+
+
+@pytest.mark.long
+def test_ranks_without_standard_files(shell: Shell) -> None:
+    for closed, code in ((">&-", 0), ("2>&-", 0), ("fail >&-", 1), ("fail 2>&-", 1)):
+        for logs in ("", "--logs logs"):
+            ended = shell(RANK, f"python -m shoal run -n 2 {logs} script.py {closed}").end()
+            assert ended.code == code, ended
+            assert ended.out.count("said") == (0 if ">&-" in closed.split() else 1 if logs else 2)
+            assert ended.err.count("ValueError: boom\n") == (closed == "fail >&-")
+
+
+@pytest.mark.full
+def test_a_report_that_nobody_reads_changes_nothing(shell: Shell) -> None:
+    script = """
+        import os, sys
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            sys.exit(3)
+        open("again" + os.environ["RANK"], "w").close()
+    """
+    command = shell(script, "(python -m shoal run -n 1 --restarts 1 script.py; echo $? >code) 2>&1 | :")
+    command.end()
+    assert (command.folder / "again0").exists()
+    assert (command.folder / "code").read_text() == "0\n"

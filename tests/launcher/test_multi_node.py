@@ -9,14 +9,14 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from helpers.clocks import WrongClock
-from helpers.commands import GONE_WITHIN, Command, Ended, wait_for
+from helpers.commands import Command, Ended, wait_for
 from helpers.ranks import free_port
 from shoal.report.coverage import coverage
 from shoal.telemetry import events
@@ -85,18 +85,21 @@ def talk(until=None):
         stop.fill_(float(until is not None and until.exists()))
         dist.all_reduce(stop)
 
-def agree_to_stop():
-    talk(here / "stop")
+"""
+
+UNTIL_STOP = f"""{TALK}
+talk(here / "stop")
 """
 
 
 class Nodes:
     """Launchers of one run; each is a node."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start_command: Callable[..., Command]) -> None:
         self.folder = folder
         self.port = free_port()
         self.started: list[Command] = []
+        self._start_command = start_command
 
     def start(
         self, script: str, *options: str, nodes: str = "2", processes: int = 1, name: str = "script.py"
@@ -105,15 +108,18 @@ class Nodes:
         address = ["--rendezvous", f"127.0.0.1:{self.port}"]
         command = [sys.executable, "-m", "shoal", "run", "--nodes", nodes, *address]
         command += ["-n", str(processes), *options, name]
-        self.started.append(Command(command, self.folder))
+        self.started.append(self._start_command(command))
         return self.started[-1]
+
+    def start_two(self, script: str, *options: str, nodes: str = "2") -> tuple[Command, Command]:
+        return self.start(script, *options, nodes=nodes), self.start(script, *options, nodes=nodes)
 
     def ranks(self, pattern: str) -> dict[str, list[str]]:
         """What ranks wrote into files with such names, by name."""
         found = {path.name: path.read_text().split() for path in self.folder.glob(pattern)}
         return {name: words for name, words in found.items() if words}
 
-    def wait_for(self, pattern: str, count: int) -> dict[str, list[str]]:
+    def wait_for(self, pattern: str, count: int) -> None:
         def there() -> bool:
             for each in self.started:
                 if each.process.poll() not in (None, 0, -signal.SIGKILL, 128 + signal.SIGTERM):
@@ -121,15 +127,27 @@ class Nodes:
             return len(self.ranks(pattern)) >= count  # more, where one was missed for a while
 
         wait_for(there)
-        return self.ranks(pattern)
+
+    def stop(self) -> list[Ended]:
+        """Let ranks that wait for it come to their end, and all launchers."""
+        (self.folder / "stop").touch()
+        ended = [each.end() for each in self.started]
+        assert {each.code for each in ended} == {0}, ended
+        return ended
+
+    def holder(self) -> tuple[Command, Command]:
+        """Of two launchers, the one whose agent listens at the rendezvous, and the other."""
+        for each, other in (self.started, self.started[::-1]):
+            for pid in each.members():
+                for connection in psutil.Process(pid).net_connections("tcp"):
+                    if connection.status == "LISTEN" and connection.laddr.port == self.port:
+                        return each, other
+        raise AssertionError("nobody listens")
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    run = Nodes(tmp_path)
-    yield run
-    for each in run.started:
-        each.clean_up()
+def nodes(tmp_path: Path, start_command: Callable[..., Command]) -> Nodes:
+    return Nodes(tmp_path, start_command)
 
 
 def alone(folder: Path) -> dict[int, float]:
@@ -145,12 +163,12 @@ def losses(directory: Path) -> dict[int, float]:
     return {number: next(iter(ranks.values()))["loss"] for (_, number), ranks in taken.items()}
 
 
-def killed_and_back(nodes: Nodes, script: str) -> None:
-    """Run on four ranks, then three, since a node is killed, then four, since another one comes.
-
-    No sample is lost or repeated.
-    """
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["None", "shoal.DiLoCo(sync_every=2)"])
+def test_from_four_ranks_to_three_and_back(strategy: str, nodes: Nodes, tmp_path: Path) -> None:
+    """A node is killed, another one comes: no sample is lost or repeated."""
     most = 4
+    script = f"MOST = {most}\n{TRAIN}".replace("world, None)", f"world, {strategy})")
 
     def start(processes: int = 1) -> Command:
         # They don't look for a signal while they are held, so can't save.
@@ -159,13 +177,12 @@ def killed_and_back(nodes: Nodes, script: str) -> None:
     two = start(2)
     wait_for(lambda: listening(nodes.port))
     one, gone = start(), start()
-    stay = (two, one)
     nodes.wait_for("all-*", most)
     gone.process.kill()
     nodes.wait_for("fewer-*", most - 1)
     assert gone.members() == []
     new = start()
-    ended = [each.end() for each in (*stay, new)]
+    ended = [each.end() for each in (two, one, new)]
     assert {each.code for each in ended} == {0}, ended
     for each in ended[:-1]:
         assert f"{HERE} (process {gone.process.pid}) left: restarting" in each.err
@@ -176,24 +193,12 @@ def killed_and_back(nodes: Nodes, script: str) -> None:
     assert sizes == [most] * 3 + [most - 1] * 6 + [most] * 11
     seen = coverage(nodes.folder / "run")
     assert (seen.exact, seen.end) == (True, 5 * 41)
-
-
-@pytest.mark.long
-def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None:
-    killed_and_back(nodes, f"MOST = 4\n{textwrap.dedent(TRAIN)}")
-    expected = alone(tmp_path / "alone")
     found = losses(tmp_path / "run")
-    assert found.keys() == expected.keys()
-    assert max(abs(found[number] - expected[number]) for number in expected) < 1e-9
-
-
-@pytest.mark.long
-def test_a_group_of_diloco_is_lost_and_comes_back(nodes: Nodes, tmp_path: Path) -> None:
-    text = textwrap.dedent(TRAIN).replace("world, None)", "world, shoal.DiLoCo(sync_every=2))")
-    killed_and_back(nodes, f"MOST = 4\n{text}")
-    found = losses(tmp_path / "run")
-    assert sorted(found) == list(range(1, 21))
-    assert sum(found[n] for n in range(18, 21)) < sum(found[n] for n in range(1, 4))
+    if strategy == "None":
+        assert found == pytest.approx(alone(tmp_path / "alone"), rel=0, abs=1e-9)
+    else:
+        assert sorted(found) == list(range(1, 21))
+        assert sum(found[n] for n in range(18, 21)) < sum(found[n] for n in range(1, 4))
 
 
 STEADY = (
@@ -215,13 +220,11 @@ STEADY = (
 
 @pytest.mark.long
 def test_ranks_save_before_a_node_joins(nodes: Nodes, tmp_path: Path) -> None:
-    first = nodes.start(STEADY, nodes="1:2")
+    nodes.start(STEADY, nodes="1:2")
     nodes.wait_for("at-1-*", 1)
     second = nodes.start(STEADY, nodes="1:2")
     nodes.wait_for("at-2-*", 2)
-    (tmp_path / "stop").touch()
-    ended = [each.end() for each in (first, second)]
-    assert [each.code for each in ended] == [0, 0], ended
+    ended = nodes.stop()
     assert f"(process {second.process.pid}) joined: restarting" in ended[0].err
     found = re.search(r"saved step ([\d,]+) in", ended[0].out + ended[0].err)
     assert found is not None, ended[0]
@@ -244,20 +247,17 @@ if times < 2:
     dist.all_reduce(one)  # with the first of the others' talk: they have counted, and can be seen
     (here / f"died-{{rank}}").touch()
     os.kill(os.getpid(), signal.SIGKILL)
-agree_to_stop()
+talk(here / "stop")
 """
 
 
 @pytest.mark.full
 def test_a_killed_rank_restarts_all_nodes(nodes: Nodes) -> None:
     """One on each node, one after the other: each is told once, where it was."""
-    both = [nodes.start(FAIL, "--restarts", "2") for _ in range(2)]
+    nodes.start_two(FAIL, "--restarts", "2")
     # Of each attempt those who lived, and in the last one both.
     nodes.wait_for("talk-*-2-*", 4)
-    (nodes.folder / "stop").touch()
-    ended = [each.end() for each in both]
-    assert [each.code for each in ended] == [0, 0], ended
-    for each in ended:
+    for each in nodes.stop():
         assert each.err.count("where: rank ") == 1
         assert len(re.findall(r"^first failure: rank \d on .*: killed by SIGKILL", each.err, re.M)) == 1
         assert re.findall(r"restart (\d) of 2", each.err) == ["1", "2"]
@@ -265,7 +265,7 @@ def test_a_killed_rank_restarts_all_nodes(nodes: Nodes) -> None:
 
 @pytest.mark.full
 def test_without_restarts_all_nodes_end_with_the_culprits_code(nodes: Nodes) -> None:
-    both = [nodes.start(f"{TALK}\nif rank == 1: sys.exit(7)\ntalk()") for _ in range(2)]
+    both = nodes.start_two(f"{TALK}\nif rank == 1: sys.exit(7)\ntalk()")
     ended = [each.end() for each in both]
     assert [each.code for each in ended] == [7, 7]
     assert sum("first failure: rank 1 on" in each.err for each in ended) == 1
@@ -288,21 +288,12 @@ def test_a_node_that_never_comes(nodes: Nodes) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("nodes_there", "script", "found"),
-    [
-        ("2:3", "print(1)", "--nodes 2 there, 2:3 here"),
-        ("2", "print(2)", "content of the script"),
-    ],
-)
-def test_nodes_that_run_something_else_are_refused(
-    nodes: Nodes, nodes_there: str, script: str, found: str
-) -> None:
+def test_nodes_that_run_something_else_are_refused(nodes: Nodes) -> None:
     nodes.start("print(1)")
     wait_for(lambda: listening(nodes.port))
     (nodes.folder / "elsewhere").mkdir()
-    other = nodes.start(script, nodes=nodes_there, name="elsewhere/../script.py")
-    refused(other.end(), found)
+    other = nodes.start("print(2)", name="elsewhere/../script.py")
+    refused(other.end(), "content of the script")
 
 
 @pytest.mark.long
@@ -316,20 +307,16 @@ def test_something_else_listens_there(nodes: Nodes) -> None:
 
 @pytest.mark.long
 def test_a_node_is_told_to_end_and_the_other_goes_on(nodes: Nodes) -> None:
-    script, silence = f"{TALK}\nagree_to_stop()", ("--silence", "600")
-    stay, go = (nodes.start(script, *silence, nodes="1:2") for _ in range(2))
+    nodes.start_two(UNTIL_STOP, "--silence", "600", nodes="1:2")
     nodes.wait_for("talk-*-2-*", 2)
-    host = holder(nodes)
-    stay, go = (stay, go) if host is stay else (go, stay)
+    _, go = nodes.holder()
     alone = len(nodes.ranks("talk-*-1-*"))  # one that was first, before the other came
     go.process.terminate()
-    ended = go.end(timeout=GONE_WITHIN)
-    assert ended.code == 143
+    assert go.end().code == 143
     # Its silence is not waited for, which would take longer than this does: it has said that it goes.
     nodes.wait_for("talk-*-1-*", alone + 1)
-    (nodes.folder / "stop").touch()
-    ended = stay.end()
-    assert ended.code == 0
+    nodes.started.remove(go)
+    (ended,) = nodes.stop()
     assert f"(process {go.process.pid}) left: restarting" in ended.err
 
 
@@ -339,26 +326,12 @@ def test_the_clocks_of_two_nodes_may_differ(
     seconds: int, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's rendezvous compares them, so that each node takes the other one for dead."""
-    script = f"{TALK}\nagree_to_stop()"
-    nodes.start(script)
+    nodes.start(UNTIL_STOP)
     for name, value in WrongClock(nodes.folder, seconds).variables.items():
         monkeypatch.setenv(name, value)
-    nodes.start(script)
+    nodes.start(UNTIL_STOP)
     nodes.wait_for("talk-0-2-*", 2)
-    (nodes.folder / "stop").touch()
-    ended = [each.end() for each in nodes.started]
-    assert [each.code for each in ended] == [0, 0]
-    assert not any("left" in each.err for each in ended)
-
-
-def holder(nodes: Nodes) -> Command:
-    """The launcher whose agent listens at the rendezvous."""
-    for each in nodes.started:
-        for pid in each.members():
-            for connection in psutil.Process(pid).net_connections("tcp"):
-                if connection.status == "LISTEN" and connection.laddr.port == nodes.port:
-                    return each
-    raise AssertionError("nobody listens")
+    assert not any("left" in each.err for each in nodes.stop())
 
 
 @pytest.mark.full
@@ -368,10 +341,9 @@ def holder(nodes: Nodes) -> Command:
 def test_without_the_node_that_holds_the_rendezvous_all_end(
     nodes: Nodes, signum: signal.Signals
 ) -> None:
-    both = [nodes.start(f"{TALK}\nagree_to_stop()", nodes="1:2") for _ in range(2)]
+    both = nodes.start_two(UNTIL_STOP, nodes="1:2")
     nodes.wait_for("talk-*-2-*", 2)
-    host = holder(nodes)
-    (other,) = [each for each in both if each is not host]
+    host, other = nodes.holder()
     host.process.send_signal(signum)
     ended = other.end()
     if signum == signal.SIGKILL:
@@ -380,51 +352,29 @@ def test_without_the_node_that_holds_the_rendezvous_all_end(
         assert host.end().code == 143
         assert ended.code == 143
         assert "received a signal to end and hosts the rendezvous: all nodes end" in ended.err
-    wait_for(lambda: not [pid for each in both for pid in each.members()], timeout=GONE_WITHIN)
-
-
-@pytest.mark.long
-def test_two_runs_on_one_machine_do_not_meet(nodes: Nodes, tmp_path: Path) -> None:
-    other = Nodes(tmp_path / "other")
-    other.folder.mkdir()
-    try:
-        mine = [nodes.start(f"{TALK}\nagree_to_stop()") for _ in range(2)]
-        theirs = [other.start(f"{TALK}\nagree_to_stop()") for _ in range(2)]
-        for run in (nodes, other):
-            run.wait_for("talk-*-2-*", 2)
-            (run.folder / "stop").touch()
-        assert [each.end().code for each in (*mine, *theirs)] == [0] * 4
-    finally:
-        for each in other.started:
-            each.clean_up()
+    wait_for(lambda: not [pid for each in both for pid in each.members()])
 
 
 @pytest.mark.long
 def test_a_node_that_stood_still_is_left_behind_and_comes_back(nodes: Nodes) -> None:
     """Its processes are stopped, as when a machine is cut off or suspended, and go on later."""
-    script = f"{TALK}\nagree_to_stop()"
-    both = [nodes.start(script, "--silence", "8", nodes="1:2") for _ in range(2)]
+    nodes.start_two(UNTIL_STOP, "--silence", "8", nodes="1:2")
     nodes.wait_for("talk-*-2-*", 2)
-    host = holder(nodes)
-    (other,) = [each for each in both if each is not host]
+    _, other = nodes.holder()
     stopped, alone = other.members(), len(nodes.ranks("talk-*-1-*"))  # one that was first, before
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     nodes.wait_for("talk-*-1-*", alone + 1)
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
-    # Both again, by a later attempt than the first one of two nodes.
-    wait_for(lambda: len(nodes.ranks("talk-*-2-*")) >= 4)
-    (nodes.folder / "stop").touch()
-    assert [each.end().code for each in both] == [0, 0]
+    nodes.wait_for("talk-*-2-*", 4)  # both again, by a later attempt than the first one of two nodes
+    nodes.stop()
 
 
 @pytest.mark.full
 def test_a_late_node_takes_part_or_hears_that_the_run_is_over(nodes: Nodes) -> None:
     """At most two: the third waits until the run ends, and ends with it."""
-    three = [nodes.start(f"{TALK}\nagree_to_stop()", nodes="1:2") for _ in range(3)]
+    for _ in range(3):
+        nodes.start(UNTIL_STOP, nodes="1:2")
     nodes.wait_for("talk-*-2-*", 2)
-    (nodes.folder / "stop").touch()
-    ended = [each.end() for each in three]
-    assert [each.code for each in ended] == [0, 0, 0]
-    assert sum("joined too late" in each.err for each in ended) <= 1
+    assert sum("joined too late" in each.err for each in nodes.stop()) <= 1

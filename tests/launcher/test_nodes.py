@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -26,39 +27,31 @@ def chosen(nodes: str, rendezvous: str | None, placement: Placement = ALONE) -> 
     return choose_nodes(nodes, rendezvous, placement, {"--nodes": nodes})
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("2", (2, 2)), ("2:4", (2, 4)), (" 1:3 ", (1, 3))])
-def test_numbers_of_nodes(text: str, numbers: tuple[int, int]) -> None:
-    assert parse_numbers(text) == numbers
+def test_numbers_and_addresses() -> None:
+    for text, numbers in (("2", (2, 2)), ("2:4", (2, 4)), (" 1:3 ", (1, 3))):
+        assert parse_numbers(text) == numbers
+    for text in ("4:2", "0", "0:2", "-1", "two", "", "2:", ":2", "1:2:3", "2.5"):
+        with pytest.raises(LaunchError, match=f"--nodes {text}"):
+            parse_numbers(text)
+    for text, host, port in (
+        ("n1:29400", "n1", 29400),
+        ("10.0.0.7:1", "10.0.0.7", 1),
+        ("[fe80::1]:80", "fe80::1", 80),
+    ):
+        assert parse_address(text) == (host, port)
+        assert Nodes(least=2, most=2, host=host, port=port).address == text
+    for text in ("n1", "n1:", ":29400", "n1:0", "n1:65536", "fe80::1:80", "a b:3", ""):
+        with pytest.raises(LaunchError, match="not a host and a port"):
+            parse_address(text)
 
 
-@pytest.mark.parametrize("text", ["4:2", "0", "0:2", "-1", "two", "", "2:", ":2", "1:2:3", "2.5"])
-def test_numbers_that_are_none(text: str) -> None:
-    with pytest.raises(LaunchError, match=f"--nodes {text}"):
-        parse_numbers(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [("n1:29400", ("n1", 29400)), ("10.0.0.7:1", ("10.0.0.7", 1)), ("[fe80::1]:80", ("fe80::1", 80))],
-)
-def test_addresses(text: str, address: tuple[str, int]) -> None:
-    assert parse_address(text) == address
-    assert Nodes(least=2, most=2, host=address[0], port=address[1]).address == text
-
-
-@pytest.mark.parametrize("text", ["n1", "n1:", ":29400", "n1:0", "n1:65536", "fe80::1:80", "a b:3", ""])
-def test_addresses_that_are_none(text: str) -> None:
-    with pytest.raises(LaunchError, match="not a host and a port"):
-        parse_address(text)
-
-
-def test_one_node_is_no_meeting() -> None:
+def test_several_nodes_need_an_address_and_possible_times() -> None:
     assert chosen("1", None) is None
-
-
-def test_several_nodes_need_an_address() -> None:
     with pytest.raises(LaunchError, match="no rendezvous address"):
         chosen("2", None)
+    for wait, silence in ((0.0, 5.0), (float("nan"), 5.0), (60.0, 0.5), (1e9, 5.0)):
+        with pytest.raises(LaunchError, match="the time is a number of seconds"):
+            choose_nodes("2", "n1:500", ALONE, {}, wait=wait, silence=silence)
 
 
 def test_the_scheduler_names_the_address_and_the_job() -> None:
@@ -69,14 +62,6 @@ def test_the_scheduler_names_the_address_and_the_job() -> None:
     assert nodes.job == {"--nodes": "2", "job": "slurm--77.0-0"}
     given = chosen("2", "n2:500", placement)
     assert given == replace(nodes, host="n2", port=500)
-
-
-@pytest.mark.parametrize(
-    ("wait", "silence"), [(0.0, 5.0), (float("nan"), 5.0), (60.0, 0.5), (1e9, 5.0)]
-)
-def test_times_that_are_none(wait: float, silence: float) -> None:
-    with pytest.raises(LaunchError, match="the time is a number of seconds"):
-        choose_nodes("2", "n1:500", ALONE, {}, wait=wait, silence=silence)
 
 
 def test_what_two_launchers_differ_in_is_named() -> None:
@@ -112,9 +97,8 @@ PREEMPTED = replace(RAISED, code=75, text="")
 ABORTED = replace(KILLED, signal=6, code=134)
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "nodes"),
-    [
+def test_how_an_attempt_ends() -> None:
+    rows: tuple[tuple[dict[str, Any], str | None, tuple[str, ...]], ...] = (
         ({}, None, ()),
         ({"failure": KILLED}, "failed", ("n1",)),
         ({"failure": RAISED}, None, ()),
@@ -136,29 +120,22 @@ ABORTED = replace(KILLED, signal=6, code=134)
         ({"present": ("a",), "waiting": ("c",)}, "left", ("n2",)),
         # A node that the others have given up sees that too.
         ({"present": ("b",)}, "left", ("n1",)),
-    ],
-)
-def test_how_an_attempt_ends(
-    change: dict[str, object], kind: str | None, nodes: tuple[str, ...]
-) -> None:
-    verdict = decide_outcome(replace(SEEN, **change), patience=7.0)  # type: ignore[arg-type]
-    assert (verdict and verdict.kind, verdict.nodes if verdict else ()) == (kind, nodes)
+    )
+    for change, kind, nodes in rows:
+        verdict = decide_outcome(replace(SEEN, **change), patience=7.0)
+        assert (verdict and verdict.kind, verdict.nodes if verdict else ()) == (kind, nodes), change
+        if verdict is not None:
+            assert AttemptOutcome.parse(verdict.render()) == verdict, change
+            # Ranks may save only where all are there.
+            assert (kind, verdict.saving) != ("joined", False)
+            assert (kind, verdict.saving) != ("left", True)
 
 
-def test_ranks_may_save_only_where_all_are_there() -> None:
-    joined = decide_outcome(replace(SEEN, waiting=("c",)), patience=7.0)
-    left = decide_outcome(replace(SEEN, present=("a",)), patience=7.0)
-    assert joined is not None
-    assert left is not None
-    assert (joined.saving, left.saving) == (True, False)
-
-
-def test_a_verdict_tells_rank_place_and_reason_and_survives_the_store() -> None:
+def test_a_verdict_tells_rank_place_and_reason() -> None:
     verdict = decide_outcome(replace(SEEN, failure=KILLED), patience=7.0)
     assert verdict is not None
     assert verdict.text.startswith("rank 3 on n1, pid 7: killed by SIGKILL")
     assert verdict.code == 137
-    assert AttemptOutcome.parse(verdict.render()) == verdict
 
 
 def test_a_failure_is_repeated_at_the_same_rank_line_and_step() -> None:

@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from helpers.commands import GONE_WITHIN, Command, wait_for
+from helpers.commands import Command, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -39,31 +39,23 @@ Path("uploaded").touch()
 """
 
 
-class Run(Command):
-    def __init__(self, folder: Path, script: str, child: str, *options: str) -> None:
-        (folder / "script.py").write_text(textwrap.dedent(script))
-        (folder / "child.py").write_text(textwrap.dedent(child))
-        super().__init__([sys.executable, "-m", "shoal", "run", *options, "script.py"], folder)
-
-    @property
-    def child(self) -> int:
-        return int((self.folder / "child").read_text())
-
-
-Start = Callable[..., Run]
+Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    runs: list[Run] = []
+def start(tmp_path: Path, start_command: Callable[..., Command]) -> Start:
+    """Starts `shoal run` of a script, whose child is another script."""
 
-    def begin(script: str, child: str, *options: str) -> Run:
-        runs.append(Run(tmp_path, script, child, *options))
-        return runs[-1]
+    def begin(script: str, child: str, *options: str) -> Command:
+        (tmp_path / "script.py").write_text(textwrap.dedent(script))
+        (tmp_path / "child.py").write_text(child)
+        return start_command([sys.executable, "-m", "shoal", "run", *options, "script.py"])
 
-    yield begin
-    for run in runs:
-        run.clean_up()
+    return begin
+
+
+def child(run: Command) -> int:
+    return int((run.folder / "child").read_text())
 
 
 @pytest.mark.full
@@ -72,23 +64,27 @@ def test_a_child_in_a_session_of_its_own_is_ended_and_named(start: Start) -> Non
     ended = run.end()
     assert ended.code == 0, ended.err
     command = f"{sys.executable} child.py"[:80]
-    said = f"shoal run: process {run.child} ({command}) of rank 1 was still running after 0.5 s and was"
+    said = (
+        f"shoal run: process {child(run)} ({command}) of rank 1 was still running after 0.5 s and was"
+    )
     assert said in ended.err
-    assert not psutil.pid_exists(run.child)
+    assert not psutil.pid_exists(child(run))
     assert not run.members()
 
 
 @pytest.mark.full
 def test_a_child_in_a_session_of_its_own_may_finish(start: Start) -> None:
-    script = LEAVES.replace('if os.environ["RANK"]', WRITE_PID + 'if os.environ["RANK"]')
-    run = start(script, UPLOADER, "-n", "2")
+    write_pid = '(here / ("rank" + os.environ["RANK"])).write_text(str(os.getpid()))\n'
+    run = start(
+        LEAVES.replace('if os.environ["RANK"]', write_pid + 'if os.environ["RANK"]'),
+        UPLOADER,
+        "-n",
+        "2",
+    )
     ended = run.end()
     assert ended.code == 0, ended.err
     assert (run.folder / "uploaded").exists()
     assert "was killed" not in ended.err
-
-
-WRITE_PID = '(here / ("rank" + os.environ["RANK"])).write_text(str(os.getpid()))\n'
 
 
 @pytest.mark.full
@@ -99,7 +95,7 @@ def test_a_child_does_not_outlive_a_failure(start: Start) -> None:
     run = start(script, ENDLESS, "-n", "2", "--grace", "0.5")
     ended = run.end()
     assert ended.code == 3
-    assert f"process {run.child} " in ended.err
+    assert f"process {child(run)} " in ended.err
     assert ended.err.splitlines()[-1].startswith("where: rank 0 of 2 on ")
     assert not run.members()
 
@@ -124,7 +120,7 @@ def test_children_that_end_while_the_run_goes_on_are_reaped(start: Start) -> Non
         states = [process.status() for process in launcher.children()]
         return psutil.STATUS_ZOMBIE not in states
 
-    wait_for(no_zombies, GONE_WITHIN)
+    wait_for(no_zombies)
     (run.folder / "over").touch()
     assert run.end().code == 0
 

@@ -87,32 +87,21 @@ def test_the_report_of_a_module_begins_in_the_module(package: Path) -> None:
     assert f"{path}:2" in lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
+def test_a_module_that_is_not_there(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(package)
+    for name, found in (
         ("jobs.evaluate", "there is no module jobs.evaluate"),
         ("nothing.at.all", "there is no module nothing"),
         ("jobs.train.py", "there is no module jobs.train.py"),
         ("folder", "the package folder has no __main__.py"),
         ("jobs/train.py", "not the name of a module"),
         (".train", "not the name of a module"),
-    ],
-)
-def test_a_module_that_is_not_there(
-    package: Path, monkeypatch: pytest.MonkeyPatch, name: str, found: str
-) -> None:
-    monkeypatch.chdir(package)
-    with pytest.raises(LaunchError) as raised:
-        find_module(name, safe_path=False)
-    assert raised.value.given == f"-m {name}"
-    assert found in raised.value.found
-
-
-def test_the_fix_names_the_module_of_a_path(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(package)
-    with pytest.raises(LaunchError) as raised:
-        find_module("jobs/train.py", safe_path=False)
-    assert "-m jobs.train" in raised.value.fix
+    ):
+        with pytest.raises(LaunchError) as raised:
+            find_module(name, safe_path=False)
+        assert raised.value.given == f"-m {name}"
+        assert found in raised.value.found
+        assert name != "jobs/train.py" or "-m jobs.train" in raised.value.fix
 
 
 def test_looking_for_a_module_imports_none(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +112,4 @@ def test_looking_for_a_module_imports_none(package: Path, monkeypatch: pytest.Mo
     assert "jobs" not in sys.modules
     with pytest.raises(LaunchError):
         find_module("jobs.train", safe_path=True)
-
-
-def test_the_command_of_a_module() -> None:
     assert Module(module="jobs.train", args=("x y",)).name == "-m jobs.train 'x y'"

@@ -6,10 +6,11 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from helpers.fake_slurm import place, write
+from helpers.fake_slurm import place, request, write
 from shoal.launcher.submit import site_catalog
 from shoal.launcher.submit.check import (
     check_job,
@@ -20,7 +21,7 @@ from shoal.launcher.submit.check import (
     workers_of,
 )
 from shoal.launcher.submit.decide import decide
-from shoal.launcher.submit.job import JobRequest
+from shoal.launcher.submit.job import Job, JobRequest
 from shoal.launcher.submit.save_time import stopping_seconds
 from shoal.launcher.submit.site import Partition, Qos, Site
 from shoal.launcher.submit.site_file import read_site
@@ -33,42 +34,37 @@ JEAN_ZAY = site_catalog.load(site_catalog.find_entry("jean-zay"))
 PLAIN = site_catalog.load(site_catalog.find_entry("plain"))
 
 
-def request(**changes: object) -> JobRequest:
-    values = {"script": "train.py", "time": 20 * HOUR}
-    return JobRequest(**{**values, **changes})  # type: ignore[arg-type]
+def job(**changes: object) -> JobRequest:
+    return request(**{"time": 20 * HOUR, **changes})
 
 
 def against(site: Site = JEAN_ZAY, save: float | None = None, **changes: object) -> list[str]:
     """What is found to speak against a request."""
-    asked = request(**changes)
+    asked = job(**changes)
     return [each.found for each in objections(asked, site, decide(asked, site, save=save))]
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
+def test_times_are_read_as_slurm_does() -> None:
+    for text, seconds in (
         ("90", 5400),
         ("1:30", 90),
         ("20:00:00", 72000),
         ("2-12", 216000),
         ("1-02:03", 93780),
         ("1-02:03:04", 93784),
-    ],
-)
-def test_times_as_slurm_reads_them(text: str, seconds: int) -> None:
-    assert parse_time(text) == seconds
-    assert parse_time(spell_time(seconds)) == seconds
+    ):
+        assert parse_time(text) == seconds
+        assert parse_time(spell_time(seconds)) == seconds
+    for text in ("", "0", "1h", "1:2:3:4", "-5", "1-", "$(x)", "1:00\n"):
+        with pytest.raises(LaunchError, match="it is not a duration"):
+            parse_time(text)
+    assert gpu_hours(4, 20 * HOUR) == "80 GPU-hours"
+    assert gpu_hours(1, 900) == "0.25 GPU-hours"
+    assert gpu_hours(1000, 100 * HOUR) == "100,000 GPU-hours"
 
 
-@pytest.mark.parametrize("text", ["", "0", "1h", "1:2:3:4", "-5", "1-", "$(x)", "1:00\n"])
-def test_other_times_are_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match="it is not a duration"):
-        parse_time(text)
-
-
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
+def test_what_speaks_against_a_job() -> None:
+    rows: tuple[tuple[dict[str, Any], str], ...] = (
         ({"partition": "gpu"}, "jean-zay has gpu_p13, gpu_p2, gpu_p5"),
         ({"gpus": 8}, "a node of gpu_p13 has 4 GPUs"),
         ({"time": 101 * HOUR, "gpus": 4}, "gpu_p13 ends jobs after 100:00:00: 404 GPU-hours"),
@@ -85,16 +81,14 @@ def test_other_times_are_refused(text: str) -> None:
         ({"nodes": 2, "processes": 3, "launcher": "torchrun"}, "can't be split equally over 2 nodes"),
         ({"sweep": (("a",),), "launcher": "torchrun"}, "each element has its own"),
         ({"time": 600, "save": 200.0}, "460 s of it are kept for saving"),
-    ],
-)
-def test_what_speaks_against_a_job(changes: dict[str, object], found: str) -> None:
-    said = against(**changes)  # type: ignore[arg-type]
-    assert any(found in each for each in said), said
+    )
+    for changes, found in rows:
+        said = against(**changes)
+        assert any(found in each for each in said), (changes, said)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_nothing_speaks_against_these() -> None:
+    rows: tuple[dict[str, Any], ...] = (
         {"gpus": 4},
         {"nodes": 128, "gpus": 4},
         {"nodes": 4, "gpus": 4, "time": 100 * HOUR},
@@ -103,44 +97,32 @@ def test_what_speaks_against_a_job(changes: dict[str, object], found: str) -> No
         {"qos": "qos_gpu-dev", "gpus": 1, "time": 2 * HOUR},
         {"nodes": 3, "processes": 5},
         {"time": 60},
-    ],
-)
-def test_nothing_speaks_against_these(changes: dict[str, object]) -> None:
-    assert against(**changes) == []  # type: ignore[arg-type]
-
-
-def test_a_site_of_which_nothing_is_known_objects_to_waste_alone() -> None:
+    )
+    for changes in rows:
+        assert against(**changes) == [], changes
+    # A site of which nothing is known objects to waste alone.
     assert against(PLAIN, partition="any", gpus=99, time=9999 * HOUR) == []
     assert len(against(PLAIN, gpus=4, processes=1)) == 1
 
 
-def test_the_qos_is_the_first_that_fits() -> None:
-    def qos(**changes: object) -> str | None:
-        return decide(request(**changes), JEAN_ZAY, save=None).qos
+def test_qos_account_and_the_time_to_save_are_decided() -> None:
+    def decided(site: Site = JEAN_ZAY, save: float | None = None, **changes: object) -> Job:
+        return decide(job(**changes), site, save=save)
 
-    assert qos(gpus=4) is None  # Slurm takes t3 by itself
-    assert qos(gpus=4, time=21 * HOUR) == "qos_gpu-t4"
-    assert qos(gpus=4, time=HOUR, qos="qos_gpu-dev") == "qos_gpu-dev"
-
-
-def test_accounts_get_the_suffix_of_the_partition() -> None:
-    def account(**changes: object) -> str | None:
-        return decide(request(**changes), JEAN_ZAY, save=None).account
-
-    assert account() is None
-    assert account(account="abc") == "abc@v100"
-    assert account(account="abc", partition="gpu_p5") == "abc@a100"
-    assert account(account="abc@cpu") == "abc@cpu"
-
-
-def test_how_long_before_its_end_a_job_is_told() -> None:
-    def lead(save: float | None, **changes: object) -> int:
-        return decide(request(**changes), PLAIN, save=save).lead
-
-    assert lead(None) == 300
-    assert lead(None, time=120) == 30
-    assert lead(12.0) == 85
-    assert lead(400.0) == 860
+    # The QOS is the first that fits.
+    assert decided(gpus=4).qos is None  # Slurm takes t3 by itself
+    assert decided(gpus=4, time=21 * HOUR).qos == "qos_gpu-t4"
+    assert decided(gpus=4, time=HOUR, qos="qos_gpu-dev").qos == "qos_gpu-dev"
+    # Accounts get the suffix of the partition.
+    assert decided().account is None
+    assert decided(account="abc").account == "abc@v100"
+    assert decided(account="abc", partition="gpu_p5").account == "abc@a100"
+    assert decided(account="abc@cpu").account == "abc@cpu"
+    # How long before its end a job is told.
+    assert decided(PLAIN).lead == 300
+    assert decided(PLAIN, time=120).lead == 30
+    assert decided(PLAIN, 12.0).lead == 85
+    assert decided(PLAIN, 400.0).lead == 860
 
 
 def test_the_save_is_measured_from_what_rank_0_recorded(tmp_path: Path) -> None:
@@ -160,12 +142,12 @@ def test_the_save_is_measured_from_what_rank_0_recorded(tmp_path: Path) -> None:
 
 def test_what_is_said_of_a_job() -> None:
     def said(**changes: object) -> list[str]:
-        asked = request(**changes)
+        asked = job(**changes)
         return list(notes(asked, JEAN_ZAY, decide(asked, JEAN_ZAY, save=None)))
 
     assert any("is untested" in note for note in said())
     plain = Site(name="plain", tried="here", requeue=False)
-    *_, chain = notes(request(), plain, decide(request(), plain, save=None))
+    *_, chain = notes(job(), plain, decide(job(), plain, save=None))
     assert "--chain N" in chain
     counted = "counts as 8 GPUs on each node, not 3: up to 640 GPU-hours"
     assert counted in said(nodes=4, gpus=3, partition="gpu_p5")
@@ -187,15 +169,8 @@ def test_values_of_secrets_are_masked() -> None:
     assert without_secrets(words) == masked
 
 
-def test_gpu_hours() -> None:
-    assert gpu_hours(4, 20 * HOUR) == "80 GPU-hours"
-    assert gpu_hours(1, 900) == "0.25 GPU-hours"
-    assert gpu_hours(1000, 100 * HOUR) == "100,000 GPU-hours"
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
+def test_what_is_wrong_in_a_site_is_named() -> None:
+    for text, found in (
         ("about = ", "it is not TOML"),
         ("colour = 'red'", "an unknown key, colour"),
         ("requeue = 'no'", "requeue = 'no', a str"),
@@ -216,13 +191,11 @@ def test_gpu_hours() -> None:
         ("ports = '20000-10001'", "ports = '20000-10001'"),
         ("[partitions.a.qos.b]\ntime = '1-'", "it is not a duration"),
         ("[partitions.a]\nqos = ['b']", "partitions.a.qos that are not tables"),
-    ],
-)
-def test_what_is_wrong_in_a_site_is_named(text: str, found: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        read_site("mine", text, "mine.toml")
-    assert found in caught.value.found or found in caught.value.given
-    assert "mine.toml" in caught.value.given
+    ):
+        with pytest.raises(LaunchError) as caught:
+            read_site("mine", text, "mine.toml")
+        assert found in caught.value.found or found in caught.value.given
+        assert "mine.toml" in caught.value.given
 
 
 def test_own_sites_come_before_those_that_are_shipped(
@@ -252,13 +225,13 @@ def test_the_pages_show_a_site_and_a_refusal_as_they_are(repository: Path) -> No
     named = set(re.findall(r"^(\w+) = ", text, re.MULTILINE))
     known = {field.name for kind in (Site, Partition, Qos) for field in fields(kind)}
     assert known - named == {"name", "partitions", "qos", "tried", "mpirun", "container", "options"}
-    asked = request(gpus=4, processes=1)
+    asked = job(gpus=4, processes=1)
     with pytest.raises(LaunchError) as caught:
         check_job(asked, PLAIN, decide(asked, PLAIN, save=None))
     assert str(caught.value).strip() in page
-    long = request(gpus=4, nodes=2, time=25 * HOUR)
-    job = decide(long, site, save=None)
-    assert (job.qos, list(objections(long, site, job))) == ("long", [])
+    long = job(gpus=4, nodes=2, time=25 * HOUR)
+    decided = decide(long, site, save=None)
+    assert (decided.qos, list(objections(long, site, decided))) == ("long", [])
 
 
 SINFO = """\
@@ -282,10 +255,7 @@ def test_a_site_is_drafted_from_what_slurm_says() -> None:
     assert (gpu.time, main.time, short.time) == (24 * HOUR, None, 1800)
     assert (main.gpus, main.cpus_per_gpu, short.gpus) == (8, 1, 0)
     assert "Nodes differ" in text
-    assert "--partition=gpu" in write(request(partition="gpu"), site, place("/x"))
-
-
-def test_nothing_is_drafted_from_nothing() -> None:
+    assert "--partition=gpu" in write(job(partition="gpu"), site, place("/x"))
     with pytest.raises(LaunchError, match="no partition"):
         draft_text("mine", "slurm_load_partitions: error\n", "")
 
@@ -304,7 +274,7 @@ def test_each_line_for_jean_zay_has_a_source(partition: str, repository: Path) -
     head, _, body = text.partition("\n\n")
     sources = {line.split()[0].strip("[]") for line in head.splitlines()}
     pairs = [line.rpartition(" | ") if line else ("", "", "") for line in body.splitlines()]
-    asked = request(account="abc", **GOLDEN[partition])
+    asked = job(account="abc", **GOLDEN[partition])
     script = write(asked, JEAN_ZAY, place("/scratch/me", python="python"))
     assert [line.rstrip() for line, _, _ in pairs] == script.splitlines()
     assert {word for line, _, words in pairs if line for word in words.split(", ")} <= sources

@@ -16,19 +16,6 @@ import pytest
 from helpers.cli import fake_slurm, refused, shoal
 from helpers.fake_slurm import Fakes
 
-PROBE = """
-import sys
-
-class Refuses:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy"):
-            raise RuntimeError(f"{name} is imported")
-
-sys.meta_path.insert(0, Refuses())
-from shoal.cli.main import main
-main()
-"""
-
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
@@ -98,6 +85,14 @@ def test_a_script_is_kept_and_not_submitted(fakes: Fakes) -> None:
         assert error.fix == "follow it with the scheduler's own command"
     submitted("train.py")
     assert shoal("status", "runs/train").exit_code == 0
+    # No file of the user's is written over.
+    Path("job.sh").write_text("#!/bin/bash\n# by hand\n")
+    error = refused("submit", "--time", "1", "-o", "job.sh", "train.py")
+    assert "is not a batch script of `shoal submit`" in error.found
+    assert Path("job.sh").read_text() == "#!/bin/bash\n# by hand\n"
+    assert refused("submit", "--time", "1", "-o", "none/job.sh", "train.py").given == "-o none/job.sh"
+    assert not Path("none").exists()
+    submitted("-o", "my job.sh", "train.py")
 
 
 def test_a_chain_is_submitted_one_after_the_other(fakes: Fakes) -> None:
@@ -114,38 +109,30 @@ def test_a_sweep_is_an_array(fakes: Fakes) -> None:
     assert "#SBATCH --array=0-1%1\n" in text
     assert "0) program+=(--lr 0.1 --run 'runs/a b') ;;\n1) program+=(--lr 0.2) ;;\n" in text
     assert "log-%a.txt" in text
-    Path("sweep.txt").write_text("--lr '\n")
-    assert (
-        "No closing quotation" in refused("submit", "--time=1", "--sweep=sweep.txt", "train.py").found
-    )
-    Path("sweep.txt").write_text("# nothing\n")
-    assert "no line" in refused("submit", "--time=1", "--sweep=sweep.txt", "train.py").found
+    for element in ("2", "-1"):
+        error = refused("logs", "--element", element, "runs/train")
+        assert "has elements 0 to 1" in error.found
+    for lines, found in (("--lr '\n", "No closing quotation"), ("# nothing\n", "no line")):
+        Path("sweep.txt").write_text(lines)
+        assert found in refused("submit", "--time=1", "--sweep=sweep.txt", "train.py").found
 
 
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (["train.py"], "no time limit"),
-        (["--time", "1h", "train.py"], "it is not a duration"),
-        (["--time", "1:00:00", "none.py"], "there is no file"),
-        (
-            ["--time", "1:00:00", "--launcher", "aprun", "train.py"],
-            "the launchers are srun, torchrun, mpirun",
-        ),
-        (["--time", "1:00:00", "--site", "nowhere", "train.py"], "the sites are jean-zay, plain"),
-        (["--time", "1:00:00", "--gpus-per-node", "4", "-n", "1", "train.py"], "3 GPU-hours of 4"),
-        (["--time", "1:00:00", "--run", ".", "train.py"], "train.py is in it"),
-        (["--time", "1:00:00", "--name", "a\nb", "train.py"], "a control character"),
-    ],
-)
-def test_what_can_not_work_is_refused_and_leaves_nothing(
-    arguments: list[str], found: str, fakes: Fakes
-) -> None:
-    assert found in refused("submit", *arguments).found
+def test_what_can_not_work_is_refused_and_leaves_nothing(fakes: Fakes) -> None:
+    for arguments, found in (
+        ([], "no time limit"),
+        (["--time=1h"], "it is not a duration"),
+        (["--time=1:00:00", "--launcher", "aprun"], "the launchers are srun, torchrun, mpirun"),
+        (["--time=1:00:00", "--site", "nowhere"], "the sites are jean-zay, plain"),
+        (["--time=1:00:00", "--gpus-per-node", "4", "-n", "1"], "3 GPU-hours of 4"),
+        (["--time=1:00:00", "--run", "."], "train.py is in it"),
+        (["--time=1:00:00", "--name", "a\nb"], "a control character"),
+    ):
+        assert found in refused("submit", *arguments, "train.py").found
+    assert "there is no file" in refused("submit", "--time=1:00:00", "none.py").found
+    Path("taken").write_text("a file\n")
+    assert "taken" in refused("submit", "--time=1:00:00", "--run", "taken", "train.py").given
     assert (fakes.calls(), list(Path("runs").glob("*/jobs/*"))) == ([], [])
-
-
-def test_force_submits_what_is_objected_to(fakes: Fakes) -> None:
+    # Where it is only objected to, it may be submitted all the same.
     submitted("--gpus-per-node", "4", "-n", "1", "--force", "train.py")
     assert len(fakes.calls("sbatch")) == 1
 
@@ -161,45 +148,34 @@ def test_what_slurm_refuses_leaves_nothing(fakes: Fakes) -> None:
     assert os.listdir("runs/train") == ["events"]
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
+def test_no_cluster_and_no_slurm_are_said_in_plain_words(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every command: a job is not gone because nobody answers."""
+    submitted("train.py")
+    for said in (
         "error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
         "error: fetch_config: DNS SRV lookup failed\n"
         "fatal: Could not establish a configuration source\n",
         "error: Unable to contact slurm controller (connect failure)\n",
         "error: Batch job submission failed: Unable to contact Slurm controller\n",
-    ],
-)
-def test_no_cluster_is_said_in_plain_words(said: str, fakes: Fakes) -> None:
-    """By every command: a job is not gone because nobody answers."""
-    submitted("train.py")
-    for name in ("sbatch", "sinfo", "squeue", "scancel"):
-        fakes.set(name, code=1, err=said)
-    commands = {
-        ("submit", "--time", "1:00:00", "--run", "new", "train.py"): True,
-        ("sites", "new", "mine"): False,
-        ("status", "runs/train"): False,
-        ("cancel", "runs/train"): False,
-    }
-    for command, to_submit in commands.items():
-        error = refused(*command)
-        assert error.found == "Slurm is installed here but reaches no cluster"
-        assert "on a login node" in error.fix
-        assert ("--dry-run" in error.fix) == to_submit
+    ):
+        for name in ("sbatch", "sinfo", "squeue", "scancel"):
+            fakes.set(name, code=1, err=said)
+        for command, to_submit in {
+            ("submit", "--time", "1:00:00", "--run", "new", "train.py"): True,
+            ("sites", "new", "mine"): False,
+            ("status", "runs/train"): False,
+            ("cancel", "runs/train"): False,
+        }.items():
+            error = refused(*command)
+            assert error.found == "Slurm is installed here but reaches no cluster"
+            assert "on a login node" in error.fix
+            assert ("--dry-run" in error.fix) == to_submit
     assert sorted(os.listdir()) == ["runs", "train.py"]
-
-
-def test_no_slurm_is_said_in_plain_words(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     (fakes.path / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(fakes.path))
     assert "there is no sbatch" in refused("submit", "--time", "1:00:00", "train.py").found
-
-
-def test_a_run_directory_that_can_not_be_made(fakes: Fakes) -> None:
-    Path("taken").write_text("a file\n")
-    error = refused("submit", "--time", "1:00:00", "--run", "taken", "train.py")
-    assert "taken" in error.given
 
 
 @pytest.mark.full
@@ -241,31 +217,6 @@ def test_a_job_that_nobody_would_know_of_is_taken_back(
 
 
 @pytest.mark.full
-def test_no_file_of_the_users_is_written_over(fakes: Fakes) -> None:
-    Path("job.sh").write_text("#!/bin/bash\n# by hand\n")
-    error = refused("submit", "--time", "1", "-o", "job.sh", "train.py")
-    assert "is not a batch script of `shoal submit`" in error.found
-    assert Path("job.sh").read_text() == "#!/bin/bash\n# by hand\n"
-    assert refused("submit", "--time", "1", "-o", "none/job.sh", "train.py").given == "-o none/job.sh"
-    assert sorted(os.listdir()) == ["job.sh", "train.py"]
-    for _ in range(2):
-        submitted("-o", "mine.sh", "train.py")
-
-
-@pytest.mark.full
-def test_a_script_that_can_not_be_read(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Path.read_text
-
-    def read_text(path: Path, *args: Any, **options: Any) -> str:
-        if path.name == "train.py":
-            raise PermissionError(13, "Permission denied")
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert refused("submit", "--time", "1", "--site", "plain", "train.py").given == "train.py"
-
-
-@pytest.mark.full
 def test_slurm_that_does_not_answer_is_no_job_that_is_gone(fakes: Fakes) -> None:
     submitted("train.py")
     said = "error: Socket timed out on send/recv operation\n"
@@ -279,19 +230,6 @@ def test_slurm_that_does_not_answer_is_no_job_that_is_gone(fakes: Fakes) -> None
     assert "Slurm does not list it any more" in shoal("status", "runs/train").output
     fakes.set("squeue", out="squeue: warning: x\n")
     assert "Slurm does not list it any more" in shoal("status", "runs/train").output
-
-
-@pytest.mark.full
-def test_how_a_job_ended_that_never_ran(fakes: Fakes) -> None:
-    submitted("train.py")
-    fakes.set("squeue", out="42|FAILED|0:00|1:00:00|(JobLaunchFailure)\n")
-    said = shoal("status", "runs/train").output
-    assert "failed" in said
-    assert "JobLaunchFailure" in said
-    Path("runs/train/jobs/1/ends").write_text(f"42 0 3 {time.time():.0f}\n")
-    said = shoal("status", "runs/train").output
-    assert "failed with 3" in said
-    assert "JobLaunchFailure" not in said
 
 
 def test_how_a_job_is(fakes: Fakes) -> None:
@@ -313,23 +251,25 @@ def test_how_a_job_is(fakes: Fakes) -> None:
     assert "after 3 requeue(s)" in said
 
 
+@pytest.mark.full
+def test_how_a_job_ended_that_never_ran(fakes: Fakes) -> None:
+    submitted("train.py")
+    fakes.set("squeue", out="42|FAILED|0:00|1:00:00|(JobLaunchFailure)\n")
+    for line, told in (("", "JobLaunchFailure"), (f"42 0 3 {time.time():.0f}\n", "failed with 3")):
+        Path("runs/train/jobs/1/ends").write_text(line)
+        said = shoal("status", "runs/train").output
+        assert "failed" in said
+        assert told in said
+    assert "JobLaunchFailure" not in said
+
+
 def test_its_log_is_shown(fakes: Fakes, capfd: pytest.CaptureFixture[str]) -> None:
     submitted("train.py")
     assert "has not started" in refused("logs", "runs/train").found
+    assert "is not an array" in refused("logs", "--element", "0", "runs/train").found
     Path("runs/train/jobs/1/log.txt").write_text("epoch 1\n")
     assert shoal("logs", "runs/train").exit_code == 0
     assert capfd.readouterr().out == "epoch 1\n"
-
-
-@pytest.mark.full
-def test_elements_that_an_array_does_not_have(fakes: Fakes) -> None:
-    submitted("train.py")
-    assert "is not an array" in refused("logs", "--element", "0", "runs/train").found
-    Path("sweep.txt").write_text("a\nb\n")
-    submitted("--sweep", "sweep.txt", "train.py")
-    for element in ("2", "-1"):
-        error = refused("logs", "--element", element, "runs/train")
-        assert "has elements 0 to 1" in error.found
 
 
 def test_it_is_cancelled_after_a_save(fakes: Fakes) -> None:
@@ -345,19 +285,12 @@ def test_it_is_cancelled_after_a_save(fakes: Fakes) -> None:
     assert fakes.calls("scancel")[-1] == ["scancel", "--quiet", "42"]
     fakes.set("squeue")
     assert "job 42: had ended before" in shoal("cancel", "runs/train").output
-
-
-def test_the_newest_submission_counts(fakes: Fakes) -> None:
-    submitted("train.py")
+    # The newest submission counts.
     fakes.set("sbatch", out="43\n")
     submitted("train.py")
     shoal("cancel", "--now", "runs/train")
     assert fakes.calls("scancel")[-1][-1] == "43"
-
-
-def test_a_record_that_is_somebody_elses(fakes: Fakes) -> None:
-    submitted("train.py")
-    Path("runs/train/jobs/1/job.json").write_text('{"jobs": 3}')
+    Path("runs/train/jobs/2/job.json").write_text('{"jobs": 3}')
     assert "not the record of a job" in refused("status", "runs/train").found
 
 
@@ -374,35 +307,51 @@ def test_sites_are_listed_shown_and_drafted(fakes: Fakes, tmp_path: Path) -> Non
     assert "there already" in refused("sites", "new", "mine").found
     assert "not the name of a file" in refused("sites", "new", "../mine").found
     submitted("--site", "mine", "--gpus-per-node", "8", "train.py")
-    assert (
-        "a node of main has 8 GPUs"
-        in refused("submit", "--time=1", "--site=mine", "--gpus-per-node=9", "train.py").found
-    )
+    error = refused("submit", "--time=1", "--site=mine", "--gpus-per-node=9", "train.py")
+    assert "a node of main has 8 GPUs" in error.found
 
 
 @pytest.mark.full
-def test_a_file_of_a_site_that_can_not_be_read(fakes: Fakes, tmp_path: Path) -> None:
-    (tmp_path / "config/shoal/sites/odd.toml").mkdir(parents=True)
+def test_a_script_and_a_file_of_a_site_that_can_not_be_read(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.read_text
+
+    def read_text(path: Path, *args: Any, **options: Any) -> str:
+        if path.name == "train.py":
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", read_text)
+        assert refused("submit", "--time", "1", "--site", "plain", "train.py").given == "train.py"
+    odd = tmp_path / "config/shoal/sites/odd.toml"
+    odd.mkdir(parents=True)
     error = refused("submit", "--time", "1", "train.py")
-    assert error.given == f"the site in {tmp_path / 'config/shoal/sites/odd.toml'}"
+    assert error.given == f"the site in {odd}"
     assert "directory" in error.found
 
 
-@pytest.mark.parametrize(("columns", "files"), [(60, False), (89, False), (90, True)])
-def test_words_of_the_list_of_sites_stay_whole(
-    columns: int, files: bool, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_of_the_list_of_sites_stay_whole(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = shoal("sites", "ls").output
-    monkeypatch.setenv("COLUMNS", str(columns))
-    narrow = shoal("sites", "ls").output
-    assert {word for word in narrow.split() if word.strip("─")} <= set(wide.split())
-    assert ("jean-zay.toml" in narrow) == files
+    for columns, files in ((60, False), (89, False), (90, True)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        narrow = shoal("sites", "ls").output
+        assert {word for word in narrow.split() if word.strip("─")} <= set(wide.split())
+        assert ("jean-zay.toml" in narrow) == files
 
 
 def test_a_login_node_needs_no_torch(fakes: Fakes) -> None:
+    probe = """
+import sys
+from shoal.cli.main import main
+try:
+    main()
+finally:
+    print([name for name in ("torch", "numpy") if name in sys.modules])
+"""
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, "submit", "--time", "1:00:00", "train.py"],
-        env=dict(os.environ),
+        [sys.executable, "-c", probe, "submit", "--time", "1:00:00", "train.py"],
         capture_output=True,
         text=True,
         timeout=100,
@@ -410,6 +359,7 @@ def test_a_login_node_needs_no_torch(fakes: Fakes) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "job 42" in done.stdout
+    assert done.stdout.endswith("\n[]\n")
 
 
 def test_a_job_is_submitted_from_within_another(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +370,5 @@ def test_a_job_is_submitted_from_within_another(fakes: Fakes, monkeypatch: pytes
     submitted("train.py")
     seen = Path("variables").read_text().splitlines()
     names = {line.partition("=")[0] for line in seen}
-    assert names & {"SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF", "SBATCH_ACCOUNT"} == {
-        "SLURM_CONF",
-        "SBATCH_ACCOUNT",
-    }
+    kept = {"SLURM_CONF", "SBATCH_ACCOUNT"}
+    assert names & {"SLURM_JOB_ID", "SLURM_NTASKS", *kept} == kept

@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.fake_slurm import Fakes, place, run_script, write
-from shoal.launcher.submit.job import JobRequest
+from helpers.fake_slurm import PLAIN, Fakes, place, request, run_script, write
 from shoal.launcher.submit.job_directory import read_failure
-from shoal.launcher.submit.site import Site
-
-PLAIN = Site(name="plain")
-HOUR = 3600
 
 # As srun does: it starts the ranks, and tells all of them to end when one has failed.
 SRUN = """#!/bin/bash
@@ -37,10 +32,7 @@ if rank == 0:
     raise RuntimeError("Connection closed by peer")
 raise ValueError("the true reason")
 """
-TOLD = """#!/bin/bash
-kill -{signal} $PPID
-kill -{signal} $$
-"""
+FAIL = "raise SystemExit(3)"
 
 
 @pytest.fixture
@@ -52,10 +44,6 @@ def fakes(tmp_path: Path) -> Fakes:
     return found
 
 
-def job(**changes: object) -> JobRequest:
-    return JobRequest(**{"script": "train.py", "time": HOUR, **changes})  # type: ignore[arg-type]
-
-
 def run(
     fakes: Fakes, folder: Path, program: str, *, patience: int = 120, **changes: object
 ) -> subprocess.CompletedProcess[str]:
@@ -65,7 +53,7 @@ def run(
     path.chmod(0o755)
     python = str(path) if program.startswith("#!") else sys.executable
     where = place(folder / "run", script=str(path), python=python)
-    text = write(job(**changes), PLAIN, where)
+    text = write(request(**changes), PLAIN, where)
     assert ("patience=120\n" in text) == (changes.get("launcher") != "torchrun")
     text = text.replace("patience=120\n", f"patience={patience}\n")
     return run_script(text, fakes, {"SLURM_JOB_NODELIST": "node[01-02]"})
@@ -82,29 +70,28 @@ def test_the_true_traceback_is_the_last_thing_in_the_log(fakes: Fakes, tmp_path:
     assert read_failure(tmp_path / "run/jobs/1") == tuple(last[-2:])
     kept = {path.name for path in (tmp_path / "run/jobs/1").iterdir()}
     assert kept == {"ends", "failure"}
-
-
-def test_what_ends_well_leaves_no_failure_of_before(fakes: Fakes, tmp_path: Path) -> None:
-    run(fakes, tmp_path, FAILS)
     assert run(fakes, tmp_path, "pass").returncode == 0
     assert read_failure(tmp_path / "run/jobs/1") == ()
 
 
-@pytest.mark.parametrize("signal", ["USR1", "TERM"])
-def test_a_rank_told_to_end_before_it_can_save_is_requeued(
-    signal: str, fakes: Fakes, tmp_path: Path
+@pytest.mark.parametrize(
+    ("program", "launcher", "code"),
+    [
+        # Slurm tells all processes of a step; while Python imports, none handles a signal.
+        ("kill -USR1 $PPID\nkill -USR1 $$\n", "srun", 75),
+        ("kill -TERM $PPID\nkill -TERM $$\n", "srun", 75),
+        # A signal to the program alone is a failure: guards of memory send it too.
+        ("kill -TERM $$\n", "srun", 143),
+        # Its agents get the signal and exit with 1, as they do when a rank fails.
+        ("kill -TERM $PPID\nexit 1\n", "torchrun", 75),
+        ("exit 1\n", "torchrun", 1),
+    ],
+)
+def test_ranks_told_to_end_before_they_can_save_are_requeued(
+    program: str, launcher: str, code: int, fakes: Fakes, tmp_path: Path
 ) -> None:
-    """Slurm tells all processes of a step; while Python imports, none handles a signal."""
-    done = run(fakes, tmp_path, TOLD.format(signal=signal))
-    assert done.returncode == 75
-    assert fakes.calls("scontrol")[-1] == ["scontrol", "requeue", "42"]
-
-
-def test_a_signal_to_the_program_alone_is_a_failure(fakes: Fakes, tmp_path: Path) -> None:
-    """Programs that guard a machine's memory send SIGTERM too."""
-    done = run(fakes, tmp_path, "#!/bin/bash\nkill -TERM $$\n")
-    assert done.returncode == 143
-    assert ["scontrol", "requeue", "42"] not in fakes.calls("scontrol")
+    assert run(fakes, tmp_path, f"#!/bin/bash\n{program}", launcher=launcher).returncode == code
+    assert (["scontrol", "requeue", "42"] in fakes.calls("scontrol")) == (code == 75)
 
 
 @pytest.mark.parametrize(("started", "code"), [("20:13:54", 75), ("20:13:40", 1)])
@@ -124,16 +111,20 @@ def test_a_node_that_died_and_came_back_does_not_end_the_job(
 def test_a_launcher_that_never_ends_after_a_failure_is_ended(fakes: Fakes, tmp_path: Path) -> None:
     """srun on a real Slurm, of which a node was killed and revived."""
     (fakes.path / "srun").write_text(SRUN.replace("exit $code", "while :; do sleep 1; done"))
-    assert run(fakes, tmp_path, "raise SystemExit(3)", patience=0).returncode == 3
+    assert run(fakes, tmp_path, FAIL, patience=0).returncode == 3
 
 
 def test_a_job_is_put_back_after_so_many_failures(fakes: Fakes, tmp_path: Path) -> None:
     for number in range(1, 4):
-        done = run(fakes, tmp_path, "raise SystemExit(3)", restarts=2)
+        done = run(fakes, tmp_path, FAIL, restarts=2)
         assert done.returncode == 3
         requeued = [call for call in fakes.calls("scontrol") if call[1] == "requeue"]
         assert len(requeued) == min(number, 2)
     assert "ended with 3 and is requeued" not in done.stdout
+    # Nor is a cancelled one.
+    fakes.set("scontrol", out="JobState=CANCELLED Reason=None\n")
+    assert run(fakes, tmp_path, FAIL, restarts=4).returncode == 3
+    assert len([call for call in fakes.calls("scontrol") if call[1] == "requeue"]) == 2
 
 
 def test_the_same_failure_twice_in_a_row_ends_a_job(fakes: Fakes, tmp_path: Path) -> None:
@@ -148,19 +139,11 @@ def test_the_same_failure_twice_in_a_row_ends_a_job(fakes: Fakes, tmp_path: Path
     assert f"is not restarted: the same failure twice in a row: {place}\n" in done.stderr
 
 
-def test_a_cancelled_job_is_not_put_back_after_a_failure(fakes: Fakes, tmp_path: Path) -> None:
-    fakes.set("scontrol", out="JobState=CANCELLED Reason=None\n")
-    assert run(fakes, tmp_path, "raise SystemExit(3)", restarts=2).returncode == 3
-    assert ["scontrol", "requeue", "42"] not in fakes.calls("scontrol")
-
-
 def test_a_chain_goes_on_after_a_failure(fakes: Fakes, tmp_path: Path) -> None:
     (tmp_path / "run/jobs/1/jobs").write_text("42\n43\n")
-    over = tmp_path / "run/jobs/1/over"
-    assert run(fakes, tmp_path, "raise SystemExit(3)", restarts=1, chain=2).returncode == 3
-    assert not over.exists()
-    assert run(fakes, tmp_path, "raise SystemExit(3)", restarts=1, chain=2).returncode == 3
-    assert over.exists()
+    for is_over in (False, True):
+        assert run(fakes, tmp_path, FAIL, restarts=1, chain=2).returncode == 3
+        assert (tmp_path / "run/jobs/1/over").exists() == is_over
 
 
 def logging(fakes: Fakes, folder: Path) -> None:
@@ -248,14 +231,3 @@ def test_under_torchrun_its_own_report_names_the_rank(fakes: Fakes, tmp_path: Pa
         "ModuleNotFoundError: No module named 'x'",
         "where: rank 1 of 2 on node02 (exit code 1)",
     )
-
-
-@pytest.mark.parametrize(("told", "code"), [("kill -TERM $PPID\n", 75), ("", 1)])
-def test_torchrun_told_to_end_before_a_run_is_open_is_requeued(
-    told: str, code: int, fakes: Fakes, tmp_path: Path
-) -> None:
-    """Its agents get the signal and exit with 1, as they do when a rank fails."""
-    program = f"#!/bin/bash\n{told}exit 1\n"
-    done = run(fakes, tmp_path, program, launcher="torchrun")
-    assert done.returncode == code
-    assert (["scontrol", "requeue", "42"] in fakes.calls("scontrol")) == (code == 75)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import plant_faults
 import pytest
 import small_faults
 from plant_faults import Trial
-from small_faults import Fault, choose_faults, find_faults, plant_fault
+from small_faults import Fault, choose_faults, find_faults, mark_places, plant_fault
 
 
 def planted(source: str) -> list[str]:
@@ -77,31 +80,37 @@ def test_the_choice_is_even_and_the_same_each_time() -> None:
     assert len(everything) == 3 * len(find_faults("a.py", SOURCE))
 
 
-def test_tests_that_reach_a_package_run_after_its_own(tmp_path: Path) -> None:
-    for path, text in {
-        "src/shoal/__init__.pyi": "from shoal.data.loader import Loader as Loader\n",
-        "src/shoal/data/__init__.py": "",
-        "src/shoal/training/__init__.py": "from shoal.data.batch import Batch\n",
-        "src/shoal/cli/__init__.py": "def run():\n    from shoal.training import step\n",
-        "tests/data/test_batch.py": "",
-        "tests/data/test_loader.py": "",
-        "tests/training/test_step.py": "import shoal.training.step\n",
-        "tests/docs/test_links.py": "no = 'import'",
-        "tests/util/test_public.py": "from shoal import (\n    Loader,\n)\n",
-        "tests/util/test_by_helper.py": "from helpers.ranks import run\n",
-        "tests/report/test_named.py": "import shoal.data.loader\n",
-        "tests/helpers/ranks.py": "command = [python, '-m', 'shoal']\n",
-    }.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    assert plant_faults.noticing_tests(tmp_path, "src/shoal/data/loader.py") == {
-        "data": ["tests/data/test_loader.py", "tests/data/test_batch.py"],
-        "tests that name shoal.data.loader": ["tests/report/test_named.py"],
-        "util": ["tests/util/test_public.py", "tests/util/test_by_helper.py"],
-        "training": ["tests/training/test_step.py"],
-    }
-    only = plant_faults.noticing_tests(tmp_path, "src/shoal/cli/main.py")
-    assert only == {"util": ["tests/util/test_by_helper.py"]}
+def test_tests_that_run_the_place_are_tried_those_of_its_package_first(tmp_path: Path) -> None:
+    for path in ("data/test_batch.py", "data/test_loader.py", "training/test_step.py"):
+        (tmp_path / "tests" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / path).touch()
+    trial = Trial(fault=find_faults("src/shoal/data/loader.py", SOURCE)[0])
+    everything = [
+        "tests/data/test_loader.py",
+        "tests/data/test_batch.py",
+        "tests/training/test_step.py",
+    ]
+    assert plant_faults.tests_to_run(tmp_path, trial) == everything
+    trial.reached = [everything[2], everything[1]]
+    assert plant_faults.tests_to_run(tmp_path, trial) == everything[1:]
+
+
+def test_a_place_records_the_tests_that_run_it(tmp_path: Path) -> None:
+    current, reached = tmp_path / "current.txt", tmp_path / "reached.txt"
+    reached.touch()
+    recorder = plant_faults.RECORDER.format(current=str(current), reached=str(reached))
+    (tmp_path / "fault_recorder.py").write_text(recorder)
+    faults = [fault for fault in find_faults("a.py", SOURCE) if fault.before == "a < 1"]
+    marks = {f"__import__('fault_recorder').record({n})": fault for n, fault in enumerate(faults)}
+    (tmp_path / "a.py").write_text(mark_places(SOURCE, marks))
+    (tmp_path / "test_f.py").write_text("import a\n\n\ndef test(): assert a.f(0) == 2\n")
+    (tmp_path / "test_g.py").write_text(
+        "import subprocess, sys\n\n\ndef test():\n"
+        "    subprocess.check_call([sys.executable, '-c', 'import a; print(a.g(2), a.g(2))'])\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "fault_recorder", "-p", "no:xdist"]
+    subprocess.run(command, cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert reached.read_text() == "0 test_f.py\n1 test_g.py\n"
 
 
 def test_two_suites_are_compared_by_the_faults_of_both(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -21,6 +21,7 @@ import shoal
 from helpers.ranks import RankError, Ranks
 from shoal.util.errors import StepError
 
+LAYOUT = "pipeline=2"
 pytestmark = pytest.mark.processes
 
 WIDTH, SAMPLES, STEPS = 6, 27, 3
@@ -440,12 +441,6 @@ STRATEGIES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="pipeline=2", seed=0) as ranks:
-        yield ranks
-
-
 def dataset() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
     values = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
@@ -478,19 +473,19 @@ def log(
     "make",
     [*EQUAL[::2], *(pytest.param(make, marks=pytest.mark.full) for make in EQUAL[1::2])],
 )
-def test_the_numbers_are_those_of_one_process(two: Ranks, make: type[Net], strategy: Any) -> None:
+def test_the_numbers_are_those_of_one_process(ranks: Ranks, make: type[Net], strategy: Any) -> None:
     with shoal.init() as world:
         expected = log(world, None, make)
-    for result in two.call(log, strategy, make):
+    for result in ranks.call(log, strategy, make):
         assert result == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("make", "found"), REFUSED)
 def test_a_forward_that_cannot_be_cut_raises_on_all_ranks(
-    two: Ranks, make: type[Net], found: str, strategy: Any
+    ranks: Ranks, make: type[Net], found: str, strategy: Any
 ) -> None:
-    for result in two.attempt(log, strategy, make):
+    for result in ranks.attempt(log, strategy, make):
         assert isinstance(result, RankError)
         assert isinstance(result.error, StepError)
         assert found in str(result.error)

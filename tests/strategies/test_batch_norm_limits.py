@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -14,12 +13,6 @@ import shoal
 from helpers.ranks import RankError, Ranks
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
 
 
 def normalized() -> nn.Sequential:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,7 @@ from shoal.strategies.data_parallel.compressed_collectives import CountedCollect
 
 pytestmark = pytest.mark.processes
 
-SIZE = 2
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(SIZE) as started:
-        yield started
+RANKS = 2
 
 
 class Sums(nn.Module):
@@ -70,4 +63,4 @@ def chosen_for(world: shoal.World, parameters: list[Tensor]) -> tuple[list[str],
 def test_what_most_gradients_are_is_tried(
     parameters: list[Tensor], tried: list[str], ranks: Ranks
 ) -> None:
-    assert ranks.call(chosen_for, parameters) == [(tried, 12.0)] * SIZE
+    assert ranks.call(chosen_for, parameters) == [(tried, 12.0)] * RANKS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -19,13 +18,8 @@ from helpers.exact_models import build, dataset, loss
 from helpers.ranks import Ranks
 from shoal.strategies import coupled_layers
 
+LAYOUT = "pipeline=2"
 pytestmark = [pytest.mark.processes, pytest.mark.full]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2, layout="pipeline=2", seed=0) as started:
-        yield started
 
 
 def printed(world: shoal.World, way: str, model: str) -> str:

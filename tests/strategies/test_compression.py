@@ -6,7 +6,6 @@ import contextlib
 import gc
 import math
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,9 @@ from shoal.strategies.data_parallel.compression import BLOCK, Bucket, Compress
 
 pytestmark = pytest.mark.processes
 
-SIZE, WIDTH, SAMPLES, BATCH = 3, 12, 43, 12
+RANKS, WIDTH, SAMPLES, BATCH = 3, 12, 43, 12
 HALVES: list[Compress] = ["fp16", "bf16"]
 FEEDBACK: list[Compress] = ["int8", shoal.PowerSGD(rank=2, warmup_steps=2), shoal.TopK(ratio=0.1)]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(SIZE) as started:
-        yield started
 
 
 def gradient(rank: int, *, finite: bool = True) -> list[Tensor]:
@@ -60,7 +53,7 @@ def reduce(world: shoal.World, how: Compress, steps: int) -> tuple[list[Tensor],
 
 
 def means() -> list[Tensor]:
-    return [torch.stack(each).mean(0) for each in zip(*map(gradient, range(SIZE)), strict=True)]
+    return [torch.stack(each).mean(0) for each in zip(*map(gradient, range(RANKS)), strict=True)]
 
 
 @pytest.mark.full
@@ -71,7 +64,7 @@ def test_halves_are_as_near_as_their_precision(how: str, error: float, ranks: Ra
     for totals, _, sent in ranks.call(reduce, how, 1):
         for found, mean in zip(totals, means(), strict=True):
             assert float((found - mean).norm() / mean.norm()) < error
-        assert sent == 2 * sum(mean.numel() * 2 for mean in means()) * (SIZE - 1) // SIZE
+        assert sent == 2 * sum(mean.numel() * 2 for mean in means()) * (RANKS - 1) // RANKS
 
 
 @pytest.mark.parametrize(
@@ -86,7 +79,7 @@ def test_what_is_left_out_comes_later(how: Compress, ranks: Ranks) -> None:
         for name, found, mean in zip("abcd", totals, means(), strict=True):
             left = state["left"].get(name, torch.zeros_like(mean))
             assert torch.allclose(found + left, steps * mean, rtol=0, atol=1e-9)
-        whole = 2 * sum(mean.nbytes for mean in means()) * (SIZE - 1) // SIZE
+        whole = 2 * sum(mean.nbytes for mean in means()) * (RANKS - 1) // RANKS
         assert 0 < sent < (0.3 if how == "int8" else 0.7) * steps * whole
 
 
@@ -173,7 +166,7 @@ def spoiled(world: shoal.World, how: Compress) -> tuple[bool, bool]:
     "how", [*HALVES, "int8", shoal.PowerSGD(warmup_steps=0), shoal.TopK()], ids=str
 )
 def test_what_is_not_finite_is_seen_by_all_and_does_not_stay(how: Compress, ranks: Ranks) -> None:
-    assert ranks.call(spoiled, how) == [(False, True)] * SIZE
+    assert ranks.call(spoiled, how) == [(False, True)] * RANKS
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -210,7 +203,7 @@ def test_another_method_goes_on_with_what_is_left(before: Compress, how: Compres
 
 
 def test_a_bucket_without_elements(ranks: Ranks) -> None:
-    assert ranks.call(of_nothing) == [True] * SIZE
+    assert ranks.call(of_nothing) == [True] * RANKS
 
 
 def of_nothing(world: shoal.World) -> bool:
@@ -410,7 +403,7 @@ def compressed_steps(world: shoal.World) -> list[bool]:
 
 
 def test_the_whole_steps_are_counted_over_all_attempts(ranks: Ranks) -> None:
-    assert ranks.call(compressed_steps) == [[False] * 3 + [True] * 2] * SIZE
+    assert ranks.call(compressed_steps) == [[False] * 3 + [True] * 2] * RANKS
 
 
 @pytest.mark.full

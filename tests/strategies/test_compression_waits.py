@@ -21,19 +21,13 @@ from shoal.util import accelerator
 
 pytestmark = pytest.mark.processes
 
-SIZE, WIDTH, BATCH = 2, 12, 12
+RANKS, WIDTH, BATCH = 2, 12, 12
 METHODS: list[Compress] = [
     "bf16",
     "int8",
     shoal.PowerSGD(rank=2, warmup_steps=1),
     shoal.TopK(ratio=0.1),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(SIZE) as started:
-        yield started
 
 
 class HostReads(TorchDispatchMode):
@@ -62,7 +56,7 @@ def host_reads(world: shoal.World, how: Compress) -> int:
 
 @pytest.mark.parametrize("how", METHODS, ids=str)
 def test_the_host_reads_no_value(how: Compress, ranks: Ranks) -> None:
-    assert ranks.call(host_reads, how) == [0] * SIZE
+    assert ranks.call(host_reads, how) == [0] * RANKS
 
 
 class OwnStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,13 +13,8 @@ import shoal
 from helpers.causal_transformer import GPT, texts
 from helpers.ranks import RankError, Ranks
 
+LAYOUT = "context=2"
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="context=2") as started:
-        yield started
 
 
 class Torchs(nn.Module):
@@ -171,16 +166,16 @@ def run(
     ],
 )
 def test_what_would_change_the_numbers_is_refused_on_all_ranks(
-    two: Ranks, make: Any, made_of: Any, size: Any, options: Any, words: list[str]
+    ranks: Ranks, make: Any, made_of: Any, size: Any, options: Any, words: list[str]
 ) -> None:
-    for found in two.attempt(run, make, made_of, size, options):
+    for found in ranks.attempt(run, make, made_of, size, options):
         assert isinstance(found, RankError)
         assert isinstance(found.error, shoal.StepError | shoal.LayoutError), found.text
         assert all(word in str(found.error) for word in words), found.error
 
 
-def test_heads_of_keys_too_have_to_be_divided(two: Ranks) -> None:
-    for found in two.attempt(gpt_of, 4, 1):
+def test_heads_of_keys_too_have_to_be_divided(ranks: Ranks) -> None:
+    for found in ranks.attempt(gpt_of, 4, 1):
         assert isinstance(found, RankError)
         assert isinstance(found.error, shoal.LayoutError)
         assert "1 heads for keys and values" in found.error.found
@@ -213,9 +208,9 @@ class Towers(nn.Module):
     ],
 )
 def test_layers_of_torch_give_the_output_of_one_process(
-    two: Ranks, make: Callable[[], nn.Module], samples: int, units: Any, options: dict[str, Any]
+    ranks: Ranks, make: Callable[[], nn.Module], samples: int, units: Any, options: dict[str, Any]
 ) -> None:
     with shoal.init() as world:
         expected = run(world, make, (), (samples, 12, 8), options, units)
-    for found in two.call(run, make, (), (samples, 12, 8), options, units):
+    for found in ranks.call(run, make, (), (samples, 12, 8), options, units):
         assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -20,15 +20,10 @@ from shoal.strategies.correction import Factor, Totals
 from shoal.strategies.task import Task
 from shoal.util.errors import StepError
 
+LAYOUT = "pipeline=2"
 pytestmark = pytest.mark.processes
 
 SAMPLES, WIDTH, CLASSES, STEPS = 21, 5, 3, 6
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2, layout="pipeline=2") as started:
-        yield started
 
 
 class Stages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -23,12 +23,6 @@ from shoal.training import coupling_check
 from shoal.training.coupling_check import _digest, _first_difference
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:

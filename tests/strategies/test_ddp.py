@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,18 +19,13 @@ from helpers.ranks import RankError, Ranks
 from shoal.distributed.consistency import check_same_environment
 from shoal.strategies import engine_of
 
+RANKS = 3
 pytestmark = pytest.mark.processes
 
 SAMPLES, BATCH, STEPS = 40, 8, 6
 TOLERANCE = 1e-9
 COPIES = {"gradient_as_bucket_view": False}
 SMALL_COPIES = {**COPIES, "bucket_cap_mb": 0.0001}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(3) as started:
-        yield started
 
 
 class Plain(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,8 @@ from helpers import fsdp_bytes
 from helpers.fsdp_bytes import CLASSES, WIDTH, Block, batches, measured, step_of
 from helpers.ranks import Ranks
 
+LAYOUT = "shard=2"
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="shard=2") as ranks:
-        yield ranks
 
 
 class Net(nn.Module):
@@ -51,10 +45,10 @@ class Exact(Net):
         self.blocks[-1] = Block(nn.LayerNorm(WIDTH))
 
 
-def test_parameters_are_gathered_in_16_bits_and_not_copied(two: Ranks) -> None:
+def test_parameters_are_gathered_in_16_bits_and_not_copied(ranks: Ranks) -> None:
     wide, half = fsdp_bytes.expected()
-    assert two.call(measured, "fp32") == [wide, wide]
-    assert two.call(measured, None) == [half, half]
+    assert ranks.call(measured, "fp32") == [wide, wide]
+    assert ranks.call(measured, None) == [half, half]
 
 
 def dtypes(world: shoal.World, strategy: Any, precision: str) -> dict[str, str]:
@@ -80,12 +74,12 @@ def dtypes(world: shoal.World, strategy: Any, precision: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
-def test_modules_compute_in_the_dtypes_of_one_process(two: Ranks, precision: str) -> None:
+def test_modules_compute_in_the_dtypes_of_one_process(ranks: Ranks, precision: str) -> None:
     with shoal.init() as world:
         expected = dtypes(world, None, precision)
     assert expected["embedding"] == "torch.int64 torch.float32"
     assert expected["blocks.0.norm"] == "torch.float32 torch.float32"
-    for found in two.call(dtypes, shoal.FSDP(), precision):
+    for found in ranks.call(dtypes, shoal.FSDP(), precision):
         assert found == expected
 
 
@@ -119,11 +113,11 @@ WHOLE = shoal.FSDP(accumulate="whole", reshard_after_forward=False)
     ],
 )
 def test_between_steps_the_model_computes_in_its_own_dtype(
-    two: Ranks, strategy: shoal.FSDP, precision: str, compile: str | None
+    ranks: Ranks, strategy: shoal.FSDP, precision: str, compile: str | None
 ) -> None:
     with shoal.init() as world:
         expected = trained(world, None, precision, None)
-    for found in two.call(trained, strategy, precision, compile):
+    for found in ranks.call(trained, strategy, precision, compile):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0.03, atol=0.03)
 
@@ -133,9 +127,9 @@ def computed_in(world: shoal.World, strategy: Any, precision: str) -> str:
 
 
 @pytest.mark.full
-def test_a_step_knows_the_dtype_in_which_it_computes(two: Ranks) -> None:
+def test_a_step_knows_the_dtype_in_which_it_computes(ranks: Ranks) -> None:
     """For the peak of the device, and for hints about products in float32."""
     half = shoal.FSDP(param_dtype="bf16")
-    assert set(two.call(computed_in, half, "fp32")) == {"torch.bfloat16"}
-    assert set(two.call(computed_in, shoal.FSDP(), "fp32")) == {"torch.float32"}
-    assert set(two.call(computed_in, shoal.FSDP(), "bf16")) == {"torch.bfloat16"}
+    assert set(ranks.call(computed_in, half, "fp32")) == {"torch.bfloat16"}
+    assert set(ranks.call(computed_in, shoal.FSDP(), "fp32")) == {"torch.float32"}
+    assert set(ranks.call(computed_in, shoal.FSDP(), "bf16")) == {"torch.bfloat16"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from shoal.strategies.data_parallel.local_sgd import AveragingEngine
 
 pytestmark = pytest.mark.processes
 
-SIZE, WIDTH, SAMPLES, BATCH = 3, 4, 25, 6
+RANKS, WIDTH, SAMPLES, BATCH = 3, 4, 25, 6
 RATE = 0.05
 CLOSE = 1e-12
 
@@ -32,12 +31,6 @@ class Trained(NamedTuple):
     own: list[Tensor]
     bytes: int
     loss: float
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(SIZE) as started:
-        yield started
 
 
 def network() -> nn.Sequential:
@@ -92,7 +85,7 @@ class Replicas:
 
     def __init__(self, optimizer: str) -> None:
         first = network()
-        self.models = [copy.deepcopy(first) for _ in range(SIZE)]
+        self.models = [copy.deepcopy(first) for _ in range(RANKS)]
         self.optimizers = [
             getattr(torch.optim, optimizer)(m.parameters(), lr=RATE) for m in self.models
         ]
@@ -162,7 +155,7 @@ def test_ranks_do_what_replicas_in_one_process_do(
         assert close(each.own, [p.detach() for p in model.parameters()])
         assert close(each.parameters, replicas.means())  # evaluating has averaged them
         assert each.loss == found[0].loss
-        once = sum(p.nbytes for p in model.parameters()) * 2 * (SIZE - 1) // SIZE
+        once = sum(p.nbytes for p in model.parameters()) * 2 * (RANKS - 1) // RANKS
         assert each.bytes == meetings * once
 
 
@@ -283,7 +276,7 @@ def thawed(world: shoal.World, directory: Path) -> list[int]:
 
 
 def test_what_was_frozen_sets_out_from_where_it_is(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.call(thawed, tmp_path) == [[5, 10]] * SIZE
+    assert ranks.call(thawed, tmp_path) == [[5, 10]] * RANKS
 
 
 class Experts(nn.Module):

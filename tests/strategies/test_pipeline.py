@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,8 @@ from helpers.pipeline_model import (
 )
 from helpers.ranks import RankError, Ranks
 
+LAYOUT = "pipeline=2"
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="pipeline=2", seed=0) as ranks:
-        yield ranks
 
 
 def trained(world: shoal.World, strategy: Any, directory: Path, steps: int) -> dict[str, Any]:
@@ -57,15 +51,15 @@ def trained(world: shoal.World, strategy: Any, directory: Path, steps: int) -> d
 
 
 @pytest.mark.compat
-def test_checkpoints_go_on_in_one_process_and_back(two: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_go_on_in_one_process_and_back(ranks: Ranks, tmp_path: Path) -> None:
     """Parameters, moments, averages and the exported file are of all stages."""
     from safetensors.torch import load_file
 
     with shoal.init() as world:
         whole = trained(world, None, tmp_path / "whole", STEPS)
-        two.call(trained, PIPELINE, tmp_path / "parts", 2)
+        ranks.call(trained, PIPELINE, tmp_path / "parts", 2)
         trained(world, None, tmp_path / "parts", 4)
-        end = two.call(trained, PIPELINE, tmp_path / "parts", STEPS)
+        end = ranks.call(trained, PIPELINE, tmp_path / "parts", STEPS)
     for result in end:
         assert result["losses"] == pytest.approx(whole["losses"][4:], rel=1e-12)
         assert result["evaluated"] == pytest.approx(whole["evaluated"], rel=1e-12)
@@ -86,9 +80,9 @@ def resumed(world: shoal.World, directory: Path) -> tuple[int, list[Tensor]]:
     return sum(tensor.is_meta for tensor in read), [p.detach() for p in step.model.parameters()]
 
 
-def test_a_rank_reads_its_own_stages_only(two: Ranks, tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_stages_only(ranks: Ranks, tmp_path: Path) -> None:
     own = build().state_dict()
-    results = two.call(resumed, tmp_path / "run")
+    results = ranks.call(resumed, tmp_path / "run")
     assert sum(skipped for skipped, _ in results) == len(own) + len(list(build().parameters()))
 
 
@@ -98,14 +92,14 @@ def loaded(world: shoal.World, state: dict[str, Tensor]) -> list[tuple[str, Tens
     return [(name, tensor.clone()) for name, tensor in step.model.state_dict().items()]
 
 
-def test_a_file_is_loaded_by_stages(two: Ranks) -> None:
+def test_a_file_is_loaded_by_stages(ranks: Ranks) -> None:
     torch.manual_seed(9)
     state = Net().double().state_dict()
-    found = dict(itertools.chain(*two.call(loaded, state)))
+    found = dict(itertools.chain(*ranks.call(loaded, state)))
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
     del state["head.bias"]
-    for result in two.attempt(loaded, state):
+    for result in ranks.attempt(loaded, state):
         assert isinstance(result, RankError)
         assert "missing: head.bias" in str(result.error)
 
@@ -116,11 +110,11 @@ def filled(world: shoal.World) -> list[tuple[str, Tensor]]:
     return [(name, tensor.clone()) for name, tensor in model.state_dict().items()]
 
 
-def test_a_model_made_stage_by_stage_has_the_values_of_one_process(two: Ranks) -> None:
+def test_a_model_made_stage_by_stage_has_the_values_of_one_process(ranks: Ranks) -> None:
     with shoal.init() as world:
         world.reseed("weights", by_rank=False)
         expected = Net().double().state_dict()
-    found = [dict(result) for result in two.call(filled)]
+    found = [dict(result) for result in ranks.call(filled)]
     assert found[0].keys().isdisjoint(name for name in found[1])
     together = found[0] | found[1]
     assert together.keys() == expected.keys()
@@ -133,10 +127,10 @@ def balanced(world: shoal.World) -> tuple[list[float], list[str]]:
     return log(world, strategy), [name for name, _ in model.named_parameters()]
 
 
-def test_a_model_is_cut_by_what_its_parts_cost(two: Ranks) -> None:
+def test_a_model_is_cut_by_what_its_parts_cost(ranks: Ranks) -> None:
     with shoal.init() as world:
         expected = log(world, None)
-    (losses, first), (again, second) = two.call(balanced)
+    (losses, first), (again, second) = ranks.call(balanced)
     assert losses == again == pytest.approx(expected, rel=1e-12)
     assert {*first} | {*second} == {name for name, _ in build().named_parameters()}
     assert any(name.startswith("blocks") for name in first)
@@ -152,30 +146,30 @@ def stage_sizes(world: shoal.World) -> int:
     return len(list(shoal.parallelize(wide_at_the_end, world, strategy).parameters()))
 
 
-def test_what_a_function_makes_is_there_when_it_is_measured(two: Ranks) -> None:
-    assert two.call(stage_sizes) == [10, 2]
+def test_what_a_function_makes_is_there_when_it_is_measured(ranks: Ranks) -> None:
+    assert ranks.call(stage_sizes) == [10, 2]
 
 
-def test_blocks_that_run_again_in_backward(two: Ranks) -> None:
+def test_blocks_that_run_again_in_backward(ranks: Ranks) -> None:
     with shoal.init() as world:
         expected = log(world, None)
-    for losses in two.call(log, [shoal.ActivationCheckpointing(), PIPELINE]):
+    for losses in ranks.call(log, [shoal.ActivationCheckpointing(), PIPELINE]):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.long
-def test_stages_compiled(two: Ranks) -> None:
+def test_stages_compiled(ranks: Ranks) -> None:
     with shoal.init() as world:
         expected = log(world, None)
-    for losses in two.call(log, PIPELINE, build, "inductor"):
+    for losses in ranks.call(log, PIPELINE, build, "inductor"):
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_folded_schedule_carries_tied_parameters(two: Ranks) -> None:
+def test_a_folded_schedule_carries_tied_parameters(ranks: Ranks) -> None:
     with shoal.init() as world:
         expected = log(world, None, tied)
     strategy = shoal.Pipeline(split_points=("chain.1", "chain.2", "chain.4"), schedule="zbv")
-    for losses in two.call(log, strategy, tied):
+    for losses in ranks.call(log, strategy, tied):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
@@ -196,11 +190,11 @@ def joined() -> nn.Module:
     return Joined().double()
 
 
-def test_backward_in_two_parts_of_joined_tensors(two: Ranks) -> None:
+def test_backward_in_two_parts_of_joined_tensors(ranks: Ranks) -> None:
     with shoal.init() as world:
         expected = log(world, None, joined)
     strategy = shoal.Pipeline(split_points=("blocks.1", "blocks.2", "head"), schedule="zero-bubble")
-    for losses in two.call(log, strategy, joined):
+    for losses in ranks.call(log, strategy, joined):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
@@ -214,10 +208,10 @@ def growing(world: shoal.World, strategy: Any) -> list[float]:
     return losses
 
 
-def test_batches_of_any_size_follow_each_other(two: Ranks) -> None:
+def test_batches_of_any_size_follow_each_other(ranks: Ranks) -> None:
     with shoal.init() as world:
         expected = growing(world, None)
-    for losses in two.call(growing, PIPELINE):
+    for losses in ranks.call(growing, PIPELINE):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
@@ -262,10 +256,10 @@ class InPlace(Net):
 
 
 @pytest.mark.parametrize(("make", "split"), [(Spectral, "blocks.1"), (InPlace, "cut")])
-def test_what_travels_is_that_of_one_process(two: Ranks, make: Any, split: str) -> None:
+def test_what_travels_is_that_of_one_process(ranks: Ranks, make: Any, split: str) -> None:
     with shoal.init() as world:
         expected = log(world, None, seeded(make))
-    for losses in two.call(log_of, make, split):
+    for losses in ranks.call(log_of, make, split):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
@@ -306,10 +300,10 @@ def with_dropout(world: shoal.World, directory: Path, stops: list[int]) -> list[
 
 
 @pytest.mark.full
-def test_a_resumed_run_draws_the_same_noise_in_a_short_batch(two: Ranks, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_noise_in_a_short_batch(ranks: Ranks, tmp_path: Path) -> None:
     """The fourth batch is the short one of the epoch, and the first after the restore."""
-    at_once = two.call(with_dropout, tmp_path / "once", [STEPS])
-    assert two.call(with_dropout, tmp_path / "twice", [3, STEPS]) == at_once
+    at_once = ranks.call(with_dropout, tmp_path / "once", [STEPS])
+    assert ranks.call(with_dropout, tmp_path / "twice", [3, STEPS]) == at_once
 
 
 def sent_alone(world: shoal.World) -> list[str]:
@@ -328,7 +322,7 @@ def sent_alone(world: shoal.World) -> list[str]:
     return found
 
 
-def test_an_evaluation_sends_activations_as_schedules_do(two: Ranks) -> None:
-    first, last = two.call(sent_alone)
+def test_an_evaluation_sends_activations_as_schedules_do(ranks: Ranks) -> None:
+    first, last = ranks.call(sent_alone)
     assert set(first) == {"torch.int64", "torch.uint8"}  # the forms, through memory of the host
     assert last == []

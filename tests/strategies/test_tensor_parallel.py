@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import shoal
 from helpers.ranks import RankError, Ranks
 from shoal.strategies.dtensor import share
 
+LAYOUT = "tensor=2"
 pytestmark = pytest.mark.processes
 
 VOCABULARY, WIDTH, HEADS, LONGEST = 12, 8, 4, 6
@@ -99,12 +100,6 @@ def trained(world: shoal.World, plan: Any, length: int, loss: Any = cross_entrop
     return [*numbers, found["loss"], found["accuracy"]]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="tensor=2") as started:
-        yield started
-
-
 @FULL
 @pytest.mark.parametrize(
     "plan", [SEQUENCE, LOGITS, SEQUENCE | LOGITS], ids=["sequence", "logits", "both"]
@@ -113,11 +108,11 @@ def two() -> Iterator[Ranks]:
     "length", [*(pytest.param(each, marks=pytest.mark.long) for each in (1, 6)), 5]
 )
 def test_a_gpt_trains_like_one_process_at_any_length(
-    two: Ranks, plan: dict[str, str], length: int
+    ranks: Ranks, plan: dict[str, str], length: int
 ) -> None:
     with shoal.init() as world:
         expected = trained(world, PLAN, length)
-    for found in two.call(trained, plan, length):
+    for found in ranks.call(trained, plan, length):
         assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -155,9 +150,9 @@ def cost(world: shoal.World, plan: Any, loss: Any) -> tuple[float, int]:
 
 
 @pytest.mark.full
-def test_divided_sequences_and_logits_take_less_memory_and_no_more_bytes(two: Ranks) -> None:
+def test_divided_sequences_and_logits_take_less_memory_and_no_more_bytes(ranks: Ranks) -> None:
     plain, sequence, logits = (
-        two.call(cost, plan, cross_entropy)[0] for plan in (PLAN, SEQUENCE, LOGITS)
+        ranks.call(cost, plan, cross_entropy)[0] for plan in (PLAN, SEQUENCE, LOGITS)
     )
     assert sequence[0] <= plain[0]
     assert sequence[1] < plain[1]
@@ -172,15 +167,15 @@ def test_divided_sequences_and_logits_take_less_memory_and_no_more_bytes(two: Ra
         (smoothed, "mixed torch.Tensor and DTensor"),
     ],
 )
-def test_a_loss_that_needs_whole_logits_is_refused(two: Ranks, loss: Any, words: str) -> None:
-    for found in two.attempt(trained, LOGITS, LONGEST, loss):
+def test_a_loss_that_needs_whole_logits_is_refused(ranks: Ranks, loss: Any, words: str) -> None:
+    for found in ranks.attempt(trained, LOGITS, LONGEST, loss):
         assert isinstance(found, RankError)
         assert isinstance(found.error, shoal.StepError), found.text
         assert words in str(found.error)
         assert 'instead of "logits"' in str(found.error)
     with shoal.init() as world:
         expected = trained(world, PLAN, LONGEST, loss)
-    assert two.call(trained, PLAN, LONGEST, loss)[0] == pytest.approx(expected, rel=1e-9)
+    assert ranks.call(trained, PLAN, LONGEST, loss)[0] == pytest.approx(expected, rel=1e-9)
 
 
 def compiled(world: shoal.World, plan: Any, how: str) -> None:
@@ -192,8 +187,8 @@ def compiled(world: shoal.World, plan: Any, how: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "how"), [(SEQUENCE, "inductor"), (LOGITS, "inductor"), (PLAN, "script")]
 )
-def test_what_torch_cannot_compile_is_refused(two: Ranks, plan: Any, how: str) -> None:
-    for found in two.attempt(compiled, plan, how):
+def test_what_torch_cannot_compile_is_refused(ranks: Ranks, plan: Any, how: str) -> None:
+    for found in ranks.attempt(compiled, plan, how):
         assert isinstance(found, RankError)
         assert "torch cannot compile" in str(found.error)
 
@@ -265,34 +260,34 @@ BOTH = {"wide": "column", "narrow": "row"}
     ],
 )
 def test_a_plan_that_changes_the_numbers_is_refused(
-    two: Ranks, model: nn.Module, plan: dict[str, str], words: str, raw: bool
+    ranks: Ranks, model: nn.Module, plan: dict[str, str], words: str, raw: bool
 ) -> None:
-    for found in two.attempt(step_once, model, plan, raw):
+    for found in ranks.attempt(step_once, model, plan, raw):
         assert isinstance(found, RankError)
         assert isinstance(found.error, shoal.StepError), found.text
         assert words in str(found.error)
 
 
-def test_a_plan_that_fails_is_refused_and_not_a_model_that_does(two: Ranks) -> None:
-    for found in two.attempt(step_once, Between("shape"), BOTH, False):
+def test_a_plan_that_fails_is_refused_and_not_a_model_that_does(ranks: Ranks) -> None:
+    for found in ranks.attempt(step_once, Between("shape"), BOTH, False):
         assert isinstance(found, RankError)
         assert "it raises an error that the original does not raise" in str(found.error)
-    for found in two.attempt(step_once, nn.Sequential(nn.Flatten(7), Between("relu")), {}, False):
+    for found in ranks.attempt(step_once, nn.Sequential(nn.Flatten(7), Between("relu")), {}, False):
         assert isinstance(found, RankError)
         assert found.error is None  # torch's own words about dimensions
 
 
-def test_positions_that_meet_a_divided_sequence_are_named(two: Ranks) -> None:
+def test_positions_that_meet_a_divided_sequence_are_named(ranks: Ranks) -> None:
     plan = {name: way for name, way in SEQUENCE.items() if name != "positions"}
-    for found in two.attempt(trained, plan, LONGEST):
+    for found in ranks.attempt(trained, plan, LONGEST):
         assert isinstance(found, RankError)
         assert "an nn.Embedding for positions" in str(found.error)
 
 
 @pytest.mark.parametrize("raw", [False, pytest.param(True, marks=FULL)], ids=["step", "loop"])
-def test_a_derived_plan_trains(two: Ranks, raw: bool) -> None:
+def test_a_derived_plan_trains(ranks: Ranks, raw: bool) -> None:
     model = Between("relu")
     model.drop.p = 0.0
     with shoal.init() as world:
         expected = step_once(world, model, {}, raw)
-    assert two.call(step_once, model, {}, raw) == pytest.approx([expected] * 2)
+    assert ranks.call(step_once, model, {}, raw) == pytest.approx([expected] * 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from helpers.ranks import Ranks
 pytestmark = pytest.mark.processes
 
 SAMPLES, BATCH = 40, 8
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
 
 
 class Plain(nn.Module):

@@ -1,9 +1,10 @@
-"""Two models, two Steps and one loss through both: a GAN is the same on one rank and on two."""
+"""Two models, two Steps and one loss through both: the same on one rank and on two, and in one Run."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,24 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.killed_training import same
 from helpers.ranks import Ranks
+from helpers.small_training import events_of, saved
 from shoal.strategies.dtensor import whole
 
 pytestmark = pytest.mark.processes
 
 LATENT, WIDTH, SAMPLES, BATCH, STEPS = 3, 4, 22, 8, 9
-
-
 STRATEGIES: dict[str, list[shoal.DDP | shoal.FSDP]] = {
     "replicate=-1": [shoal.DDP()],
     "shard=-1": [shoal.FSDP(), shoal.FSDP(reshard_after_forward=False)],
 }
-
-
-@pytest.fixture(scope="module", params=STRATEGIES)
-def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, list[shoal.DDP | shoal.FSDP]]]:
-    with Ranks(2, layout=request.param) as started:
-        yield started, STRATEGIES[request.param]
 
 
 def networks() -> tuple[nn.Module, nn.Module]:
@@ -65,9 +60,7 @@ class Losses:
         return judged(output, True) + judged(self.critic(invented), False), len(batch)
 
 
-def train(
-    world: shoal.World, raw: bool, micro_batches: int, strategy: shoal.DDP | shoal.FSDP
-) -> list[Tensor]:
+def train(world: shoal.World, raw: bool, strategy: shoal.DDP | shoal.FSDP) -> list[Tensor]:
     gc.collect()
     generator, critic = (shoal.parallelize(network, world, strategy) for network in networks())
     losses = Losses(generator, critic)
@@ -76,7 +69,7 @@ def train(
     judge = shoal.Task(losses.of_critic, lambda batch: batch)
     step_critic = shoal.Step(critic, second, judge, clip=None if raw else 1.0)
     step_generator = shoal.Step(generator, first, shoal.Task(losses.of_generator, latent))
-    loader = shoal.Loader(data(), world, batch_size=BATCH, micro_batches=micro_batches)
+    loader = shoal.Loader(data(), world, batch_size=BATCH, micro_batches=2)
     for _, batch in zip(range(STEPS), loader.epochs(9), strict=False):
         if not raw:
             step_critic(batch)
@@ -100,7 +93,6 @@ def train(
     return [whole(p.detach()).clone() for network in (generator, critic) for p in network.parameters()]
 
 
-@pytest.fixture(scope="module")
 def specification() -> list[Tensor]:
     """The same in plain torch: whole batches, means, one process."""
     generator, critic = networks()
@@ -132,17 +124,73 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("raw", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_gan_trains_like_one_process(
-    ranks: tuple[Ranks, list[shoal.DDP | shoal.FSDP]],
-    specification: list[Tensor],
-    raw: bool,
-    micro_batches: int,
-) -> None:
-    started, strategies = ranks
-    for strategy in strategies:
-        with shoal.init(device="cpu", seed=0) as world:
-            assert distance(train(world, raw, micro_batches, strategy), specification) < 1e-9
-        for found in started.call(train, raw, micro_batches, strategy):
-            assert distance(found, specification) < 1e-9
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_gan_trains_like_one_process(world: shoal.World, two: Ranks, raw: bool) -> None:
+    expected = specification()
+    for layout, strategies in STRATEGIES.items():
+        two.divide(layout)
+        for strategy in strategies:
+            for found in (train(world, raw, strategy), *two.call(train, raw, strategy)):
+                assert distance(found, expected) < 1e-9
+
+
+class Adversaries:
+    """Two Steps in one Run. The generator learns at every second batch only."""
+
+    def __init__(self, world: shoal.World) -> None:
+        maker, _ = networks()
+        # The generator's loss runs through this BatchNorm too, on each rank with other samples.
+        layers = (nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
+        judge = nn.Sequential(*layers).double()
+        losses = Losses(shoal.parallelize(maker, world), shoal.parallelize(judge, world))
+        tasks = {
+            "judge": (judge, shoal.Task(losses.of_critic, lambda batch: batch)),
+            "maker": (maker, shoal.Task(losses.of_generator, latent)),
+        }
+        self.steps = {
+            name: shoal.Step(model, torch.optim.Adam(model.parameters(), lr=1e-2), task)
+            for name, (model, task) in tasks.items()
+        }
+        self.data = shoal.Loader(data(), world, batch_size=BATCH)
+
+    def train(self, run: shoal.Run, batches: int, every: int) -> None:
+        judge, maker = self.steps["judge"], self.steps["maker"]
+        for batch in self.data.epochs(100):
+            judge(batch)
+            if judge.number % 2 == 0:
+                maker(batch)
+            run.tick(every=every)
+            if judge.number == batches:
+                break
+
+
+def adversaries(world: shoal.World, directory: Path, stops: list[int]) -> dict[str, Any]:
+    """Train up to each of the stops, each time with new objects that restore."""
+    for stop in stops:
+        gan = Adversaries(world)
+        with shoal.Run(directory, gan.steps, gan.data) as run:
+            assert (run.restore() is None) == (stop == stops[0])
+            gan.train(run, stop, every=10)
+    return {name: step.state_dict() for name, step in gan.steps.items()}
+
+
+def test_two_steps_in_one_run(two: Ranks, tmp_path: Path) -> None:
+    two.divide("replicate=-1")
+    expected = two.call(adversaries, tmp_path / "whole", [14])
+    assert same(two.call(adversaries, tmp_path / "parts", [11, 14]), expected)
+    for rank in range(2):
+        steps = events_of(tmp_path / "whole", "step", rank)
+        made = [(event["step"], event["first"]) for event in steps if event["name"] == "maker"]
+        judged = [(event["step"], event["first"]) for event in steps if event["name"] == "judge"]
+        assert [step for step, _ in judged] == list(range(1, 15))
+        # Each step once, with the batch that it was taken on.
+        assert made == [(step // 2, first) for step, first in judged if step % 2 == 0]
+
+
+def test_the_first_of_several_steps_counts(world: shoal.World, tmp_path: Path) -> None:
+    """One that waits at a step, while another goes on, is not saved at each batch of the other."""
+    gan = Adversaries(world)
+    with shoal.Run(tmp_path, dict(reversed(gan.steps.items())), gan.data, keep=9) as run:
+        gan.train(run, 8, every=2)
+    assert saved(tmp_path) == [2, 4]
+    assert len(events_of(tmp_path, "save")) == 2

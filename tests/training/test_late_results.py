@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.killed_training import same
+from helpers.small_training import backward, cross_entropy, events_of, sgd
 from shoal.data.step_result import LateResult
 from shoal.strategies import engine_of
 from shoal.training.loss_scale import LossScale
-from shoal.training.pending_step import could_fuse
+from shoal.training.train_state import could_fuse
 from shoal.util.accelerator import HostCopy
 from shoal.util.errors import StepError
 
@@ -48,10 +49,6 @@ def samples(dtype: torch.dtype = torch.float32, *, bad: int | None = None) -> tu
     return inputs, torch.randint(0, 3, (SAMPLES,), generator=generator)
 
 
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
-
-
 class Training:
     """A model and everything that a step changes."""
 
@@ -68,42 +65,20 @@ class Training:
         self.model = shoal.parallelize(network(dtype), world)
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.9)
-        task = shoal.Task(loss)
-        self.step = shoal.Step(
-            self.model, self.optimizer, task, clip=clip, schedule=self.schedule, result=result
-        )
+        options: dict[str, Any] = {"clip": clip, "schedule": self.schedule, "result": result}
+        self.step = shoal.Step(self.model, self.optimizer, shoal.Task(cross_entropy), **options)
         data = samples(dtype, bad=bad)
-        self.loader = shoal.Loader(
-            data, world, batch_size=BATCH, micro_batches=2, shuffle=False, seed_transforms=False
-        )
+        self.loader = shoal.Loader(data, world, batch_size=BATCH, micro_batches=2, shuffle=False)
         self.ema = shoal.EMA(self.model, decay=0.5)
+
+    def run(self, directory: Path) -> shoal.Run:
+        return shoal.Run(directory, self.step, self.loader, trackers=())
 
     def state(self) -> dict[str, Any]:
         """A copy of what a step changes."""
-        return copy.deepcopy(
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "schedule": self.schedule.state_dict(),
-                "number": self.step.number,
-            }
-        )
-
-
-def assert_same(ours: Any, theirs: Any, place: str = "") -> None:
-    """Both are the same, to the bit."""
-    if isinstance(theirs, Tensor):
-        assert torch.equal(ours, theirs), place
-    elif isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys(), place
-        for key in theirs:
-            assert_same(ours[key], theirs[key], f"{place}/{key}")
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs), place
-        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(one, other, f"{place}/{index}")
-    else:
-        assert ours == theirs, place
+        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        state = {name: part.state_dict() for name, part in parts.items()}
+        return copy.deepcopy(state | {"number": self.step.number})
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -121,7 +96,7 @@ def test_late_results_are_those_of_now(
             results[mode].append(training.step(batch))
             training.ema.update()
         states[mode] = training.state() | {"ema": training.ema.state_dict()}
-    assert_same(states["late"], states["now"])
+    assert same(states["late"], states["now"])
     for late, now in zip(results["late"], results["now"], strict=True):
         assert isinstance(late, LateResult)
         assert late[:4] == now[:4]
@@ -141,7 +116,7 @@ def test_the_error_comes_one_step_late_and_nothing_has_changed(world: shoal.Worl
                 assert f"samples {bad * BATCH} to {bad * BATCH + BATCH - 1}" in str(raised.value)
                 break
             training.step(batch)
-        assert_same(training.state(), before)
+        assert same(training.state(), before)
         assert training.step.last is last
         assert training.loader.consumed == bad * BATCH
 
@@ -161,13 +136,13 @@ def test_a_loop_that_catches_the_error_continues(world: shoal.World) -> None:
     for number, batch in enumerate(reference.loader.epochs(1)):
         if number not in (1, 2):
             reference.step(batch)
-    assert_same(training.state(), reference.state())
+    assert same(training.state(), reference.state())
 
 
 @pytest.mark.parametrize("what", ["save", "evaluate", "state", "export", "loop", "other"])
 def test_a_result_is_looked_at_first(world: shoal.World, tmp_path: Path, what: str) -> None:
     training = Training(world, bad=1)
-    with shoal.Run(tmp_path / "run", training.step, training.loader, trackers=()) as run:
+    with training.run(tmp_path / "run") as run:
         batches = training.loader.epochs(1)
         training.step(next(batches))
         before = training.state()
@@ -179,24 +154,22 @@ def test_a_result_is_looked_at_first(world: shoal.World, tmp_path: Path, what: s
             if what == "save":
                 run.save()
             elif what == "evaluate":
-                shoal.evaluate(training.model, samples(), task=shoal.Task(loss))
+                shoal.evaluate(training.model, samples(), task=shoal.Task(cross_entropy))
             elif what == "state":
                 training.step.state_dict()
             elif what == "export":
                 shoal.export(training.model, tmp_path / "model.pt")
             elif what == "other":
-                task = shoal.Task(loss)
-                shoal.Step(training.model, training.optimizer, task, result="late")(next(batches))
+                other = training.optimizer, shoal.Task(cross_entropy)
+                shoal.Step(training.model, *other, result="late")(next(batches))
             else:
                 training.step.check_loop = lambda: None  # type: ignore[method-assign]
-                micro = next(iter(batch))
-                total, count = loss(training.model(micro[0]), micro)
-                batch.backward(total=total, count=count, model=training.model)
+                backward(batch, training.model, cross_entropy)
 
         assert not torch.tensor(result.loss).isfinite()  # reading does not raise
         with pytest.raises(StepError, match="late"):
             look()
-        assert_same(training.state(), before)
+        assert same(training.state(), before)
         if what != "other":
             assert training.loader.consumed == BATCH
         engine_of(training.model).settle()  # it is raised once
@@ -205,40 +178,28 @@ def test_a_result_is_looked_at_first(world: shoal.World, tmp_path: Path, what: s
 
 def train(training: Training, directory: Path | None = None, error: Exception | None = None) -> None:
     """Train for an epoch, in a Run or without one; then the script may fail."""
-    if directory is None:
+    with nullcontext() if directory is None else training.run(directory) as run:
         for batch in training.loader.epochs(1):
             training.step(batch)
-    else:
-        with shoal.Run(directory, training.step, training.loader, trackers=()) as run:
-            for batch in training.loader.epochs(1):
-                training.step(batch)
+            if run is not None:
                 run.tick()
-            if error is not None:
-                raise error
-    if error is not None:
-        raise error
+        if error is not None:
+            raise error
 
 
 def test_the_end_of_a_run_looks_at_the_last_result(world: shoal.World, tmp_path: Path) -> None:
     with pytest.raises(StepError, match=r"loss of nan.*late"):
         train(Training(world, bad=4), tmp_path)
-    events = read(tmp_path)
-    assert [event["step"] for event in events if event["event"] == "steps"] == [[1, 2, 3, 4]]
-    ended = events[-1]
+    assert [event["step"] for event in events_of(tmp_path, "step")] == [1, 2, 3, 4]
+    ended = events_of(tmp_path)[-1]
     assert (ended["event"], ended["step"], ended["error"]) == ("end", 4, "StepError")
 
 
-def in_a_world(error: Exception | None) -> None:
-    with shoal.init(device="cpu") as world:
-        training = Training(world, bad=4)
-        train(training, error=error)
-
-
-def test_the_end_of_the_world_looks_at_the_last_result() -> None:
-    with pytest.raises(StepError, match="late"):
-        in_a_world(None)
-    with pytest.raises(KeyError, match="mine"):  # an error of the script is not covered up
-        in_a_world(KeyError("mine"))
+@pytest.mark.parametrize("error", [None, KeyError("mine")])  # an error of the script is not covered up
+def test_the_end_of_the_world_looks_at_the_last_result(error: Exception | None) -> None:
+    expected = pytest.raises(StepError, match="late") if error is None else pytest.raises(KeyError)
+    with expected, shoal.init(device="cpu") as world:
+        train(Training(world, bad=4), error=error)
 
 
 @pytest.mark.full
@@ -288,7 +249,7 @@ def test_a_run_ends_even_if_its_last_result_cannot_be_read(
     def train() -> None:
         training = Training(world)
         batches = training.loader.epochs(1)
-        with shoal.Run(tmp_path, training.step, training.loader, trackers=()) as run:
+        with training.run(tmp_path) as run:
             training.step(next(batches))
             run.tick()
             training.step(next(batches))
@@ -296,26 +257,19 @@ def test_a_run_ends_even_if_its_last_result_cannot_be_read(
 
     with pytest.raises(RuntimeError, match="device-side assert"):
         train()
-    assert read(tmp_path)[-1]["error"] == "RuntimeError"
-
-
-def read(directory: Path) -> list[dict[str, Any]]:
-    lines = (directory / "events/rank-0.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    assert events_of(tmp_path)[-1]["error"] == "RuntimeError"
 
 
 def test_events_are_those_of_now(world: shoal.World, tmp_path: Path) -> None:
     columns: dict[str, list[tuple[Any, ...]]] = {}
     for mode in ("now", "late"):
         training = Training(world, mode)
-        with shoal.Run(tmp_path / mode, training.step, training.loader, trackers=()) as run:
+        with training.run(tmp_path / mode) as run:
             for batch in training.loader.epochs(2):
                 training.step(batch)
                 run.tick(every=3)
-        blocks = [event for event in read(tmp_path / mode) if event["event"] == "steps"]
         names = ("step", "first", "size", "loss", "norm", "counted")
-        rows = [row for block in blocks for row in zip(*(block[n] for n in names), strict=True)]
-        columns[mode] = rows
+        columns[mode] = [tuple(event[n] for n in names) for event in events_of(tmp_path / mode, "step")]
     assert columns["late"] == columns["now"]
     assert [row[0] for row in columns["late"]] == list(range(1, 11))
 
@@ -331,7 +285,7 @@ def test_the_time_of_a_device_is_taken_when_its_result_is_known(
 
     monkeypatch.setattr(world.timeline, "hosts", False, raising=False)
     training = Training(world)
-    run = shoal.Run(tmp_path, training.step, training.loader, trackers=())
+    run = training.run(tmp_path)
     batches = training.loader.epochs(1)
     with run:
         training.step(next(batches))
@@ -342,29 +296,26 @@ def test_the_time_of_a_device_is_taken_when_its_result_is_known(
         assert taken == [0, 1]  # the first for step 1, whose result is known by now
         run.save()
         assert taken == [0, 1, 2]
-    blocks = [event for event in read(tmp_path) if event["event"] == "steps"]
-    assert [step for event in blocks for step in event["step"]] == [1, 2]
+    assert [event["step"] for event in events_of(tmp_path, "step")] == [1, 2]
 
 
 def test_a_step_that_was_taken_back_is_not_recorded(world: shoal.World, tmp_path: Path) -> None:
     training = Training(world, bad=1)
-    with shoal.Run(tmp_path, training.step, training.loader, trackers=()) as run:
+    with training.run(tmp_path) as run:
         for batch in training.loader.epochs(1):
             try:
                 training.step(batch)
             except StepError:
                 continue
             run.tick()
-    blocks = [event for event in read(tmp_path) if event["event"] == "steps"]
-    rows = [row for block in blocks for row in zip(block["step"], block["first"], strict=True)]
+    rows = [(event["step"], event["first"]) for event in events_of(tmp_path, "step")]
     assert rows == [(1, 0), (2, 3 * BATCH), (3, 4 * BATCH)]
 
 
 def test_an_error_of_the_script_loses_no_event(world: shoal.World, tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         train(Training(world), tmp_path, KeyError())
-    blocks = [event for event in read(tmp_path) if event["event"] == "steps"]
-    assert [step for event in blocks for step in event["step"]] == [1, 2, 3, 4, 5]
+    assert [event["step"] for event in events_of(tmp_path, "step")] == [1, 2, 3, 4, 5]
 
 
 def test_a_resumed_run_ends_with_the_same_bits(world: shoal.World, tmp_path: Path) -> None:
@@ -374,13 +325,13 @@ def test_a_resumed_run_ends_with_the_same_bits(world: shoal.World, tmp_path: Pat
     engine_of(whole.model).settle()
     for epochs in (1, 2):
         part = Training(world)
-        with shoal.Run(tmp_path, part.step, part.loader, trackers=()) as run:
+        with part.run(tmp_path) as run:
             run.restore()
             for batch in part.loader.epochs(epochs):
                 part.step(batch)
                 run.tick()
             run.save()
-    assert_same(part.state(), whole.state())
+    assert same(part.state(), whole.state())
 
 
 def test_a_state_that_is_loaded_replaces_a_failed_step(world: shoal.World) -> None:
@@ -425,13 +376,9 @@ def test_a_late_result_is_a_step_result(world: shoal.World) -> None:
     assert not late.skipped
 
 
-def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
-
-
 def test_steps_that_cannot_be_late(world: shoal.World) -> None:
     model = shoal.parallelize(network(), world)
-    task = shoal.Task(loss)
+    task = shoal.Task(cross_entropy)
     with pytest.raises(StepError, match="result='later'"):
         shoal.Step(model, sgd(model), task, result="later")
     with pytest.raises(StepError, match=r"SGD can't skip a step.*SGD\(…, fused=True\)"):
@@ -445,10 +392,8 @@ def test_steps_that_cannot_be_late(world: shoal.World) -> None:
     assert (step.result_mode.value, LossScale().value) == ("now", 65536.0)
     late = shoal.Step(model, sgd(model, fused=True), task, result="late")
     batch = next(shoal.Loader(samples(), world, batch_size=BATCH).epochs(1))
-    micro = next(iter(batch))
-    total, count = loss(model(micro[0]), micro)
     with pytest.raises(StepError, match=r"in a custom training loop.*result"):
-        batch.backward(total=total, count=count, model=model)
+        backward(batch, model, cross_entropy)
     assert late.result_mode.value == "late"
 
 
@@ -463,7 +408,7 @@ def test_an_accelerator_decides_by_the_optimizer(
     )
     for fused, mode in ((True, "late"), (False, "now")):
         model = shoal.parallelize(network(), world)
-        step = shoal.Step(model, sgd(model, fused=fused), shoal.Task(loss))
+        step = shoal.Step(model, sgd(model, fused=fused), shoal.Task(cross_entropy))
         step(next(shoal.Loader(samples(), world, batch_size=BATCH).epochs(1)))
         assert step.result_mode.value == mode
         out = capsys.readouterr().out
@@ -475,7 +420,7 @@ def test_an_optimizer_that_has_no_fused_form_is_not_told_to_fuse(
 ) -> None:
     model = shoal.parallelize(network(), world)
     monkeypatch.setattr("shoal.training.pending_step.is_accelerator", lambda device: True)
-    step = shoal.Step(model, torch.optim.RMSprop(model.parameters()), shoal.Task(loss))
+    step = shoal.Step(model, torch.optim.RMSprop(model.parameters()), shoal.Task(cross_entropy))
     assert step.result_mode.reason == (
         "RMSprop can't skip a step on the device, as torch's fused optimizers can"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.killed_training import same
 from helpers.ranks import Ranks
+from helpers.small_training import sgd
 from shoal.strategies.dtensor import is_divided, share
 from shoal.util.errors import StepError
 
@@ -54,14 +55,8 @@ class Training:
         )
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.9)
         self.model = model
-        self.step = shoal.Step(
-            model,
-            self.optimizer,
-            shoal.Task(loss),
-            clip=0.1,
-            schedule=self.schedule,
-            result=result,
-        )
+        options: dict[str, Any] = {"clip": 0.1, "schedule": self.schedule, "result": result}
+        self.step = shoal.Step(model, self.optimizer, shoal.Task(loss), **options)
         generator = torch.Generator().manual_seed(1)
         inputs = torch.randn(BATCH * STEPS, 4, generator=generator).double()
         if bad is not None:
@@ -81,24 +76,17 @@ class Training:
         return [*held, *rates, self.step.number, self.schedule.last_epoch]
 
 
-def same(ours: list[Any], theirs: list[Any]) -> bool:
-    return len(ours) == len(theirs) and all(
-        torch.equal(one, other) if isinstance(one, Tensor) else one == other
-        for one, other in zip(ours, theirs, strict=True)
-    )
-
-
 def trained(world: shoal.World, way: str) -> tuple[bool, bool]:
-    """Whether parameters and results are the same, late and at once."""
+    """Whether parameters and results are the same, at once and late, read at each step or after all."""
     states, results = [], []
-    for mode in ("now", "late"):
+    for mode, read in (("now", True), ("late", True), ("late", False)):
         training = Training(world, way, mode)
-        results.append([training.step(batch)[:4] for batch in training.loader.epochs(2)])
+        found = []
+        for batch in training.loader.epochs(2):
+            result = training.step(batch)
+            found.append(result[:4] if read else result)
         states.append(training.state())
-    late = Training(world, way, "late")
-    unread = [late.step(batch) for batch in late.loader.epochs(2)]
-    states.append(late.state())
-    results.append([result[:4] for result in unread])
+        results.append([result[:4] for result in found])
     return all(same(state, states[0]) for state in states), results[0] == results[1] == results[2]
 
 
@@ -133,32 +121,18 @@ def failed(world: shoal.World, way: str, directory: Path) -> tuple[Any, ...]:
     return told, unchanged, saved.name, on, restored.position, resumed, again.step.number
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_late_results_are_those_of_now(ranks: Ranks, way: str) -> None:
-    ranks.divide(WAYS[way][0])
-    assert ranks.call(trained, way) == [(True, True)] * 2
-
-
-@pytest.mark.full
-def test_late_results_of_three_ranks_are_those_of_now() -> None:
-    with Ranks(3) as ranks:
-        for way in ("DDP", "FSDP"):
-            ranks.divide(WAYS[way][0])
-            assert ranks.call(trained, way) == [(True, True)] * 3
+def test_late_results_are_those_of_now(two: Ranks, way: str) -> None:
+    two.divide(WAYS[way][0])
+    assert two.call(trained, way) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.full] * (way in ("FSDP", "Tensor"))) for way in WAYS]
 )
-def test_all_ranks_raise_and_nothing_has_changed(ranks: Ranks, way: str, tmp_path: Path) -> None:
-    ranks.divide(WAYS[way][0])
-    for told, *found in ranks.call(failed, way, tmp_path):
+def test_all_ranks_raise_and_nothing_has_changed(two: Ranks, way: str, tmp_path: Path) -> None:
+    two.divide(WAYS[way][0])
+    for told, *found in two.call(failed, way, tmp_path):
         assert "over all ranks" in told
         assert "seen late" in told
         assert found == [True, "step-2", 3, 2 * BATCH, True, 5]
@@ -166,15 +140,12 @@ def test_all_ranks_raise_and_nothing_has_changed(ranks: Ranks, way: str, tmp_pat
 
 def compressed(world: shoal.World) -> str:
     model = shoal.parallelize(Net(), world, shoal.DDP(compression="bf16"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    try:
-        shoal.Step(model, optimizer, shoal.Task(loss), result="late")
-    except StepError as error:
-        return error.found
-    return ""
+    with pytest.raises(StepError) as refused:
+        shoal.Step(model, sgd(model, fused=True), shoal.Task(loss), result="late")
+    return refused.value.found
 
 
-def test_compressed_gradients_are_not_late(ranks: Ranks) -> None:
-    ranks.divide("replicate=-1")
-    for found in ranks.call(compressed):
+def test_compressed_gradients_are_not_late(two: Ranks) -> None:
+    two.divide("replicate=-1")
+    for found in two.call(compressed):
         assert "error feedback of compressed gradients" in found

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.small_training import backward, cross_entropy, mean_cross_entropy, take
 from shoal.distributed import speed_hints
 from shoal.util.errors import CheckpointError, StepError
 
@@ -32,86 +33,81 @@ class Parts:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.data = shoal.Loader((X, Y), world, batch_size=BATCH, micro_batches=2)
 
-    def step(self, loss: Callable[..., Any] | None = None, **options: Any) -> shoal.Step:
-        return shoal.Step(self.model, self.optimizer, shoal.Task(loss or total), **options)
+    @property
+    def batch(self) -> Any:
+        """The first one of an epoch."""
+        return next(self.data.epochs(1))
 
-    def take(self, batch: shoal.Batch, *, finish: bool = True) -> None:
-        for x, y in batch:
-            loss = F.cross_entropy(self.model(x), y, reduction="sum")
-            batch.backward(total=loss, count=len(y), model=self.model)
-        if finish:
-            batch.finish(self.model)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def step(self, loss: Callable[..., Any] = cross_entropy, **options: Any) -> shoal.Step:
+        return shoal.Step(self.model, self.optimizer, shoal.Task(loss), **options)
 
+    def run(self, directory: Path, **options: Any) -> shoal.Run:
+        optimizer = self.optimizer
+        return shoal.Run(directory, self.model, self.data, optimizer=optimizer, trackers=(), **options)
 
-def total(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+    def backward(self, batch: shoal.Batch) -> None:
+        backward(batch, self.model, cross_entropy)
 
-
-def mean(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1]), len(batch[1])
+    def take(self, batch: shoal.Batch) -> None:
+        take(batch, self.model, self.optimizer, cross_entropy)
 
 
-def gradients(world: shoal.World, reduction: str, count: Callable[[Tensor], Any]) -> tuple[Any, Tensor]:
-    parts = Parts(world)
-    batch = next(parts.data.epochs(1))
-    for x, y in batch:
-        loss = F.cross_entropy(parts.model(x), y, reduction=reduction)
-        named = {"total" if reduction == "sum" else "mean": loss}
-        batch.backward(**named, count=count(y), model=parts.model)
-    result = batch.finish(parts.model)
-    return result, torch.cat([p.grad.flatten() for p in parts.model.parameters() if p.grad is not None])
+@pytest.fixture
+def parts(world: shoal.World) -> Parts:
+    return Parts(world)
 
 
 @pytest.mark.parametrize(
     "count", [len, lambda y: torch.tensor(len(y)), lambda y: torch.tensor([len(y)])]
 )
-def test_a_mean_and_a_total_give_the_same_gradients(
-    world: shoal.World, count: Callable[[Tensor], Any]
-) -> None:
-    first, of_sum = gradients(world, "sum", len)
-    second, of_mean = gradients(world, "mean", count)
+def test_a_mean_and_a_total_give_the_same_gradients(world: shoal.World, count: Any) -> None:
+    found = []
+    for name, reduction, counted in (("total", "sum", len), ("mean", "mean", count)):
+        parts = Parts(world)
+        batch = parts.batch
+        for x, y in batch:
+            loss = F.cross_entropy(parts.model(x), y, reduction=reduction)
+            batch.backward(**{name: loss}, count=counted(y), model=parts.model)
+        result = batch.finish(parts.model)
+        found.append((result, [p.grad for p in parts.model.parameters()]))
+    (first, of_sum), (second, of_mean) = found
     torch.testing.assert_close(of_mean, of_sum)
     assert second.loss == pytest.approx(first.loss, rel=1e-6)
     assert isinstance(first, shoal.StepResult)
     assert first._fields[:4] == ("loss", "norm", "counted", "skipped")
-    assert first.counted == BATCH
-    assert not first.skipped
+    assert (first.counted, first.skipped) == (BATCH, False)
+
+
+ONE = torch.tensor(1.0)
 
 
 @pytest.mark.parametrize(
     ("positional", "named", "given", "found"),
     [
-        ((1.0, 4), {}, r"batch.backward\(…, …\)", "could be a sum or a mean"),
-        ((1.0,), {"count": 4}, r"batch.backward\(…, count=…\)", "positional arguments"),
-        ((), {"total": 1.0, "mean": 1.0, "count": 4}, "total=…, mean=…", "both a total and a mean"),
+        ((ONE, 4), {}, r"batch.backward\(…, …\)", "could be a sum or a mean"),
+        ((ONE,), {"count": 4}, r"batch.backward\(…, count=…\)", "positional arguments"),
+        ((), {"total": ONE, "mean": ONE, "count": 4}, "total=…, mean=…", "both a total and a mean"),
         ((), {"count": 4}, r"batch.backward\(count=…\)", "no loss"),
-        ((), {"total": 1.0}, r"batch.backward\(total=…\)", "no count"),
+        ((), {"total": ONE}, r"batch.backward\(total=…\)", "no count"),
         ((), {"mean": torch.ones(2), "count": 4}, "mean=…, count=…", r"a loss of shape \(2,\)"),
     ],
 )
 def test_a_loss_that_does_not_say_what_it_is_raises(
-    world: shoal.World, positional: tuple[Any, ...], named: dict[str, Any], given: str, found: str
+    parts: Parts, positional: tuple[Any, ...], named: dict[str, Any], given: str, found: str
 ) -> None:
-    parts = Parts(world)
-    batch: Any = next(parts.data.epochs(1))
+    batch = parts.batch
     next(iter(batch))
-    tensors = [torch.tensor(each) if each == 1.0 else each for each in positional]
-    if "mean" not in named or "total" in named:
-        named = {name: torch.tensor(v) if v == 1.0 else v for name, v in named.items()}
     with pytest.raises(StepError, match=found) as caught:
-        batch.backward(*tensors, **named)
+        batch.backward(*positional, **named)
     assert re.search(given, caught.value.given)
     assert "batch.backward(total=" in caught.value.fix
 
 
-def test_the_loss_of_a_step_over_the_model_is_tried_in_its_loop(world: shoal.World) -> None:
-    parts = Parts(world)
-    step = parts.step(mean)
+def test_the_loss_of_a_step_over_the_model_is_tried_in_its_loop(parts: Parts) -> None:
+    step = parts.step(mean_cross_entropy)
     before = [p.detach().clone() for p in parts.model.parameters()]
     with pytest.raises(StepError, match="it is a mean, not a sum"):
-        parts.take(next(parts.data.epochs(1)))
+        parts.take(parts.batch)
     assert step.number == 0
     assert all(map(torch.equal, before, parts.model.parameters()))
     assert all(p.grad is None for p in parts.model.parameters())
@@ -127,26 +123,26 @@ def test_the_loss_of_a_step_over_the_model_is_tried_in_its_loop(world: shoal.Wor
     ],
 )
 def test_options_of_a_step_that_a_loop_would_ignore_raise(
-    world: shoal.World, option: str, value: Any, fix: str
+    parts: Parts, option: str, value: Any, fix: str
 ) -> None:
-    parts = Parts(world)
     if option == "schedule":
         value = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1)
     step = parts.step(**{option: value})
     with pytest.raises(StepError, match=f"no effect: {option}") as caught:
-        parts.take(next(parts.data.epochs(1)))
+        parts.take(parts.batch)
     assert re.search(fix, caught.value.fix)
     assert "step(batch)" in caught.value.fix
     assert step.number == 0
     del step, caught
     gc.collect()
-    parts.take(next(parts.data.epochs(1)))  # a Step that no longer exists has no say
+    parts.take(parts.batch)  # a Step that no longer exists has no say
 
 
-def test_a_forgotten_finish_raises_at_the_next_batch(world: shoal.World) -> None:
-    parts = Parts(world)
+def test_a_forgotten_finish_raises_at_the_next_batch(parts: Parts) -> None:
     first, second, third = parts.data.epochs(1)
-    parts.take(first, finish=False)
+    parts.backward(first)
+    parts.optimizer.step()
+    parts.optimizer.zero_grad()
     with pytest.raises(
         StepError, match=r"stepped on the previous batch without batch\.finish"
     ) as caught:
@@ -155,23 +151,11 @@ def test_a_forgotten_finish_raises_at_the_next_batch(world: shoal.World) -> None
     parts.take(third)
 
 
-def test_a_batch_whose_gradients_were_cleared_without_a_step_is_skipped(world: shoal.World) -> None:
-    parts = Parts(world)
-    first, second, _ = parts.data.epochs(1)
-    for x, y in first:
-        first.backward(total=F.cross_entropy(parts.model(x), y, reduction="sum"), count=len(y))
-    parts.optimizer.zero_grad()
-    parts.take(second)
-
-
 def trained(world: shoal.World, directory: Path, form: str, epochs: int) -> tuple[int, list[Tensor]]:
     """Training to the end of an epoch, saved by a Run of a Step or of a model."""
     parts = Parts(world)
-    run = (
-        shoal.Run(directory, parts.step(), parts.data, trackers=())
-        if form == "step"
-        else shoal.Run(directory, parts.model, parts.data, optimizer=parts.optimizer, trackers=())
-    )
+    of_step = form == "step"
+    run = shoal.Run(directory, parts.step(), parts.data) if of_step else parts.run(directory)
     with run:
         run.restore()
         for batch in parts.data.epochs(epochs):
@@ -198,9 +182,8 @@ def test_a_run_takes_several_models_by_name(world: shoal.World, tmp_path: Path) 
     models = {"first": first.model, "second": second.model}
     optimizers = {"first": first.optimizer, "second": second.optimizer}
     schedule = torch.optim.lr_scheduler.StepLR(second.optimizer, 1, 0.5)
-    with shoal.Run(
-        tmp_path, models, first.data, optimizer=optimizers, schedule={"second": schedule}, trackers=()
-    ) as run:
+    options: dict[str, Any] = {"optimizer": optimizers, "schedule": {"second": schedule}}
+    with shoal.Run(tmp_path, models, first.data, **options) as run:
         for batch in first.data.epochs(1):
             first.take(batch)
             second.take(batch)
@@ -210,9 +193,7 @@ def test_a_run_takes_several_models_by_name(world: shoal.World, tmp_path: Path) 
     names = {name: state.number for name, state in run.train_states.items()}
     assert names == {"first": 3, "second": 3}
     schedule.load_state_dict(torch.optim.lr_scheduler.StepLR(second.optimizer, 1, 0.5).state_dict())
-    with shoal.Run(
-        tmp_path, models, first.data, optimizer=optimizers, schedule={"second": schedule}, trackers=()
-    ) as run:
+    with shoal.Run(tmp_path, models, first.data, **options) as run:
         run.restore()
         assert schedule.last_epoch == 3
 
@@ -228,9 +209,9 @@ def test_a_run_takes_several_models_by_name(world: shoal.World, tmp_path: Path) 
     ],
 )
 def test_what_a_run_cannot_save_raises(
-    world: shoal.World, tmp_path: Path, arguments: Callable[[Parts], Any], found: str
+    parts: Parts, tmp_path: Path, arguments: Callable[[Parts], Any], found: str
 ) -> None:
-    positional, named = arguments(Parts(world))
+    positional, named = arguments(parts)
     with pytest.raises(StepError, match=found):
         shoal.Run(tmp_path, *positional, **named)
 
@@ -241,9 +222,7 @@ def scheduled(
     """Train with a schedule that the loop steps `steps(batch)` times after each batch."""
     parts = Parts(world)
     schedule = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1, 0.5)
-    with shoal.Run(
-        directory, parts.model, parts.data, optimizer=parts.optimizer, schedule=schedule, trackers=()
-    ) as run:
+    with parts.run(directory, schedule=schedule) as run:
         run.restore()
         for batch in parts.data.epochs(epochs):
             parts.take(batch)
@@ -269,20 +248,18 @@ def test_a_schedule_is_stepped_by_the_loop_and_saved_by_the_run(
         trained(world, tmp_path / "a", "model", 3)
 
 
-def test_a_model_is_evaluated_with_a_task(world: shoal.World) -> None:
-    parts = Parts(world)
-    found = shoal.evaluate(parts.model, (X, Y), task=shoal.Task(total))
+def test_a_model_is_evaluated_with_a_task(parts: Parts) -> None:
+    task = shoal.Task(cross_entropy)
+    found = shoal.evaluate(parts.model, (X, Y), task=task)
     assert found == shoal.evaluate(parts.step(), (X, Y))
     with torch.autocast("cpu", torch.bfloat16):
-        rounded = shoal.evaluate(parts.model, (X, Y), task=shoal.Task(total))
+        rounded = shoal.evaluate(parts.model, (X, Y), task=task)
     assert rounded["loss"] != found["loss"]
     assert rounded["loss"] == pytest.approx(found["loss"], rel=0.01)
-    for wrong in (
-        lambda: shoal.evaluate(parts.model, (X, Y)),
-        lambda: shoal.evaluate(parts.step(), (X, Y), task=shoal.Task(total)),
-    ):
-        with pytest.raises(StepError, match="Task"):
-            wrong()
+    with pytest.raises(StepError, match="Task"):
+        shoal.evaluate(parts.model, (X, Y))
+    with pytest.raises(StepError, match="Task"):
+        shoal.evaluate(parts.step(), (X, Y), task=task)
 
 
 def compiled(module: nn.Module, seen: list[int]) -> Any:
@@ -316,19 +293,13 @@ def test_a_model_compiled_before_keeps_its_names_and_runs_compiled(
     assert list(torch.load(path)) == ["weight", "bias"]
 
 
-def test_a_model_compiled_after_is_known_by_its_bare_model(world: shoal.World, tmp_path: Path) -> None:
-    parts = Parts(world)
-    whole: Any = compiled(parts.model, [])
-    batch = next(parts.data.epochs(1))
-    for x, y in batch:
-        loss = F.cross_entropy(whole(x), y, reduction="sum")
-        batch.backward(total=loss, count=len(y), model=whole)
-    batch.finish(whole)
-    parts.optimizer.step()
+def test_a_model_compiled_after_is_known_by_its_bare_model(parts: Parts, tmp_path: Path) -> None:
+    whole = compiled(parts.model, [])
+    take(parts.batch, whole, parts.optimizer, cross_entropy)
     seen: list[int] = []
-    step = shoal.Step(compiled(parts.model, seen), parts.optimizer, shoal.Task(total))
+    step = shoal.Step(compiled(parts.model, seen), parts.optimizer, shoal.Task(cross_entropy))
     assert step.model is parts.model
-    step(next(parts.data.epochs(1)))
+    step(parts.batch)
     assert seen
     assert list(shoal.EMA(whole).state_dict()["averages"]) == ["weight", "bias"]
     path = shoal.export(whole, tmp_path / "model.safetensors")
@@ -341,13 +312,11 @@ def test_models_that_can_only_be_compiled_in_parts_raise(world: shoal.World) -> 
         shoal.parallelize(compiled(net, []), world, shoal.ActivationCheckpointing(modules=("0", "1")))
 
 
-def test_a_skipped_batch_leaves_the_parameters_to_other_code(world: shoal.World) -> None:
+def test_a_skipped_batch_leaves_the_parameters_to_other_code(parts: Parts) -> None:
     """Averages that are swapped in for an evaluation, or a state that is loaded, are no step."""
-    parts = Parts(world)
     ema = shoal.EMA(parts.model)
     first, second, _ = parts.data.epochs(1)
-    for x, y in first:
-        first.backward(total=F.cross_entropy(parts.model(x), y, reduction="sum"), count=len(y))
+    parts.backward(first)
     parts.optimizer.zero_grad()
     with ema.applied():
         pass
@@ -355,13 +324,10 @@ def test_a_skipped_batch_leaves_the_parameters_to_other_code(world: shoal.World)
     parts.take(second)
 
 
-def test_a_schedule_may_be_loaded_after_the_run_was_opened(world: shoal.World, tmp_path: Path) -> None:
-    parts = Parts(world)
+def test_a_schedule_may_be_loaded_after_the_run_was_opened(parts: Parts, tmp_path: Path) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(parts.optimizer, 100)
     state = {**schedule.state_dict(), "last_epoch": 40}
-    with shoal.Run(
-        tmp_path, parts.model, parts.data, optimizer=parts.optimizer, schedule=schedule, trackers=()
-    ) as run:
+    with parts.run(tmp_path, schedule=schedule) as run:
         schedule.load_state_dict(state)
         for batch in parts.data.epochs(1):
             parts.take(batch)
@@ -370,39 +336,29 @@ def test_a_schedule_may_be_loaded_after_the_run_was_opened(world: shoal.World, t
     assert schedule.last_epoch == 40 + SAMPLES // BATCH
 
 
-def _clip(parts: Parts) -> None:
-    nn.utils.clip_grad_norm_(parts.model.parameters(), 0.01)
-
-
 @pytest.mark.parametrize(
-    ("early", "found", "fix"),
+    ("clip", "found", "fix"),
     [
-        (
-            lambda parts: parts.optimizer.step(),
-            "the optimizer stepped before it",
-            "then optimizer.step",
-        ),
-        (_clip, "the gradients were changed", "batch.finish(model, clip=1.0)"),
+        (False, "the optimizer stepped before it", "then optimizer.step"),
+        (True, "the gradients were changed", "batch.finish(model, clip=1.0)"),
     ],
-    ids=["optimizer.step", "clip_grad_norm_"],
 )
 def test_what_belongs_after_finish_raises_before_it(
-    world: shoal.World, early: Callable[[Parts], object], found: str, fix: str
+    parts: Parts, clip: bool, found: str, fix: str
 ) -> None:
-    parts = Parts(world)
-    batch = next(parts.data.epochs(1))
-    for x, y in batch:
-        loss = F.cross_entropy(parts.model(x), y, reduction="sum")
-        batch.backward(total=loss, count=len(y), model=parts.model)
-    early(parts)
+    batch = parts.batch
+    parts.backward(batch)
+    if clip:
+        nn.utils.clip_grad_norm_(parts.model.parameters(), 0.01)
+    else:
+        parts.optimizer.step()
     with pytest.raises(StepError, match=found) as caught:
         batch.finish(parts.model)
     assert fix in caught.value.fix
 
 
-def test_a_mean_in_half_precision_is_multiplied_in_single_precision(world: shoal.World) -> None:
-    parts = Parts(world)
-    batch = next(parts.data.epochs(1))
+def test_a_mean_in_half_precision_is_multiplied_in_single_precision(parts: Parts) -> None:
+    batch = parts.batch
     for x, _ in batch:
         loss = (parts.model(x).sum() * 0 + 60_000.0).half()
         batch.backward(mean=loss, count=4, model=parts.model)
@@ -410,27 +366,115 @@ def test_a_mean_in_half_precision_is_multiplied_in_single_precision(world: shoal
 
 
 def test_a_run_says_once_what_would_be_faster(
-    world: shoal.World,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = SimpleNamespace(is_accelerator=lambda _: True, cuda_capability=lambda _: (9, 0))
     monkeypatch.setattr(speed_hints, "accelerator", gpu)
     monkeypatch.setattr("shoal.training.train_state.is_accelerator", lambda _: True)
-    parts = Parts(world)
-    with shoal.Run(
-        tmp_path / "run", parts.model, parts.data, optimizer=parts.optimizer, trackers=()
-    ) as run:
+    with parts.run(tmp_path) as run:
         for batch in parts.data.epochs(1):
             parts.take(batch)
             run.tick()
-    lines = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if "off and would make training faster" in line
-    ]
-    assert len(lines) == 1
-    assert "SGD(…, fused=True)" in lines[0]
-    assert "set_float32_matmul_precision" in lines[0]
-    assert "waits for the host" not in lines[0]  # as every loop does
+    printed = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in printed if "off and would make training faster" in line]
+    assert "SGD(…, fused=True)" in line
+    assert "set_float32_matmul_precision" in line
+    assert "waits for the host" not in line  # as every loop does
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "count", "found"),
+    [
+        ("total", F.cross_entropy, 4, "it is a mean, not a sum"),
+        ("total", lambda output, y: output.pow(2).mean(), torch.tensor(4), "it is a mean, not a sum"),
+        (
+            "mean",
+            lambda output, y: F.cross_entropy(output, y, reduction="sum"),
+            4,
+            "it is a sum, not a mean",
+        ),
+    ],
+)
+def test_a_loss_whose_last_operation_is_the_other_reduction_raises(
+    parts: Parts, name: str, loss: Callable[..., Tensor], count: Any, found: str
+) -> None:
+    batch = parts.batch
+    x, y = next(iter(batch))
+    with pytest.raises(StepError, match=found) as caught:
+        batch.backward(**{name: loss(parts.model(x), y)}, count=count, model=parts.model)
+    assert f"{'mean' if name == 'total' else 'total'}=loss" in caught.value.fix
+    assert all(p.grad is None for p in parts.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "count"),
+    [
+        ("total", F.cross_entropy, 1),  # the unit of the mean is the micro-batch
+        ("total", lambda output, y: F.cross_entropy(output, y) * len(y), 4),
+        ("total", lambda output, y: output[0, 0].mean(), 4),  # a mean over one element
+        ("mean", lambda output, y: (output.pow(2) / output.numel()).sum(), 4),
+        ("mean", lambda output, y: F.cross_entropy(output, y, reduction="sum") / len(y), 4),
+    ],
+)
+def test_a_loss_that_may_be_what_it_is_named_is_accepted(
+    parts: Parts, name: str, loss: Callable[..., Tensor], count: int
+) -> None:
+    batch = parts.batch
+    for x, y in batch:
+        batch.backward(**{name: loss(parts.model(x), y)}, count=count, model=parts.model)
+    batch.finish(parts.model)
+
+
+@pytest.mark.parametrize(("stepped", "clipped"), [(True, False), (False, False), (True, True)])
+def test_gradients_that_were_not_cleared_raise_at_the_next_batch(
+    parts: Parts, stepped: bool, clipped: bool
+) -> None:
+    first, second, third = parts.data.epochs(1)
+    parts.backward(first)
+    first.finish(parts.model)
+    if clipped:
+        torch.nn.utils.clip_grad_value_(parts.model.parameters(), 0.1)
+    if stepped:
+        parts.optimizer.step()
+    with pytest.raises(StepError, match="would be added to those of this one: weight, bias") as caught:
+        parts.take(second)
+    assert "optimizer.step(), optimizer.zero_grad()" in caught.value.fix
+    parts.take(third)
+
+
+def test_gradients_of_parameters_that_no_optimizer_has_add_up_as_in_plain_torch(parts: Parts) -> None:
+    weight, bias = parts.model.parameters()
+    parts.optimizer = torch.optim.SGD([weight], lr=0.1)
+    first, second, _ = parts.data.epochs(1)
+    parts.take(first)
+    assert bias.grad is not None
+    before = bias.grad.clone()
+    parts.take(second)
+    assert weight.grad is None
+    assert not torch.equal(bias.grad, before)
+
+
+def test_gradients_cleared_before_the_optimizer_steps_raise_at_the_next_batch(parts: Parts) -> None:
+    first, second, third = parts.data.epochs(1)
+    parts.backward(first)
+    first.finish(parts.model)
+    parts.optimizer.zero_grad()
+    parts.optimizer.step()
+    with pytest.raises(StepError, match=r"cleared between batch\.finish and optimizer\.step"):
+        parts.take(second)
+    parts.take(third)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_finished_batch_may_be_skipped(parts: Parts, to_none: bool) -> None:
+    first, second, third = parts.data.epochs(1)
+    parts.backward(first)
+    first.finish(parts.model)
+    parts.optimizer.zero_grad(set_to_none=to_none)
+    parts.take(second)
+    parts.backward(third)
+    third.finish(parts.model)
+    parts.optimizer.step()
+    parts.optimizer.zero_grad(set_to_none=to_none)
+    parts.optimizer.step()  # a second step without gradients takes nothing from the first
+    parts.take(next(parts.data.epochs(2)))

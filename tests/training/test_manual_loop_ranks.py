@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
+from helpers.small_training import backward, cross_entropy, sgd, take
 from shoal.distributed.consistency import check_same_environment
 from shoal.util.errors import AgreementError, StepError
 
@@ -22,103 +22,73 @@ pytestmark = pytest.mark.processes
 SAMPLES, BATCH = 24, 8
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def divided() -> Iterator[Ranks]:
-    with Ranks(2, layout="shard=-1") as started:
-        yield started
-
-
-def mean(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1]), len(batch[1])
-
-
-def total(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
-
-
-def loader(world: shoal.World, unlike: int, **options: Any) -> shoal.Loader:
+def loader(world: shoal.World, unlike: int) -> shoal.Loader:
     """Batches of data that rank `unlike` has others of; -1 for none."""
     generator = torch.Generator().manual_seed(1 if world.rank == unlike else 0)
     inputs = torch.randn(SAMPLES, 6, generator=generator)
-    return shoal.Loader((inputs, torch.arange(SAMPLES) % 3), world, batch_size=BATCH, **options)
-
-
-def take(batch: shoal.Batch, model: nn.Module, loss: Any, step: shoal.Step | None = None) -> None:
-    if step is not None:
-        step(batch)
-        return
-    for micro in batch:
-        value, count = loss(model(micro[0]), micro)
-        batch.backward(total=value, count=count, model=model)
-    batch.finish(model)
-    model.zero_grad()
+    return shoal.Loader((inputs, torch.arange(SAMPLES) % 3), world, batch_size=BATCH)
 
 
 def counted(world: shoal.World, own: bool) -> tuple[list[int], str, str]:
     """Collectives of each step of a first Loader, and what a second one with unlike data raises."""
     model = shoal.parallelize(nn.Linear(6, 3), world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = None if own else shoal.Step(model, optimizer, shoal.Task(total))
+    optimizer = sgd(model)
+    step = None if own else shoal.Step(model, optimizer, shoal.Task(cross_entropy))
+
+    def train(batch: shoal.Batch) -> None:
+        take(batch, model, optimizer, cross_entropy) if step is None else step(batch)
+
     check_same_environment(world)
     sequence: Any = world.group
     found = []
     for batch in loader(world, -1).epochs(1):
         before = sequence._get_sequence_number_for_group()
-        take(batch, model, total, step)
+        train(batch)
         found.append(sequence._get_sequence_number_for_group() - before)
     before_second = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(AgreementError) as caught:
-        take(next(loader(world, 1).epochs(1)), model, total, step)
+        train(next(loader(world, 1).epochs(1)))
     assert all(map(torch.equal, before_second, model.parameters()))
     return found, caught.value.given, caught.value.fix
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["step", "own loop"])
-def test_the_data_of_each_loader_are_compared_at_its_first_batch_alone(ranks: Ranks, own: bool) -> None:
-    for (first, second, third), given, fix in ranks.call(counted, own):
+def test_the_data_of_each_loader_are_compared_at_its_first_batch_alone(two: Ranks, own: bool) -> None:
+    for (first, second, third), given, fix in two.call(counted, own):
         assert first > second == third
         assert "the loader's samples" in given
         assert "generate data before shoal.parallelize" in fix
 
 
-def mean_in_a_loop(world: shoal.World) -> str:
-    model = shoal.parallelize(nn.Linear(6, 3), world)
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(mean))
-    with pytest.raises(StepError) as caught:
-        take(next(loader(world, -1).epochs(1)), model, mean)
-    assert step.number == 0
-    return caught.value.found
-
-
-def test_a_mean_in_a_loop_over_a_model_with_a_task_raises(ranks: Ranks) -> None:
-    for found in ranks.call(mean_in_a_loop):
-        assert "it is a mean, not a sum" in found
-
-
 def without_finish(world: shoal.World) -> str:
     model = shoal.parallelize(nn.Linear(6, 3), world)
     optimizer = torch.optim.AdamW(model.parameters())
-    try:
-        for batch in loader(world, -1).epochs(1):
-            for micro in batch:
-                value, count = total(model(micro[0]), micro)
-                batch.backward(total=value, count=count, model=model)
-            optimizer.step()
-            optimizer.zero_grad()
-    except StepError as error:
-        return error.fix
-    return "nothing raised"
+    first, second, _ = loader(world, -1).epochs(1)
+    backward(first, model, cross_entropy)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(StepError) as caught:
+        backward(second, model, cross_entropy)
+    return caught.value.fix
 
 
-def test_a_forgotten_finish_raises_on_all_ranks(ranks: Ranks, divided: Ranks) -> None:
-    for fix in [*ranks.call(without_finish), *divided.call(without_finish)]:
-        assert fix == "call batch.finish(model) before optimizer.step()"
+def compiled_parts(world: shoal.World) -> list[str]:
+    """A compiled model where units are compiled one by one, and the bare one compiled afterwards."""
+    with pytest.raises(StepError, match="compile the parts of a model separately"):
+        shoal.parallelize(torch.compile(nn.Linear(6, 3), backend="eager"), world)
+    model = shoal.parallelize(nn.Linear(6, 3), world)
+    whole: Any = torch.compile(model, backend="eager")
+    take(next(loader(world, -1).epochs(1)), whole, sgd(model), cross_entropy)
+    return list(model.state_dict())
+
+
+def test_a_forgotten_finish_raises_on_all_ranks_and_divided_models_are_compiled(two: Ranks) -> None:
+    for layout in ("replicate=-1", "shard=-1"):
+        two.divide(layout)
+        for fix in two.call(without_finish):
+            assert fix == "call batch.finish(model) before optimizer.step()"
+    assert two.call(compiled_parts) == [["weight", "bias"]] * 2
+    two.divide("replicate=-1")
 
 
 class Graphs:
@@ -135,8 +105,7 @@ def of_graphs(world: shoal.World, reduction: str, samples: int) -> str | None:
     def loss(output: Tensor, batch: Graphs) -> tuple[Tensor, int]:
         return F.cross_entropy(output, batch.y, reduction=reduction), len(batch.y)
 
-    task = shoal.Task(loss, inputs=lambda batch: batch.x)
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    step = shoal.Step(model, sgd(model), shoal.Task(loss, inputs=lambda batch: batch.x))
     data = shoal.Loader(items, world, batch_size=samples, collate_fn=Graphs)
     try:
         step(next(data.epochs(1)))
@@ -146,25 +115,11 @@ def of_graphs(world: shoal.World, reduction: str, samples: int) -> str | None:
 
 
 @pytest.mark.parametrize("samples", [2, 3, 8])
-def test_a_mean_over_batches_that_cannot_be_cut_raises(ranks: Ranks, samples: int) -> None:
-    for found in ranks.call(of_graphs, "mean", samples):
+def test_a_mean_over_batches_that_cannot_be_cut_raises(two: Ranks, samples: int) -> None:
+    for found in two.call(of_graphs, "mean", samples):
         assert found is not None
         assert "it is a mean, not a sum" in found
-    assert ranks.call(of_graphs, "sum", samples) == [None, None]
-
-
-def compiled_parts(world: shoal.World) -> list[str]:
-    """A compiled model where units are compiled one by one, and the bare one compiled afterwards."""
-    with pytest.raises(StepError, match="compile the parts of a model separately"):
-        shoal.parallelize(torch.compile(nn.Linear(6, 3), backend="eager"), world)
-    model = shoal.parallelize(nn.Linear(6, 3), world)
-    whole: Any = torch.compile(model, backend="eager")
-    take(next(loader(world, -1).epochs(1)), whole, total)
-    return list(model.state_dict())
-
-
-def test_a_compiled_model_that_is_divided(divided: Ranks) -> None:
-    assert divided.call(compiled_parts) == [["weight", "bias"]] * 2
+    assert two.call(of_graphs, "sum", samples) == [None, None]
 
 
 class Drawn(torch.utils.data.Dataset[Any]):
@@ -190,16 +145,16 @@ def printed(world: shoal.World, early: bool) -> str:
     return out.getvalue()
 
 
-def test_a_dataset_that_holds_other_arrays_on_a_rank_is_named(ranks: Ranks) -> None:
-    first, *others = ranks.call(printed, False)
+def test_a_dataset_that_holds_other_arrays_on_a_rank_is_named(two: Ranks) -> None:
+    first, *others = two.call(printed, False)
     assert "dataset's dataset.images differs between ranks (rank 1)" in first
-    assert ranks.call(printed, True) == [""] * (1 + len(others))
+    assert two.call(printed, True) == [""] * (1 + len(others))
 
 
 def stepped_apart(world: shoal.World) -> str:
     """What is printed when a plain loop trains a parallelized model."""
     model = shoal.parallelize(nn.Linear(6, 3), world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         optimizer.step()  # without gradients nothing happens
@@ -209,7 +164,7 @@ def stepped_apart(world: shoal.World) -> str:
     return printed.getvalue()
 
 
-def test_a_plain_loop_over_a_parallelized_model_is_reported_once(ranks: Ranks) -> None:
-    first, second = ranks.call(stepped_apart)
+def test_a_plain_loop_over_a_parallelized_model_is_reported_once(two: Ranks) -> None:
+    first, second = two.call(stepped_apart)
     assert first.count("each rank trains on its own gradients") == 1
     assert second == ""

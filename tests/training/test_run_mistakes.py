@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import errno
+import io
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import shoal
+from helpers.ranks import RankError, Ranks
+from helpers.small_training import cross_entropy, saved, step_of
+from shoal.util.errors import AgreementError, CheckpointError, LaunchError, StepError
 
-
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def given(world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.chdir(tmp_path)
-    with shoal.init() as world:
-        model = shoal.parallelize(nn.Linear(2, 2), world)
-        step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
-        data = (torch.ones(8, 2), torch.zeros(8, dtype=torch.long))
-        yield SimpleNamespace(world=world, step=step, loader=shoal.Loader(data, world, batch_size=4))
+    return parts(world)
+
+
+def parts(world: shoal.World) -> SimpleNamespace:
+    """What a Run of two batches needs."""
+    step = step_of(world, nn.Linear(2, 2), cross_entropy)
+    loader = shoal.Loader((torch.ones(8, 2), torch.zeros(8, dtype=torch.long)), world, batch_size=4)
+    return SimpleNamespace(world=world, step=step, loader=loader)
 
 
 def open_run(given: SimpleNamespace, directory: str | Path = "runs/a") -> shoal.Run:
     return shoal.Run(directory, given.step, given.loader, trackers=())
-
-
-def checkpoints(directory: str) -> list[str]:
-    return sorted(path.name for path in Path(directory, "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("again", ["runs/a", "runs/b/../a"])
@@ -53,7 +56,7 @@ def test_a_run_whose_directory_a_later_one_has_is_told(
         if closed:
             later.close()
         for use in (run.tick, run.save, run.restore, lambda: run.log({"score": 1.0})):
-            with pytest.raises(shoal.CheckpointError) as raised:
+            with pytest.raises(CheckpointError) as raised:
                 use()
             assert raised.value.given == "a Run in runs/a"
             assert "this process opened there later" in raised.value.found
@@ -64,8 +67,7 @@ def test_a_run_whose_directory_a_later_one_has_is_told(
         later.tick()
         later.save()
         later.close()
-        assert checkpoints("runs/a") == ["step-1", "step-2"]
-    assert "step-1" in checkpoints("runs/a")
+    assert saved(Path("runs/a")) == ([1] if closed else [1, 2])
 
 
 def test_a_directory_of_the_same_name_elsewhere_is_another(
@@ -124,32 +126,168 @@ def test_other_ends_print_no_such_line(
     assert "without run.tick()" not in "".join(capsys.readouterr())
 
 
-LOGGED: dict[str, tuple[Any, str]] = {
-    "a number": (3, "an int"),
-    "a name": ("loss", "a str"),
-    "a list": ([1.0], "a list"),
-    "a text": ({"loss": "low"}, "'loss' is 'low'"),
-    "nothing": ({"loss": None}, "'loss' is None"),
-    "a tensor of several": ({"loss": torch.ones(3)}, "'loss' is a tensor of 3 elements"),
-    "a number for a name": ({3: 1.0}, "3 is not a name"),
-}
+LOGGED: list[tuple[Any, str]] = [
+    (3, "an int"),
+    ("loss", "a str"),
+    ([1.0], "a list"),
+    ({"loss": "low"}, "'loss' is 'low'"),
+    ({"loss": None}, "'loss' is None"),
+    ({"loss": torch.ones(3)}, "'loss' is a tensor of 3 elements"),
+    ({3: 1.0}, "3 is not a name"),
+]
 
 
-@pytest.mark.parametrize("name", LOGGED)
-def test_what_is_no_number_by_name_is_not_logged(given: SimpleNamespace, name: str) -> None:
-    values, found = LOGGED[name]
+def test_what_is_no_number_by_name_is_not_logged_and_what_is_no_dict_not_noted(
+    given: SimpleNamespace,
+) -> None:
     with open_run(given) as run:
-        for log in (given.world.log, run.log):
-            with pytest.raises(shoal.StepError) as raised:
-                log(values)
-            assert found in raised.value.found
-            assert raised.value.fix == 'world.log({"loss": 0.5})'
+        for values, found in LOGGED:
+            for log in (given.world.log, run.log):
+                with pytest.raises(StepError) as raised:
+                    log(values)
+                assert found in raised.value.found
+                assert raised.value.fix == 'world.log({"loss": 0.5})'
         given.world.log({"loss": torch.tensor([0.5]), "rate": 1, "exact": True})
-
-
-def test_what_is_no_dict_is_not_noted(given: SimpleNamespace) -> None:
-    with open_run(given) as run:
-        with pytest.raises(shoal.StepError) as raised:
+        with pytest.raises(StepError) as raised:
             run.note("data", 3)  # type: ignore[arg-type]
         assert raised.value.given == "run.note('data', 3)"
         run.note("data", {"rows": 3, "source": "a.csv"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": "3"},
+        {"keep": 2.5},
+        {"keep_every": 2.5},
+        {"config": ["rate"]},
+        {"config": {1: 2}},
+        {"state": [1]},
+        {"state": {1: nn.Linear(1, 1)}},
+        {"state": {"a": object()}},
+        {"state": {"a": nn.Linear}},
+    ],
+)
+def test_options_that_can_not_be(given: SimpleNamespace, options: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        shoal.Run("runs/a", given.step, given.loader, **options)
+    assert f"{next(iter(options))}=" in refused.value.given
+    assert not Path("runs/a/lock").exists()
+
+
+def test_where_a_run_keeps_nothing_apart(given: SimpleNamespace) -> None:
+    names: list[Any] = ["checkpoints", "events", "", ".", "../b", "a/b", "/b", "a\nb", 3]
+    with open_run(given) as run:
+        for batch in given.loader.epochs(1):
+            given.step(batch)
+            run.tick(every=1)
+        for name in names:
+            with pytest.raises(CheckpointError, match="next to checkpoints/"):
+                run.save(to=name)
+    assert saved(Path("runs/a")) == [1, 2]
+    assert [path.name for path in Path("runs").iterdir()] == ["a"]
+
+
+def test_a_directory_of_an_earlier_training_is_not_trained_in_from_the_start(
+    given: SimpleNamespace,
+) -> None:
+    with open_run(given) as run:
+        given.step(next(given.loader.epochs(1)))
+        run.tick(every=1)
+    again = parts(given.world)
+    with open_run(again) as run:
+        again.step(next(again.loader.epochs(1)))
+        for use in (run.tick, run.save):
+            with pytest.raises(CheckpointError, match=r"the latest: step-1(.|\n)*run.restore\(\)"):
+                use()
+        assert run.restore() is not None
+    assert saved(Path("runs/a")) == [1]
+    for closed in (run.tick, run.save, run.restore):
+        with pytest.raises(StepError, match=r"inside `with shoal\.Run"):
+            closed()
+
+
+def after_the_end(world: shoal.World) -> list[str]:
+    """What a world of two says when it is used after its end; the test's own world goes on."""
+    closed = copy.copy(world)
+    closed.group = None
+    step = parts(world).step
+    step.engine.world = closed
+    uses = (
+        lambda: shoal.evaluate(step, (torch.ones(3, 2), torch.zeros(3, dtype=torch.long))),
+        lambda: closed.gather(1),
+        lambda: closed.broadcast(1),
+        lambda: closed.all_reduce(torch.ones(1)),
+        closed.barrier,
+    )
+    found = []
+    for use in uses:
+        with pytest.raises(LaunchError) as raised:
+            use()
+        found.append(raised.value.found)
+    return found
+
+
+def test_a_world_that_has_ended_gives_no_parts_for_the_whole(two: Ranks) -> None:
+    for rank, found in enumerate(two.call(after_the_end)):
+        assert found == [f"rank {rank} has left the group and would use its local batch only"] * 5
+
+
+def other_data(world: shoal.World, samples: int, shift: float, directory: Path) -> None:
+    inputs = torch.ones(20 + world.rank * samples, 2)
+    inputs[-1] += world.rank * shift
+    shoal.Run(directory, parts(world).step, shoal.Loader((inputs,), world, batch_size=5))
+
+
+@pytest.mark.parametrize(
+    ("samples", "shift", "found"), [(1, 0.0, "the loader's "), (0, 0.5, "the loader's samples: ")]
+)
+def test_other_data_on_one_rank_is_named(
+    samples: int, shift: float, found: str, two: Ranks, tmp_path: Path
+) -> None:
+    for result in two.attempt(other_data, samples, shift, tmp_path):
+        assert isinstance(result, RankError)
+        assert isinstance(result.error, AgreementError)
+        assert result.error.given.startswith(found)
+        assert "on rank 1 (" in result.error.found
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_log_on_a_full_disk_ends_no_training(
+    given: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", FullDisk())
+    with open_run(given) as run:
+        for batch in given.loader.epochs(1):
+            given.step(batch)
+            run.tick()
+        given.world.print("trained")
+        assert run.save().is_dir()
+
+
+def train_where_the_directory_goes(world: shoal.World, directory: Path, every: int | None) -> None:
+    given = parts(world)
+    with open_run(given, directory) as run:
+        for batch in given.loader.epochs(2):
+            given.step(batch)
+            if given.step.number == 2:
+                world.barrier()
+                if world.is_rank_zero:
+                    shutil.rmtree(directory)
+                world.barrier()
+            run.tick(every=every)
+
+
+@pytest.mark.parametrize("every", [3, None])
+def test_a_run_whose_directory_is_removed_ends_with_an_error(
+    two: Ranks, tmp_path: Path, every: int | None
+) -> None:
+    """At the next save, or when the Run is closed."""
+    directory = tmp_path / "run"
+    with pytest.raises(AssertionError, match=f"{directory} was removed while the run was open"):
+        two.call(train_where_the_directory_goes, directory, every)
+    assert not directory.exists()

@@ -17,8 +17,8 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import shoal.training.preemption
+from helpers.checkpoint_files import NO_LOSSES
 from helpers.commands import wait_for
-from helpers.processes import NO_LOSSES
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.training.preemption import SIGNALS, Kind, PreemptionHandler, StoppedExit, StopReason
 from shoal.util.errors import LaunchError

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from helpers.processes import Alone
+from helpers.checkpoint_files import Alone
 from shoal.checkpoint import Checkpoints
 from shoal.telemetry.events import Events
 from shoal.util.errors import ShoalError

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from shoal.cli.plan_options import PlanOptions
     from shoal.cli.plan_try import TriedLayout
     from shoal.plan.configuration import PlannedLayout, Recompute
-    from shoal.plan.machines import Machine
     from shoal.plan.search import Prediction
-    from shoal.report.html import Page
 
 
 _Model = Annotated[
@@ -267,7 +265,7 @@ def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
     if options.html is not None:
         from shoal.plan.page import check_page
 
-        write_page(check_page(found), options.html)
+        options.save_page(check_page(found))
     if updated is not None:
         from shoal.plan.machine_update import efficiency_changes, update_machine_file
 
@@ -293,14 +291,11 @@ def _search(options: PlanOptions) -> Sequence[Prediction]:
     from shoal.plan.model import parse_model
     from shoal.plan.search import search_plans
     from shoal.plan.what_if import answer_what_if, changed_machine
-    from shoal.plan.whole_training import parse_training
     from shoal.util.tables import plain_console
 
     dimensions, machine = parse_model(options.model), options.machine
     size = options.devices, options.batch
-    asked = None
-    if options.training is not None:
-        asked = parse_training(measured_values(options.training, options.devices, machine))
+    asked = options.training_on(options.devices)
     for question in options.what_if:
         changed_machine(machine, question)  # mistakes are reported before the search
     result = search_plans(dimensions, machine, *size, precision=options.precision, top=options.top)
@@ -332,34 +327,7 @@ def _search(options: PlanOptions) -> Sequence[Prediction]:
     if options.html is not None:
         from shoal.plan.page import plan_page
 
-        write_page(plan_page(dimensions, machine, result, whole, answers), options.html)
+        options.save_page(plan_page(dimensions, machine, result, whole, answers))
     if not result.best:
         raise typer.Exit(1)
     return result.best
-
-
-def measured_values(training: str, devices: int, machine: Machine) -> str:
-    """Replace each `auto` with a measured value, and print it."""
-    from shoal.plan.measured_start import fill_in_measured
-    from shoal.util.tables import plain_console, print_line
-
-    text, sentences = fill_in_measured(training, devices, machine.devices, gpus=not machine.is_cpu)
-    for sentence in sentences:
-        print_line(plain_console(stderr=True), sentence)
-    return text
-
-
-def write_page(page: Page, folder: Path) -> None:
-    """Write a page to a directory and print its path."""
-    from shoal.report.html import save_page
-    from shoal.util.tables import plain_console, print_path
-
-    try:
-        path = save_page(page, folder / "index.html")[0]
-    except OSError as error:
-        raise ShoalError(
-            given=f"--html {folder}",
-            found=str(error),
-            fix="use a directory where you have permission",
-        ) from None
-    print_path(plain_console(stderr=True), str(path))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 def plan_module(options: PlanOptions) -> Sequence[ModuleFit]:
     """Print the traced memory and time, and return the plans that fit; exit with 1 if none does."""
-    from shoal.cli.plan import write_page
     from shoal.cli.plan_try import TriedLayout, print_tried, tried_values, try_layouts
     from shoal.plan.display import print_trainings, training_values, trainings_on
     from shoal.util.tables import plain_console
@@ -46,7 +45,7 @@ def plan_module(options: PlanOptions) -> Sequence[ModuleFit]:
         if whole:
             print_trainings(plain_console(), best, whole)
     if options.html is not None:
-        write_page(found.page(best, whole), options.html)
+        options.save_page(found.page(best, whole))
     if not best:
         raise typer.Exit(1)
     return best
@@ -132,13 +131,8 @@ def _search(options: PlanOptions) -> _Traced:
 
 def _asked_training(options: PlanOptions) -> Training | None:
     """Return the training that an option describes. Raises ShoalError if it has tokens."""
-    from shoal.cli.plan import measured_values
-    from shoal.plan.whole_training import parse_training
-
-    if options.training is None:
-        return None
-    found = parse_training(measured_values(options.training, options.devices, options.machine))
-    if found.tokens:
+    found = options.training_on(options.devices)
+    if found is not None and found.tokens:
         raise ShoalError(
             given=f"--training {options.training} with a traced module",
             found="the number of tokens in a sample is not known",

@@ -12,7 +12,6 @@ from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.cli.plan_options import PlanOptions
-    from shoal.plan.whole_training import Training
 
 _MOST = 65536
 
@@ -46,20 +45,14 @@ def check_numbers(devices: str, model: str, options: Mapping[str, object]) -> No
 
 def compare_numbers(options: PlanOptions, numbers: Sequence[int]) -> None:
     """Print the fastest layout on each number of devices; exit with 1 if none fits on any."""
-    from shoal.cli.plan import measured_values, write_page
     from shoal.plan.device_numbers import numbers_values, print_numbers, search_numbers
     from shoal.plan.model import parse_model
-    from shoal.plan.whole_training import parse_training
     from shoal.util.tables import plain_console
 
     dimensions, machine = parse_model(options.model), options.machine
-
-    def asked(devices: int) -> Training | None:
-        if options.training is None:
-            return None
-        return parse_training(measured_values(options.training, devices, machine))
-
-    found = search_numbers(dimensions, machine, numbers, options.batch, options.precision, asked)
+    found = search_numbers(
+        dimensions, machine, numbers, options.batch, options.precision, options.training_on
+    )
     if options.as_json:
         typer.echo(json.dumps(numbers_values(dimensions, machine, found), indent=2))
     else:
@@ -67,6 +60,6 @@ def compare_numbers(options: PlanOptions, numbers: Sequence[int]) -> None:
     if options.html is not None:
         from shoal.plan.page import numbers_page
 
-        write_page(numbers_page(dimensions, machine, found), options.html)
+        options.save_page(numbers_page(dimensions, machine, found))
     if not any(each.best for each in found):
         raise typer.Exit(1)

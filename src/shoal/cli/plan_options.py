@@ -12,6 +12,8 @@ from shoal.util.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.plan.configuration import Recompute
     from shoal.plan.machines import Machine
+    from shoal.plan.whole_training import Training
+    from shoal.report.html import Page
 
 AUTO, USUAL = "auto", "replicate=-1"
 """The layout with which all layouts of a module are traced, and the default."""
@@ -44,6 +46,37 @@ class PlanOptions:
     def traced(self) -> bool:
         """Whether the model is a module, and not the dimensions of a transformer."""
         return ":" in self.model
+
+    def training_on(self, devices: int) -> Training | None:
+        """Return what `--training` describes; print each value that is measured in place of `auto`."""
+        from shoal.plan.measured_start import fill_in_measured
+        from shoal.plan.whole_training import parse_training
+        from shoal.util.tables import plain_console, print_line
+
+        if self.training is None:
+            return None
+        machine = self.machine
+        measured = fill_in_measured(self.training, devices, machine.devices, gpus=not machine.is_cpu)
+        for sentence in measured[1]:
+            print_line(plain_console(stderr=True), sentence)
+        return parse_training(measured[0])
+
+    def save_page(self, page: Page) -> None:
+        """Write a page to the directory of `--html` and print its path."""
+        from shoal.report.html import save_page
+        from shoal.util.tables import plain_console, print_path
+
+        if self.html is None:
+            return
+        try:
+            path = save_page(page, self.html / "index.html")[0]
+        except OSError as error:
+            raise ShoalError(
+                given=f"--html {self.html}",
+                found=str(error),
+                fix="use a directory where you have permission",
+            ) from None
+        print_path(plain_console(stderr=True), str(path))
 
     def check(self, *, of_run: bool) -> None:
         """Raise ShoalError for wrong values, and for options that would have no effect.

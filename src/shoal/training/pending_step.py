@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from shoal.data.batch import Batch
 from shoal.data.step_result import LateResult
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import DeviceCorrection, no_count, not_finite
+from shoal.training.train_state import TrainState, could_fuse
 from shoal.util.accelerator import HostCopy, is_accelerator
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import StepError
-
-if TYPE_CHECKING:
-    from shoal.training.train_state import TrainState
 
 
 def result_mode(
@@ -58,16 +56,6 @@ def _why_now(engine: Engine, optimizer: Optimizer, *, fp16: bool) -> str:
     if device.type == "mps":
         return "the device has no float64"
     return ""
-
-
-def could_fuse(optimizer: Optimizer) -> bool:
-    """Return whether the user could pass fused=True, which updates many parameters in one kernel."""
-    groups = optimizer.param_groups
-    return (
-        any(not group.get("fused") for group in groups)
-        and all("fused" in group and not group.get("differentiable") for group in groups)
-        and all(p.is_floating_point() for group in groups for p in group["params"])
-    )
 
 
 class _Schedule(NamedTuple):

@@ -16,7 +16,6 @@ from shoal.data.step_result import StepResult
 from shoal.distributed.speed_hints import SpeedHints
 from shoal.strategies.contracts import Engine
 from shoal.strategies.dtensor import divided, is_divided
-from shoal.training.pending_step import could_fuse
 from shoal.training.state_names import (
     check_model,
     check_optimizer,
@@ -208,6 +207,16 @@ class TrainState:
         self._number_began = self.number
         self._schedule_began: int | None = getattr(self.schedule, "last_epoch", None)
         self._epoch_ended = False
+
+
+def could_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the user could pass fused=True, which updates many parameters in one kernel."""
+    groups = optimizer.param_groups
+    return (
+        any(not group.get("fused") for group in groups)
+        and all("fused" in group and not group.get("differentiable") for group in groups)
+        and all(p.is_floating_point() for group in groups for p in group["params"])
+    )
 
 
 def _should_fuse(optimizer: torch.optim.Optimizer) -> bool:
