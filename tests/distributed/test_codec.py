@@ -181,7 +181,8 @@ def not_sent() -> list[tuple[Any, str]]:
     class Local(NamedTuple):
         value: int
 
-    more, itself = Derived(1), []
+    more = Derived(1)
+    itself: list[Any] = []
     more.extra = 1  # type: ignore[attr-defined]
     itself.append(itself)
     return [

@@ -16,6 +16,40 @@ LAUNCHERS = {
 }
 
 
+AGREEING = """
+import sys, time
+import torch, shoal
+from torch import nn
+
+def loss(output, batch):
+    return (output - batch[1]).square().sum(), len(output)
+
+def main():
+    size, seconds = int(sys.argv[1]), float(sys.argv[2])
+    torch.set_default_dtype(torch.float64)
+    with shoal.init(seed=1) as world:
+        assert world.size == size, world.placement.reason
+        inputs = torch.randn(101, 5)
+        targets = inputs.sum(1, keepdim=True)
+        model = shoal.parallelize(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+        data = shoal.Loader((inputs, targets), world, batch_size=16)
+        with shoal.Run(sys.argv[3], step, data) as run:
+            run.restore()
+            for batch in data.epochs(3):
+                step(batch)
+                run.tick(every=1)
+                if world.placement.attempt == 0:
+                    time.sleep(seconds)
+        result = shoal.evaluate(step, (inputs, targets))
+        world.print(f"loss {result['loss']:.9f} attempt {world.placement.attempt}")
+
+main()
+"""
+"""It prints the same loss however many ranks train: SIZE, SECONDS per step, and a folder."""
+
+
 class Script(Command):
     """Ranks of a script that is written into a folder.
 
@@ -34,7 +68,8 @@ class Script(Command):
         place: str = ".",
     ) -> None:
         self.script = folder / "script.py"
-        self.script.write_text(text)
+        if not self.script.exists() or self.script.read_text() != text:  # others may be starting it
+            self.script.write_text(text)
         command = [*launcher, "script.py", *arguments]
         if launcher == "hand":
             ranks = " ".join(map(str, range(size)))
