@@ -83,6 +83,10 @@ def test_a_worker_that_dies_while_the_rank_computes(tmp_path: Path) -> None:
     """torch's error comes in whatever the main thread is doing."""
     go = tmp_path / "go"
 
+    def never() -> bool:
+        go.touch()
+        return False
+
     def end() -> None:
         wait_for(go.exists)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -93,7 +97,7 @@ def test_a_worker_that_dies_while_the_rank_computes(tmp_path: Path) -> None:
         next(batches)
         died = "a worker of rank 0's Loader died \\(signal 9"
         with pytest.raises(shoal.DataError, match=died):
-            wait_for(lambda: go.touch() is not None, 60.0)
+            wait_for(never, 60.0)
 
 
 def test_an_error_of_the_dataset_stays_what_it_is() -> None:
