@@ -74,12 +74,12 @@ def test_ctrl_c_keeps_what_was_measured(start: Start, tmp_path: Path) -> None:
     "program",
     [mpirun.PROGRAMS[0], *(pytest.param(p, marks=pytest.mark.long) for p in mpirun.PROGRAMS[1:])],
 )
-def test_mpi_beside_gloo(program: str, tmp_path: Path) -> None:
+def test_mpi_beside_gloo(program: str, start_command: Start, tmp_path: Path) -> None:
     sizes = "1KiB,16KiB,256KiB"
     asked = f"--backend gloo,mpi --sizes {sizes} --repeats 3 --seconds 600 -o m.json".split()
     arguments = ["bench", "comm", *asked]
     script = f"import sys; sys.argv[1:] = {arguments}\nfrom shoal.cli.main import main; main()"
-    ended = mpirun.run(program, 2, script, tmp_path)
+    ended = start_command([*mpirun.command(program, 2, tmp_path), "-c", script]).end()
     assert ended.code == 0, ended.err
     found = machine_file.read_machine_file(tmp_path / "m.json")
     assert [(each.backend, each.operation) for each in found.series] == [

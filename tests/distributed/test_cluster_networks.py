@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -93,7 +93,7 @@ def test_nothing_is_set_where_a_hosts_own_name_is_its_loopback(
 
 
 def ranks_of_hosts(
-    hosts: dict[str, tuple[str, ...]], ranks: str, command: list[str], folder: Path, *, mtu: int = 0
+    hosts: Mapping[str, tuple[str, ...]], ranks: str, command: list[str], folder: Path, *, mtu: int = 0
 ) -> list[str]:
     """What ranks of env:// say, by themselves on hosts of a network; the last one's MTU may be less."""
     if missing():
