@@ -70,7 +70,7 @@ class Trial:
     test: str = ""
     seconds: float = 0.0
     reached: list[str] | None = None
-    """The files of tests that run its place; None if that is unknown."""
+    """The files of tests that run its place: all, if it runs where tests are collected."""
 
     @property
     def caught(self) -> bool:
@@ -78,16 +78,14 @@ class Trial:
         return self.outcome in {"caught", "time"}
 
 
-def tests_to_run(checkout: Path, trial: Trial) -> list[str]:
+def tests_to_run(trial: Trial) -> list[str]:
     """Return the files of tests that run the place of a fault, those of its package first."""
-    files = [str(file.relative_to(checkout)) for file in (checkout / "tests").rglob("test_*.py")]
-    reached = files if trial.reached is None else trial.reached
     place = Path(trial.fault.path)
 
     def order(file: str) -> tuple[bool, bool, str]:
         return not file.startswith(f"tests/{place.parts[2]}/"), place.stem not in file, file
 
-    return sorted(reached, key=order)
+    return sorted(trial.reached or (), key=order)
 
 
 class Copy:
@@ -129,12 +127,14 @@ class Copy:
                 stack.enter_context(self.changed(path, text))
                 marked += text
             out = self._execute([*self._pytest, "-n", "0", "-p", "fault_recorder"])[1]
+        files = sorted((self.folder / "tests").rglob("test_*.py"))
+        everything = [str(file.relative_to(self.folder)) for file in files]
         failed = {*re.findall(r"^(?:FAILED|ERROR) ([^: ]+)", out, re.MULTILINE)}
         lines = {tuple(line.split(" ")) for line in reached.read_text().splitlines()}
         for number, trial in enumerate(trials):
             tests = {test for place, test in lines if place == str(number)}
-            if f"record({number})" in marked and "" not in tests:
-                trial.reached = sorted(tests | failed)
+            known = f"record({number})" in marked and "" not in tests
+            trial.reached = sorted(tests | failed) if known else everything
 
     @contextmanager
     def changed(self, path: str, text: str) -> Iterator[None]:
@@ -210,7 +210,7 @@ def run_trial(copy: Copy, trial: Trial) -> None:
     """Run the tests of a place. A failure counts if it repeats, and does not without the fault."""
     fault, begun = trial.fault, time.monotonic()
     planted = plant_fault((copy.folder / fault.path).read_text(), fault)
-    files = tests_to_run(copy.folder, trial)
+    files = tests_to_run(trial)
     trial.outcome = "absent" if planted is None else "missed"
     while planted is not None and files:
         with copy.changed(fault.path, planted):

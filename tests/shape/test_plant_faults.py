@@ -80,19 +80,10 @@ def test_the_choice_is_even_and_the_same_each_time() -> None:
     assert len(everything) == 3 * len(find_faults("a.py", SOURCE))
 
 
-def test_tests_that_run_the_place_are_tried_those_of_its_package_first(tmp_path: Path) -> None:
-    for path in ("data/test_batch.py", "data/test_loader.py", "training/test_step.py"):
-        (tmp_path / "tests" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "tests" / path).touch()
-    trial = Trial(fault=find_faults("src/shoal/data/loader.py", SOURCE)[0])
-    everything = [
-        "tests/data/test_loader.py",
-        "tests/data/test_batch.py",
-        "tests/training/test_step.py",
-    ]
-    assert plant_faults.tests_to_run(tmp_path, trial) == everything
-    trial.reached = [everything[2], everything[1]]
-    assert plant_faults.tests_to_run(tmp_path, trial) == everything[1:]
+def test_tests_that_run_the_place_are_tried_those_of_its_package_first() -> None:
+    files = ["tests/data/test_batch.py", "tests/data/test_loader.py", "tests/checkpoint/test_step.py"]
+    trial = Trial(fault=find_faults("src/shoal/data/loader.py", SOURCE)[0], reached=files)
+    assert plant_faults.tests_to_run(trial) == [files[1], files[0], files[2]]
 
 
 def test_a_place_records_the_tests_that_run_it(tmp_path: Path) -> None:
