@@ -5,18 +5,16 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from helpers import rules
@@ -25,30 +23,21 @@ from shoal._torch import (
     c10d,
     checkpointing,
     dataloader,
-    ddp,
     dispatch,
-    fsdp,
-    mesh,
+    foreach,
     metrics,
     modules,
     names,
-    pipelining,
+    optimizers,
     versions,
-    waits,
 )
 from shoal.util.errors import LaunchError
 
 pytestmark = pytest.mark.compat
-SYMBOLS = [symbol for symbols in names.NAMES.values() for symbol in symbols]
-
-
-@pytest.mark.parametrize("symbol", SYMBOLS)
-def test_torch_has(symbol: str) -> None:
-    assert names.is_present(symbol), symbol
 
 
 def test_the_table_has_every_private_name_behind_the_door(repository: Path) -> None:
-    text = "\n".join(SYMBOLS)
+    text = "\n".join(symbol for symbols in names.NAMES.values() for symbol in symbols)
     used = {
         name
         for path in sorted((repository / "src/shoal/_torch").glob("*.py"))
@@ -56,13 +45,8 @@ def test_the_table_has_every_private_name_behind_the_door(repository: Path) -> N
     }
     assert "_execution_engine" in used
     known_by_others = {
-        "_autograd_grad_for_inputs",
-        "_reducer",
-        "_ddp",
-        "_fsdp_param_groups",
-        "_dump_nccl_trace_json",
-        "_dynamo_source",
-        "_param_name_to_source",
+        *("_autograd_grad_for_inputs", "_reducer", "_ddp", "_fsdp_param_groups"),
+        *("_dump_nccl_trace_json", "_dynamo_source", "_param_name_to_source"),
     }
     assert sorted(name for name in used - known_by_others if name not in text) == []
 
@@ -81,19 +65,9 @@ def test_what_is_missing_is_said_and_raised(monkeypatch: pytest.MonkeyPatch) -> 
         versions.imported("torch._absent", "name", "nothing")
 
 
-@pytest.mark.parametrize(
-    ("version", "newer"),
-    [("2.11.0", False), ("2.13.1+cpu", False), ("2.16.0a0+git1", True), ("3.0.0", True)],
-)
-def test_torch_newer_than_tested_is_noted(version: str, newer: bool) -> None:
-    assert (names.note_untested(version) is not None) is newer
-
-
-@pytest.fixture
-def group() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+def test_torch_newer_than_tested_is_noted() -> None:
+    versions = {"2.11.0": False, "2.13.1+cpu": False, "2.16.0a0+git1": True, "3.0.0": True}
+    assert {version: names.note_untested(version) is not None for version in versions} == versions
 
 
 def test_queue_callback() -> None:
@@ -110,111 +84,42 @@ def test_queue_callback() -> None:
     assert seen == ["gradient", "after backward"]
 
 
-def test_current_autograd_node() -> None:
+def test_autograd() -> None:
+    """`_current_autograd_node`, `_version`, `_is_view`, `_cdata`, `_saved_result`, `_forward_cls`."""
     seen: list[bool] = []
     leaf = torch.ones(1, requires_grad=True)
     leaf.register_hook(lambda _: seen.append(autograd.in_backward()))
     (leaf * 2).backward()
     assert (seen, autograd.in_backward()) == ([True], False)
 
-
-def test_version() -> None:
-    tensor = torch.zeros(1)
+    tensor = torch.zeros(2, device="meta")
     before = autograd.version(tensor)
     tensor.add_(1)
     assert autograd.version(tensor) == before + 1
-
-
-def test_is_view() -> None:
-    tensor = torch.zeros(2)
     assert (autograd.is_view(tensor), autograd.is_view(tensor[:1])) == (False, True)
-
-
-def test_storage_cdata() -> None:
-    tensor = torch.zeros(2, device="meta")
     assert autograd.storage_key(tensor) == autograd.storage_key(tensor[1:])
     assert autograd.storage_key(tensor) != autograd.storage_key(torch.zeros(2, device="meta"))
 
+    result = torch.randn(3, requires_grad=True).log_softmax(0)
+    assert torch.equal(autograd.saved_result(result.grad_fn), result)
 
-def test_saved_result() -> None:
-    output = torch.randn(3, requires_grad=True).log_softmax(0)
-    assert torch.equal(autograd.saved_result(output.grad_fn), output)
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, given: Tensor) -> Tensor:
+            return given.clone()
 
-
-def test_reducer(group: Any) -> None:
-    """`prepare_for_forward`, `prepare_for_backward`, `_rebuild_buckets`, `_sync_buffers`."""
-    model = nn.BatchNorm1d(2)
-    reducer = ddp.GradientReducer(model, process_group=group)
-    buckets: list[int] = []
-
-    def hook(bucket: Any) -> torch.futures.Future[Tensor]:
-        buckets.append(bucket.index())
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    reducer.register_hook(hook)
-    reducer.begin()
-    for parameter in model.parameters():
-        torch.autograd.backward(parameter, torch.ones_like(parameter))
-    reducer.rebuild_buckets()
-    reducer.broadcast_buffers()
-    assert buckets == [0]
+    output = Same.apply(torch.ones(1, requires_grad=True))
+    assert autograd.made_by(output.grad_fn, Same)
+    assert not autograd.made_by((output * 2).grad_fn, Same)
 
 
-def test_graphs_are_split_where_buckets_end(group: Any) -> None:
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    for size, expected in ((1.0, 2), (0.5, 1)):  # torch can't split for the smaller one
-        model = nn.Sequential(*(nn.Linear(384, 384) for _ in range(4)))
-        reducer = ddp.GradientReducer(model, process_group=group, bucket_cap_mb=size)
-        torch.compiler.reset()
-        graphs.clear()
-        with reducer.splitting():
-            torch.compile(model, backend=backend)(torch.ones(1, 384))
-        assert len(graphs) == expected
-
-
-def test_delay_all_reduce(group: Any) -> None:
-    model = nn.Linear(2, 1)
-    reducer = ddp.GradientReducer(model, process_group=group, static_graph=True)
-    loss = model(torch.ones(1, 2)).sum()
-    reducer.begin()
-    loss.register_hook(lambda _: reducer.reduce_after_backward())
-    loss.backward()
-    assert model.weight.grad is not None
-
-
-def test_flatten_and_concatenate(group: Any) -> None:
-    whole = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
-    flat = mesh.flatten(whole["b", "c"], "b_c")
-    assert (flat.ndim, flat.get_group().size()) == (1, 1)
-    assert mesh.concatenate([whole["a"], flat]).ndim == 2
-
-
-def test_compute_local_shape_and_global_offset(group: Any) -> None:
-    shard = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
-    assert mesh.local_slices(shard) == (slice(0, 4), slice(0, 2))
-
-
-def test_fsdp_parameter_groups(group: Any) -> None:
-    model = nn.Linear(2, 2)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    assert isinstance(model, FSDPModule)
-    (found,) = fsdp.parameter_groups(model)
-    assert len(found.fsdp_params) == 2
-    for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
-        assert callable(getattr(found, name)), name
-    model.set_requires_gradient_sync(False)
-    model(torch.ones(1, 2)).sum().backward()
-    assert all(each._unsharded_param.grad is not None for each in found.fsdp_params)
-    fsdp.drop_accumulated(model)
-    assert all(each._unsharded_param.grad is None for each in found.fsdp_params)
-    assert all(each.unsharded_accumulated_grad is None for each in found.fsdp_params)
+def test_saved_reduction() -> None:
+    output = torch.randn(3, 2, requires_grad=True)
+    for reduction, averaged in (("mean", True), ("sum", False)):
+        loss = nn.functional.mse_loss(output, torch.zeros(3, 2), reduction=reduction)
+        assert autograd.averages(loss) is averaged
+    assert autograd.averages(output.mean()) is True
+    assert autograd.averages(output.norm()) is None
 
 
 def test_checkpoint_activation() -> None:
@@ -233,19 +138,6 @@ def test_checkpoint_activation() -> None:
     assert (model.calls, list(dict(model.named_parameters()))) == (2, ["weight", "bias"])
 
 
-def test_dispatch_mode() -> None:
-    seen: list[str] = []
-
-    class Mode(dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func._overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        torch.ones(2).add(1)
-    assert seen == ["ones", "add"]
-
-
 def test_trees() -> None:
     tree = {"a": [1, (2, "x")]}
     leaves, spec = dispatch.tree_flatten(tree)
@@ -254,6 +146,39 @@ def test_trees() -> None:
     assert dispatch.tree_unflatten(leaves, spec) == tree
     assert dispatch.tree_map(str, tree) == {"a": ["1", ("2", "x")]}
     assert dispatch.tree_map_only(int, lambda n: n + 1, tree) == {"a": [2, (3, "x")]}
+
+
+def test_dispatch_modes() -> None:
+    class Mode(dispatch.UncompiledMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func._overloadpacket.__name__ == dispatch.overloads_of(func).__name__
+            seen.append(dispatch.overloads_of(func).__name__)
+            changed.append([each.alias_info is not None for each in dispatch.schema_of(func).arguments])
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    changed: list[list[bool]] = []
+    ones = torch.ones(2)
+    with Mode():
+        ones.mul_(2)
+        with dispatch.without_modes():
+            ones.mul_(2)
+    assert (seen, changed) == (["mul_"], [[True, False]])
+
+
+def test_intercepted_operators() -> None:
+    seen: list[int] = []
+    with torch.library._scoped_library("shoal_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CPU")
+        end = dispatch.intercept(
+            "shoal_test", {"twice": lambda x: seen.append(int(x))}, "BackendSelect"
+        )
+        assert end is not None
+        assert torch.ops.shoal_test.twice(torch.tensor(3)) == 6
+        end()
+        assert torch.ops.shoal_test.twice(torch.tensor(4)) == 8
+    assert seen == [3]
 
 
 def test_tables_of_modules() -> None:
@@ -289,99 +214,6 @@ def test_copies_of_modules() -> None:
     assert torch.equal(twin(torch.ones(1, 1)), model[0](torch.ones(1, 1)))
 
 
-def test_process_groups_and_store(group: Any) -> None:
-    store = c10d.default_store()
-    store.set("key", "value")
-    assert store.get("key") == b"value"
-    assert list(c10d.process_groups()) == [group]
-    assert "cpu" in c10d.device_types(group)
-    before = c10d.operations_begun(group)
-    dist.all_reduce(torch.zeros(1))
-    assert c10d.operations_begun(group) == before + 1
-    c10d.set_timeout(group, timedelta(seconds=77))
-    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
-
-
-def test_worker_processes() -> None:
-    loader = DataLoader(TensorDataset(torch.zeros(2)), num_workers=1)
-    (process,) = dataloader.worker_processes(iter(loader))
-    assert process.pid is not None
-    assert dataloader.worker_processes(iter(DataLoader(TensorDataset(torch.zeros(2))))) == []
-
-
-def test_rpc_agent() -> None:
-    assert c10d.has_rpc_agent() is False
-
-
-def test_worker_info() -> None:
-    class Seen(IterableDataset[bool]):
-        def __iter__(self) -> Iterator[bool]:
-            yield get_worker_info() is not None
-            dataloader.leave_worker()
-            yield get_worker_info() is not None
-
-    seen = list(DataLoader(Seen(), num_workers=1, batch_size=None))
-    assert seen == [True, False]
-
-
-def test_saved_reduction() -> None:
-    output = torch.randn(3, 2, requires_grad=True)
-    for reduction, averaged in (("mean", True), ("sum", False)):
-        loss = nn.functional.mse_loss(output, torch.zeros(3, 2), reduction=reduction)
-        assert autograd.averages(loss) is averaged
-    assert autograd.averages(output.mean()) is True
-    assert autograd.averages(output.norm()) is None
-
-
-def test_forward_cls() -> None:
-    class Same(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, given: Tensor) -> Tensor:
-            return given.clone()
-
-    output = Same.apply(torch.ones(1, requires_grad=True))
-    assert autograd.made_by(output.grad_fn, Same)
-    assert not autograd.made_by((output * 2).grad_fn, Same)
-
-
-def test_intercepted_operators() -> None:
-    seen: list[int] = []
-    with torch.library._scoped_library("shoal_test", "DEF") as library:
-        library.define("twice(Tensor x) -> Tensor")
-        library.impl("twice", lambda x: x * 2, "CPU")
-        end = dispatch.intercept(
-            "shoal_test", {"twice": lambda x: seen.append(int(x))}, "BackendSelect"
-        )
-        assert end is not None
-        assert torch.ops.shoal_test.twice(torch.tensor(3)) == 6
-        end()
-        assert torch.ops.shoal_test.twice(torch.tensor(4)) == 8
-    assert seen == [3]
-
-
-def test_disable_current_modes() -> None:
-    class Mode(dispatch.UncompiledMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(dispatch.overloads_of(func).__name__)
-            changed.append([each.alias_info is not None for each in dispatch.schema_of(func).arguments])
-            return func(*args, **(kwargs or {}))
-
-    seen: list[str] = []
-    changed: list[list[bool]] = []
-    ones = torch.ones(2)
-    with Mode():
-        ones.mul_(2)
-        with dispatch.without_modes():
-            ones.mul_(2)
-    assert (seen, changed) == (["mul_"], [[True, False]])
-
-
-def test_recorder(group: Any) -> None:
-    dist.all_reduce(torch.zeros(1))
-    dumped = c10d.recorder_dumps()["_dump_fr_trace_json"]()
-    assert b"all_reduce" in dumped or b"entries" in dumped
-
-
 def test_compiled_calls() -> None:
     model = nn.Linear(1, 1)
     assert (modules.has_compiled_call(model), modules.compiled_module(model)) == (False, None)
@@ -411,34 +243,18 @@ def test_hooks_and_tables_of_copies() -> None:
     assert model[0].weight.device.type == "meta"
 
 
-def test_waits() -> None:
-    from torch.distributed import _functional_collectives
-    from torch.distributed.pipelining import schedules
+def test_workers_of_loaders() -> None:
+    class Seen(IterableDataset[bool]):
+        def __iter__(self) -> Iterator[bool]:
+            yield get_worker_info() is not None
+            dataloader.leave_worker()
+            yield get_worker_info() is not None
 
-    seen: list[str] = []
-
-    def wrap(wait: Any) -> Any:
-        def wrapped(*arguments: Any) -> Any:
-            seen.append(wait.__name__)
-            return wait(*arguments)
-
-        return wrapped
-
-    with waits.tensor_waits(wrap), waits.pipeline_waits(wrap):
-        _functional_collectives.wait_tensor(torch.zeros(1))
-        schedules._wait_batch_p2p([])
-    schedules._wait_batch_p2p([])
-    assert seen == ["wait_tensor", "_wait_batch_p2p"]
-
-
-def test_step_micro_batches() -> None:
-    class Schedule:
-        def _step_microbatches(self, *arguments: Any, return_outputs: bool) -> None:
-            seen.append((*arguments, return_outputs))
-
-    seen: list[Any] = []
-    pipelining.step_micro_batches(Schedule(), [{"micro": 0}], [0])
-    assert seen == [(None, [{"micro": 0}], [0], False)]
+    batches = iter(DataLoader(Seen(), num_workers=1, batch_size=None))
+    (process,) = dataloader.worker_processes(batches)
+    assert process.pid is not None
+    assert list(batches) == [True, False]
+    assert dataloader.worker_processes(iter(DataLoader(TensorDataset(torch.zeros(2))))) == []
 
 
 def test_metrics() -> None:
@@ -450,30 +266,109 @@ def test_metrics() -> None:
     assert metric.update_count == 1
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_foreach(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fused:
+        for name in ("add_", "copy_", "lerp_", "mul_", "neg_", "norm", "sub_"):
+            monkeypatch.delattr(torch, f"_foreach_{name}")
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
+    foreach.mul_(tensors, 2)
+    foreach.add_(tensors, [torch.ones(2), torch.ones(1)], alpha=2)
+    foreach.sub_(tensors, [torch.ones(2), torch.ones(1)])
+    foreach.neg_(tensors)
+    assert [each.tolist() for each in tensors] == [[-7, -9], [-3]]
+    foreach.lerp_(tensors, [torch.zeros(2), torch.zeros(1)], 0.5)
+    foreach.copy_(tensors[1:], [torch.full((1,), 2.0)])
+    assert [each.tolist() for each in tensors] == [[-3.5, -4.5], [2]]
+    mixed = [torch.tensor([3.0]), torch.tensor([3.0], dtype=torch.float64), torch.tensor(3.0)]
+    on_device = [tensor.clone() for tensor in mixed]
+    foreach.mul_(mixed, 1 / 3)
+    foreach.mul_(on_device, torch.tensor(1 / 3, dtype=torch.float64))
+    assert all(map(torch.equal, mixed, on_device))
+    assert on_device[1].dtype == torch.float64
+    lengths = foreach.norm([torch.tensor([3.0, 4.0], dtype=torch.float16)], torch.float32)
+    assert (lengths[0].item(), lengths[0].dtype) == (5, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_skipping(kind: str, dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = getattr(torch.optim, kind)([parameter], lr=0.5, fused=True)
+    if kind == "Adagrad" and not hasattr(optimizer, "_step_supports_amp_scaling"):  # torch 2.11
+        assert not optimizers.skips_on_device(optimizer)
+        return
+    assert optimizers.skips_on_device(optimizer)
+    moved = []
+    for skip in (0.0, 1.0, 0.0):
+        before = [parameter.clone(), *(each.clone() for each in optimizer.state[parameter].values())]
+        parameter.grad = torch.full_like(parameter, torch.nan if skip else 1.0)
+        with optimizers.skipping(optimizer, torch.tensor(skip)):
+            optimizer.step()
+        after = [parameter, *optimizer.state[parameter].values()]
+        moved.append(not all(map(torch.equal, before, after)))
+    assert moved == [True, False, True]
+    assert not hasattr(optimizer, "found_inf")
+    assert not optimizers.skips_on_device(getattr(torch.optim, kind)([parameter], lr=0.5))
+    assert not optimizers.skips_on_device(torch.optim.RMSprop([parameter]))
+
+
+def test_the_module_of_a_frame() -> None:
+    frames: list[FrameType] = []
+    model = nn.Linear(1, 1)
+    model.register_forward_hook(lambda *_: frames.append(sys._getframe(1)))
+    model(torch.ones(1, 1))
+    assert any(modules.module_called_in(frame) is model for frame, _ in traceback.walk_stack(frames[0]))
+    assert modules.module_called_in(sys._getframe()) is None
+
+
 @pytest.mark.full
-def test_elastic() -> None:
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
+def test_random_operations_are_replaced() -> None:
+    program = """
+import torch
+from torch import nn
+from shoal._torch.random_operations import in_backward, replace_draws
 
-    from shoal._torch.elastic import CheckedBackend, ElasticAgent, MonitoredRendezvous
-    from shoal.launcher.elastic_agent import LocalRendezvous
+def instead(original, tensor, low=0.0, high=1.0, *, generator=None):
+    return original() if generator is not None else tensor.fill_(7)
 
-    class Agent(ElasticAgent):
-        def _start_workers(self, *_: Any) -> Any: ...
-        def _stop_workers(self, *_: Any) -> Any: ...
-        def _monitor_workers(self, *_: Any) -> Any: ...
-        def _shutdown(self, *_: Any) -> Any: ...
+assert replace_draws({"uniform_": instead})
+assert torch.rand(2).tolist() == [7, 7]
+assert torch.rand(2, generator=torch.Generator()).max() < 1
+seen = []
+x = torch.ones(1, requires_grad=True)
+x.register_hook(lambda _: seen.append(in_backward()))
+x.sum().backward()
+assert seen == [True] and not in_backward()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
-    agent = Agent(WorkerSpec("rank", 1, LocalRendezvous(0), entrypoint="x", max_restarts=3))
-    agent.grant_restart()
-    assert agent.restarts_used == -1
 
-    store = HashStore()
-    node = MonitoredRendezvous.from_backend("run", store, CheckedBackend(store, "run"), 1, 1)
-    node.next_rendezvous()
-    assert (node.round, node.look()) == (0, ([node.me], []))
-    node.leave(1.0)
-    assert node.look() == ([], [])
+def test_attention_is_replaced() -> None:
+    program = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as attention
+from shoal._torch.random_operations import replace_attention
+
+def result(x):
+    x = x.clone().requires_grad_()
+    y = attention(x, x, x, is_causal=True)
+    y.square().sum().backward()
+    return y.detach(), x.grad
+
+x = torch.randn(2, 3, 4, 8)
+expected, seen = result(x), []
+
+def instead(original, query, key, value, mask=None, dropout_p=0.0, *rest, **named):
+    seen.append(dropout_p)
+    return original()
+
+replace_attention(instead, "AutogradCPU")
+assert all(map(torch.equal, result(x), expected))
+torch.nn.MultiheadAttention(8, 2, 0.25)(x[0], x[0], x[0], need_weights=False)
+assert seen == [0.0, 0.25]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_door_is_not_opened_by_importing_shoal() -> None:

@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -92,26 +92,38 @@ def test_nothing_is_set_where_a_hosts_own_name_is_its_loopback(
     assert done.stderr.count("; GLOO_SOCKET_IFNAME=eth0\n") == 1
 
 
-def test_four_variables_on_hosts_that_have_no_address_but_of_version_6(tmp_path: Path) -> None:
-    """What `env://` reads is enough: ranks tell each other which machines they are on."""
+def ranks_of_hosts(
+    hosts: Mapping[str, tuple[str, ...]], ranks: str, command: list[str], folder: Path, *, mtu: int = 0
+) -> list[str]:
+    """What ranks of env:// say, by themselves on hosts of a network; the last one's MTU may be less."""
     if missing():
         pytest.skip(missing())
-    place = "world.placement.node, world.placement.local_rank, world.placement.local_size"
-    (tmp_path / "look.py").write_text(LOOK.replace("said = (", f"said = ({place}, "))
-    network = Network(f"n{secrets.token_hex(3)}", {"a": ("fd79::1/64",), "b": ("fd79::2/64",)})
-    ranks = []
+    network = Network(f"n{secrets.token_hex(3)}", hosts)
+    address = next(iter(hosts.values()))[0].partition("/")[0]
+    known = [f"WORLD_SIZE={len(ranks)}", f"MASTER_ADDR={address}", "MASTER_PORT=5000", "COLUMNS=1000"]
+    started: list[subprocess.Popen[str]] = []
     try:
         network.create()
-        for rank, host in enumerate("aba"):
-            known = ["WORLD_SIZE=3", "MASTER_ADDR=fd79::1", "MASTER_PORT=5000", f"RANK={rank}"]
-            command = ["ip", "netns", "exec", network.space(host), "env", *known]
-            command += [sys.executable, "look.py"]
-            ranks.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
-        said = [process.communicate(timeout=200)[0] for process in ranks]
+        if mtu:
+            network.shrink(ranks[-1], mtu)
+        for rank, host in enumerate(ranks):
+            inside = ["ip", "netns", "exec", network.space(host), "env", *known, f"RANK={rank}"]
+            begin = [*inside, sys.executable, *command]
+            started.append(subprocess.Popen(begin, cwd=folder, stdout=subprocess.PIPE, text=True))
+        return [process.communicate(timeout=200)[0] for process in started]
     finally:
-        for process in ranks:
+        for process in started:
             process.kill()
+            process.communicate()
         network.remove()
+
+
+def test_four_variables_on_hosts_that_have_no_address_but_of_version_6(tmp_path: Path) -> None:
+    """What `env://` reads is enough: ranks tell each other which machines they are on."""
+    place = "world.placement.node, world.placement.local_rank, world.placement.local_size"
+    (tmp_path / "look.py").write_text(LOOK.replace("said = (", f"said = ({place}, "))
+    hosts = {"a": ("fd79::1/64",), "b": ("fd79::2/64",)}
+    said = ranks_of_hosts(hosts, "aba", ["look.py"], tmp_path)
     places = [ast.literal_eval(line)[:5] for line in said[0].splitlines()]
     assert places == [(0, 0, 2, 3, "eth0"), (1, 0, 1, 3, "eth0"), (0, 1, 2, 3, "eth0")]
     assert said[1:] == ["", ""]
@@ -119,25 +131,9 @@ def test_four_variables_on_hosts_that_have_no_address_but_of_version_6(tmp_path:
 
 def test_packets_of_full_size_that_are_lost_are_named(tmp_path: Path) -> None:
     """An MTU hole: ranks connect, and the first large message hangs. By the doctor, too."""
-    if missing():
-        pytest.skip(missing())
     hosts = {"a": ("10.78.0.1/24",), "b": ("10.78.0.2/24",)}
-    network = Network(f"n{secrets.token_hex(3)}", hosts)
-    ranks = []
-    try:
-        network.create()
-        network.shrink("b", 1000)
-        for rank, host in enumerate(hosts):
-            known = ["WORLD_SIZE=2", "MASTER_ADDR=10.78.0.1", "MASTER_PORT=5000", f"RANK={rank}"]
-            command = ["ip", "netns", "exec", network.space(host), "env", *known, "COLUMNS=1000"]
-            command += [sys.executable, "-m", "shoal", "doctor", "--limit", "2", "--wait", "60"]
-            ranks.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
-        said = ranks[0].communicate(timeout=200)[0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-        network.remove()
+    doctor = ["-m", "shoal", "doctor", "--limit", "2", "--wait", "60"]
+    said = ranks_of_hosts(hosts, "ab", doctor, tmp_path, mtu=1000)[0]
     assert "(rank 1) did not reach" in said
     assert "full-size packets are lost: a switch or a tunnel" in said
 

@@ -1,27 +1,24 @@
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers.commands import Command
-from shoal.distributed.cpu_affinity import divide, near, rearrange, share, threads
+from helpers.scripts import Script
+from shoal.distributed.cpu_affinity import divide, near, rearrange, share
 
 
-@pytest.mark.parametrize(("cpus", "processes"), [(8, 1), (8, 2), (8, 3), (7, 4), (5, 5), (64, 12)])
-def test_shares_are_disjoint_and_leave_nothing_idle(cpus: int, processes: int) -> None:
-    # Numbers that this machine does not have: their place is their number.
-    numbers = range(100_000, 100_000 + cpus)
-    shares = divide(numbers, processes)
-    assert sorted(cpu for one in shares for cpu in one) == list(numbers)
-    sizes = [len(one) for one in shares]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_more_processes_than_cores_share_all() -> None:
-    assert divide({3, 4}, 3) == [{3, 4}] * 3
+def test_shares_are_disjoint_and_leave_nothing_idle() -> None:
+    for cpus, processes in ((8, 1), (8, 2), (8, 3), (7, 4), (5, 5), (64, 12)):
+        # Numbers that this machine does not have: their place is their number.
+        numbers = range(100_000, 100_000 + cpus)
+        shares = divide(numbers, processes)
+        assert sorted(cpu for one in shares for cpu in one) == list(numbers)
+        sizes = [len(one) for one in shares]
+        assert max(sizes) - min(sizes) <= 1
+    assert divide({3, 4}, 3) == [{3, 4}] * 3  # too few: all share them
 
 
 def test_threads_of_a_core_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,45 +28,29 @@ def test_threads_of_a_core_stay_together(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("mine", "neighbours", "cores"),
+    ("mine", "neighbours", "cores", "reason"),
     [
-        ([0, 1, 2, 3], [[0, 1, 2, 3]] * 2, 2),  # not bound: shared
-        ([0, 1], [[0, 1], [2, 3]], 2),  # bound: one's own
-        ([0, 1, 2, 3], [[0, 1, 2, 3]] * 3, 1),
-        ([0], [[0]] * 4, 1),  # too few for all
-        ([0, 1, 2, 3], [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5]], 2),
+        ([0, 1, 2, 3], [[0, 1, 2, 3]] * 2, 2, "split among 2 ranks"),  # not bound: shared
+        ([0, 1], [[0, 1], [2, 3]], 2, "bound to this rank only"),
+        ([0, 1, 2, 3], [[0, 1, 2, 3]] * 3, 1, "split among 3 ranks"),
+        ([0], [[0]] * 4, 1, ""),  # too few for all
+        ([0, 1, 2, 3], [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5]], 2, "split among 2 ranks"),
     ],
 )
-def test_what_is_a_ranks_own(mine: list[int], neighbours: list[list[int]], cores: int) -> None:
-    assert share(mine, neighbours).value == cores
+def test_what_is_a_ranks_own(
+    mine: list[int], neighbours: list[list[int]], cores: int, reason: str
+) -> None:
+    choice = share(mine, neighbours)
+    assert choice.value == cores
+    assert reason in choice.reason
 
 
-@pytest.mark.parametrize(
-    ("now", "variable", "launcher", "wanted"),
-    [
-        (1, "1", "torchrun", 4),  # torchrun's own 1 is not inherited
-        (3, "1", "torchrun", 3),  # the script has chosen since
-        (2, "2", "torchrun", 2),
-        (1, "1", "srun", 1),  # the user's word, or the site's
-        (8, "8", "srun", 8),
-        (16, "", "srun", 4),  # torch counted cores that others use too
-        (1, "", "Open MPI", 1),  # the script has chosen fewer
-    ],
-)
-def test_threads_of_a_rank_with_four_cores(now: int, variable: str, launcher: str, wanted: int) -> None:
-    """FAILURES 27: torchrun's own OMP_NUM_THREADS=1 is not silently inherited."""
-    assert threads(4, now=now, variable=variable, launcher=launcher).value == wanted
-
-
-@pytest.mark.parametrize(
-    ("text", "cpus"), [("0-2,8-9\n", {0, 1, 2, 8, 9}), ("5\n", {5}), ("\n", set()), (None, set())]
-)
-def test_cores_near_a_device(tmp_path: Path, text: str | None, cpus: set[int]) -> None:
-    if text is not None:
-        (tmp_path / "0000:3b:00.0").mkdir()
+def test_cores_near_a_device(tmp_path: Path) -> None:
+    assert near("0000:3b:00.0", tmp_path) == near("", tmp_path) == set()
+    (tmp_path / "0000:3b:00.0").mkdir()
+    for text, cpus in (("0-2,8-9\n", {0, 1, 2, 8, 9}), ("5\n", {5}), ("\n", set())):
         (tmp_path / "0000:3b:00.0/local_cpulist").write_text(text)
-    assert near("0000:3b:00.0", tmp_path) == cpus
-    assert near("", tmp_path) == set()
+        assert near("0000:3b:00.0", tmp_path) == cpus
 
 
 FIRST, SECOND = range(100_000, 100_004), range(100_004, 100_008)  # two sockets of another machine
@@ -89,10 +70,7 @@ QUARTERS = [set(range(start, start + 2)) for start in range(100_000, 100_008, 2)
 )
 def test_each_rank_has_the_cores_near_its_gpu(close: list[range], order: list[int]) -> None:
     assert rearrange(QUARTERS, close) == [QUARTERS[quarter] for quarter in order]
-
-
-def test_ranks_that_are_not_bound_stay_so() -> None:
-    assert rearrange([FIRST, FIRST], [SECOND, FIRST]) == [set(FIRST)] * 2
+    assert rearrange([FIRST, FIRST], [SECOND, FIRST]) == [set(FIRST)] * 2  # not bound: they stay so
 
 
 def test_the_reason_names_the_gpu() -> None:
@@ -123,12 +101,9 @@ with shoal.init() as world:
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_ranks_of_shoal_run_are_bound_again_when_their_gpus_are_known(tmp_path: Path) -> None:
+def test_ranks_of_shoal_run_are_bound_again_when_their_gpus_are_known(
+    start: Callable[..., Script],
+) -> None:
     cpus = divide(os.sched_getaffinity(0), 2)
-    (tmp_path / "script.py").write_text(SWAPPED.replace("CPUS", repr(cpus)))
-    run = Command([sys.executable, "-m", "shoal", "run", "-n", "2", "script.py"], tmp_path)
-    try:
-        ended = run.end()
-    finally:
-        run.clean_up()
+    ended = start(SWAPPED.replace("CPUS", repr(cpus))).end()
     assert ended.code == 0, ended.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import shoal
 from helpers import recordings
 from shoal.distributed.backend import choose_backend, why_shared
 from shoal.distributed.cluster_env import LAUNCHERS, Placement
-from shoal.distributed.cpu_affinity import share, threads
+from shoal.distributed.cpu_affinity import threads
 from shoal.distributed.device import RankDevice, choose_device
 from shoal.distributed.env_vars import placement
 from shoal.distributed.initialize import check_limits, choose_layout
@@ -36,42 +37,35 @@ def read(name: str, rank: int = -1, more: Mapping[str, str] | None = None) -> Pl
 
 
 @pytest.mark.parametrize("name", sorted(set(recordings.names("")) - {REFUSED}))
-def test_each_launcher_has_a_reason_that_names_a_variable(name: str) -> None:
-    recorded = recordings.load(name)
-    for rank, env in enumerate(recorded.environments):
+def test_choices_are_what_the_placement_has_and_name_a_variable(name: str) -> None:
+    for rank, env in enumerate(recordings.load(name).environments):
         found = read(name, rank)
-        launcher = by_name(found.choices)["launcher"]
+        made = by_name(found.choices)
+        launcher = made["launcher"]
         assert launcher.value == found.launcher
         assert any(f"{variable}={value}" in launcher.reason for variable, value in env.items())
         rejected = [one for one in LAUNCHERS if one.name in launcher.rejected]
         assert len(rejected) == len(LAUNCHERS) - (found.launcher != "none")
         for one in rejected:
             assert any(mark in launcher.rejected[one.name] for mark in one.marks)
+        assert made["cores"].value == found.cores
+        assert all(choice.reason for choice in made.values())
+        if found.meeting is not None:
+            assert made["address"].value == found.meeting.hosts
+            assert made["port"].value == found.meeting.ports
+        else:
+            assert made["address"].value == (found.address,)
 
 
-@pytest.mark.parametrize("name", sorted(set(recordings.names("")) - {REFUSED}))
-def test_choices_are_what_the_placement_has(name: str) -> None:
-    found = read(name)
-    made = by_name(found.choices)
-    assert made["cores"].value == found.cores
-    assert all(choice.reason for choice in made.values())
-    if found.meeting is not None:
-        assert made["address"].value == found.meeting.hosts
-        assert made["port"].value == found.meeting.ports
-    else:
-        assert made["address"].value == (found.address,)
-
-
-def test_a_launcher_that_is_there_too_but_further_away() -> None:
+def test_what_was_passed_over_says_why() -> None:
     why = by_name(read("torchrun-under-srun").choices)["launcher"].rejected["srun"]
     assert why == "SLURM_STEP_ID=0, SLURM_PROCID=1 is set too, but torchrun is checked earlier"
-
-
-def test_a_shell_of_slurms_own_is_told_as_one() -> None:
-    shell = read("slurm-salloc-shell", more={"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"})
-    launcher = by_name(shell.choices)["launcher"]
-    assert launcher.value == "none"
-    assert launcher.rejected["srun"].startswith("SLURM_STEP_ID=4294967290")
+    # A shell of Slurm's own, in which the site's default process manager may have set variables.
+    shell = {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}
+    for more in ({}, {"PMIX_RANK": "0"}, {"PMI_RANK": "0", "PMI_SIZE": "1"}):
+        launcher = by_name(read("slurm-salloc-shell", more=shell | more).choices)["launcher"]
+        assert launcher.value == "none"
+        assert launcher.rejected["srun"].startswith("SLURM_STEP_ID=4294967290")
 
 
 @pytest.mark.parametrize(
@@ -106,36 +100,46 @@ def test_a_meeting_that_nobody_names_tells_what_to_set() -> None:
     assert "SLURM_JOB_NODELIST" in made["address"].reason
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, visible: int) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-
-
 @pytest.mark.parametrize(
-    ("visible", "given", "reason", "rejected"),
+    ("visible", "local_rank", "given", "device", "reason", "rejected"),
     [
-        (0, None, "no GPU is visible", {"cuda"}),
-        (4, None, "local rank 1, 4 visible GPUs", {"cpu"}),
-        (1, None, "the only visible GPU", {"cpu"}),
-        (4, "cpu", GIVEN, set()),
-        (4, "cuda:2", GIVEN, set()),
-        (4, "cuda", "given: cuda; local rank 1", set()),
+        (0, 3, None, "cpu", "no GPU is visible", {"cuda"}),
+        (4, 0, None, "cuda:0", "local rank 0, 4 visible GPUs", {"cpu"}),
+        (4, 3, None, "cuda:3", "local rank 3, 4 visible GPUs", {"cpu"}),
+        (1, 3, None, "cuda:0", "the only visible GPU", {"cpu"}),  # one for each task
+        (4, 3, "cpu", "cpu", GIVEN, set()),
+        (4, 3, "cuda:1", "cuda:1", GIVEN, set()),
+        (4, 3, "cuda", "cuda:3", "given: cuda; local rank 3", set()),
+        (1, 3, torch.device("cuda"), "cuda:0", "given: cuda; ", set()),
+        (0, 0, "meta", "meta", GIVEN, set()),
+        (2, 3, None, "2 visible GPUs, none for local rank 3", "", set()),
+        (2, 3, "cuda", "2 visible GPUs, none for local rank 3", "", set()),
+        (0, 3, "cuda", "no GPU", "", set()),
+        (0, 3, "gpu", "device", "", set()),
     ],
 )
-def test_the_device(
-    monkeypatch: pytest.MonkeyPatch, visible: int, given: str | None, reason: str, rejected: set[str]
+def test_the_device_goes_by_local_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    visible: int,
+    local_rank: int,
+    given: str | torch.device | None,
+    device: str,
+    reason: str,
+    rejected: set[str],
 ) -> None:
-    gpus(monkeypatch, visible)
-    choice = choose_device(given, read("torchrun"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    alone = placement({}, cpus=1)
+    place = replace(alone, rank=local_rank, size=8, local_rank=local_rank, local_size=4)
+    if not reason:
+        with pytest.raises(LaunchError, match=device) as raised:
+            choose_device(given, place)
+        assert "device='cpu'" in raised.value.fix
+        return
+    choice = choose_device(given, place)
+    assert choice.value == torch.device(device)
     assert choice.reason.startswith(reason)
     assert set(choice.rejected) == rejected
-
-
-def test_the_backend() -> None:
-    choice = choose_backend(None, torch.device("cpu"))
-    assert (choice.value, choice.reason) == ("gloo", "the device is a CPU")
-    assert "CUDA" in choice.rejected["nccl"]
-    assert choose_backend("gloo", torch.device("cpu")).reason == GIVEN
 
 
 @pytest.mark.parametrize(
@@ -170,50 +174,50 @@ def test_slices_of_one_gpu_differ_by_their_uuid_only(monkeypatch: pytest.MonkeyP
     assert RankDevice.of(torch.device("cpu"))[2:] == ("", "")
 
 
-def test_the_backend_of_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = choose_backend(None, torch.device("cpu"))
+    assert (choice.value, choice.reason) == ("gloo", "the device is a CPU")
+    assert "CUDA" in choice.rejected["nccl"]
+    assert choose_backend("gloo", torch.device("cpu")).reason == GIVEN
+    gpu = torch.device("cuda", 0)
+    choice = choose_backend(None, gpu, "ranks 0 and 1 share a GPU of a")
+    assert (choice.value, choice.reason) == ("gloo", "ranks 0 and 1 share a GPU of a")
+    assert set(choice.rejected) == {"nccl"}
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: name == "nccl")
+    choice = choose_backend(None, gpu)
+    assert (choice.value, set(choice.rejected)) == ("nccl", {"gloo"})
+    with pytest.raises(LaunchError, match="nccl"):
+        choose_backend("gloo", gpu)
     monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: True)
     assert choose_backend(None, torch.device("xpu", 0)).value == "xccl"
     assert choose_backend(None, torch.device("mps", 0)).value == "gloo"
 
 
-def test_a_gpu_for_several_ranks() -> None:
-    choice = choose_backend(None, torch.device("cuda", 0), "ranks 0 and 1 share a GPU of a")
-    assert (choice.value, choice.reason) == ("gloo", "ranks 0 and 1 share a GPU of a")
-    assert set(choice.rejected) == {"nccl"}
-
-
-def test_nccl_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: name == "nccl")
-    choice = choose_backend(None, torch.device("cuda", 0))
-    assert choice.value == "nccl"
-    assert set(choice.rejected) == {"gloo"}
-    with pytest.raises(LaunchError, match="nccl"):
-        choose_backend("gloo", torch.device("cuda", 0))
-
-
 @pytest.mark.parametrize(
     ("now", "variable", "launcher", "value", "reason", "rejected"),
     [
+        # torchrun's own 1 is not inherited, unless the script has chosen since.
         (1, "1", "torchrun", 4, "this rank's cores", {"OMP_NUM_THREADS=1"}),
-        (1, "1", "srun", 1, "given: OMP_NUM_THREADS=1", set()),
+        (3, "1", "torchrun", 3, "given: set in the process", {"OMP_NUM_THREADS=1"}),
+        (2, "2", "torchrun", 2, "given: OMP_NUM_THREADS=2", set()),
+        (1, "1", "srun", 1, "given: OMP_NUM_THREADS=1", set()),  # the user's word, or the site's
+        (8, "8", "srun", 8, "given: OMP_NUM_THREADS=8", set()),
         (2, "2", "shoal run", 2, "given: OMP_NUM_THREADS=2", set()),
         (3, "2", "srun", 3, "given: set in the process", {"OMP_NUM_THREADS=2"}),
+        # torch counted cores that others use too.
         (16, "", "srun", 4, "this rank's cores; OMP_NUM_THREADS", {"16"}),
         (2, "", "srun", 2, "torch's own number", set()),
+        (1, "", "Open MPI", 1, "torch's own number", set()),  # the script has chosen fewer
     ],
 )
-def test_threads_and_who_set_them(
+def test_threads_of_a_rank_with_four_cores_and_who_set_them(
     now: int, variable: str, launcher: str, value: int, reason: str, rejected: set[str]
 ) -> None:
+    """FAILURES 27: torchrun's own OMP_NUM_THREADS=1 is not silently inherited."""
     choice = threads(4, now=now, variable=variable, launcher=launcher)
     assert choice.value == value
     assert choice.reason.startswith(reason)
     assert set(choice.rejected) == rejected
-
-
-def test_cores_of_ones_own_and_shared_ones() -> None:
-    assert "bound to this rank only" in share([0, 1], [[0, 1], [2, 3]]).reason
-    assert "split among 3 ranks" in share(range(8), [range(8)] * 3).reason
 
 
 @pytest.mark.parametrize(
@@ -230,12 +234,9 @@ def test_the_layout(layout: str | shoal.Layout, text: str, reason: str) -> None:
     assert choice.reason.startswith(reason)
 
 
-def test_time_limits() -> None:
+def test_a_world_keeps_them() -> None:
     assert check_limits(600.0, 3600.0).reason.startswith("the default")
     assert check_limits(600.0, 60.0).reason.startswith(GIVEN)
-
-
-def test_a_world_keeps_them() -> None:
     with shoal.init(device="cpu", deterministic=True, backend="gloo") as world:
         made = by_name(world.decisions)
         assert made["device"].reason == made["backend"].reason == GIVEN

@@ -46,10 +46,10 @@ def judged(*found: RankReport | SilentRank) -> HangDiagnosis:
     return verdict
 
 
-@pytest.mark.parametrize("other", [AWAY, COMPILES, SILENT, ENDED])
-def test_where_nobody_waits_any_more_nobody_is_to_blame(other: RankReport | SilentRank) -> None:
+def test_where_nobody_waits_any_more_nobody_is_to_blame() -> None:
     """What one waited for may come while all are asked."""
-    assert decide([replace(WAITS, waits=None), other], seconds=5.2) is None
+    for other in (AWAY, COMPILES, SILENT, ENDED):
+        assert decide([replace(WAITS, waits=None), other], seconds=5.2) is None
 
 
 def test_who_is_elsewhere_did_not_arrive() -> None:
@@ -100,20 +100,17 @@ def test_the_likelier_cause_is_named(others: list[RankReport | SilentRank], name
     assert verdict.patience <= 0
 
 
-def test_who_compiles_or_is_in_a_debugger_is_waited_for() -> None:
+def test_who_is_busy_or_prepares_is_waited_for() -> None:
     verdict = judged(WAITS, COMPILES, WAITS_2)
     assert verdict.patience == float("inf")
     assert "it is at train.py:5 in g, compiles; " in verdict.line
     assert verdict.due(WaitLimits(step=600, prepare=3600), 600) == 3600
     assert verdict.due(WaitLimits(step=5, prepare=5), 5) == BUSY_SECONDS
-
-
-def test_a_rank_that_prepares_has_the_time_for_that_while_others_step() -> None:
     limits = WaitLimits(step=5, prepare=100)
-    assert judged(WAITS, replace(AWAY, limit=100.0), WAITS_2).due(limits, 5) == 100
+    prepares, steps = replace(AWAY, limit=100.0), replace(AWAY, rank=2, limit=5.0)
+    assert judged(WAITS, prepares, WAITS_2).due(limits, 5) == 100
     assert judged(WAITS, replace(AWAY, limit=5.0), WAITS_2).due(limits, 5) == 5
-    steps = replace(AWAY, rank=2, limit=5.0)
-    assert judged(WAITS, replace(AWAY, limit=100.0), steps).rank == 2
+    assert judged(WAITS, prepares, steps).rank == 2
 
 
 def test_only_members_of_a_group_are_waited_for() -> None:
@@ -146,50 +143,34 @@ def test_what_does_not_match_is_the_cause(other: Collective, did: str) -> None:
     )
 
 
-def test_sizes_that_may_differ_are_no_mismatch() -> None:
-    scatter = call(operation="scatter", tensors="")
-    verdict = judged(
-        replace(WAITS, waits=scatter), AWAY, replace(WAITS_2, waits=replace(scatter, tensors="x"))
-    )
-    assert verdict.rank == 1
-
-
 def test_all_may_wait_for_each_other_or_for_the_network() -> None:
     same = judged(WAITS, replace(WAITS, rank=1), WAITS_2)
     assert same.line.startswith("all 3 ranks have waited 5 s in all_reduce of float32[4] at train.py:9")
     assert same.patience > 0
-    crossed = judged(
-        replace(WAITS, waits=call(group="pair")), replace(WAITS, rank=1, waits=call(number=8)), WAITS_2
-    )
+    waits = replace(WAITS, waits=call(group="pair"))
+    crossed = judged(waits, replace(WAITS, rank=1, waits=call(number=8)), WAITS_2)
     assert crossed.line.endswith("they wait for each other")
-
-
-def test_what_torch_does_not_record_may_be_for_anyone() -> None:
+    # Sizes that may differ are no mismatch; what torch does not record may be for anyone.
+    scatter = call(operation="scatter", tensors="")
+    odd = replace(WAITS_2, waits=replace(scatter, tensors="x"))
+    assert judged(replace(WAITS, waits=scatter), AWAY, odd).rank == 1
     receives = Collective(group="", number=0, operation="recv", tensors="", done=False)
     assert judged(replace(WAITS, waits=receives), AWAY, WAITS_2).rank == 1
 
 
-def test_what_ranks_say_crosses_as_json() -> None:
+def test_reports_and_tables() -> None:
     seen = replace(WAITS, recent=(REDUCE,), stacks="all of it\n")
     assert from_plain(json.loads(json.dumps(to_plain(seen)))) == seen
-
-
-def test_a_table_has_a_line_for_each_rank_and_few_of_many_alike() -> None:
     text = table([WAITS, AWAY, SILENT, *(replace(WAITS, rank=rank) for rank in range(3, 99))])
+    place = "  a  train.py:9 in f  waits in all_reduce of float32[4]"
     assert text.splitlines() == [
-        "rank 0   a  train.py:9 in f  waits in all_reduce of float32[4]",
+        f"rank 0 {place}",
         "rank 1   b  train.py:5 in g  does not wait",
         "rank 1   b  pid 77, no answer",
-        *(
-            f"rank {rank}   a  train.py:9 in f  waits in all_reduce of float32[4]"
-            for rank in range(3, 6)
-        ),
+        *(f"rank {rank} {place}" for rank in range(3, 6)),
         "and 93 more in the same places",
     ]
     assert "rank 1 on b\n" in details([WAITS, SILENT])
-
-
-def test_tensors_are_described_as_people_write_them() -> None:
     assert describe_tensors([[4, 2]], ["BFloat16"]) == "bfloat16[4, 2]"
     assert describe_tensors([[4], [1], []], ["float32"] * 3) == "float32[4] and 2 more"
     assert describe_tensors([], []) == ""
@@ -199,17 +180,17 @@ def test_where_the_main_thread_is() -> None:
     lines = stacks.main_stack()
     assert stacks.own_line(lines).function == "test_where_the_main_thread_is"
     assert stacks.busy(lines) == stacks.communication(lines) == ""
-    compiling = stacks.StackLine(
-        file="/x/torch/_dynamo/convert_frame.py", number=1, function="_compile"
-    )
-    debugging = stacks.StackLine(file="/usr/lib/python3.11/bdb.py", number=1, function="trace")
-    receiving = stacks.StackLine(
-        file="/x/torch/distributed/distributed_c10d.py", number=1, function="recv"
-    )
+
+    def line(file: str, function: str) -> stacks.StackLine:
+        return stacks.StackLine(file=file, number=1, function=function)
+
+    compiling = line("/x/torch/_dynamo/convert_frame.py", "_compile")
+    debugging = line("/usr/lib/python3.11/bdb.py", "trace")
+    receiving = line("/x/torch/distributed/distributed_c10d.py", "recv")
     assert stacks.busy([*lines, compiling]) == "compiles"
     assert stacks.busy([*lines, debugging, *lines]) == "is in a debugger"
-    importing = stacks.StackLine(file="<frozen importlib._bootstrap>", number=1, function="_load")
-    library = stacks.StackLine(file="/x/site-packages/torch/__init__.py", number=1, function="<module>")
+    importing = line("<frozen importlib._bootstrap>", "_load")
+    library = line("/x/site-packages/torch/__init__.py", "<module>")
     assert stacks.busy([*lines, importing, library]) == "imports modules"
     assert stacks.busy([importing, *lines]) == ""  # the user's own module: its lines are named
     assert stacks.communication([*lines, receiving]) == "recv"

@@ -89,17 +89,15 @@ def loopback() -> Interface:
     return next(one for one in interfaces() if one.loopback)
 
 
-def test_ranks_of_one_machine_talk_by_its_loopback() -> None:
+def test_ranks_of_one_machine_talk_by_its_loopback_unless_they_are_told() -> None:
+    name = loopback().name
     for way in together(3):
-        assert way.choice.value == loopback().name
+        assert way.choice.value == name
         assert "one machine" in way.choice.reason or len(interfaces()) == 1
         assert way.address == "127.0.0.1"
-
-
-def test_an_interface_of_ones_own() -> None:
-    name = loopback().name
     for way in together(2, [name, name]):
         assert way.choice.reason == f"given: GLOO_SOCKET_IFNAME={name}"
+    check_given(name)
 
 
 @pytest.mark.parametrize("given", [("eth99", "eth99", ""), ("", "", "eth99"), ("", "eth99", "")])
@@ -108,11 +106,7 @@ def test_an_interface_that_is_not_there_is_told_on_all_ranks(given: tuple[str, .
         assert isinstance(error, LaunchError)
         assert error.given == f"GLOO_SOCKET_IFNAME=eth99 on {socket.gethostname()}"
         assert "127.0.0.1" in error.found
-
-
-def test_on_one_machine_too() -> None:
-    check_given(loopback().name)
-    with pytest.raises(LaunchError, match="has no interface eth99"):
+    with pytest.raises(LaunchError, match="has no interface eth99"):  # on one machine too
         check_given("lo,eth99")
 
 

@@ -22,12 +22,19 @@ def test_neighbouring_ranks_share_the_axes_that_talk_most() -> None:
     assert [layout.coordinate(rank, "pipeline") for rank in range(8)] == [0] * 4 + [1] * 4
     assert list(layout.groups("tensor")) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert list(layout.groups("pipeline")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
-
-
-def test_model_parallel_peers_take_the_same_samples() -> None:
+    # Model-parallel peers take the same samples.
     layout = Layout(replicate=2, shard=2, tensor=2)
     assert layout.data_size == 4
     assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    # A large world is grouped at once.
+    layout = Layout(replicate=512, shard=64, tensor=8)
+    groups = list(layout.groups("replicate"))
+    assert len(groups) == 64 * 8
+    assert groups[-1] == tuple(range(64 * 8 - 1, layout.size, 64 * 8))
+    # Text names only what is not one.
+    assert str(Layout()) == "replicate=1"
+    assert str(Layout(tensor=4, replicate=2)) == "replicate=2,tensor=4"
+    assert Layout.parse(" shard = -1 , tensor=2,") == Layout(shard=-1, tensor=2)
 
 
 @given(LAYOUTS)
@@ -51,32 +58,14 @@ def test_data_ranks_are_numbered_without_gaps_and_equally_often(layout: Layout) 
     assert sorted(ranks) == sorted(list(range(layout.data_size)) * times)
 
 
-@given(LAYOUTS, st.sampled_from([None, *AXES]))
-def test_text_reads_back(layout: Layout, open_axis: str | None) -> None:
-    degrees = {axis: layout.degree(axis) for axis in AXES}
-    if open_axis is not None:
-        degrees[open_axis] = -1
-    written = Layout(**degrees)
-    assert Layout.parse(str(written)) == written
-
-
 @given(LAYOUTS, st.sampled_from(AXES))
-def test_resolve_fills_in_what_the_others_leave(layout: Layout, axis: str) -> None:
-    degrees = {name: layout.degree(name) for name in AXES}
-    assert Layout(**(degrees | {axis: -1})).resolve(layout.size) == layout
-
-
-def test_a_large_world_is_grouped_at_once() -> None:
-    layout = Layout(replicate=512, shard=64, tensor=8)
-    groups = list(layout.groups("replicate"))
-    assert len(groups) == 64 * 8
-    assert groups[-1] == tuple(range(64 * 8 - 1, layout.size, 64 * 8))
-
-
-def test_text_names_only_what_is_not_one() -> None:
-    assert str(Layout()) == "replicate=1"
-    assert str(Layout(tensor=4, replicate=2)) == "replicate=2,tensor=4"
-    assert Layout.parse(" shard = -1 , tensor=2,") == Layout(shard=-1, tensor=2)
+def test_text_reads_back_and_an_open_axis_takes_what_the_others_leave(
+    layout: Layout, axis: str
+) -> None:
+    written = Layout(**({name: layout.degree(name) for name in AXES} | {axis: -1}))
+    assert Layout.parse(str(written)) == written
+    assert Layout.parse(str(layout)) == layout
+    assert written.resolve(layout.size) == layout
 
 
 @pytest.mark.parametrize(

@@ -32,15 +32,10 @@ class Ranks:
             return list(pool.map(lambda rank: self.ranks[rank].meet(LONG), ranks))
 
 
-def test_all_that_live_meet() -> None:
-    ranks = Ranks(3)
-    assert ranks.meet(0, 1, 2) == [[], [], []]
-    assert [rank.members for rank in ranks.ranks] == [[0, 1, 2]] * 3
-
-
 def test_those_that_have_ended_are_left_out_once() -> None:
     ranks = Ranks(4)
-    ranks.meet(0, 1, 2, 3)
+    assert ranks.meet(0, 1, 2, 3) == [[]] * 4
+    assert [rank.members for rank in ranks.ranks] == [[0, 1, 2, 3]] * 4
     ranks.ended = {1, 2}
     assert ranks.meet(0, 3) == [[1, 2], [1, 2]]
     assert ranks.meet(0, 3) == [[], []]

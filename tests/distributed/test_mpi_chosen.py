@@ -16,20 +16,14 @@ from shoal.util.errors import LaunchError
 CPU = torch.device("cpu")
 
 
-def test_it_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_chosen_by_name_where_its_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.distributed.mpi.library.find_spec", lambda name: object())
     assert choose_backend("mpi", CPU).value == "mpi"
-
-
-def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="tensors in host memory"):
+        choose_backend("mpi", torch.device("cuda", 1))
     monkeypatch.setattr("shoal.distributed.mpi.library.find_spec", lambda name: None)
     with pytest.raises(LaunchError, match="the package mpi4py is not installed"):
         require(CPU)
-
-
-def test_it_serves_no_gpu() -> None:
-    with pytest.raises(LaunchError, match="tensors in host memory"):
-        choose_backend("mpi", torch.device("cuda", 1))
 
 
 @pytest.mark.parametrize("variable", ["", "PMI_RANK", "PMIX_RANK"])
@@ -51,13 +45,7 @@ def test_srun_alone_starts_no_ranks_of_mpi(variable: str, monkeypatch: pytest.Mo
 
 
 def test_torchrun_starts_no_ranks_of_mpi() -> None:
-    variables = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(LaunchError, match="starts processes that are not MPI ranks"):
         serve(env_vars.placement(variables, cpus=2))

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.cluster.slurm import Cluster
 from helpers.commands import wait_for
+from helpers.mpirun import AS_ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -18,8 +19,6 @@ from shoal.distributed.env_vars import placement
 place = placement()
 print(place.rank, place.size, place.launcher)
 """
-
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @pytest.fixture

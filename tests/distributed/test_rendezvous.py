@@ -53,13 +53,10 @@ def check_one_store(stores: list[Future[Any]], text: str) -> None:
     assert [other.get("text").decode() for other in others] == [text] * len(others)
 
 
-def test_all_ranks_get_one_store(join: Join) -> None:
-    check_one_store(join(job("a", *free_ports(2)), 3), "hello")
-
-
-def test_no_other_machine_can_connect_where_all_ranks_are_on_this_one(join: Join) -> None:
+def test_all_ranks_get_one_store_and_no_other_machine_can_connect(join: Join) -> None:
+    """As all ranks are on this one."""
     ports = free_ports(2)
-    stores = join(job("a", *ports), 2)
+    stores = join(job("a", *ports), 3)
     check_one_store(stores, "hello")
     listening = [
         found.laddr.ip
@@ -78,9 +75,7 @@ def test_two_jobs_with_the_same_ports_do_not_clash(join: Join) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "taken", [*(pytest.param(count, marks=pytest.mark.full) for count in (1, 2)), 3]
-)
+@pytest.mark.parametrize("taken", [1, 2, 3])
 def test_a_port_that_something_else_listens_at_is_passed_over(taken: int, join: Join) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(taken)]

@@ -10,43 +10,10 @@ import pytest
 
 from helpers.cluster.slurm import Cluster
 from helpers.commands import wait_for
+from helpers.mpirun import AS_ROOT
+from helpers.scripts import AGREEING
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
-
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-
-TRAIN = """
-import sys, time
-from pathlib import Path
-import torch, shoal
-from torch import nn
-
-torch.set_default_dtype(torch.float64)
-
-def loss(output, batch):
-    return (output - batch[1]).square().sum(), len(output)
-
-def main(size, seconds):
-    with shoal.init(seed=1) as world:
-        assert world.size == size, world.placement.reason
-        inputs = torch.randn(101, 5)
-        targets = inputs.sum(1, keepdim=True)
-        model = shoal.parallelize(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), world)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
-        data = shoal.Loader((inputs, targets), world, batch_size=16)
-        with shoal.Run(sys.argv[3], step, data) as run:
-            run.restore()
-            for batch in data.epochs(3):
-                step(batch)
-                run.tick(every=1)
-                if world.placement.attempt == 0:
-                    time.sleep(seconds)
-        result = shoal.evaluate(step, (inputs, targets))
-        world.print(f"loss {result['loss']:.9f} attempt {world.placement.attempt}")
-
-main(int(sys.argv[1]), float(sys.argv[2]))
-"""
 
 SUMS = """
 import torch, shoal
@@ -60,7 +27,7 @@ with shoal.init(backend="mpi") as world:
 
 @pytest.fixture
 def script(tmp_path: Path) -> list[str]:
-    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "train.py").write_text(AGREEING)
     return [sys.executable, str(tmp_path / "train.py")]
 
 
@@ -74,7 +41,7 @@ def loss(text: str) -> str:
 def alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What one process reaches on the login node, where no task is."""
     folder = tmp_path_factory.mktemp("alone")
-    (folder / "train.py").write_text(TRAIN)
+    (folder / "train.py").write_text(AGREEING)
     done = cluster.run([sys.executable, "train.py", "1", "0", "run"], folder=folder)
     assert done.returncode == 0, done.stderr
     return loss(done.stdout)
@@ -92,14 +59,8 @@ STARTED = {
 }
 
 
-LESS_USED = (
-    *("srun inside salloc", "arbitrary", "heterogeneous", "pmi2", "pmix"),
-    *("Open MPI", "MPICH"),
-)
-
-
 @pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=[pytest.mark.long] * (how in LESS_USED)) for how in STARTED]
+    "how", [pytest.param(how, marks=[pytest.mark.long] * (how != "srun")) for how in STARTED]
 )
 def test_the_same_script_reaches_the_same_loss(
     how: str, cluster: Cluster, alone: str, script: list[str], tmp_path: Path
@@ -115,10 +76,9 @@ def test_the_same_script_reaches_the_same_loss(
 def test_srun_starts_ranks_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
     """By PMIx, on two nodes; and where it says nothing of MPI they are refused, not N worlds of one."""
     (tmp_path / "sums.py").write_text(SUMS)
-    srun = ["srun", "-N2", "-n3"]
-    command = [sys.executable, "sums.py"]
-    variables = {**AS_ROOT, "SLURM_MPI_TYPE": "pmix"}
-    done = cluster.run([*srun, *command], folder=tmp_path, variables=variables)
+    srun, command = ["srun", "-N2", "-n3"], [sys.executable, "sums.py"]
+    by_pmix = {**AS_ROOT, "SLURM_MPI_TYPE": "pmix"}
+    done = cluster.run([*srun, *command], folder=tmp_path, variables=by_pmix)
     assert done.stdout.splitlines()[-1].startswith("[6.0, 6.0] by mpi4py"), done.stderr
     assert "Open MPI" in done.stdout
     done = cluster.run([*srun, "--mpi=none", *command], folder=tmp_path, variables=AS_ROOT)

@@ -6,20 +6,16 @@ that waits for ever.
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import IO
 
 import pytest
 
-from helpers.commands import GONE_WITHIN, Command, wait_for
-from helpers.ranks import free_port
+from helpers.commands import GONE_WITHIN, wait_for
+from helpers.scripts import Script
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 BEGIN = """
 import sys, threading
@@ -51,93 +47,30 @@ with shoal.init() as world:
         step(batch)
 """
 
-ABORT_HANGS = """
-distributed_c10d._abort_process_group = wait_for_ever
-teardown.GIVE_UP_SECONDS = LIMIT
-"""
-
-Start = Callable[..., Command]
+Start = Callable[..., Script]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    commands: list[Command] = []
-
-    def begin(script: str, *launcher: str) -> Command:
-        (tmp_path / "script.py").write_text(BEGIN + script)
-        commands.append(Command([sys.executable, *launcher, "script.py"], tmp_path))
-        return commands[-1]
-
-    yield begin
-    for command in commands:
-        command.clean_up()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        ("-m", "shoal", "run", "-n", "2"),
-        pytest.param(
-            ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            marks=pytest.mark.full,
-        ),
-    ],
-    ids=["shoal run", "torchrun"],
-)
+@pytest.mark.full(rows="all")
+@pytest.mark.parametrize("launcher", ["shoal run", "torchrun"])
 def test_a_rank_that_fails_in_forward_is_reported_while_others_are_in_a_collective(
-    start: Start, launcher: tuple[str, ...]
+    start: Start, launcher: str
 ) -> None:
-    run = start(TRAINING, *launcher)
+    run = start(BEGIN + TRAINING, launcher)
     ended = run.end()
     assert ended.code == 1
     assert "ValueError: a bad sample" in ended.err
-    if "shoal" in launcher:
+    assert "did not arrive" not in ended.err
+    if launcher == "shoal run":
         assert ended.err.splitlines()[-1].startswith("where: rank 1 of 2 on ")
     wait_for(lambda: not run.members(), GONE_WITHIN)
 
 
-class ByHand:
-    """Two ranks of a script that Python runs, without a launcher."""
-
-    def __init__(self, folder: Path, script: str) -> None:
-        path = folder / "script.py"
-        path.write_text(script)
-        port = str(free_port())
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, str(path)],
-                stderr=subprocess.PIPE,
-                text=True,
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "LOCAL_RANK": str(rank),
-                    "LOCAL_WORLD_SIZE": "2",
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                },
-            )
-            for rank in range(2)
-        ]
-
-    def __enter__(self) -> ByHand:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.communicate()
-
-    def end(self) -> tuple[int, str]:
-        """The exit code and the errors of rank 1."""
-        _, errors = self.ranks[1].communicate(timeout=120)
-        return self.ranks[1].returncode, errors
-
-
-def script(body: str, *, give_up: float) -> str:
-    return BEGIN + ABORT_HANGS.replace("LIMIT", str(give_up)) + body
+def hanging(body: str, *, give_up: float) -> str:
+    """A script whose process groups do not end either way."""
+    limits = (
+        f"distributed_c10d._abort_process_group = wait_for_ever\nteardown.GIVE_UP_SECONDS = {give_up}"
+    )
+    return f"{BEGIN}{limits}\n{body}"
 
 
 ALONE = """
@@ -148,72 +81,63 @@ with shoal.init() as world:
 """
 
 
-@pytest.mark.full
-def test_the_traceback_comes_before_the_groups_have_ended(tmp_path: Path) -> None:
-    """Their end takes longer than this test waits for anything."""
-    body = ALONE.replace("LEAVE", 'raise ValueError("boom")')
-    with ByHand(tmp_path, script(body, give_up=10_000)) as run:
-        read_until(run.ranks[1].stderr, "ValueError: boom")
-        assert run.ranks[1].poll() is None
-
-
-def read_until(stream: IO[str] | None, text: str) -> None:
+def read_until(stream: IO[str] | None, text: str) -> str:
     assert stream is not None
     lines: list[str] = []
     while text not in "".join(lines):
         lines.append(stream.readline())
         assert lines[-1], f"the end of {''.join(lines)}"
+    return "".join(lines)
 
 
-@pytest.mark.full
+def end_of_rank_1(run: Script) -> tuple[int, str]:
+    """Its exit code, and the errors of both ranks."""
+    last = read_until(run.process.stdout, "rank 1 ended with").splitlines()[-1]
+    run.clean_up()
+    return int(last.split()[-1]), run.end().err
+
+
+def test_the_traceback_comes_before_the_groups_have_ended(start: Start) -> None:
+    """Their end takes longer than this test waits for anything."""
+    body = ALONE.replace("LEAVE", 'raise ValueError("boom")  # here')
+    run = start(hanging(body, give_up=10_000), "hand")
+    read_until(run.process.stderr, "ValueError: boom")
+    assert len(run.members()) >= 4  # the shell, and both ranks in theirs
+
+
 @pytest.mark.parametrize(
     ("leave", "code", "told"),
     [
         ('raise ValueError("boom")', 1, "ValueError: boom"),
-        pytest.param("sys.exit(7)", 7, "", marks=pytest.mark.full),
-        pytest.param("raise KeyboardInterrupt", 128 + signal.SIGINT, "", marks=pytest.mark.full),
+        ("sys.exit(7)", 7, ""),
+        ("raise KeyboardInterrupt", 128 + signal.SIGINT, ""),
     ],
 )
 def test_a_rank_whose_groups_do_not_end_ends_without_them(
-    tmp_path: Path, leave: str, code: int, told: str
+    start: Start, leave: str, code: int, told: str
 ) -> None:
-    with ByHand(tmp_path, script(ALONE.replace("LEAVE", leave), give_up=1.5)) as run:
-        found, errors = run.end()
+    run = start(hanging(ALONE.replace("LEAVE", leave), give_up=1.5), "hand")
+    found, errors = end_of_rank_1(run)
     assert (found, told in errors) == (code, True), errors
 
 
-BOTH_END = """
-with shoal.init() as world:
-    world.barrier()
-"""
-WITHOUT_WITH = """
-world = shoal.init()
-world.barrier()
-END
-"""
+def test_a_clean_end_that_takes_too_long_keeps_its_exit_code(start: Start) -> None:
+    body = "with shoal.init() as world:\n    world.barrier()"
+    ended = start(hanging(body, give_up=0.5), "hand").end()
+    assert (ended.out.count("ended with 0"), ended.err.count("\n")) == (2, 1), ended.err
+    assert ended.err.startswith("shoal: world size 2 on 1 node")
 
 
-@pytest.mark.full
-def test_a_clean_end_that_takes_too_long_keeps_its_exit_code(tmp_path: Path) -> None:
-    with ByHand(tmp_path, script(BOTH_END, give_up=0.5)) as run:
-        assert run.end() == (0, "")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.long), 'raise ValueError("boom")'])
-def test_a_world_that_python_closes_at_its_exit_ends_too(tmp_path: Path, end: str) -> None:
-    body = WITHOUT_WITH.replace("END", end)
-    with ByHand(tmp_path, script(body, give_up=0.5)) as run:
-        code, errors = run.end()
+@pytest.mark.parametrize("end", ['raise ValueError("boom")', ""])
+def test_a_world_that_python_closes_at_its_exit_ends_too(start: Start, end: str) -> None:
+    run = start(hanging(f"world = shoal.init()\nworld.barrier()\n{end}", give_up=0.5), "hand")
+    code, errors = end_of_rank_1(run)
     assert code == 1
     assert "leave_groups" in errors  # the stack of the main thread
     assert ("ValueError: boom" in errors) == bool(end)
 
 
-@pytest.mark.full
-def test_groups_are_aborted_after_a_failure_only(
-    tmp_path: Path,
-) -> None:
+def test_groups_are_aborted_after_a_failure_only(start: Start) -> None:
     notes = """
 called = []
 dist.destroy_process_group = lambda: called.append("destroy")
@@ -223,6 +147,5 @@ for error in (None, SystemExit(), SystemExit(0), SystemExit(1), ValueError(), Ke
         teardown.leave_groups(error, exiting=exiting)
 assert called == ["destroy"] * 6 + ["abort"] * 6, called
 """
-    path = tmp_path / "notes.py"
-    path.write_text(BEGIN + notes)
-    subprocess.run([sys.executable, str(path)], check=True)
+    ended = start(BEGIN + notes, "alone").end()
+    assert ended.code == 0, ended.err

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch import nn
 
 import shoal
 from helpers.commands import wait_for
-from helpers.ranks import RankError, Ranks, free_port
+from helpers.ranks import Ranks, free_port
+from helpers.scripts import Script
 from shoal.distributed.watchdog import stacks
 from shoal.distributed.watchdog.abort import EXIT_CODE
 from shoal.util.errors import AgreementError, LaunchError
@@ -62,13 +62,12 @@ def disagree(world: shoal.World, odd: int) -> None:
     world.agree(8 if world.rank == odd else 7, "the width")
 
 
-@pytest.mark.parametrize("odd", [0, 1, 2])
-def test_the_odd_rank_is_named_on_all(ranks: Ranks, odd: int) -> None:
-    for result in ranks.attempt(disagree, odd):
-        assert isinstance(result, RankError)
-        assert isinstance(result.error, AgreementError)
-        assert f"8 on rank {odd}" in str(result.error)
-        assert "the width" in result.error.fix
+def test_the_odd_rank_is_named_on_all(ranks: Ranks) -> None:
+    for odd in range(3):
+        for result in ranks.attempt(disagree, odd):
+            assert isinstance(result.error, AgreementError)
+            assert f"8 on rank {odd}" in str(result.error)
+            assert "the width" in result.error.fix
 
 
 def streams(world: shoal.World) -> tuple[float, float, float]:
@@ -115,10 +114,10 @@ def test_a_failure_of_rank_0_ends_the_wait_of_all(ranks: Ranks) -> None:
 
 
 LAST_SECTION = """
-import os, sys, time, psutil, shoal
+import os, time, psutil, shoal
 from pathlib import Path
 
-note = Path(sys.argv[1])
+note = Path("note")
 with shoal.init() as world:
     if world.rank == 1:
         while not note.exists() or not note.read_text():
@@ -133,21 +132,11 @@ with shoal.init() as world:
 
 
 @pytest.mark.full
-def test_rank_0_hosts_the_store_until_all_have_heard_of_its_last_section(tmp_path: Path) -> None:
-    port, script = free_port(), tmp_path / "script.py"
-    script.write_text(LAST_SECTION)
-    started = []
-    for rank in ("1", "0"):
-        variables = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(script), str(tmp_path / "note")]
-        started.append(
-            subprocess.Popen(
-                command, env=os.environ | variables | address, stderr=subprocess.PIPE, text=True
-            )
-        )
-    ends = [process.communicate(timeout=200)[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0], ends
+def test_rank_0_hosts_the_store_until_all_have_heard_of_its_last_section(
+    start: Callable[..., Script],
+) -> None:
+    ended = start(LAST_SECTION, "hand").end()
+    assert ended.out.count("ended with 0") == 2, ended.err
 
 
 def mesh(world: shoal.World) -> tuple[Any, ...]:
@@ -161,42 +150,52 @@ def test_the_mesh_has_the_axes_of_the_layout(ranks: Ranks) -> None:
     assert ranks.call(mesh) == [(axes, 3, rank) for rank in range(3)]
 
 
-def local_rank_is_not_rank(world: shoal.World, port: int) -> tuple[bool, bool]:
+def local_rank_is_not_rank(world: shoal.World, port: int, directory: Path) -> tuple[Any, ...]:
     """What one GPU per task looks like: everyone believes to be local rank 0."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(port))
+    os.environ.update(GROUP_RANK=os.environ["RANK"], GROUP_WORLD_SIZE="2")
     world.close()
-    with shoal.init() as again:
-        return again.placement.local_rank == 0, again.is_rank_zero
+    with shoal.init() as again, redirect_stdout(io.StringIO()) as said:
+        with shoal.Run(directory, *one_step(again), trackers=()) as run:
+            run.save()
+        again.print("once")
+        return again.placement.local_rank, again.is_rank_zero, "once" in said.getvalue()
 
 
-def test_only_global_rank_0_is_first() -> None:
+def test_only_global_rank_0_is_first(tmp_path: Path) -> None:
+    """FAILURES 26: two tasks that see one GPU each, both of local rank 0. One decides and prints."""
     with Ranks(2) as ranks:
-        assert ranks.call(local_rank_is_not_rank, free_port()) == [(True, True), (True, False)]
+        said = ranks.call(local_rank_is_not_rank, free_port(), tmp_path / "run")
+    assert said == [(0, True, True), (0, False, False)]
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-1"]
 
 
 def live(port: int) -> None:
     """A whole life of a world: join, train a step, prepare something, leave."""
     os.environ["MASTER_PORT"] = str(port)
     with shoal.init() as world:
-        one_step(world, raw=False)
+        one_step(world)
         with world.rank_zero_first() as first:
             assert first == world.is_rank_zero
         world.barrier()
     assert not dist.is_initialized()
 
 
-def one_step(world: shoal.World, *, raw: bool) -> None:
+def one_step(world: shoal.World, *, raw: bool = False) -> tuple[shoal.Step, shoal.Loader]:
     model = shoal.parallelize(nn.Linear(2, 2), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
-    (batch,) = shoal.Loader((torch.ones(8, 2),), world, batch_size=8).epochs(1)
+    loader = shoal.Loader((torch.ones(8, 2),), world, batch_size=8)
+    (batch,) = loader.epochs(1)
+    step = shoal.Step(model, optimizer, task)
     if raw:
         for (values,) in batch:
             total = model(values).square().sum()
             batch.backward(total=total, count=len(values), model=model)
         batch.finish(model)
     else:
-        shoal.Step(model, optimizer, task)(batch)
+        step(batch)
+    return step, loader
 
 
 Resources = Counter[str]
@@ -241,18 +240,6 @@ def test_worlds_open_again_and_leave_nothing() -> None:
             assert often <= once
 
 
-def slow_then_stuck(world: shoal.World, directory: Path) -> None:
-    """Rank 0 takes longer than a step may, in a section of its own; then rank 1 stays away."""
-    world.watchdog.begin_step()
-    with world.rank_zero_first() as first:
-        if first:
-            begun = time.monotonic()
-            while time.monotonic() - begun < STEP_SECONDS + 1:
-                time.sleep(0.05)
-    world.barrier()
-    stay_away(world, directory)
-
-
 def stay_away(world: shoal.World, directory: Path) -> None:
     (directory / f"stuck {world.rank}").touch()
     if world.rank == 0:
@@ -260,25 +247,35 @@ def stay_away(world: shoal.World, directory: Path) -> None:
     threading.Event().wait()
 
 
-def ends_in_time(ranks: Ranks, directory: Path, function: Callable[..., Any], *given: Any) -> None:
-    """All ranks end with the code of a hang, after the time limit of a step and not of preparation."""
-    outcome = threading.Thread(target=ranks.attempt, args=(function, directory, *given))
-    outcome.start()
-    wait_for(lambda: len(list(directory.glob("stuck *"))) == ranks.size)
-    for process in ranks.processes:
-        process.join(PREPARE_SECONDS)
-    seconds = time.time() - (directory / "stuck 0").stat().st_mtime  # the rank that waits
-    outcome.join()
-    assert [process.exitcode for process in ranks.processes] == [EXIT_CODE] * ranks.size
-    assert STEP_SECONDS * 0.9 < seconds < PREPARE_SECONDS
+def step_and_stay_away(world: shoal.World, directory: Path, raw: bool) -> None:
+    """No Run: the first step alone starts the time limit of steps."""
+    one_step(world, raw=raw)
+    if raw:  # a section of rank 0 that takes longer than a step may
+        with world.rank_zero_first() as first:
+            threading.Event().wait(STEP_SECONDS + 1 if first else 0)
+        world.barrier()
+    stay_away(world, directory)
 
 
 @pytest.mark.full
-def test_a_section_has_no_time_limit_and_a_step_has(tmp_path: Path) -> None:
-    """FAILURES 20: rank 0 prepares for longer than a collective may take, in the midst of training;
-    a hang after it is noticed in time."""
+@pytest.mark.parametrize("raw", [pytest.param(False, marks=pytest.mark.long), True])
+def test_the_first_step_starts_the_time_limit_which_sections_do_not_have(
+    tmp_path: Path, raw: bool
+) -> None:
+    """FAILURES 20: a long limit for what comes before the first step, a short one from then on.
+
+    All ranks end with the code of a hang.
+    """
     with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=PREPARE_SECONDS) as ranks:
-        ends_in_time(ranks, tmp_path, slow_then_stuck)
+        outcome = threading.Thread(target=ranks.attempt, args=(step_and_stay_away, tmp_path, raw))
+        outcome.start()
+        wait_for(lambda: len(list(tmp_path.glob("stuck *"))) == ranks.size)
+        for process in ranks.processes:
+            process.join(PREPARE_SECONDS)
+        seconds = time.time() - (tmp_path / "stuck 0").stat().st_mtime  # the rank that waits
+        outcome.join()
+        assert [process.exitcode for process in ranks.processes] == [EXIT_CODE] * ranks.size
+        assert STEP_SECONDS * 0.9 < seconds < PREPARE_SECONDS
 
 
 def wait_begun_during_check(world: shoal.World) -> None:
@@ -308,32 +305,17 @@ def test_a_wait_that_has_just_begun_is_no_hang() -> None:
         ranks.call(wait_begun_during_check)
 
 
-def one_step_then_stuck(world: shoal.World, directory: Path, raw: bool) -> None:
-    """No Run: the first step alone starts the time limit of steps."""
-    one_step(world, raw=raw)
-    stay_away(world, directory)
+ONE_AFTER_ANOTHER = """
+import torch, shoal
+for layout in ('shard=-1', 'pipeline=-1', 'replicate=-1'):
+    with shoal.init(layout=layout) as world:
+        world.mesh['shard'].get_group(), world.mesh['pipeline'].get_group()
+        world.print(world.layout, int(world.all_reduce(torch.ones(()))))
+"""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("raw", [pytest.param(False, marks=pytest.mark.long), True])
-def test_the_first_step_starts_the_time_limit(tmp_path: Path, raw: bool) -> None:
-    """FAILURES 20: a long limit for what comes before the first step, a short one from then on."""
-    with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=PREPARE_SECONDS) as ranks:
-        ends_in_time(ranks, tmp_path, one_step_then_stuck, raw)
-
-
-@pytest.mark.full
-def test_one_world_after_another_in_the_same_processes(tmp_path: Path) -> None:
+def test_one_world_after_another_in_the_same_processes(start: Callable[..., Script]) -> None:
     """The launcher's store outlives a world, with the addresses of its groups."""
-    script = tmp_path / "worlds.py"
-    script.write_text(
-        "import torch, shoal\n"
-        "for layout in ('shard=-1', 'pipeline=-1', 'replicate=-1'):\n"
-        "    with shoal.init(layout=layout) as world:\n"
-        "        world.mesh['shard'].get_group(), world.mesh['pipeline'].get_group()\n"
-        "        world.print(world.layout, int(world.all_reduce(torch.ones(()))))\n"
-    )
-    command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:3] == ["shard=2 2", "pipeline=2 2", "replicate=2 2"]
+    ended = start(ONE_AFTER_ANOTHER).end()
+    assert ended.out.splitlines() == ["shard=2 2", "pipeline=2 2", "replicate=2 2"], ended.err

@@ -46,25 +46,19 @@ def test_what_shoal_asks_of_any_accelerator(module: SimpleNamespace) -> None:
     accelerator.synchronize(XPU)
     accelerator.select(XPU)
     accelerator.set_random_state(XPU, accelerator.random_state(XPU))
-    assert module.calls == [
-        ("synchronize", XPU),
-        ("set_device", XPU),
-        ("set_rng_state", [1, 1, 1]),
-    ]
+    drawn = ("set_rng_state", [1, 1, 1])
+    assert module.calls == [("synchronize", XPU), ("set_device", XPU), drawn]
     assert accelerator.name(XPU) == "GPU of xpu:1"
     assert accelerator.memory(XPU) == {"device_memory": 5, "device_peak": 7}
     assert type(timeline_of(XPU)) is DeviceTimeline
     set_random_state(random_state())
-    assert module.calls[-1] == ("set_rng_state", [1, 1, 1])
+    assert module.calls[-1] == drawn
 
 
 def test_its_devices_go_by_local_rank(module: SimpleNamespace) -> None:
     recorded = recordings.load("torchrun")
-    one = placement(
-        {"HOME": "/nowhere", **recorded.environments[-1]},
-        cpus=recorded.cpus[-1],
-        commands=lambda: recorded.ancestors,
-    )
+    env = {"HOME": "/nowhere", **recorded.environments[-1]}
+    one = placement(env, cpus=recorded.cpus[-1], commands=lambda: recorded.ancestors)
     for given in (None, "xpu"):
         assert choose_device(given, one).value == torch.device("xpu", one.local_rank)
     assert neighbours(XPU, 2) == (XPU, torch.device("xpu", 2))
@@ -84,10 +78,7 @@ def test_the_cpu_is_no_accelerator() -> None:
     cpu = torch.device("cpu")
     accelerator.select(cpu)
     accelerator.synchronize(cpu)
-    assert (accelerator.name(cpu), accelerator.memory(cpu), accelerator.random_state(cpu)) == (
-        "",
-        {},
-        [],
-    )
+    found = accelerator.name(cpu), accelerator.memory(cpu), accelerator.random_state(cpu)
+    assert found == ("", {}, [])
     with accelerator.random_state_kept(cpu):
         torch.rand(1)
