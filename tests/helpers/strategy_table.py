@@ -34,205 +34,141 @@ SMALL = STEPS * LEARNING_RATE / HALF
 biases begin as zeros, and where their gradients are small it follows what rounding leaves of these."""
 
 
+Strategy = Callable[[str], Any]
+"""Of a model by its name."""
+
+
 class Way(NamedTuple):
-    strategy: Callable[[str], Any]
+    strategy: Strategy
     layouts: tuple[str, ...]
     models: tuple[str, ...] = ("convolutional", "transformer")
     micro_batches: tuple[int, ...] = (1, 4)
 
 
+CONVOLUTIONAL, TRANSFORMER = ("convolutional",), ("transformer",)
 NORMS = {"block.norm1": "sequence", "block.norm2": "sequence"}
 LOGITS = PLAN | {"head": "logits"}
-KEEPING = {
-    model: shoal.ActivationCheckpointing(modules=units, save=("products", "attention"))
-    for model, units in UNITS.items()
-}
 
 
-def folded(schedule: str) -> Callable[[str], Any]:
-    return lambda model: shoal.Pipeline(split_points=CUT[model], schedule=schedule)
+def cut(schedule: str = "1f1b", *points: str) -> Strategy:
+    return lambda model: shoal.Pipeline(split_points=points or CUT[model], schedule=schedule)
 
 
+def remote(workers: dict[str, tuple[int, ...]] | None = None, **stages: tuple[str, ...]) -> Strategy:
+    stages = stages or {"front": ("features",), "back": ("head",)}
+    return lambda _: shoal.RPCPipeline(stages=stages, workers=workers)
+
+
+def tensor(plan: dict[str, str] = PLAN) -> Strategy:
+    return lambda _: shoal.TensorParallel(plan=plan)
+
+
+def all_of(*strategies: Strategy) -> Strategy:
+    return lambda model: [strategy(model) for strategy in strategies]
+
+
+def ddp(_: str) -> Any:
+    return shoal.DDP(bucket_cap_mb=0.001)
+
+
+def fsdp(model: str) -> Any:
+    return shoal.FSDP(modules=UNITS[model])
+
+
+def zero2(model: str) -> Any:
+    return shoal.FSDP(modules=UNITS[model], reshard_after_forward=False, accumulate="whole")
+
+
+def block(_: str) -> Any:
+    return shoal.FSDP(modules=("block",))
+
+
+def context(model: str) -> Any:
+    return shoal.ContextParallel(modules=UNITS[model])
+
+
+def recomputed(model: str) -> Any:
+    return shoal.ActivationCheckpointing(modules=UNITS[model])
+
+
+def keeping(model: str) -> Any:
+    return shoal.ActivationCheckpointing(modules=UNITS[model], save=("products", "attention"))
+
+
+def placed(_: str) -> Any:
+    """The rank's device, taken for two: hooks and order are tried, and moves elsewhere."""
+    return shoal.DevicePlacement((0, 0), in_flight=2)
+
+
+TWO, FOUR = "pipeline=2", "replicate=2,pipeline=2"
+WIDE = {"block.linear1": "column", "block.linear2": "row"}
 WAYS = {
-    "GPipe": Way(
-        lambda model: shoal.Pipeline(split_points=("head",), schedule="gpipe"),
-        ("pipeline=2", "replicate=2,pipeline=2"),
-        ("convolutional",),
-    ),
-    "1F1B": Way(
-        lambda model: shoal.Pipeline(split_points=("features.1", "head")),
-        ("pipeline=3",),
-        ("convolutional",),
-        micro_batches=(4,),
-    ),
-    "1F1B, FSDP": Way(
-        lambda model: shoal.Pipeline(split_points=("head",)),
-        ("shard=2,pipeline=2",),
-        ("convolutional",),
-        micro_batches=(4,),
-    ),
+    "GPipe": Way(cut("gpipe", "head"), (TWO, FOUR), CONVOLUTIONAL),
+    "1F1B": Way(cut("1f1b", "features.1", "head"), ("pipeline=3",), CONVOLUTIONAL, (4,)),
+    "1F1B, FSDP": Way(cut("1f1b", "head"), ("shard=2,pipeline=2",), CONVOLUTIONAL, (4,)),
     "Interleaved": Way(
-        lambda model: shoal.Pipeline(split_points=CUT[model], schedule="interleaved"),
-        ("pipeline=2", "shard=2,pipeline=2", "replicate=4,pipeline=2"),
-        ("convolutional",),
+        cut("interleaved"), (TWO, "shard=2,pipeline=2", "replicate=4,pipeline=2"), CONVOLUTIONAL
     ),
-    "Looped": Way(
-        lambda model: shoal.Pipeline(split_points=CUT[model], schedule="looped"),
-        ("pipeline=2",),
-        ("convolutional",),
-    ),
+    "Looped": Way(cut("looped"), (TWO,), CONVOLUTIONAL),
     "Zero bubble": Way(
-        lambda model: shoal.Pipeline(split_points=CUT[model], schedule="zero-bubble"),
-        ("pipeline=2", "replicate=2,pipeline=2", "replicate=2,shard=2,pipeline=2"),
-        ("convolutional",),
+        cut("zero-bubble"), (TWO, FOUR, "replicate=2,shard=2,pipeline=2"), CONVOLUTIONAL
     ),
-    "ZBV": Way(folded("zbv"), ("pipeline=2", "replicate=2,pipeline=2")),
-    "ZBV, FSDP": Way(folded("zbv"), ("shard=2,pipeline=2",), ("convolutional",)),
-    "DualPipeV": Way(folded("dualpipev"), ("pipeline=2", "replicate=2,pipeline=2"), micro_batches=(4,)),
-    "RPCPipeline": Way(
-        lambda model: shoal.RPCPipeline(stages={"front": ("features",), "back": ("head",)}),
-        ("pipeline=2", "replicate=2,pipeline=2"),
-        ("convolutional",),
-    ),
+    "ZBV": Way(cut("zbv"), (TWO, FOUR)),
+    "ZBV, FSDP": Way(cut("zbv"), ("shard=2,pipeline=2",), CONVOLUTIONAL),
+    "DualPipeV": Way(cut("dualpipev"), (TWO, FOUR), micro_batches=(4,)),
+    "RPCPipeline": Way(remote(), (TWO, FOUR), CONVOLUTIONAL),
     "RPCPipeline, 3 stages": Way(
-        lambda model: shoal.RPCPipeline(
-            stages={"a": ("features.0",), "b": ("features.1", "features.2"), "c": ("head",)}
-        ),
+        remote(a=("features.0",), b=("features.1", "features.2"), c=("head",)),
         ("pipeline=3",),
-        ("convolutional",),
+        CONVOLUTIONAL,
     ),
     "RPCPipeline, a stage on two ranks": Way(
-        lambda model: shoal.RPCPipeline(
-            stages={"front": ("features",), "back": ("head",)},
-            workers={"front": (0, 2), "back": (1,)},
-        ),
-        ("pipeline=3",),
-        ("convolutional",),
+        remote({"front": (0, 2), "back": (1,)}), ("pipeline=3",), CONVOLUTIONAL
     ),
     "RPCPipeline, both on two ranks": Way(
-        lambda model: shoal.RPCPipeline(
-            stages={"front": ("features",), "back": ("head",)},
-            workers={"front": (0, 1), "back": (2, 3)},
-        ),
-        ("pipeline=4",),
-        ("convolutional",),
+        remote({"front": (0, 1), "back": (2, 3)}), ("pipeline=4",), CONVOLUTIONAL
     ),
     "Tensor, ZBV": Way(
-        lambda model: [
-            shoal.TensorParallel(plan={"block.linear1": "column", "block.linear2": "row"}),
-            folded("zbv")(model),
-        ],
+        all_of(tensor(WIDE), cut("zbv")),
         ("tensor=2,pipeline=2", "replicate=2,tensor=2,pipeline=2"),
-        ("transformer",),
+        TRANSFORMER,
     ),
     "ActivationCheckpointing, GPipe": Way(
-        lambda model: [
-            shoal.ActivationCheckpointing(modules=UNITS[model]),
-            shoal.Pipeline(split_points=("head",), schedule="gpipe"),
-        ],
-        ("pipeline=2",),
-        ("convolutional",),
+        all_of(recomputed, cut("gpipe", "head")), (TWO,), CONVOLUTIONAL
     ),
-    "ActivationCheckpointing, DDP": Way(
-        lambda model: [
-            shoal.ActivationCheckpointing(modules=UNITS[model]),
-            shoal.DDP(bucket_cap_mb=0.001),
-        ],
-        ("replicate=3",),
-    ),
-    "ActivationCheckpointing, FSDP": Way(
-        lambda model: [
-            shoal.ActivationCheckpointing(modules=UNITS[model]),
-            shoal.FSDP(modules=UNITS[model]),
-        ],
-        ("shard=2",),
-    ),
+    "ActivationCheckpointing, DDP": Way(all_of(recomputed, ddp), ("replicate=3",)),
+    "ActivationCheckpointing, FSDP": Way(all_of(recomputed, fsdp), ("shard=2",)),
     "ActivationCheckpointing, Tensor, FSDP": Way(
-        lambda model: [
-            shoal.ActivationCheckpointing(modules=UNITS[model]),
-            shoal.TensorParallel(plan=PLAN),
-            shoal.FSDP(modules=UNITS[model]),
-        ],
-        ("shard=2,tensor=2",),
-        ("transformer",),
+        all_of(recomputed, tensor(), fsdp), ("shard=2,tensor=2",), TRANSFORMER
     ),
-    "TensorParallel": Way(
-        lambda model: shoal.TensorParallel(plan=PLAN),
-        ("tensor=2", "tensor=4", "replicate=2,tensor=2"),
-        ("transformer",),
-    ),
+    "TensorParallel": Way(tensor(), ("tensor=2", "tensor=4", "replicate=2,tensor=2"), TRANSFORMER),
     "Tensor, FSDP": Way(
-        lambda model: [shoal.TensorParallel(plan=PLAN), shoal.FSDP(modules=("block",))],
+        all_of(tensor(), block),
         ("shard=2,tensor=2", "shard=3,tensor=2", "replicate=2,shard=2,tensor=2"),
-        ("transformer",),
+        TRANSFORMER,
     ),
-    "ContextParallel": Way(
-        lambda model: shoal.ContextParallel(modules=UNITS[model]),
-        ("context=2", "replicate=2,context=2"),
-        ("transformer",),
-    ),
+    "ContextParallel": Way(context, ("context=2", "replicate=2,context=2"), TRANSFORMER),
     "ActivationCheckpointing, ContextParallel, FSDP": Way(
-        lambda model: [
-            shoal.ActivationCheckpointing(modules=UNITS[model]),
-            shoal.ContextParallel(modules=UNITS[model]),
-            shoal.FSDP(modules=UNITS[model]),
-        ],
-        ("shard=2,context=2",),
-        ("transformer",),
+        all_of(recomputed, context, fsdp), ("shard=2,context=2",), TRANSFORMER
     ),
     "ContextParallel, TensorParallel": Way(
-        lambda model: [shoal.ContextParallel(modules=UNITS[model]), shoal.TensorParallel(plan=PLAN)],
-        ("context=2,tensor=2", "replicate=2,context=2,tensor=2"),
-        ("transformer",),
+        all_of(context, tensor()), ("context=2,tensor=2", "replicate=2,context=2,tensor=2"), TRANSFORMER
     ),
     "Tensor sequence and logits": Way(
-        lambda model: shoal.TensorParallel(plan=LOGITS | NORMS),
-        ("tensor=2", "replicate=2,tensor=2"),
-        ("transformer",),
+        tensor(LOGITS | NORMS), ("tensor=2", "replicate=2,tensor=2"), TRANSFORMER
     ),
-    "Tensor sequence": Way(
-        lambda model: shoal.TensorParallel(plan=PLAN | NORMS),
-        ("tensor=4",),
-        ("transformer",),
-    ),
-    "Tensor logits, FSDP": Way(
-        lambda model: [shoal.TensorParallel(plan=LOGITS), shoal.FSDP(modules=("block",))],
-        ("shard=2,tensor=2",),
-        ("transformer",),
-    ),
+    "Tensor sequence": Way(tensor(PLAN | NORMS), ("tensor=4",), TRANSFORMER),
+    "Tensor logits, FSDP": Way(all_of(tensor(LOGITS), block), ("shard=2,tensor=2",), TRANSFORMER),
     "ActivationCheckpointing some, Tensor sequence, FSDP": Way(
-        lambda model: [
-            KEEPING[model],
-            shoal.TensorParallel(plan=PLAN | NORMS),
-            shoal.FSDP(modules=("block",)),
-        ],
-        ("shard=2,tensor=2",),
-        ("transformer",),
+        all_of(keeping, tensor(PLAN | NORMS), block), ("shard=2,tensor=2",), TRANSFORMER
     ),
-    "ActivationCheckpointing some, DDP": Way(
-        lambda model: [KEEPING[model], shoal.DDP(bucket_cap_mb=0.001)], ("replicate=4",)
-    ),
-    "ActivationCheckpointing some, FSDP": Way(
-        lambda model: [KEEPING[model], shoal.FSDP(modules=UNITS[model])], ("shard=4",)
-    ),
-    "DevicePlacement, DDP": Way(
-        # The rank's device, taken for two: hooks and order are tried, and moves elsewhere.
-        lambda model: [shoal.DevicePlacement((0, 0), in_flight=2), shoal.DDP(bucket_cap_mb=0.001)],
-        ("replicate=2", "replicate=3"),
-    ),
-    "DDP": Way(
-        lambda model: shoal.DDP(bucket_cap_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")
-    ),
-    "ZeRO-3": Way(
-        lambda model: shoal.FSDP(modules=UNITS[model]), ("shard=1", "shard=2", "shard=3", "shard=4")
-    ),
-    "ZeRO-2": Way(
-        lambda model: shoal.FSDP(modules=UNITS[model], reshard_after_forward=False, accumulate="whole"),
-        ("shard=2", "shard=3"),
-    ),
-    "HSDP": Way(
-        lambda model: shoal.FSDP(modules=UNITS[model]), ("replicate=2,shard=2", "replicate=4,shard=2")
-    ),
+    "ActivationCheckpointing some, DDP": Way(all_of(keeping, ddp), ("replicate=4",)),
+    "ActivationCheckpointing some, FSDP": Way(all_of(keeping, fsdp), ("shard=4",)),
+    "DevicePlacement, DDP": Way(all_of(placed, ddp), ("replicate=2", "replicate=3")),
+    "DDP": Way(ddp, ("replicate=2", "replicate=3", "replicate=4")),
+    "ZeRO-3": Way(fsdp, ("shard=1", "shard=2", "shard=3", "shard=4")),
+    "ZeRO-2": Way(zero2, ("shard=2", "shard=3")),
+    "HSDP": Way(fsdp, ("replicate=2,shard=2", "replicate=4,shard=2")),
 }
 
 BATCHES = [  # model, tokens, samples, clip

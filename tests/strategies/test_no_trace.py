@@ -6,8 +6,6 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,12 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.least_squares import pairs, squared_distance
+from helpers.one_process import check_like_one
 from helpers.ranks import RankError, Ranks
 from shoal.util.errors import StepError
 
 pytestmark = pytest.mark.processes
+LAYOUT = "pipeline=2"
 
 WIDTH, SAMPLES = 6, 27
 
@@ -53,11 +53,11 @@ class Viewing(nn.Module):
 class Counting(nn.Module):
     """Counts its calls in an attribute."""
 
-    calls = 0
+    calls: Any = 0
 
     def forward(self, h: Tensor) -> Tensor:
         self.calls = self.calls + 1
-        return h * (1 + self.calls)
+        return h * (1 + self.calls)  # type: ignore[no-any-return]
 
 
 class Listing(nn.Module):
@@ -70,14 +70,14 @@ class Listing(nn.Module):
         return h * (1 + len(self.calls))
 
 
-class PlainTensor(nn.Module):
+class PlainTensor(Counting):
     def __init__(self) -> None:
         super().__init__()
         self.calls = torch.zeros(())
 
     def forward(self, h: Tensor) -> Tensor:
         self.calls += 1
-        return h * (1 + self.calls)
+        return h * (1 + self.calls)  # type: ignore[no-any-return]
 
 
 class NewBuffer(nn.Module):
@@ -184,12 +184,6 @@ def log(world: shoal.World, *made: Any) -> tuple[list[float], list[bool]]:
     return losses, kept
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="pipeline=2", seed=0) as ranks:
-        yield ranks
-
-
 PIPELINE = shoal.Pipeline(split_points=("blocks.2",))
 LOOPED = shoal.Pipeline(split_points=("blocks.1", "blocks.2", "blocks.3"), schedule="interleaved")
 FOLDED = shoal.Pipeline(split_points=("blocks.1", "blocks.2", "blocks.3"), schedule="zbv")
@@ -214,10 +208,10 @@ def raised(results: list[Any], found: str) -> None:
 @pytest.mark.parametrize("strategy", BOTH)
 @pytest.mark.parametrize("odd", [Doubling, Unsqueezing])
 def test_a_module_that_changes_the_batch_raises_on_all_ranks(
-    two: Ranks, odd: type[nn.Module], strategy: str
+    ranks: Ranks, odd: type[nn.Module], strategy: str
 ) -> None:
     """In one process the loss would get the changed batch; here it is on another rank."""
-    raised(two.attempt(log, strategy, odd, 0), "changes a tensor of the batch in place")
+    raised(ranks.attempt(log, strategy, odd, 0), "changes a tensor of the batch in place")
 
 
 def copied(world: shoal.World, strategy: str | None) -> list[float]:
@@ -228,22 +222,19 @@ def copied(world: shoal.World, strategy: str | None) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", BOTH)
-def test_a_module_may_change_a_copy_of_the_batch(two: Ranks, strategy: str) -> None:
-    with shoal.init() as world:
-        expected = copied(world, None)
-    for losses in two.call(copied, strategy):
-        assert losses == pytest.approx(expected, rel=1e-9)
+def test_a_module_may_change_a_copy_of_the_batch(ranks: Ranks, strategy: str) -> None:
+    check_like_one(ranks, copied, strategy, rel=1e-9)
 
 
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_module_that_fails_raises_on_all_ranks(two: Ranks, place: int, strategy: str) -> None:
-    raised(two.attempt(log, strategy, Failing, place), "ValueError: a broken module")
+def test_a_module_that_fails_raises_on_all_ranks(ranks: Ranks, place: int, strategy: str) -> None:
+    raised(ranks.attempt(log, strategy, Failing, place), "ValueError: a broken module")
 
 
 @pytest.mark.parametrize("strategy", ALL)
-def test_a_forward_that_fails_on_one_rank_raises_on_all(two: Ranks, strategy: str) -> None:
-    raised(two.attempt(log, strategy, Same, 0, FailingOnOneRank), "ValueError: on one rank")
+def test_a_forward_that_fails_on_one_rank_raises_on_all(ranks: Ranks, strategy: str) -> None:
+    raised(ranks.attempt(log, strategy, Same, 0, FailingOnOneRank), "ValueError: on one rank")
 
 
 @pytest.mark.parametrize("strategy", BOTH)
@@ -256,10 +247,10 @@ def test_a_rank_that_dies_in_the_comparison_ends_it_on_the_other(strategy: str) 
     assert second.text == "rank 1 died"
 
 
-def test_what_a_module_keeps_is_as_if_it_had_not_been_compared(two: Ranks) -> None:
+def test_what_a_module_keeps_is_as_if_it_had_not_been_compared(ranks: Ranks) -> None:
     with shoal.init() as world:
         expected = log(world, None, Counting, 2)
-    for losses, kept in two.call(log, "pipeline", Counting, 2):
+    for losses, kept in ranks.call(log, "pipeline", Counting, 2):
         assert losses == pytest.approx(expected[0], rel=1e-9)
         assert all(kept)
 
@@ -267,11 +258,11 @@ def test_what_a_module_keeps_is_as_if_it_had_not_been_compared(two: Ranks) -> No
 @pytest.mark.full
 @pytest.mark.parametrize(("odd", "place", "strategy"), CASES)
 def test_what_modules_keep_or_draw_gives_the_numbers_of_one_process(
-    two: Ranks, odd: type[nn.Module], place: int, strategy: str
+    ranks: Ranks, odd: type[nn.Module], place: int, strategy: str
 ) -> None:
     with shoal.init() as world:
         expected = log(world, None, odd, place)
-    for losses, kept in two.call(log, strategy, odd, place):
+    for losses, kept in ranks.call(log, strategy, odd, place):
         assert losses == pytest.approx(expected[0], rel=1e-9)
         assert all(kept)
 
@@ -294,36 +285,8 @@ def in_place(world: shoal.World, strategy: Any) -> list[float]:
     ],
 )
 def test_strategies_with_the_whole_batch_on_each_rank_may_change_it(
-    two: Ranks, layout: str, strategy: Any
+    ranks: Ranks, layout: str, strategy: Any
 ) -> None:
-    with shoal.init() as world:
-        expected = in_place(world, None)
-    two.divide(layout)
-    for losses in two.call(in_place, strategy):
-        assert losses == pytest.approx(expected, rel=1e-9)
-    two.divide("pipeline=2")
-
-
-def trained(world: shoal.World, strategy: str, directory: Path, steps: int) -> list[Tensor]:
-    step, data = parts(world, strategy, NewBuffer, 2)
-    with shoal.Run(directory, step, data) as run:
-        run.restore()
-        for batch in data.epochs(9):
-            step(batch)
-            run.tick()
-            if step.number == steps:
-                break
-        run.save()
-    return [tensor.clone() for tensor in step.model.state_dict().values()]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", BOTH)
-def test_a_run_that_resumes_compares_anew_and_ends_with_the_same_state(
-    two: Ranks, strategy: str, tmp_path: Path
-) -> None:
-    whole = two.call(trained, strategy, tmp_path / "whole", 4)
-    two.call(trained, strategy, tmp_path / "cut", 2)
-    for found, expected in zip(two.call(trained, strategy, tmp_path / "cut", 4), whole, strict=True):
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
+    ranks.divide(layout)
+    check_like_one(ranks, in_place, strategy, rel=1e-9)
+    ranks.divide("pipeline=2")

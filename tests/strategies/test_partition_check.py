@@ -17,15 +17,10 @@ from helpers.ranks import RankError, Ranks
 from shoal.util.errors import StepError
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
+LAYOUT = "pipeline=2"
 
 WIDTH, SAMPLES = 8, 64
 NOT_WHOLE = "the split model differs from the original model: "
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="pipeline=2", seed=0) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -207,20 +202,20 @@ def test_a_difference_is_found_where_several_ranks_share_a_stage(three: Ranks) -
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("make", [Dropping, Noisy])
 def test_what_draws_is_the_whole_model_too(
-    two: Ranks, make: type[Net], precision: str, strategy: Any
+    ranks: Ranks, make: type[Net], precision: str, strategy: Any
 ) -> None:
     """Both runs draw the same numbers, in training as in evaluation, wherever a module is."""
-    two.call(log, strategy, make, precision)
+    ranks.call(log, strategy, make, precision)
 
 
-def test_draws_in_the_forward_of_a_module_that_is_split_are_refused(two: Ranks) -> None:
+def test_draws_in_the_forward_of_a_module_that_is_split_are_refused(ranks: Ranks) -> None:
     strategy = shoal.Pipeline(split_points=("inner.blocks.1",))
-    refused(two.attempt(log, strategy, Outer), f"{NOT_WHOLE}the input of inner.blocks.0 differs")
+    refused(ranks.attempt(log, strategy, Outer), f"{NOT_WHOLE}the input of inner.blocks.0 differs")
 
 
-def test_modules_that_work_in_place_are_the_whole_model_too(two: Ranks) -> None:
+def test_modules_that_work_in_place_are_the_whole_model_too(ranks: Ranks) -> None:
     """A tensor changes on all ranks that have it."""
-    assert two.call(log, PIPELINE, InPlace) == two.call(log, PIPELINE, Beginning)
+    assert ranks.call(log, PIPELINE, InPlace) == ranks.call(log, PIPELINE, Beginning)
 
 
 def halves(world: shoal.World) -> list[float]:
@@ -232,8 +227,8 @@ def halves(world: shoal.World) -> list[float]:
     return [step(batch).loss for batch in itertools.islice(data.epochs(9), 3)]
 
 
-def test_a_model_of_16_bits_is_the_whole_one(two: Ranks) -> None:
-    two.call(halves)
+def test_a_model_of_16_bits_is_the_whole_one(ranks: Ranks) -> None:
+    ranks.call(halves)
 
 
 def trained(world: shoal.World, strategy: Any, directory: Path, steps: int) -> list[Tensor]:
@@ -250,11 +245,11 @@ def trained(world: shoal.World, strategy: Any, directory: Path, steps: int) -> l
 
 
 @pytest.mark.parametrize("strategy", BOTH)
-def test_the_comparison_leaves_no_trace(two: Ranks, strategy: Any, tmp_path: Path) -> None:
+def test_the_comparison_leaves_no_trace(ranks: Ranks, strategy: Any, tmp_path: Path) -> None:
     """A run that resumes compares again, and ends bit-equal: buffers and dropout included."""
-    whole = two.call(trained, strategy, tmp_path / "whole", 4)
-    two.call(trained, strategy, tmp_path / "cut", 2)
-    for found, expected in zip(two.call(trained, strategy, tmp_path / "cut", 4), whole, strict=True):
+    whole = ranks.call(trained, strategy, tmp_path / "whole", 4)
+    ranks.call(trained, strategy, tmp_path / "cut", 2)
+    for found, expected in zip(ranks.call(trained, strategy, tmp_path / "cut", 4), whole, strict=True):
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
 
@@ -282,8 +277,8 @@ def masked(world: shoal.World, strategy: Any) -> tuple[list[float], str]:
 
 
 @pytest.mark.parametrize("strategy", BOTH)
-def test_a_batch_of_another_structure_is_compared_anew(two: Ranks, strategy: Any) -> None:
-    for losses, error in two.call(masked, strategy):
+def test_a_batch_of_another_structure_is_compared_anew(ranks: Ranks, strategy: Any) -> None:
+    for losses, error in ranks.call(masked, strategy):
         assert len(losses) == 2
         assert f"{NOT_WHOLE}the input of first differs" in error
 
@@ -302,8 +297,8 @@ def said(world: shoal.World, strategy: Any, make: Any) -> list[str]:
 NOT_COMPARED = "cannot be compared with the original model: a module returns"
 
 
-def test_what_cannot_be_compared_is_said(two: Ranks) -> None:
-    for lines in two.call(said, PIPELINE, Opaque):
+def test_what_cannot_be_compared_is_said(ranks: Ranks) -> None:
+    for lines in ranks.call(said, PIPELINE, Opaque):
         assert any(NOT_COMPARED in line for line in lines)
 
 

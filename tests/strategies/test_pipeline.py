@@ -12,19 +12,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
+from helpers.one_process import alone, check_like_one, check_refused
 from helpers.pipeline_model import (
     CLASSES,
     PIPELINE,
     STEPS,
     WIDTH,
     Net,
+    Scores,
     build,
     dataset,
     log,
     parts,
-    tied,
 )
-from helpers.ranks import RankError, Ranks
+from helpers.ranks import Ranks
 
 LAYOUT = "pipeline=2"
 pytestmark = pytest.mark.processes
@@ -99,22 +100,18 @@ def test_a_file_is_loaded_by_stages(ranks: Ranks) -> None:
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
     del state["head.bias"]
-    for result in ranks.attempt(loaded, state):
-        assert isinstance(result, RankError)
-        assert "missing: head.bias" in str(result.error)
+    check_refused(ranks, "missing: head.bias", loaded, state)
 
 
-def filled(world: shoal.World) -> list[tuple[str, Tensor]]:
+def filled(world: shoal.World, strategy: Any) -> list[tuple[str, Tensor]]:
     world.reseed("weights", by_rank=False)
-    model = shoal.parallelize(lambda: Net().double(), world, PIPELINE)
+    model = shoal.parallelize(lambda: Net().double(), world, strategy)
     return [(name, tensor.clone()) for name, tensor in model.state_dict().items()]
 
 
 def test_a_model_made_stage_by_stage_has_the_values_of_one_process(ranks: Ranks) -> None:
-    with shoal.init() as world:
-        world.reseed("weights", by_rank=False)
-        expected = Net().double().state_dict()
-    found = [dict(result) for result in ranks.call(filled)]
+    expected = dict(alone(filled, None))
+    found = [dict(result) for result in ranks.call(filled, PIPELINE)]
     assert found[0].keys().isdisjoint(name for name in found[1])
     together = found[0] | found[1]
     assert together.keys() == expected.keys()
@@ -128,8 +125,7 @@ def balanced(world: shoal.World) -> tuple[list[float], list[str]]:
 
 
 def test_a_model_is_cut_by_what_its_parts_cost(ranks: Ranks) -> None:
-    with shoal.init() as world:
-        expected = log(world, None)
+    expected = alone(log, None)
     (losses, first), (again, second) = ranks.call(balanced)
     assert losses == again == pytest.approx(expected, rel=1e-12)
     assert {*first} | {*second} == {name for name, _ in build().named_parameters()}
@@ -150,29 +146,6 @@ def test_what_a_function_makes_is_there_when_it_is_measured(ranks: Ranks) -> Non
     assert ranks.call(stage_sizes) == [10, 2]
 
 
-def test_blocks_that_run_again_in_backward(ranks: Ranks) -> None:
-    with shoal.init() as world:
-        expected = log(world, None)
-    for losses in ranks.call(log, [shoal.ActivationCheckpointing(), PIPELINE]):
-        assert losses == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.long
-def test_stages_compiled(ranks: Ranks) -> None:
-    with shoal.init() as world:
-        expected = log(world, None)
-    for losses in ranks.call(log, PIPELINE, build, "inductor"):
-        assert losses == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_folded_schedule_carries_tied_parameters(ranks: Ranks) -> None:
-    with shoal.init() as world:
-        expected = log(world, None, tied)
-    strategy = shoal.Pipeline(split_points=("chain.1", "chain.2", "chain.4"), schedule="zbv")
-    for losses in ranks.call(log, strategy, tied):
-        assert losses == pytest.approx(expected, rel=1e-12)
-
-
 class Joined(Net):
     """The gradients of what it joins are views of one tensor."""
 
@@ -183,19 +156,6 @@ class Joined(Net):
     def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
         first = self.blocks[0](self.first(values) + self.places)
         return {"scores": self.head(torch.cat([first, self.blocks[2](self.blocks[1](first))], 1))}
-
-
-def joined() -> nn.Module:
-    torch.manual_seed(3)
-    return Joined().double()
-
-
-def test_backward_in_two_parts_of_joined_tensors(ranks: Ranks) -> None:
-    with shoal.init() as world:
-        expected = log(world, None, joined)
-    strategy = shoal.Pipeline(split_points=("blocks.1", "blocks.2", "head"), schedule="zero-bubble")
-    for losses in ranks.call(log, strategy, joined):
-        assert losses == pytest.approx(expected, rel=1e-12)
 
 
 def growing(world: shoal.World, strategy: Any) -> list[float]:
@@ -209,10 +169,7 @@ def growing(world: shoal.World, strategy: Any) -> list[float]:
 
 
 def test_batches_of_any_size_follow_each_other(ranks: Ranks) -> None:
-    with shoal.init() as world:
-        expected = growing(world, None)
-    for losses in ranks.call(growing, PIPELINE):
-        assert losses == pytest.approx(expected, rel=1e-12)
+    check_like_one(ranks, growing, PIPELINE)
 
 
 class Spectral(Net):
@@ -255,25 +212,39 @@ class InPlace(Net):
         return {"scores": self.head(hidden * self.scale + early + late)}
 
 
-@pytest.mark.parametrize(("make", "split"), [(Spectral, "blocks.1"), (InPlace, "cut")])
-def test_what_travels_is_that_of_one_process(ranks: Ranks, make: Any, split: str) -> None:
-    with shoal.init() as world:
-        expected = log(world, None, seeded(make))
-    for losses in ranks.call(log_of, make, split):
-        assert losses == pytest.approx(expected, rel=1e-12)
-
-
-def seeded(make: Any) -> Any:
+def seeded(world: shoal.World, strategy: Any, make: Any) -> list[float]:
     def build() -> nn.Module:
         torch.manual_seed(2)
         module: nn.Module = make().double()
         return module
 
-    return build
+    return log(world, strategy, build)
 
 
-def log_of(world: shoal.World, make: Any, split: str) -> list[float]:
-    return log(world, shoal.Pipeline(split_points=(split,)), seeded(make))
+def cut(*points: str, schedule: str = "1f1b") -> shoal.Pipeline:
+    return shoal.Pipeline(split_points=points, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        (Net, [shoal.ActivationCheckpointing(), PIPELINE]),
+        (Scores, cut("chain.1", "chain.2", "chain.4", schedule="zbv")),
+        (Joined, cut("blocks.1", "blocks.2", "head", schedule="zero-bubble")),
+        (Spectral, cut("blocks.1")),
+        (InPlace, cut("cut")),
+    ],
+    ids=["recomputed", "tied", "joined", "frequencies", "in place"],
+)
+def test_what_travels_is_that_of_one_process(ranks: Ranks, make: Any, strategy: Any) -> None:
+    check_like_one(ranks, seeded, strategy, make)
+
+
+@pytest.mark.long
+def test_stages_compiled(ranks: Ranks) -> None:
+    expected = alone(log, None)
+    for losses in ranks.call(log, PIPELINE, build, "inductor"):
+        assert losses == pytest.approx(expected, rel=1e-9)
 
 
 class Noisy(Net):

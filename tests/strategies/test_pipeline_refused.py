@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.one_process import check_refused
 from helpers.pipeline_model import CLASSES, PIPELINE, WIDTH, Net, build, dataset, log, loss, parts, tied
-from helpers.ranks import RankError, Ranks
-from shoal.util.errors import LayoutError, StepError
+from helpers.ranks import Ranks
+from shoal.util.errors import StepError
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="pipeline=2", seed=0) as ranks:
-        yield ranks
+LAYOUT = "pipeline=2"
 
 
 class Deciding(Net):
@@ -132,12 +127,9 @@ REFUSED: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize(("make", "strategy", "found"), REFUSED)
 def test_what_cannot_be_cut_is_refused_on_all_ranks(
-    two: Ranks, make: Any, strategy: Any, found: str
+    ranks: Ranks, make: Any, strategy: Any, found: str
 ) -> None:
-    for result in two.attempt(log, strategy, make):
-        assert isinstance(result, RankError)
-        assert isinstance(result.error, StepError | LayoutError)
-        assert found in str(result.error)
+    check_refused(ranks, found, log, strategy, make)
 
 
 def called(world: shoal.World) -> None:
@@ -197,11 +189,8 @@ def split_and_compiled(world: shoal.World) -> None:
         (split_and_compiled, "the schedule runs backward in two parts"),
     ],
 )
-def test_what_a_pipeline_cannot_do_is_said(two: Ranks, task: Any, found: str) -> None:
-    for result in two.attempt(task):
-        assert isinstance(result, RankError)
-        assert isinstance(result.error, StepError)
-        assert found in str(result.error)
+def test_what_a_pipeline_cannot_do_is_said(ranks: Ranks, task: Any, found: str) -> None:
+    check_refused(ranks, found, task)
 
 
 class Unlearnable(torch.autograd.Function):
@@ -304,12 +293,10 @@ def its_own_loss(world: shoal.World, size: int) -> float:
     return step(batch).loss
 
 
-def test_a_mean_over_samples_that_fill_up_is_refused_on_all_ranks(two: Ranks) -> None:
-    two.call(its_own_loss, 10)
-    for result in two.attempt(its_own_loss, 11):
-        assert isinstance(result, RankError)
-        assert "that include the padding of a short micro-batch" in str(result.error)
-    two.call(its_own_loss, 10)
+def test_a_mean_over_samples_that_fill_up_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    ranks.call(its_own_loss, 10)
+    check_refused(ranks, "that include the padding of a short micro-batch", its_own_loss, 11)
+    ranks.call(its_own_loss, 10)
 
 
 class Heads(nn.Module):
@@ -338,6 +325,4 @@ def test_a_plan_is_proved_stage_by_stage() -> None:
             (wrong, "the input of narrow"),
             ({"wide": "sequence"}, "full activations"),
         ):
-            for result in four.attempt(planned, plan):
-                assert isinstance(result, RankError)
-                assert found in str(result.error)
+            check_refused(four, found, planned, plan)

@@ -116,17 +116,6 @@ def test_stages_on_three_hosts_train_as_one_process_does(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_stage_that_is_killed_is_named_on_the_other_hosts(
-    victim: int, cluster: Cluster, tmp_path: Path
-) -> None:
-    """Long before a step would be too long; the last one drives."""
-    ranks = Ranks(cluster, tmp_path, STAGES)
-    ranks.kill(victim)
-    assert f"rank {victim} on {NODES[victim]} is gone" in ranks.end()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("fault", ["killed", pytest.param("cut off", marks=pytest.mark.long)])
 def test_workers_push_to_a_server_on_another_host_and_go_on_without_one(
     fault: str, cluster: Cluster, tmp_path: Path
@@ -148,10 +137,16 @@ def test_workers_push_to_a_server_on_another_host_and_go_on_without_one(
 
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [1, 2])
-def test_a_stage_that_is_cut_off_is_named_after_the_time_of_a_step(
-    victim: int, cluster: Cluster, tmp_path: Path
+@pytest.mark.parametrize("fault", ["killed", "cut off"])
+def test_a_stage_that_is_gone_is_named_on_the_other_hosts(
+    fault: str, victim: int, cluster: Cluster, tmp_path: Path
 ) -> None:
-    text = STAGES.replace('layout="pipeline=3"', 'layout="pipeline=3", timeout=10')
-    ranks = Ranks(cluster, tmp_path, text)
-    cluster.network.cut(NODES[victim])
-    assert f"{NODES[victim]} can't be reached from" in ranks.end()
+    """Killed: long before a step would be too long; cut off: after that time. The last one drives."""
+    if fault == "killed":
+        ranks = Ranks(cluster, tmp_path, STAGES)
+        ranks.kill(victim)
+        assert f"rank {victim} on {NODES[victim]} is gone" in ranks.end()
+    else:
+        ranks = Ranks(cluster, tmp_path, STAGES.replace('3"', '3", timeout=10'))
+        cluster.network.cut(NODES[victim])
+        assert f"{NODES[victim]} can't be reached from" in ranks.end()

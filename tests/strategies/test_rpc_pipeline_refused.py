@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +11,12 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 import shoal
-from helpers.ranks import RankError, Ranks
+from helpers.one_process import check_like_one, check_refused
+from helpers.ranks import Ranks, free_port
 from helpers.token_model import STAGES, Block, Tagger, build, dataset, loss, parts, train
 
 pytestmark = pytest.mark.processes
+LAYOUT = "pipeline=2"
 
 REMOTE = shoal.RPCPipeline(stages=STAGES[2])
 WITHOUT = [
@@ -49,12 +50,6 @@ def test_workers_that_do_not_fit_are_refused(workers: Any, found: str) -> None:
         shoal.RPCPipeline(stages=STAGES[2], workers=workers)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="pipeline=2") as ranks:
-        yield ranks
-
-
 class Tied(Tagger):
     def __init__(self) -> None:
         super().__init__()
@@ -76,16 +71,6 @@ class Backwards(Tagger):
         return logits
 
 
-class Still(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act = nn.Linear(4, 4), nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.act(self.first(x))
-        return y
-
-
 class Frozen(Tagger):
     def __init__(self) -> None:
         super().__init__()
@@ -102,14 +87,10 @@ def remote(**stages: tuple[str, ...]) -> shoal.RPCPipeline:
 
 MAPS: list[tuple[Any, Any, str]] = [
     (Tagger, remote(front=("embedding", "blocks"), back=("tail",)), "has 'tail', which the model does"),
-    (Tagger, remote(front=("embedding",), back=("head",)), "blocks.0 has parameters or buffers"),
     (Backwards, REMOTE, "after blocks.1 of 'back' the model calls blocks.0 of 'front'"),
     (Backwards, remote(front=("embedding", "blocks.1"), back=("head", "blocks.0")), ""),
-    (Tagger, shoal.RPCPipeline(stages=STAGES[3]), "no rank 2 among 2"),
-    (Tagger, remote(all=("embedding", "blocks", "head")), "no stage for rank 1 among 2"),
     (Tied, REMOTE, "embedding.weight and head.weight are one parameter in two stages"),
     (Unused, REMOTE, "parameters that its forward does not use: spare.weight"),
-    (Still, remote(front=("first",), back=("act",)), "stage 'back' has no parameters"),
     (Frozen, REMOTE, "a model without trainable parameters"),
     (Tagger, [REMOTE, shoal.DDP()], "RPCPipeline sums gradients, so no strategy"),
     (
@@ -128,15 +109,12 @@ MAPS: list[tuple[Any, Any, str]] = [
 @pytest.mark.full
 @pytest.mark.parametrize(("make", "strategy", "found"), MAPS)
 def test_maps_that_do_not_fit_are_refused_on_all_ranks(
-    two: Ranks, make: Any, strategy: Any, found: str
+    ranks: Ranks, make: Any, strategy: Any, found: str
 ) -> None:
-    results = two.attempt(given, make, strategy)
-    if not found:
-        assert results == [None, None]
-    for result in results if found else ():
-        assert isinstance(result, RankError)
-        assert isinstance(result.error, shoal.StepError | shoal.LayoutError)
-        assert found in str(result.error)
+    if found:
+        check_refused(ranks, found, given, make, strategy)
+    else:
+        ranks.call(given, make, strategy)
 
 
 class Opaque(nn.Module):
@@ -175,14 +153,11 @@ def handed(world: shoal.World, kind: str) -> float:
 
 
 @pytest.mark.full
-def test_numbers_are_handed_on_and_what_cannot_be_pickled_is_named(two: Ranks) -> None:
+def test_numbers_are_handed_on_and_what_cannot_be_pickled_is_named(ranks: Ranks) -> None:
     with shoal.init() as world:
         wanted = handed(world, "number")
-    assert two.call(handed, "number") == [pytest.approx(wanted, rel=1e-12)] * 2
-    for result in two.attempt(handed, "lock"):
-        assert isinstance(result, RankError)
-        assert isinstance(result.error, shoal.StepError)
-        assert "cannot pickle '_thread.lock' object" in str(result.error)
+    assert ranks.call(handed, "number") == [pytest.approx(wanted, rel=1e-12)] * 2
+    check_refused(ranks, "cannot pickle '_thread.lock' object", handed, "lock")
 
 
 class Failing(Tagger):
@@ -241,9 +216,9 @@ def failing(world: shoal.World, where: str) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize(("where", "who"), [("stage", 0), ("loss", 1)])
 def test_what_fails_in_a_stage_is_raised_there_and_told_elsewhere(
-    two: Ranks, where: str, who: int
+    ranks: Ranks, where: str, who: int
 ) -> None:
-    results = two.call(failing, where)
+    results = ranks.call(failing, where)
     own, other = results[who], results[1 - who]
     assert own[0].startswith("ValueError")
     assert other[0].startswith("StepError")
@@ -297,15 +272,12 @@ def converted(world: shoal.World) -> None:
         (converted, "moved, converted or replaced after parallelize"),
     ],
 )
-def test_what_stages_on_other_ranks_cannot_do_is_said(two: Ranks, task: Any, found: str) -> None:
-    for result in two.attempt(task):
-        assert isinstance(result, RankError)
-        assert isinstance(result.error, shoal.StepError)
-        assert found in str(result.error)
+def test_what_stages_on_other_ranks_cannot_do_is_said(ranks: Ranks, task: Any, found: str) -> None:
+    check_refused(ranks, found, task)
 
 
 def with_rpc_of_its_own(world: shoal.World) -> None:
-    port = world.broadcast(_free())
+    port = world.broadcast(free_port())
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
     name = f"mine{world.rank}"
     rpc.init_rpc(name, rank=world.rank, world_size=world.size, rpc_backend_options=options)
@@ -315,18 +287,10 @@ def with_rpc_of_its_own(world: shoal.World) -> None:
         rpc.shutdown()
 
 
-def _free() -> int:
-    from helpers.ranks import free_port
-
-    return free_port()
-
-
 @pytest.mark.full
 def test_rpc_that_was_begun_before_is_refused() -> None:
     with Ranks(2, layout="pipeline=2") as ranks:
-        for result in ranks.attempt(with_rpc_of_its_own):
-            assert isinstance(result, RankError)
-            assert "torch supports a single RPC agent per process" in str(result.error)
+        check_refused(ranks, "torch supports a single RPC agent per process", with_rpc_of_its_own)
 
 
 def partly_frozen(world: shoal.World, strategy: Any) -> list[float]:
@@ -343,14 +307,11 @@ def partly_frozen(world: shoal.World, strategy: Any) -> list[float]:
 
 
 @pytest.mark.full
-def test_a_stage_may_be_frozen(two: Ranks) -> None:
-    with shoal.init() as world:
-        wanted = partly_frozen(world, None)
-    for found in two.call(partly_frozen, REMOTE):
-        assert found == pytest.approx(wanted, rel=1e-12)
+def test_a_stage_may_be_frozen(ranks: Ranks) -> None:
+    check_like_one(ranks, partly_frozen, REMOTE)
 
 
 @pytest.mark.full
-def test_after_all_that_the_ranks_still_train(two: Ranks) -> None:
-    first, second = two.call(train, REMOTE, 4)
+def test_after_all_that_the_ranks_still_train(ranks: Ranks) -> None:
+    first, second = ranks.call(train, REMOTE, 4)
     assert first[0].losses == second[0].losses

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import shoal
-from helpers.ranks import RankError, Ranks
+from helpers.one_process import check_like_one, check_refused
+from helpers.ranks import Ranks
 from shoal.strategies.dtensor import share, whole
 
 pytestmark = pytest.mark.processes
+LAYOUT = "shard=-1"
 
 WIDTH, CLASSES, SAMPLES, BATCH = 8, 3, 101, 16
 
@@ -106,12 +108,6 @@ def train(world: shoal.World, directory: Path, until: int, strategy: Any = None)
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="shard=-1") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
     with Ranks(3, layout="shard=-1") as started:
         yield started
@@ -131,9 +127,9 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
 
 
 def test_a_run_is_that_of_one_process_and_each_rank_holds_its_share(
-    two: Ranks, one: tuple[Path, dict[str, Any]], tmp_path: Path
+    ranks: Ranks, one: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    for found in two.call(train, tmp_path, 17):
+    for found in ranks.call(train, tmp_path, 17):
         assert found["evaluation"] == pytest.approx(one[1]["evaluation"], rel=1e-12)
         assert found["held"] == pytest.approx(one[1]["held"] / 2, rel=0.05)
         assert found["moments"] == 2 * found["held"]
@@ -146,10 +142,10 @@ def test_a_run_is_that_of_one_process_and_each_rank_holds_its_share(
 
 @pytest.mark.full
 def test_a_checkpoint_goes_on_however_it_was_divided(
-    two: Ranks, three: Ranks, tensor: Ranks, one: tuple[Path, dict[str, Any]], tmp_path: Path
+    ranks: Ranks, three: Ranks, tensor: Ranks, one: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     """By FSDP over 2, then 3, layers over 2, one process, in mid-epoch: as if nothing had happened."""
-    two.call(train, tmp_path, 4)
+    ranks.call(train, tmp_path, 4)
     three.call(train, tmp_path, 8)
     tensor.call(train, tmp_path, 12)
     with shoal.init() as world:
@@ -191,11 +187,11 @@ def test_layers_and_shares_are_both_divided(one: tuple[Path, dict[str, Any]], tm
             assert found["evaluation"] == pytest.approx(one[1]["evaluation"], rel=1e-12)
 
 
-def test_a_file_of_whole_tensors_is_divided(two: Ranks, one: tuple[Path, dict[str, Any]]) -> None:
+def test_a_file_of_whole_tensors_is_divided(ranks: Ranks, one: tuple[Path, dict[str, Any]]) -> None:
     file = one[0] / "model.safetensors"
     with shoal.init() as world:
         expected = loaded(world, file)
-    assert two.call(loaded, file) == pytest.approx([expected] * 2, rel=1e-12)
+    assert ranks.call(loaded, file) == pytest.approx([expected] * 2, rel=1e-12)
 
 
 def buffers(world: shoal.World) -> tuple[float, float]:
@@ -208,8 +204,8 @@ def buffers(world: shoal.World) -> tuple[float, float]:
     return before, float(step.model.seen)
 
 
-def test_buffers_are_those_of_rank_0_before_evaluating(two: Ranks) -> None:
-    (mine, first), (other, second) = two.call(buffers)
+def test_buffers_are_those_of_rank_0_before_evaluating(ranks: Ranks) -> None:
+    (mine, first), (other, second) = ranks.call(buffers)
     assert mine != other
     assert first == second == mine
 
@@ -224,11 +220,11 @@ def judged_twice(world: shoal.World) -> tuple[float, float]:
     return before, float(shoal.evaluate(step, data())["loss"])
 
 
-def test_a_forward_without_backward_leaves_nothing_gathered(two: Ranks) -> None:
+def test_a_forward_without_backward_leaves_nothing_gathered(ranks: Ranks) -> None:
     with shoal.init() as world:
         expected = judged_twice(world)
     assert expected[0] != pytest.approx(expected[1], rel=1e-3)
-    for found in two.call(judged_twice):
+    for found in ranks.call(judged_twice):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -246,10 +242,10 @@ def looked_at(world: shoal.World, reshard: bool) -> float:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_forward_whose_backward_never_comes_leaves_nothing_stale(two: Ranks, reshard: bool) -> None:
+def test_a_forward_whose_backward_never_comes_leaves_nothing_stale(ranks: Ranks, reshard: bool) -> None:
     with shoal.init() as world:
         expected = looked_at(world, reshard)
-    for found in two.call(looked_at, reshard):
+    for found in ranks.call(looked_at, reshard):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -271,12 +267,12 @@ def twice(world: shoal.World, strategy: shoal.FSDP) -> list[float]:
 @pytest.mark.parametrize("accumulate", ["sharded", "whole"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_model_that_runs_several_times_before_its_backward_is_right(
-    two: Ranks, reshard: bool, accumulate: str
+    ranks: Ranks, reshard: bool, accumulate: str
 ) -> None:
     strategy = shoal.FSDP(reshard_after_forward=reshard, accumulate=accumulate)
     with shoal.init() as world:
         expected = twice(world, strategy)
-    for found in two.call(twice, strategy):
+    for found in ranks.call(twice, strategy):
         assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -295,9 +291,9 @@ def gathers(world: shoal.World) -> list[int]:
 
 
 @pytest.mark.full
-def test_what_lies_outside_of_units_is_gathered_once(two: Ranks) -> None:
+def test_what_lies_outside_of_units_is_gathered_once(ranks: Ranks) -> None:
     """Three blocks forward and backward, the rest of the model forward only."""
-    for found in two.call(gathers):
+    for found in ranks.call(gathers):
         assert found[1] == 2 * 3 + 1
 
 
@@ -347,11 +343,11 @@ def constructed(world: shoal.World) -> tuple[bool, dict[str, Tensor]]:
     return model.head.weight is model.embedding.weight, values
 
 
-def test_a_model_made_share_by_share_has_the_values_and_ties_of_one_process(two: Ranks) -> None:
+def test_a_model_made_share_by_share_has_the_values_and_ties_of_one_process(ranks: Ranks) -> None:
     with shoal.init() as world:
         tied, expected = constructed(world)
     assert tied
-    for still_tied, found in two.call(constructed):
+    for still_tied, found in ranks.call(constructed):
         assert still_tied
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -359,10 +355,10 @@ def test_a_model_made_share_by_share_has_the_values_and_ties_of_one_process(two:
 
 @pytest.mark.full
 @pytest.mark.parametrize("accumulate", ["sharded", pytest.param("whole", marks=pytest.mark.long)])
-def test_a_batch_that_failed_leaves_nothing_behind(two: Ranks, accumulate: str) -> None:
+def test_a_batch_that_failed_leaves_nothing_behind(ranks: Ranks, accumulate: str) -> None:
     with shoal.init() as world:
         expected = failing(world, accumulate)
-    for found in two.call(failing, accumulate):
+    for found in ranks.call(failing, accumulate):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -374,11 +370,8 @@ def compiled(world: shoal.World, how: str | None) -> list[float]:
 
 
 @pytest.mark.long
-def test_units_are_compiled(two: Ranks) -> None:
-    with shoal.init() as world:
-        expected = compiled(world, None)
-    for found in two.call(compiled, "inductor"):
-        assert found == pytest.approx(expected, rel=1e-12)
+def test_units_are_compiled(ranks: Ranks) -> None:
+    check_like_one(ranks, compiled, "inductor")
 
 
 class Tied(Net):
@@ -417,19 +410,14 @@ def spread(world: shoal.World, model: type[nn.Module], options: dict[str, Any]) 
     ],
 )
 def test_what_cannot_be_divided_is_refused_on_all_ranks(
-    two: Ranks, model: type[nn.Module], options: dict[str, Any], words: list[str]
+    ranks: Ranks, model: type[nn.Module], options: dict[str, Any], words: list[str]
 ) -> None:
-    for found in two.attempt(spread, model, options):
-        assert isinstance(found, RankError)
-        assert isinstance(found.error, shoal.StepError), found.text
-        assert all(word in str(found.error) for word in words), found.error
+    check_refused(ranks, words, spread, model, options)
 
 
 def scripted(world: shoal.World, directory: Path) -> None:
     shoal.export(made(world), directory / "model.ts")
 
 
-def test_programs_are_not_exported_from_shares(two: Ranks, tmp_path: Path) -> None:
-    for found in two.attempt(scripted, tmp_path):
-        assert isinstance(found, RankError)
-        assert "model.safetensors" in str(found.error)
+def test_programs_are_not_exported_from_shares(ranks: Ranks, tmp_path: Path) -> None:
+    check_refused(ranks, "model.safetensors", scripted, tmp_path)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
+from helpers.one_process import check_refused
 from helpers.ranks import RankError, Ranks
 from shoal.strategies.dtensor import share
 
@@ -168,11 +169,7 @@ def test_divided_sequences_and_logits_take_less_memory_and_no_more_bytes(ranks: 
     ],
 )
 def test_a_loss_that_needs_whole_logits_is_refused(ranks: Ranks, loss: Any, words: str) -> None:
-    for found in ranks.attempt(trained, LOGITS, LONGEST, loss):
-        assert isinstance(found, RankError)
-        assert isinstance(found.error, shoal.StepError), found.text
-        assert words in str(found.error)
-        assert 'instead of "logits"' in str(found.error)
+    check_refused(ranks, (words, 'instead of "logits"'), trained, LOGITS, LONGEST, loss)
     with shoal.init() as world:
         expected = trained(world, PLAN, LONGEST, loss)
     assert ranks.call(trained, PLAN, LONGEST, loss)[0] == pytest.approx(expected, rel=1e-9)
@@ -188,9 +185,7 @@ def compiled(world: shoal.World, plan: Any, how: str) -> None:
     ("plan", "how"), [(SEQUENCE, "inductor"), (LOGITS, "inductor"), (PLAN, "script")]
 )
 def test_what_torch_cannot_compile_is_refused(ranks: Ranks, plan: Any, how: str) -> None:
-    for found in ranks.attempt(compiled, plan, how):
-        assert isinstance(found, RankError)
-        assert "torch cannot compile" in str(found.error)
+    check_refused(ranks, "torch cannot compile", compiled, plan, how)
 
 
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -262,16 +257,12 @@ BOTH = {"wide": "column", "narrow": "row"}
 def test_a_plan_that_changes_the_numbers_is_refused(
     ranks: Ranks, model: nn.Module, plan: dict[str, str], words: str, raw: bool
 ) -> None:
-    for found in ranks.attempt(step_once, model, plan, raw):
-        assert isinstance(found, RankError)
-        assert isinstance(found.error, shoal.StepError), found.text
-        assert words in str(found.error)
+    check_refused(ranks, words, step_once, model, plan, raw)
 
 
 def test_a_plan_that_fails_is_refused_and_not_a_model_that_does(ranks: Ranks) -> None:
-    for found in ranks.attempt(step_once, Between("shape"), BOTH, False):
-        assert isinstance(found, RankError)
-        assert "it raises an error that the original does not raise" in str(found.error)
+    words = "it raises an error that the original does not raise"
+    check_refused(ranks, words, step_once, Between("shape"), BOTH, False)
     for found in ranks.attempt(step_once, nn.Sequential(nn.Flatten(7), Between("relu")), {}, False):
         assert isinstance(found, RankError)
         assert found.error is None  # torch's own words about dimensions
@@ -279,9 +270,7 @@ def test_a_plan_that_fails_is_refused_and_not_a_model_that_does(ranks: Ranks) ->
 
 def test_positions_that_meet_a_divided_sequence_are_named(ranks: Ranks) -> None:
     plan = {name: way for name, way in SEQUENCE.items() if name != "positions"}
-    for found in ranks.attempt(trained, plan, LONGEST):
-        assert isinstance(found, RankError)
-        assert "an nn.Embedding for positions" in str(found.error)
+    check_refused(ranks, "an nn.Embedding for positions", trained, plan, LONGEST)
 
 
 @pytest.mark.parametrize("raw", [False, pytest.param(True, marks=FULL)], ids=["step", "loop"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,17 +11,13 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.causal_transformer import small_llama
-from helpers.ranks import RankError, Ranks
+from helpers.one_process import check_refused
+from helpers.ranks import Ranks
 
 pytestmark = pytest.mark.processes
+LAYOUT = "tensor=2"
 
 VOCABULARY, LENGTH = 32, 6
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, layout="tensor=2") as started:
-        yield started
 
 
 def loss(output: Any, batch: Any) -> tuple[Tensor, int]:
@@ -107,12 +102,9 @@ def spread(world: shoal.World, plan: dict[str, str], after: Any) -> None:
     ],
 )
 def test_what_cannot_be_divided_is_refused_on_all_ranks(
-    two: Ranks, plan: dict[str, str], after: Any, words: list[str]
+    ranks: Ranks, plan: dict[str, str], after: Any, words: list[str]
 ) -> None:
-    for found in two.attempt(spread, plan, after):
-        assert isinstance(found, RankError)
-        assert isinstance(found.error, shoal.StepError | shoal.LayoutError), found.text
-        assert all(word in str(found.error) for word in words), found.error
+    check_refused(ranks, words, spread, plan, after)
 
 
 def backwards(world: shoal.World) -> None:
@@ -123,16 +115,12 @@ def nothing(world: shoal.World) -> None:
     shoal.parallelize(Net(), world, [])
 
 
-def test_an_empty_list_is_no_strategy(two: Ranks) -> None:
-    for found in two.attempt(nothing):
-        assert isinstance(found, RankError)
-        assert "a strategy is an object such as shoal.DDP()" in str(found.error)
+def test_an_empty_list_is_no_strategy(ranks: Ranks) -> None:
+    check_refused(ranks, "a strategy is an object such as shoal.DDP()", nothing)
 
 
-def test_what_sums_gradients_comes_last(two: Ranks) -> None:
-    for found in two.attempt(backwards):
-        assert isinstance(found, RankError)
-        assert "[shoal.TensorParallel(plan=…), shoal.FSDP()]" in str(found.error)
+def test_what_sums_gradients_comes_last(ranks: Ranks) -> None:
+    check_refused(ranks, "[shoal.TensorParallel(plan=…), shoal.FSDP()]", backwards)
 
 
 class Small(nn.Module):
@@ -157,9 +145,7 @@ def at_once(world: shoal.World, groups: bool) -> float:
     return step(batch).loss
 
 
-def test_an_optimizer_that_updates_all_at_once_needs_two_groups(two: Ranks) -> None:
-    for found in two.attempt(at_once, False):
-        assert isinstance(found, RankError)
-        assert "leave fused out, or use two parameter groups" in str(found.error)
-    first, second = two.call(at_once, True)
+def test_an_optimizer_that_updates_all_at_once_needs_two_groups(ranks: Ranks) -> None:
+    check_refused(ranks, "leave fused out, or use two parameter groups", at_once, False)
+    first, second = ranks.call(at_once, True)
     assert first == second
