@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.util.errors import CheckpointError
-
-
-@pytest.fixture
-def world() -> Iterator[shoal.World]:
-    with shoal.init() as alone:
-        yield alone
 
 
 class Tied(nn.Module):

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shoal
 from helpers.ranks import Ranks
+from helpers.small_training import step_of
 from shoal.util.errors import CheckpointError
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return output.square().sum(), len(output)
-
-
 def exported(world: shoal.World, directory: Path, alone: bool, suffix: str) -> list[bool]:
     """After each step, whether the file holds the weights of that step as this rank has them."""
     torch.manual_seed(0)
-    model = shoal.parallelize(nn.Linear(4, 1), world)
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
+    step = step_of(world, nn.Linear(4, 1))
+    model = step.model
     path = directory / f"model{suffix}"
     found = []
     for number, batch in enumerate(shoal.Loader((torch.ones(16, 4),), world, batch_size=4).epochs(1)):
@@ -43,16 +32,16 @@ def exported(world: shoal.World, directory: Path, alone: bool, suffix: str) -> l
                 weight = torch.export.load(path).state_dict["weight"]
             else:
                 weight = torch.load(path, weights_only=True)["weight"]
-            found.append(torch.equal(weight, model.weight))
+            found.append(torch.equal(weight, model.get_parameter("weight")))
     return found
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pt2"])
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_replicated_model_is_exported_by_all_or_by_rank_0_alone(
-    alone: bool, suffix: str, ranks: Ranks, tmp_path: Path
+    alone: bool, suffix: str, two: Ranks, tmp_path: Path
 ) -> None:
-    first, second = ranks.call(exported, tmp_path, alone, suffix)
+    first, second = two.call(exported, tmp_path, alone, suffix)
     assert first == [True] * 4
     assert second == [True] * (1 if alone else 4)
 
@@ -65,9 +54,9 @@ def failed(world: shoal.World, path: Path) -> tuple[str, str]:
     return refused.value.given, refused.value.found
 
 
-def test_a_file_that_can_not_be_written_is_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_file_that_can_not_be_written_is_an_error_on_all_ranks(two: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for given, found in ranks.call(failed, tmp_path / "file/model.pt"):
+    for given, found in two.call(failed, tmp_path / "file/model.pt"):
         assert "model.pt" in given
         assert "file" in found
 
@@ -88,6 +77,6 @@ def late(world: shoal.World, path: Path) -> str:
     return refused.value.found
 
 
-def test_a_rank_that_waits_for_rank_0_in_vain_says_so(ranks: Ranks, tmp_path: Path) -> None:
-    _, found = ranks.call(late, tmp_path / "model.pt")
+def test_a_rank_that_waits_for_rank_0_in_vain_says_so(two: Ranks, tmp_path: Path) -> None:
+    _, found = two.call(late, tmp_path / "model.pt")
     assert "rank 0 has not entered it within 0.2 s" in found

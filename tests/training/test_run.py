@@ -72,7 +72,7 @@ class Fit:
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run must have as an uninterrupted one has it."""
-        kept = {"step": self.step, "best": self.best, "data": self.data}
+        kept: dict[str, Any] = {"step": self.step, "best": self.best, "data": self.data}
         return {name: each.state_dict() for name, each in kept.items()} | {"random": random_state()}
 
 

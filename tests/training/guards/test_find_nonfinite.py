@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,6 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
-from shoal.distributed.seeds import random_state, set_random_state
-
-
-@pytest.fixture
-def world() -> Iterator[shoal.World]:
-    kept = random_state()
-    with shoal.init() as alone:
-        yield alone
-    set_random_state(kept)
 
 
 class Bad(nn.Module):

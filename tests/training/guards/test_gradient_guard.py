@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
+from helpers.small_training import events_of
 from shoal.training.guards.votes import Verdict, judge_gradients
 
 RIGHT, WRONG, OTHER = {"w": 1, "b": 2}, {"w": 5, "b": 2}, {"w": 9, "b": 2}
@@ -101,11 +101,6 @@ def train(
     state += [value for each in optimizer.state.values() for value in each.values()]
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in state)).hexdigest()
     return error, step.number, digest
-
-
-def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (directory / "events/rank-0.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 @pytest.fixture(scope="module")
