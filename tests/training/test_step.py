@@ -163,13 +163,6 @@ def test_an_overflow_of_fp16_skips_the_step_and_halves_the_scale(world: shoal.Wo
     assert not step(batch_of(samples())).skipped
 
 
-def test_gradients_of_fp16_are_unscaled_before_clipping(world: shoal.World) -> None:
-    half, full = (build(world, precision=name, clip=0.01) for name in ("fp16", "fp32"))
-    first, second = half(batch_of(samples())), full(batch_of(samples()))
-    assert first.norm == pytest.approx(second.norm, rel=1e-2)
-    assert_same(half.model, full.model, atol=1e-4)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_what_is_not_a_number_touches_nothing(world: shoal.World, precision: str) -> None:
     step = build(world, precision=precision)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
-from helpers.small_training import events_of
+from helpers.small_training import cross_entropy, events_of
 from shoal.training.guards.votes import Verdict, judge_gradients
 
 RIGHT, WRONG, OTHER = {"w": 1, "b": 2}, {"w": 5, "b": 2}, {"w": 9, "b": 2}
@@ -51,10 +49,6 @@ def make_model() -> nn.Module:
     )
 
 
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(output)
-
-
 class FlippedBit:
     """A hook of a parameter that flips a bit of its gradient in some backward passes of a step."""
 
@@ -82,7 +76,7 @@ def train(
     """Train while rank 1 flips bits; return the error, the steps taken, and the state's SHA-256."""
     model = shoal.parallelize(make_model(), world, statistics=GROUP)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0, precision=precision)
+    step = shoal.Step(model, optimizer, shoal.Task(cross_entropy), clip=1.0, precision=precision)
     if world.rank == 1:
         model.get_parameter("4.weight").register_hook(FlippedBit(step, passes))
     generator = torch.Generator().manual_seed(1)
