@@ -1,4 +1,4 @@
-"""Rows of the sources that need several processes: plain torch and Shoal come to the same there."""
+"""Rows of the sources in one process or several: plain torch and Shoal come to the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -25,21 +26,72 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
+def test_row_01_data_parallel(world: shoal.World) -> None:
+    model = p.build()
+    wrapped = nn.DataParallel(model)
+    p.plain(wrapped, p.adam(wrapped))
+    p.assert_same(p.converted(world, shoal.DataParallel())[0], p.state(model))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_row_06_pinned_batches_on_the_device(world: shoal.World) -> None:
+    loader = DataLoader(p.data(), batch_size=p.BATCH, pin_memory=True)
+    theirs = [[part.to("cuda", non_blocking=True) for part in batch] for batch in loader]
+    ours = shoal.Loader(p.data(), world, batch_size=p.BATCH, shuffle=False, pin_memory=True)
+    batches = [micro for batch in ours.epochs(1) for micro in batch]
+    assert len(batches) == len(theirs)
+    for mine, other in zip(batches, theirs, strict=True):
+        assert all(torch.equal(a, b) and a.is_cuda for a, b in zip(mine, other, strict=True))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_row_10_mixed_precision(world: shoal.World, precision: str, dtype: torch.dtype) -> None:
+    """autocast and, for fp16, GradScaler; the first steps overflow and are skipped by both."""
+
+    def build() -> nn.Module:
+        model = p.build()
+        model.float()
+        with torch.no_grad():
+            next(model[2].parameters()).mul_(60)
+        return model
+
+    model = build()
+    optimizer = p.adam(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    sampler, loader = p.loaders()
+    skipped = 0
+    for epoch in range(p.EPOCHS):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            with torch.autocast("cpu", dtype):
+                loss = F.cross_entropy(model(inputs.float()), labels)
+            scaler.scale(loss).backward()
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped += scaler.get_scale() < before
+            optimizer.zero_grad()
+
+    ours = shoal.parallelize(build(), world)
+    task = shoal.Task(p.loss, inputs=lambda batch: batch[0].float())
+    step = shoal.Step(ours, p.adam(ours), task, precision=precision)
+    batches = shoal.Loader(p.data(), world, batch_size=p.BATCH).epochs(p.EPOCHS)
+    results = [step(batch) for batch in batches]
+    assert sum(result.skipped for result in results) == skipped
+    assert skipped > 0 or precision == "bf16"
+    p.assert_same(p.state(ours), p.state(model), tolerance=1e-2)
+
+
 def both(world: shoal.World, bucket_mb: float) -> tuple[p.State, p.State]:
     ours = p.converted(world, shoal.DDP(bucket_cap_mb=bucket_mb))[0]
     return ours, p.plain_ddp(bucket_mb)
 
 
 @pytest.mark.compat
-def test_row_02_distributed_data_parallel(two: Ranks) -> None:
-    """Initialise, build, wrap, distributed loaders, synchronise."""
-    for ours, theirs in two.call(both, 25.0):
-        p.assert_same(ours, theirs)
-
-
-def test_row_11_overlap_in_buckets(two: Ranks) -> None:
-    """Buckets of a few hundred bytes, each reduced while backward goes on."""
-    for ours, theirs in two.call(both, 0.0003):
+@pytest.mark.parametrize("bucket_mb", [25.0, 0.0003])
+def test_rows_02_and_11_distributed_data_parallel(two: Ranks, bucket_mb: float) -> None:
+    """Also in buckets of a few hundred bytes, each reduced while backward goes on."""
+    for ours, theirs in two.call(both, bucket_mb):
         p.assert_same(ours, theirs)
 
 
@@ -101,16 +153,9 @@ def plain_until_stopped(world: shoal.World, path: Path) -> None:
     parallel = DistributedDataParallel(model)
     optimizer = p.adam(parallel)
     losses = p.plain(parallel, optimizer, range(STOP))
+    state = {"model": parallel.state_dict(), "optimizer": optimizer.state_dict(), "loss": losses[-1]}
     if dist.get_rank() == 0:
-        torch.save(
-            {
-                "epoch": STOP,
-                "model_state_dict": parallel.state_dict(),
-                "optimizer_state_dict": optimizer.state_dict(),
-                "loss": losses[-1],
-            },
-            path,
-        )
+        torch.save(state, path)
     dist.barrier()
 
 
@@ -119,9 +164,9 @@ def plain_resumed(world: shoal.World, path: Path) -> p.State:
     model = p.build()
     parallel = DistributedDataParallel(model)
     optimizer = p.adam(parallel)
-    parallel.load_state_dict(checkpoint["model_state_dict"])
-    optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
-    p.plain(parallel, optimizer, range(checkpoint["epoch"], p.EPOCHS))
+    parallel.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    p.plain(parallel, optimizer, range(STOP, p.EPOCHS))
     return p.state(model)
 
 
@@ -174,10 +219,7 @@ def test_row_13_distributed_validation(two: Ranks) -> None:
     for ours, theirs in two.call(validated, 90):  # the last batch is a short one
         assert ours["samples"] == 90
         assert theirs == pytest.approx({name: ours[name] for name in theirs}, rel=1e-12)
-
-
-def test_row_13_where_the_sampler_repeats_samples(two: Ranks) -> None:
-    """91 samples on two ranks: the sources count one of them twice, Shoal does not."""
+    # 91 samples on two ranks: the sources count one of them twice, Shoal does not.
     [(ours, theirs), _] = two.call(validated, 91)
     assert ours["samples"] == 91
     assert theirs["loss"] > ours["loss"] * (1 + 1e-4)

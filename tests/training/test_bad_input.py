@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shoal
+from helpers.small_training import backward
+from helpers.small_training import cross_entropy as loss
 from shoal.util.errors import DataError, LaunchError, LayoutError, ShoalError, StepError
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(20) % 3
 TYPABLE = re.compile(r"\w\(|\w=|\w\[|shoal run|\(ls ")
-
-
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
 class Rig:
@@ -47,14 +45,9 @@ class Rig:
     def train(self, loss: Any) -> Any:
         return self.step(loss)(self.batch())
 
-    def backward(self, batch: shoal.Batch, model: nn.Module | None = None) -> None:
-        for micro in batch:
-            total, count = loss(self.model(micro[0]), micro)
-            batch.backward(total=total, count=count, model=model)
-
     def finish(self, **options: Any) -> Any:
         batch = self.batch()
-        self.backward(batch)
+        backward(batch, self.model, loss)
         return batch.finish(self.model, **options)
 
     def evaluate(self, metric: Any, data: Any = (X, Y), **options: Any) -> Any:
@@ -62,7 +55,10 @@ class Rig:
 
     def two_models(self) -> None:
         other = shoal.parallelize(nn.Linear(4, 3), self.world)
-        self.backward(self.batch())
+        batch = self.batch()
+        for micro in batch:
+            total, count = loss(self.model(micro[0]), micro)
+            batch.backward(total=total, count=count)
         other.zero_grad()
 
     def twice_backward(self) -> Any:
@@ -75,9 +71,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    with shoal.init() as world:
-        yield Rig(world)
+def rig(world: shoal.World) -> Rig:
+    return Rig(world)
 
 
 class Exhausted(IterableDataset[int]):

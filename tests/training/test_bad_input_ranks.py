@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
+from helpers.small_training import cross_entropy as loss
+from helpers.small_training import mean_cross_entropy, squares
 from shoal.util.errors import (
     CheckpointError,
     DataError,
     LaunchError,
-    LayoutError,
     ShoalError,
     StepError,
 )
@@ -50,14 +42,6 @@ def ranks() -> Iterator[Ranks]:
     with Ranks(RANKS, timeout=LIMIT) as ranks:
         ranks.call(warm_up)
         yield ranks
-
-
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
-
-
-def mean(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1]), len(batch[1])
 
 
 class Rig:
@@ -91,7 +75,7 @@ def small_batch(rig: Rig) -> object:
 
 
 def mean_where_rank_0_has_one_sample(rig: Rig) -> object:
-    return rig.train(mean, batch_size=5)
+    return rig.train(mean_cross_entropy, batch_size=5)
 
 
 def wrong_on_one_rank(rig: Rig) -> object:
@@ -103,10 +87,6 @@ def wrong_on_one_rank(rig: Rig) -> object:
 def no_sample_on_any_rank_but_one(rig: Rig) -> object:
     step = shoal.Step(rig.model, rig.optimizer, shoal.Task(squares, inputs=lambda batch: batch))
     return shoal.evaluate(step, X[:1], metrics={"share": shoal.Accuracy()})
-
-
-def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return output.square().sum(), len(output)
 
 
 def rubbish_from_a_metric(rig: Rig) -> object:
@@ -163,7 +143,13 @@ def single(rig: Rig) -> object:
 
 ROWS: list[tuple[Callable[[Rig], object], type[ShoalError], str, str, str]] = [
     (small_batch, DataError, "batch_size=2.*3 data rank", "1 of them would never", "batch_size=3"),
-    (mean_where_rank_0_has_one_sample, StepError, "mean .*for 2 samples", "a mean, not a sum", "sum"),
+    (
+        mean_where_rank_0_has_one_sample,
+        StepError,
+        "mean_cross.*for 2 samples",
+        "a mean, not a sum",
+        "sum",
+    ),
     (wrong_on_one_rank, StepError, "lambda", r"shape \(2,\)", r"return F.cross_entropy\("),
     (no_sample_on_any_rank_but_one, DataError, "Tensor", "neither a second element", "targets=lambda"),
     (rubbish_from_a_metric, StepError, "share", "a str, not two numbers: 'all'", "return"),
@@ -252,97 +238,6 @@ def test_a_loss_that_is_not_finite_is_survived_by_all(ranks: Ranks, how: str) ->
         ]
         assert nothing == []
         assert values == same
-
-
-def test_a_layout_that_does_not_fit_the_ranks() -> None:
-    with pytest.raises(LayoutError) as caught:
-        shoal.Layout(shard=2).resolve(RANKS)
-    assert caught.value.given == "layout='shard=2' on 3 process(es)"
-    assert "need 2 processes" in caught.value.found
-    assert "shoal run -n 2" in caught.value.fix
-
-
-SCRIPT = """
-import torch
-import torch.nn.functional as F
-
-import shoal
-
-def loss(output, batch):
-    return F.cross_entropy(output, batch[1]), len(batch[1])
-
-def main(layout):
-    with shoal.init(layout=layout) as world:
-        data = shoal.Loader((torch.randn(8, 4), torch.arange(8) % 3), world, batch_size=8)
-        model = shoal.parallelize(torch.nn.Linear(4, 3), world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = shoal.Step(model, optimizer, shoal.Task(loss))
-        for batch in data.epochs(1):
-            step(batch)
-
-main(layout="replicate=LAYOUT")
-"""
-
-
-def members(mark: str) -> list[int]:
-    """The processes whose environment has this temporary directory."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == mark:
-                found.append(process.pid)
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("layout", "line", "lines"),
-    [
-        (
-            "-1",
-            "step(batch)",
-            ["given: the loss function loss (", "found: ", "fix:   use reduction='sum'"],
-        ),
-        pytest.param(
-            "5",
-            "with shoal.init",
-            ["given: layout='replicate=5' on 2 ", "found: ", "fix:   call shoal.init("],
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_under_shoal_run_it_is_told_once_with_the_users_line(
-    tmp_path: Path, layout: str, line: str, lines: list[str]
-) -> None:
-    text = textwrap.dedent(SCRIPT).replace("LAYOUT", layout)
-    script, temporary = tmp_path / "train.py", Path(tempfile.mkdtemp(prefix="shoal-"))
-    script.write_text(text)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", "run", "-n", "2", str(script)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(temporary)},
-    )
-    try:
-        err = process.communicate(timeout=200)[1]
-        assert process.returncode == 1
-        assert members(str(temporary)) == []
-    finally:
-        shutil.rmtree(temporary)
-        for pid in members(str(temporary)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    number = next(n for n, each in enumerate(text.splitlines(), 1) if line in each)
-    *_, given, found, fix, where = err.splitlines()
-    for told, wanted in zip((given, found, fix), lines, strict=True):
-        assert told.startswith(wanted)
-    assert re.fullmatch(
-        rf"where: rank [01] of 2 on {os.uname().nodename}, {script}:{number} \(the other was stopped\)",
-        where,
-    )
-    assert err.count("given:") == err.count("where:") == err.count("Traceback") == 1
-    assert len(err.splitlines()) <= 13
-    assert str(Path(shoal.__file__).parent) not in err
 
 
 def test_a_port_in_use_is_told_by_the_rank_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:

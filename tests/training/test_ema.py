@@ -40,22 +40,17 @@ def test_the_average_is_that_of_torch() -> None:
         assert torch.equal(value, own[name])
 
 
-def test_the_model_has_its_own_parameters_again_after_an_error() -> None:
+def test_the_same_tensors_have_their_own_values_again_after_an_error() -> None:
     net = model()
     ema = shoal.EMA(net, decay=0.5)
     moved(net, 0)
     own = copy.deepcopy(net.state_dict())
+    tensors = [id(p) for p in net.parameters()]
+    with ema.applied():
+        assert [id(p) for p in net.parameters()] == tensors
     with pytest.raises(KeyError), ema.applied():
         raise KeyError
     assert all(torch.equal(value, own[name]) for name, value in net.state_dict().items())
-
-
-def test_the_optimizer_goes_on_with_the_same_tensors() -> None:
-    net = model()
-    ema = shoal.EMA(net)
-    before = [id(p) for p in net.parameters()]
-    with ema.applied():
-        assert [id(p) for p in net.parameters()] == before
 
 
 def test_its_state_goes_on_and_not_into_another_model() -> None:
@@ -72,7 +67,7 @@ def test_its_state_goes_on_and_not_into_another_model() -> None:
         shoal.EMA(nn.Linear(3, 4)).load_state_dict(ema.state_dict())
 
 
-@pytest.mark.parametrize("decay", [-0.1, 1.0, 2.0])
-def test_decays_that_can_not_be(decay: float) -> None:
-    with pytest.raises(StepError, match="below 1"):
-        shoal.EMA(model(), decay=decay)
+def test_decays_that_can_not_be() -> None:
+    for decay in (-0.1, 1.0, 2.0):
+        with pytest.raises(StepError, match="below 1"):
+            shoal.EMA(model(), decay=decay)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
 import shoal
 from helpers.clocks import ManualClock
 from helpers.ranks import Ranks
+from helpers.small_training import cross_entropy, events_of, saved
 from shoal.distributed.deadline import Deadline
-from shoal.distributed.seeds import random_state, set_random_state
 from shoal.training.early_stopping import EarlyStoppingState
 from shoal.util.errors import CheckpointError, StepError
 
@@ -30,27 +27,10 @@ pytestmark = pytest.mark.processes
 SAMPLES, BATCH = 40, 8  # five steps an epoch
 
 
-@pytest.fixture(autouse=True)
-def kept() -> Iterator[None]:
-    state = random_state()
-    yield
-    set_random_state(state)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
 def dataset(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
     return inputs, (inputs.sum(1) > 0).long()
-
-
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
 def net() -> nn.Module:
@@ -68,7 +48,7 @@ def train(directory: Path, **options: Any) -> shoal.TrainResult:
         "batch_size": BATCH,
         "epochs": 2,
     }
-    return shoal.train(net, shoal.Task(loss), dataset(), **(given | options))
+    return shoal.train(net, shoal.Task(cross_entropy), dataset(), **(given | options))
 
 
 def by_hand(world: shoal.World, directory: Path) -> list[Tensor]:
@@ -77,7 +57,7 @@ def by_hand(world: shoal.World, directory: Path) -> list[Tensor]:
     model = shoal.parallelize(net(), world)
     optimizer = adam(model)
     schedule = shoal.LRSchedule(warmup_steps=3)(optimizer, 10)
-    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=0.5, schedule=schedule)
+    step = shoal.Step(model, optimizer, shoal.Task(cross_entropy), clip=0.5, schedule=schedule)
     data = shoal.Loader(dataset(), world, batch_size=BATCH)
     with shoal.Run(directory, step, data) as run:
         for batch in data.epochs(2):
@@ -98,16 +78,11 @@ def adam_rate(done: shoal.TrainResult) -> float:
 
 
 @pytest.mark.full
-def test_it_is_the_loop_made_by_hand_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    hand = ranks.call(by_hand, tmp_path / "hand")
-    for ours, (theirs, rate) in zip(hand, ranks.call(through_train, tmp_path / "given"), strict=True):
+def test_it_is_the_loop_made_by_hand_bit_for_bit(two: Ranks, tmp_path: Path) -> None:
+    hand = two.call(by_hand, tmp_path / "hand")
+    for ours, (theirs, rate) in zip(hand, two.call(through_train, tmp_path / "given"), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
         assert rate == pytest.approx(0, abs=1e-12)  # the schedule has ended: 10 steps, not 5
-
-
-def losses(directory: Path, kind: str = "step") -> list[dict[str, Any]]:
-    lines = (directory / "events/rank-0.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 def test_a_dry_run_is_the_beginning_of_the_run(tmp_path: Path) -> None:
@@ -151,9 +126,9 @@ def test_evaluations_come_when_asked_and_are_recorded(tmp_path: Path) -> None:
     train(tmp_path, validation=shoal.Validation(dataset=dataset(1)), callbacks=[callback])
     steps = [("step", number) for number in range(1, 11)]
     assert seen == [*steps[:5], ("evaluation", 5), *steps[5:], ("evaluation", 10), ("end", 10)]
-    events = losses(tmp_path, "evaluation")
-    assert [event["step"] for event in events] == [5, 10]
-    assert all(event["samples"] == SAMPLES for event in events)
+    found = events_of(tmp_path, "evaluation")
+    assert [event["step"] for event in found] == [5, 10]
+    assert all(event["samples"] == SAMPLES for event in found)
 
 
 def nothing_is_counted(output: Tensor, target: Tensor) -> tuple[float, float]:
@@ -186,7 +161,7 @@ def test_a_finished_run_still_knows_its_last_evaluation(tmp_path: Path) -> None:
     assert again["huge"] == math.inf
     assert again.keys() == {"loss", "samples", "accuracy", "nothing", "huge", "by class"}
     assert str(again) == str(trained)  # to the last digit, and NaN equals NaN
-    assert str(losses(tmp_path, "evaluation")[-1]["loss"]) == str(again["loss"])
+    assert str(events_of(tmp_path, "evaluation")[-1]["loss"]) == str(again["loss"])
 
 
 def test_the_line_knows_where_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,23 +176,26 @@ def test_the_line_knows_where_it_ends(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_best_is_kept_apart(tmp_path: Path) -> None:
     worse = shoal.Validation(dataset=dataset(1), every=1, mode="max")  # the first is the best
     done = train(tmp_path, validation=worse, keep=1)
-    first = losses(tmp_path, "evaluation")[0]
+    first = events_of(tmp_path, "evaluation")[0]
     assert done.best == first["loss"]
-    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-1"]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-10"]
+    assert saved(tmp_path, "best") == [1]
+    assert saved(tmp_path) == [10]
 
 
-def test_averaged_parameters_are_what_is_evaluated(tmp_path: Path) -> None:
-    done = train(tmp_path, validation=shoal.Validation(dataset=dataset(1), every=10), ema=0.9)
+def test_averaged_parameters_are_what_is_evaluated(world: shoal.World, tmp_path: Path) -> None:
+    validation = shoal.Validation(dataset=dataset(1), every=10)
+    done = train(tmp_path, world=world, validation=validation, ema=0.9)
     assert done.ema is not None
-    with shoal.init() as world, done.ema.applied():
-        net = shoal.parallelize(done.model, world)
-        step = shoal.Step(net, adam(net), shoal.Task(loss))
-        assert shoal.evaluate(step, dataset(1))["loss"] == done.metrics["loss"]
-    with shoal.init() as world:
-        net = shoal.parallelize(done.model, world)
-        step = shoal.Step(net, adam(net), shoal.Task(loss))
-        assert shoal.evaluate(step, dataset(1))["loss"] != done.metrics["loss"]
+    with done.ema.applied():
+        assert shoal.evaluate(done.step, dataset(1))["loss"] == done.metrics["loss"]
+    assert shoal.evaluate(done.step, dataset(1))["loss"] != done.metrics["loss"]
+
+
+def test_patience_ends_it_and_it_stays_ended(tmp_path: Path) -> None:
+    for _ in range(2):
+        validation = shoal.Validation(dataset=dataset(1), every=1, mode="max", patience=3)
+        done = train(tmp_path, validation=validation)
+        assert (done.reason, done.step.number) == ("patience", 4)
 
 
 class ByRank:
@@ -240,23 +218,8 @@ def stopped(world: shoal.World, directory: Path) -> tuple[str, int]:
 
 
 @pytest.mark.full
-def test_one_rank_may_end_it_for_all(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.call(stopped, tmp_path) == [("callback", 4)] * 2
-
-
-def impatient(world: shoal.World, directory: Path) -> list[tuple[str, int]]:
-    found = []
-    for _ in range(2):
-        world.reseed("weights", by_rank=False)
-        validation = shoal.Validation(dataset=dataset(1), every=1, mode="max", patience=3)
-        done = train(directory, world=world, validation=validation)
-        found.append((done.reason, done.step.number))
-    return found
-
-
-@pytest.mark.full
-def test_patience_ends_it_on_all_ranks_and_stays_ended(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.call(impatient, tmp_path) == [[("patience", 4)] * 2] * 2
+def test_one_rank_may_end_it_for_all(two: Ranks, tmp_path: Path) -> None:
+    assert two.call(stopped, tmp_path) == [("callback", 4)] * 2
 
 
 class Private(torchmetrics.Metric):
@@ -309,67 +272,30 @@ def apart(world: shoal.World, directory: Path, growing: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.full
-def test_ranks_that_see_other_metrics_stop_and_keep_the_same(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_see_other_metrics_stop_and_keep_the_same(two: Ranks, tmp_path: Path) -> None:
     """FAILURES 19: rank 0's number decides for all, whether it is the better or the worse one."""
     for growing, outcome in (
         (0, ("epochs", 10, 10.0, ["step-10"])),
         (1, ("patience", 6, -2.0, ["step-2"])),
     ):
-        one, other = ranks.call(apart, tmp_path / str(growing), growing)
+        one, other = two.call(apart, tmp_path / str(growing), growing)
         assert one[:-1] == other[:-1] == outcome
         assert one[-1] == -other[-1] != 0
 
 
-def rates(world: shoal.World, scheduler: Callable[[Any, int], Any], steps: int) -> list[float]:
-    """The learning rate before each step of so many, and after the last."""
-    model = shoal.parallelize(nn.Linear(4, 2).double(), world)
-    optimizer = adam(model)
-    schedule = scheduler(optimizer, steps)
-    step = shoal.Step(model, optimizer, shoal.Task(loss), schedule=schedule)
-    found = []
-    for batch in shoal.Loader(dataset(), world, batch_size=BATCH, micro_batches=2).epochs(10**6):
-        found.append(float(optimizer.param_groups[0]["lr"]))
-        if len(found) > steps:
-            return found
-        step(batch)
-    raise AssertionError("epochs are over")
-
-
-def of_torch(optimizer: torch.optim.Optimizer, total: int) -> Any:
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total)
-
-
-@pytest.mark.long
-def test_a_cosine_ends_with_the_steps_however_many_ranks_take_them() -> None:
-    """FAILURES 21: not after a fourth on four ranks, nor after half of them with two micro-batches."""
-    steps = 200
-    expected = [5e-3 * (1 + math.cos(math.pi * step / steps)) for step in range(steps + 1)]
-    with Ranks(4) as four:
-        for scheduler in (shoal.LRSchedule(), of_torch):
-            for found in four.call(rates, scheduler, steps):
-                assert found == pytest.approx(expected, abs=1e-12)
-
-
-def in_time(world: shoal.World, directory: Path) -> tuple[str, int, list[str]]:
-    def slow(moment: shoal.TrainingStatus) -> None:
-        until = time.monotonic() + 0.02 * (1 + world.rank)  # ranks don't agree on the time
-        while moment.kind == "step" and time.monotonic() < until:
-            pass
-
-    done = train(directory, world=world, epochs=1000, max_time=0.8, callbacks=[slow])
+def in_time(world: shoal.World, directory: Path) -> tuple[str, int, list[int]]:
+    done = train(directory, world=world, epochs=1000, max_time=1e-9)
     world.barrier()  # rank 0 removes old checkpoints after all have the new one
-    saved = sorted(path.name for path in (directory / "checkpoints").iterdir())
-    return done.reason, done.step.number, saved
+    return done.reason, done.step.number, saved(directory)
 
 
-@pytest.mark.full
-def test_time_ends_it_on_all_ranks_with_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    (one, *others) = ranks.call(in_time, tmp_path)
-    assert others == [one]
-    reason, number, saved = one
+def test_time_ends_it_on_all_ranks_with_a_checkpoint(two: Ranks, tmp_path: Path) -> None:
+    one, other = two.call(in_time, tmp_path)
+    reason, number, steps = one
+    assert other == one
     assert reason == "max_time"
     assert 1 <= number < 5 * 1000
-    assert f"step-{number}" in saved
+    assert number in steps
 
 
 def test_the_clock_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,38 +319,29 @@ def test_what_can_not_be_evaluated_fails_before_the_first_step(tmp_path: Path) -
     def broken(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
         raise KeyError("broken")
 
-    seen: list[shoal.TrainingStatus] = []
-    validation = shoal.Validation(dataset=dataset(1), metrics={"broken": broken})
-    with pytest.raises(KeyError, match="broken"):
-        train(tmp_path, validation=validation, callbacks=[seen.append])
-    assert seen == []
-
-
-def test_a_best_that_is_no_number_fails_before_the_first_step(tmp_path: Path) -> None:
     recall = torchmetrics.Recall(task="multiclass", num_classes=2, average="none")
     seen: list[shoal.TrainingStatus] = []
-    validation = shoal.Validation(dataset=dataset(1), metrics={"recall": recall}, monitor="recall")
-    with pytest.raises(StepError, match="its value is not one number: tensor"):
-        train(tmp_path, validation=validation, callbacks=[seen.append])
+    for metric, monitor, kind, found in (
+        (broken, "loss", KeyError, "broken"),
+        (recall, "it", StepError, "its value is not one number: tensor"),
+    ):
+        validation = shoal.Validation(dataset=dataset(1), metrics={"it": metric}, monitor=monitor)
+        with pytest.raises(kind, match=found):
+            train(tmp_path, validation=validation, callbacks=[seen.append])
     assert seen == []
 
 
 def test_the_best_by_one_metric_is_none_by_another(tmp_path: Path) -> None:
     train(tmp_path, epochs=1, validation=shoal.Validation(dataset=dataset(1), every=1))
-    accuracy = {"accuracy": shoal.Accuracy()}
-    options: dict[str, Any] = {
-        "dataset": dataset(1),
-        "every": 1,
-        "metrics": accuracy,
-        "monitor": "accuracy",
-    }
+    options: dict[str, Any] = {"every": 1, "metrics": {"accuracy": shoal.Accuracy()}}
+    options |= {"dataset": dataset(1), "monitor": "accuracy"}
     done = train(tmp_path, validation=shoal.Validation(**options, mode="max"))
-    scores = [event["accuracy"] for event in losses(tmp_path, "evaluation") if "accuracy" in event]
-    assert len(scores) == 5
-    assert done.best == max(scores)
     lowest = train(tmp_path, epochs=3, validation=shoal.Validation(**options))
-    later = [event["accuracy"] for event in losses(tmp_path, "evaluation") if "accuracy" in event][5:]
-    assert lowest.best == min(later)
+    events = events_of(tmp_path, "evaluation")
+    scores = [event["accuracy"] for event in events if "accuracy" in event]
+    assert len(scores) == 10
+    assert done.best == max(scores[:5])
+    assert lowest.best == min(scores[5:])
 
 
 @pytest.mark.parametrize("answer", [np.bool_(True), torch.tensor(True)])
@@ -441,17 +358,14 @@ def test_saving_every_zero_steps_is_refused_before_the_first(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("values", "higher", "best"),
-    [
-        ([3.0, 1.0, 2.0], False, [True, True, False]),
-        ([3.0, 4.0, 4.0], True, [True, True, False]),
-        ([math.nan, 4.0, math.nan], True, [False, True, False]),
-    ],
-)
-def test_what_is_better(values: list[float], higher: bool, best: list[bool]) -> None:
-    verdict = EarlyStoppingState(shoal.Validation(dataset=None, mode="max" if higher else "min"))
-    assert [verdict.add(value, {}, {}) for value in values] == best
+def test_what_is_better() -> None:
+    for values, mode, best in (
+        ([3.0, 1.0, 2.0], "min", [True, True, False]),
+        ([3.0, 4.0, 4.0], "max", [True, True, False]),
+        ([math.nan, 4.0, math.nan], "max", [False, True, False]),
+    ):
+        verdict = EarlyStoppingState(shoal.Validation(dataset=None, mode=mode))
+        assert [verdict.add(value, {}, {}) for value in values] == best
 
 
 @pytest.mark.parametrize(

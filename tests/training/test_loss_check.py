@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import shoal
+from helpers.small_training import Loss, cross_entropy, mean_cross_entropy, sgd, squared_error
 from shoal.distributed.to_device import values_kept
 from shoal.strategies.eval_mode import evaluation
 from shoal.training.loss_check import is_mean
@@ -71,10 +72,6 @@ class OtherInEval(nn.Module):
         return output if self.training else output.argmax(-1).tolist()
 
 
-def cross_entropy(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
-
-
 def tokens(reduction: str, output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     scores = output[:, None].expand(-1, 3, -1).flatten(0, 1)
     targets = batch[1].flatten()
@@ -104,30 +101,14 @@ def of_fixed_size(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return output.reshape(SAMPLES, 5).square().sum(), SAMPLES
 
 
-def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return (output - X[: len(output), :5]).square().sum(), len(output)
-
-
-Inefficiency = Callable[..., Any]
-
-
-def train(model: nn.Module, loss: Inefficiency, data: Any = (X, Y), **options: Any) -> shoal.StepResult:
-    batch_size = options.pop("batch_size", SAMPLES)
-    micro_batches = options.pop("micro_batches", 1)
-    inputs = options.pop("inputs", None)
-    collate_fn = options.pop("collate_fn", None)
+def train(model: nn.Module, loss: Any, data: Any = (X, Y), **options: Any) -> shoal.StepResult:
+    given = {"batch_size": SAMPLES, "micro_batches": 1, "collate_fn": None}
+    loading = {name: options.pop(name, value) for name, value in given.items()}
+    task = shoal.Task(loss, inputs=options.pop("inputs", None))
     with shoal.init() as world:
         shoal.parallelize(model, world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = shoal.Step(model, optimizer, shoal.Task(loss, inputs=inputs), **options)
-        loader = shoal.Loader(
-            data,
-            world,
-            batch_size=batch_size,
-            micro_batches=micro_batches,
-            collate_fn=collate_fn,
-        )
-        return step(next(loader.epochs(1)))
+        step = shoal.Step(model, sgd(model), task, **options)
+        return step(next(shoal.Loader(data, world, **loading).epochs(1)))
 
 
 LINEAR = lambda: nn.Linear(6, 5)  # noqa: E731 - short in the tables below
@@ -160,7 +141,7 @@ BOTH = {"inputs": lambda batch: (batch[0], batch[1])}
     ],
 )
 def test_means_are_told_before_anything_moves(
-    model: Callable[[], nn.Module], loss: Inefficiency, data: Any, options: dict[str, Any]
+    model: Callable[[], nn.Module], loss: Loss, data: Any, options: dict[str, Any]
 ) -> None:
     net = model()
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -180,7 +161,7 @@ def test_means_are_told_before_anything_moves(
         pytest.param(LINEAR, cross_entropy, Pair(X, Y), {"batch_size": 7}, id="namedtuple, odd"),
         pytest.param(LINEAR, lambda o, b: (o.sum() * 0, 24), (X, Y), {}, id="zero"),
         pytest.param(LINEAR, lambda o, b: (o.square().sum() * 1e-10, 24), (X, Y), {}, id="tiny"),
-        pytest.param(LINEAR, squares, (X, Y), {}, id="squares"),
+        pytest.param(LINEAR, squared_error, (X, X[:, :5]), {}, id="squares"),
         pytest.param(
             LINEAR, lambda o, b: (F.cross_entropy(o, b[1]), 1), (X, Y), {"batch_size": 1}, id="of one"
         ),
@@ -206,7 +187,7 @@ def test_means_are_told_before_anything_moves(
     ],
 )
 def test_nothing_else_is_taken_for_a_mean(
-    model: Callable[[], nn.Module], loss: Inefficiency, data: Any, options: dict[str, Any]
+    model: Callable[[], nn.Module], loss: Loss, data: Any, options: dict[str, Any]
 ) -> None:
     assert np.isfinite(train(model(), loss, data, **options).loss)
 
@@ -290,6 +271,10 @@ def test_a_mean_over_the_tokens_of_one_sample_is_told() -> None:
     assert np.isfinite(train(nn.Linear(6, 5), partial(token_loss, "sum"), tokens, batch_size=1).loss)
 
 
+def of_sum_of_columns(output: Tensor, batch: Columns) -> tuple[Tensor, int]:
+    return of_columns("sum", output, batch)
+
+
 def test_a_loss_that_could_not_be_tried_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     train(nn.Linear(6, 5), of_sum_of_columns, Flowing(), **COLUMNS)
     said = capsys.readouterr().out
@@ -300,10 +285,6 @@ def test_a_loss_that_could_not_be_tried_is_named(capsys: pytest.CaptureFixture[s
     assert "could not be checked" not in capsys.readouterr().out
 
 
-def of_sum_of_columns(output: Tensor, batch: Columns) -> tuple[Tensor, int]:
-    return of_columns("sum", output, batch)
-
-
 def draw_after(action: Callable[[], object]) -> tuple[float, float, float]:
     random.seed(1)
     np.random.seed(1)
@@ -312,22 +293,14 @@ def draw_after(action: Callable[[], object]) -> tuple[float, float, float]:
     return random.random(), np.random.random(), torch.rand(()).item()
 
 
-@pytest.mark.parametrize(
-    ("whole", "first", "second", "mean"),
-    [
-        (1.0, 1.0, 1.0, True),
-        (2.0, 1.0, 1.0, False),
-        (1.5, 1.0, 2.0, True),
-        (1.25, 1.0, 2.0, True),  # by counts, 3 to 1
-        (1.7, 1.0, 2.0, False),
-        (0.0, 0.0, 0.0, False),
-        (float("nan"), 1.0, 1.0, False),
-        (1.0, 1.0, float("nan"), False),
-        (float("inf"), float("inf"), 1.0, False),
-    ],
-)
-def test_what_a_mean_looks_like(whole: float, first: float, second: float, mean: bool) -> None:
-    assert is_mean(whole, ((first, 3.0), (second, 1.0)), (2, 2)) is mean
+def test_what_a_mean_looks_like() -> None:
+    nan, inf = float("nan"), float("inf")
+    means = [(1.0, 1.0, 1.0), (1.5, 1.0, 2.0), (1.25, 1.0, 2.0)]  # the last by counts, 3 to 1
+    others = [(2.0, 1.0, 1.0), (1.7, 1.0, 2.0), (0.0, 0.0, 0.0)]
+    others += [(nan, 1.0, 1.0), (1.0, 1.0, nan), (inf, inf, 1.0)]
+    for whole, first, second in means + others:
+        expected = (whole, first, second) in means
+        assert is_mean(whole, ((first, 3.0), (second, 1.0)), (2, 2)) is expected, (whole, first, second)
 
 
 class Merging(nn.Module):
@@ -381,9 +354,8 @@ def test_a_model_that_works_in_place_trains_on_the_batch_as_it_was(
 
     def collate(rows: list[Any]) -> Any:
         labels = [("label", label) for _, label in rows]
-        return torch.stack([row for row, _ in rows]), labels if objects else torch.tensor(
-            [label for _, label in labels]
-        )
+        numbers = torch.tensor([label for _, label in rows])
+        return torch.stack([row for row, _ in rows]), labels if objects else numbers
 
     loader = shoal.Loader(samples, world, batch_size=8, shuffle=False, collate_fn=collate)
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
@@ -413,12 +385,9 @@ class Keeping(nn.Module):
 
 
 def test_the_trial_leaves_no_trace_in_the_model(world: shoal.World) -> None:
-    def total(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-        return F.cross_entropy(output, batch[1], reduction="sum"), len(output)
-
     model = shoal.parallelize(Keeping(), world)
     weight, buffer = model.linear.weight.clone(), model.buffer
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(total))
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(cross_entropy))
     data = shoal.Loader((torch.randn(8, 3), torch.arange(8) % 2), world, batch_size=8)
     step.try_loss(next(data.epochs(1)))
     assert torch.equal(model.linear.weight, weight)
@@ -439,7 +408,7 @@ def test_values_are_put_back_whose_shape_has_changed(inference: bool) -> None:
 
 @pytest.mark.parametrize(("compile", "tried"), [(None, [8, 8]), ("inductor", [2, 2])])
 def test_the_loss_of_a_model_to_be_compiled_is_tried_on_two_samples(
-    compile: str | None, tried: list[int]
+    compile: str | None, tried: list[int], world: shoal.World
 ) -> None:
     """Uncompiled, a whole batch of it may need more memory than there is.
 
@@ -452,17 +421,13 @@ def test_the_loss_of_a_model_to_be_compiled_is_tried_on_two_samples(
             seen.append(len(given))
             return super().forward(given)
 
-    with shoal.init(device="cpu") as world:
-        model = shoal.parallelize(Seen(6, 5), world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batch = next(iter(shoal.Loader((X, Y), world, batch_size=8).epochs(1)))
-        for reduction, raised in (("sum", nullcontext()), ("mean", pytest.raises(shoal.StepError))):
-            task = shoal.Task(partial(of_pair, reduction))
-            seen.clear()
-            with raised:
-                shoal.Step(model, optimizer, task, compile=compile).try_loss(batch)
-            assert seen == tried
-
-
-def of_pair(reduction: str, output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction=reduction), len(batch[1])
+    model = shoal.parallelize(Seen(6, 5), world)
+    batch = next(iter(shoal.Loader((X, Y), world, batch_size=8).epochs(1)))
+    for loss, raised in (
+        (cross_entropy, nullcontext()),
+        (mean_cross_entropy, pytest.raises(shoal.StepError)),
+    ):
+        seen.clear()
+        with raised:
+            shoal.Step(model, sgd(model), shoal.Task(loss), compile=compile).try_loss(batch)
+        assert seen == tried

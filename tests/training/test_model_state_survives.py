@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,17 @@ from torch import Tensor, nn
 import shoal
 from helpers.killed_training import same
 from helpers.ranks import Ranks
+from helpers.small_training import cross_entropy
 
 pytestmark = pytest.mark.processes
 
 SAMPLES, BATCH = 22, 8  # 3 steps an epoch
 STEPS = 9
 STRATEGIES = {
-    "single": (1, shoal.SingleProcess()),
-    "data parallel": (1, shoal.DataParallel()),
-    "ddp": (3, shoal.DDP(find_unused_parameters=True)),
-    "ddp, small buckets": (3, shoal.DDP(find_unused_parameters=True, bucket_cap_mb=0.0001)),
+    "ddp": shoal.DDP(find_unused_parameters=True),
+    "ddp, small buckets": shoal.DDP(find_unused_parameters=True, bucket_cap_mb=0.0001),
+    "single": shoal.SingleProcess(),
+    "data parallel": shoal.DataParallel(),
 }
 
 
@@ -58,10 +58,6 @@ class Ended:
     said: str
 
 
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
-
-
 def dataset() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(6)
     values = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
@@ -75,7 +71,7 @@ def train(world: shoal.World, strategy: Any, directory: Path, steps: int) -> End
         shoal.parallelize(model, world, strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         ema = shoal.EMA(model, decay=0.7)
-        step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+        step = shoal.Step(model, optimizer, shoal.Task(cross_entropy), clip=1.0)
         data = shoal.Loader(dataset(), world, batch_size=BATCH)
         with shoal.Run(directory, step, data, state={"ema": ema}) as run:
             restored = run.restore() is not None
@@ -91,30 +87,25 @@ def train(world: shoal.World, strategy: Any, directory: Path, steps: int) -> End
     return Ended(state, ema.state_dict(), tied, restored, said.getvalue())
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, Ranks]]:
-    with Ranks(1) as alone, Ranks(3) as three:
-        yield {1: alone, 3: three}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    ["ddp", *(pytest.param(name, marks=pytest.mark.full) for name in STRATEGIES if name != "ddp")],
-)
-def test_all_survive_a_strategy_and_a_resume(
-    name: str, ranks: dict[int, Ranks], tmp_path: Path
-) -> None:
-    size, strategy = STRATEGIES[name]
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_all_survive_a_strategy_and_a_resume(name: str, world: shoal.World, tmp_path: Path) -> None:
+    def call(directory: str, steps: int) -> list[Ended]:
+        arguments = STRATEGIES[name], tmp_path / directory, steps
+        if not name.startswith("ddp"):
+            return [train(world, *arguments)]
+        with Ranks(3) as ranks:
+            return ranks.call(train, *arguments)
+
     before = Net().double().state_dict()
-    whole = ranks[size].call(train, strategy, tmp_path / "whole", STEPS)
-    ranks[size].call(train, strategy, tmp_path / "parts", 4)  # in the second epoch
-    parts = ranks[size].call(train, strategy, tmp_path / "parts", STEPS)
+    whole = call("whole", STEPS)
+    call("parts", 4)  # in the second epoch
+    parts = call("parts", STEPS)
     for ended in (*whole, *parts):
         assert same(ended.model, whole[0].model)  # on every rank, bit for bit, resumed or not
         assert same(ended.ema, whole[0].ema)
         assert ended.tied
-    assert [ended.restored for ended in parts] == [True] * size
+    assert [ended.restored for ended in parts] == [True] * len(whole)
 
     after = whole[0].model
     assert list(after) == list(before)
@@ -129,8 +120,8 @@ def test_all_survive_a_strategy_and_a_resume(
     assert all("does not use" not in other.said for other in whole[1:])
 
 
-def test_in_one_process_it_is_plain_torch(ranks: dict[int, Ranks], tmp_path: Path) -> None:
-    [ours] = ranks[1].call(train, shoal.SingleProcess(), tmp_path, STEPS)
+def test_in_one_process_it_is_plain_torch(world: shoal.World, tmp_path: Path) -> None:
+    ours = train(world, shoal.SingleProcess(), tmp_path, STEPS)
     model = Net().double()
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.7)

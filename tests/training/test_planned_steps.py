@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import shoal
 from helpers import cli
 from helpers.ranks import Ranks
+from helpers.small_training import squared_error, step_of
 from shoal.report import Reader, find_bottleneck
 from shoal.telemetry.events import Events, path_of, read_events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, PARTS, UPDATE, WAIT
@@ -40,13 +41,8 @@ def write(path: Path, plan: dict[str, Any], **changes: Any) -> Path:
     return path
 
 
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.mse_loss(output, batch[1], reduction="sum"), len(batch[1])
-
-
 def train(world: shoal.World, directory: Path, plan: Any, steps: int = 0, batch_size: Any = 4) -> None:
-    model = shoal.parallelize(nn.Linear(4, 2), world)
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
+    step = step_of(world, nn.Linear(4, 2), squared_error, lr=0.01)
     loader = shoal.Loader((torch.ones(8, 4), torch.ones(8, 2)), world, batch_size=batch_size)
     with shoal.Run(directory, step, loader, trackers=(), plan=plan) as run:
         for batch in loader.epochs(steps // 2):
@@ -149,47 +145,58 @@ def test_few_long_steps_are_not_told(tmp_path: Path) -> None:
     assert "forward and backward +" in line
 
 
-def bad(path: Path, plan: dict[str, Any]) -> dict[str, tuple[Path, str]]:
-    (path / "text.json").write_text("no JSON")
-    (path / "list.json").write_text("[1, 2]")
+def bad(path: Path, plan: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Files that are no plan of this run, and what is found of each."""
+    best = plan["best"][0]
+    no_parts = {name: each for name, each in best.items() if name != "parts"}
+    texts = ("no JSON", "[1, 2]", json.dumps(no_parts), '{"best": [{"layout": "replicate=2"}]}')
+    yield path / "absent.json", "No such file"
+    for number, text in enumerate(texts):
+        (path / f"{number}.json").write_text(text)
+        yield path / f"{number}.json", "not the output of shoal plan --json"
     (path / "empty.json").write_text(json.dumps(plan | {"best": []}))
-    check = {name: each for name, each in plan["best"][0].items() if name != "parts"}
-    (path / "check.json").write_text(json.dumps(check))
-    negative = plan["best"][0]["parts"] | {"optimizer": -1.0}
-    return {
-        "absent": (path / "absent.json", "No such file"),
-        "text": (path / "text.json", "not the output of shoal plan --json"),
-        "list": (path / "list.json", "not the output of shoal plan --json"),
-        "another command": (path / "check.json", "not the output of shoal plan --json"),
-        "negative": (write(path / "n.json", plan, parts=negative), "not the output of shoal plan"),
-        "infinite": (write(path / "i.json", plan, devices=math.inf), "not the output of shoal plan"),
-        "no integer": (write(path / "f.json", plan, devices=8.7), "not the output of shoal plan"),
-        "below one": (write(path / "m.json", plan, micro_batch=-3), "not the output of shoal plan"),
-        "no layout": (write(path / "o.json", plan, layout=None), "not the output of shoal plan"),
-        "nothing fits": (path / "empty.json", "no configuration"),
-        "ranks": (write(path / "r.json", plan, devices=8), "for 8 devices, and this run has 1 rank"),
-        "layout": (write(path / "l.json", plan, layout="shard=1,tensor=1"), "has replicate=1"),
-        "batch": (write(path / "b.json", plan, global_batch=64), "64 samples, and this run has 4"),
-    }
+    yield path / "empty.json", "no configuration of this plan fits"
+    unfit: list[tuple[dict[str, Any], str]] = [
+        ({"parts": best["parts"] | {"optimizer": -1.0}}, "not the output of shoal plan"),
+        ({"devices": math.inf}, "not the output of shoal plan"),
+        ({"devices": 8.7}, "not the output of shoal plan"),
+        ({"micro_batch": -3}, "not the output of shoal plan"),
+        ({"layout": None}, "not the output of shoal plan"),
+        ({"devices": 8}, "for 8 devices, and this run has 1 rank"),
+        ({"layout": "shard=1,tensor=1"}, "has replicate=1"),
+        ({"global_batch": 64}, "64 samples, and this run has 4"),
+    ]
+    for changes, found in unfit:
+        yield write(path / "changed.json", plan, **changes), found
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("absent", "text", "list", "another command", "negative", "nothing fits"),
-        *("infinite", "no integer", "below one", "no layout"),
-        *("ranks", "layout", "batch"),
-    ],
-)
 def test_plans_that_do_not_fit_are_refused(
-    world: shoal.World, tmp_path: Path, planned: dict[str, Any], case: str
+    world: shoal.World, tmp_path: Path, planned: dict[str, Any]
 ) -> None:
-    path, found = bad(tmp_path, planned)[case]
-    with pytest.raises(shoal.StepError) as raised:
-        train(world, tmp_path / "run", path)
-    assert found in raised.value.found
-    assert str(path) in raised.value.given
+    for path, found in bad(tmp_path, planned):
+        with pytest.raises(shoal.StepError) as raised:
+            train(world, tmp_path / "run", path)
+        assert found in raised.value.found
+        assert str(path) in raised.value.given
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_with_a_pipeline(tmp_path: Path) -> None:
+    done = cli.shoal(
+        "plan", "--model", "llama-7b", "-n", "8", "--batch", "64", "--json", "--top", "100"
+    )
+    plans = json.loads(done.stdout)
+    pipeline = next(each for each in plans["best"] if each["schedule"])
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plans | {"best": [pipeline]}))
+    plan = shoal.load_plan(path)
+    for name in ("layout", "schedule", "micro_batches"):
+        assert getattr(plan, name) == pipeline[name]
+
+
+def test_auto_says_how_to_plan() -> None:
+    with pytest.raises(shoal.LayoutError, match=r"shoal\.load_plan\('plan\.json'\)\.layout"):
+        shoal.init(layout="auto")
 
 
 def refused(world: shoal.World, directory: Path, plan: Path) -> str:
@@ -205,10 +212,11 @@ def follows(world: shoal.World, directory: Path, plan: Path) -> int:
 
 
 @pytest.mark.processes
-def test_rank_0_reads_the_plan_for_all_ranks(tmp_path: Path, planned: dict[str, Any]) -> None:
+def test_rank_0_reads_the_plan_for_all_ranks(
+    two: Ranks, tmp_path: Path, planned: dict[str, Any]
+) -> None:
     wrong = write(tmp_path / "wrong.json", planned)
     fits = write(tmp_path / "fits.json", planned, devices=2, layout="replicate=2")
-    with Ranks(2) as ranks:
-        found = ranks.call(refused, tmp_path / "refused", wrong)
-        assert found == ["the plan is for 1 devices, and this run has 2 ranks"] * 2
-        assert ranks.call(follows, tmp_path / "run", fits) == [1, 0]
+    found = two.call(refused, tmp_path / "refused", wrong)
+    assert found == ["the plan is for 1 devices, and this run has 2 ranks"] * 2
+    assert two.call(follows, tmp_path / "run", fits) == [1, 0]

@@ -122,34 +122,24 @@ def assert_said_once(ended: Ended, what: str, step: int) -> None:
 
 
 @pytest.mark.long
-def test_one_rank_is_told(start: Start) -> None:
-    """FAILURES 10: the launcher has been told nothing, the same command goes on."""
-    run = start(*shoal_run())
-    run.wait_ready(2)
-    os.kill(rank_one(run), signal.SIGTERM)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2])
+@pytest.mark.parametrize("told", ["launcher", "rank 1", "process alone"])
+def test_the_launcher_is_told(told: str, signum: signal.Signals, start: Start) -> None:
+    """FAILURES 10: or one rank alone, or a process without a launcher; the same command goes on."""
+    command = ["train.py"] if told == "process alone" else shoal_run()
+    budgets = ["--preemptions", "3", "--restarts", "3"] if told == "launcher" else []
+    run = start(*command[:-1], *budgets, "train.py")
+    run.wait_ready(1 if told == "process alone" else 2)
+    for _ in range(2 if told == "process alone" else 1):
+        os.kill(rank_one(run) if told == "rank 1" else run.process.pid, signum)
     ended = run.end()
     assert (ended.code, "Traceback" in ended.err, "where:" in ended.err) == (REQUEUE, False, False)
-    assert_said_once(ended, "SIGTERM on rank 1", saved(run.folder))
+    step = saved(run.folder)
+    assert step >= AT
+    if told != "launcher":
+        assert_said_once(ended, rf"{signum.name} on rank {int(told == 'rank 1')}", step)
     assert run.members() == []
-    assert_goes_on(start, *shoal_run())
-
-
-@pytest.mark.parametrize(
-    "signum",
-    [
-        pytest.param(each, marks=pytest.mark.long)
-        for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2)
-    ],
-)
-def test_the_launcher_is_told(signum: signal.Signals, start: Start) -> None:
-    run = start(*shoal_run("--preemptions", "3", "--restarts", "3"))
-    run.wait_ready(2)
-    run.process.send_signal(signum)
-    ended = run.end()
-    assert (ended.code, "Traceback" in ended.err, "where:" in ended.err) == (REQUEUE, False, False)
-    assert saved(run.folder) >= AT
-    assert run.members() == []
-    assert_goes_on(start, *shoal_run())
+    assert_goes_on(start, *command)
 
 
 def tell_all(run: Command, signum: signal.Signals) -> None:
@@ -227,18 +217,6 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(command: list[str], start: S
 
 
 @pytest.mark.long
-def test_a_process_alone_is_told(start: Start) -> None:
-    run = start("train.py")
-    run.wait_ready(1)
-    for _ in range(2):
-        run.process.terminate()
-    ended = run.end()
-    assert (ended.code, ended.err) == (REQUEUE, "")
-    assert_said_once(ended, "SIGTERM on rank 0", saved(run.folder))
-    assert_goes_on(start, "train.py")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("one", [True, False])
 def test_under_torchrun(one: bool, start: Start) -> None:
     """torchrun passes SIGTERM on, has an exit code of its own, and kills after half a minute."""
@@ -270,41 +248,6 @@ def test_a_preemption_is_no_failure_and_has_a_budget_of_its_own(start: Start) ->
     assert_said_once(ended, "SIGUSR1 on rank 1", saved(run.folder))
     assert ended.out.endswith(f"the end, step {STEPS}\n")
     assert "attempt 2 of 2" in (run.folder / "logs/rank-0.log").read_text()
-
-
-@pytest.mark.full
-def test_budgets_of_failures_and_preemptions_are_apart(start: Start, tmp_path: Path) -> None:
-    """Attempts: preempted, failed, preempted, and the last one past the budget of preemptions."""
-    (tmp_path / "train.py").write_text(
-        "import os, sys, time\n"
-        "from pathlib import Path\n"
-        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        "print('attempt', attempt, flush=True)\n"
-        "Path(f'printed-{attempt}-' + os.environ['RANK']).touch()\n"
-        "while len(list(Path().glob(f'printed-{attempt}-*'))) < 2:\n"  # the first to end ends the other
-        "    time.sleep(0.01)\n"
-        f"sys.exit(7 if attempt == 1 else {REQUEUE})\n"
-    )
-    run = start(*shoal_run("--preemptions", "1", "--restarts", "1"))
-    ended = run.end()
-    assert sorted(ended.out.splitlines()) == [f"attempt {n}" for n in (0, 0, 1, 1, 2, 2)]
-    assert ended.code == REQUEUE
-    lines = ended.err.splitlines()
-    assert lines[0] == "preemption 1 of 1"
-    assert lines[1] == "ended with exit code 7"
-    assert lines[-1] == "restart 1 of 1"
-    assert run.members() == []
-
-
-@pytest.mark.long
-def test_a_rank_is_killed_while_others_wait_for_its_answer(start: Start) -> None:
-    run = start(*shoal_run())
-    run.wait_ready(2)
-    os.kill(rank_one(run), signal.SIGKILL)
-    ended = run.end(timeout=GRACE + GONE_WITHIN)
-    assert ended.code == 128 + signal.SIGKILL
-    assert ended.err.count("where: rank 1 of 2") == 1
-    assert run.members() == []
 
 
 LATE = """

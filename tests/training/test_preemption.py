@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import shoal
 from helpers.killed_training import same
 from helpers.ranks import Ranks
+from helpers.small_training import cross_entropy
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.telemetry import events
 from shoal.training.preemption import PreemptionHandler, StoppedExit
@@ -118,10 +118,6 @@ class Ended:
     optimizer: dict[str, Any]
 
 
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
-
-
 def build() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)).double()
 
@@ -133,7 +129,7 @@ def train(world: shoal.World, directory: Path, told: Told | None, workers: int =
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model.register_forward_pre_hook(lambda *_: signals.at("forward"))
     next(iter(model.parameters())).register_hook(lambda _: signals.at("backward"))
-    step = shoal.Step(model, optimizer, shoal.Task(loss))
+    step = shoal.Step(model, optimizer, shoal.Task(cross_entropy))
     data = shoal.Loader(Samples(signals, "data"), world, batch_size=BATCH, num_workers=workers)
     code = None
     try:
@@ -213,16 +209,6 @@ def test_one_rank_is_told_at_any_moment(
     assert_all_stopped_and_go_on(ranks, ended, undisturbed, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.full)]
-)
-def test_every_signal_counts(
-    signum: signal.Signals, ranks: Ranks, undisturbed: list[Ended], tmp_path: Path
-) -> None:
-    ended = ranks.call(train, tmp_path, Told(moment="forward", ranks=(2,), signals=(signum,)))
-    assert_all_stopped_and_go_on(ranks, ended, undisturbed, tmp_path)
-
-
 @pytest.mark.full
 def test_all_ranks_are_told_again_and_again(
     ranks: Ranks, undisturbed: list[Ended], tmp_path: Path
@@ -235,37 +221,6 @@ def test_all_ranks_are_told_again_and_again(
     assert_all_stopped_and_go_on(ranks, ended, undisturbed, tmp_path)
 
 
-@pytest.mark.full
-def test_three_times_in_one_training(ranks: Ranks, undisturbed: list[Ended], tmp_path: Path) -> None:
-    """FAILURES 4: each attempt is told, and so stopped, in the first step it takes."""
-    for attempt in range(3):
-        (code,) = set(ranks.call(one_step, tmp_path, attempt % RANKS))
-        assert code == (REQUEUE, attempt + 1)
-    again = ranks.call(train, tmp_path, None)
-    for ours, theirs in zip(again, undisturbed, strict=True):
-        assert same(ours.model, theirs.model)
-
-
-def one_step(world: shoal.World, directory: Path, victim: int) -> tuple[Any, int]:
-    """Told between the Run's beginning and its restore, so that the first tick stops."""
-    world.reseed("weights", by_rank=False)
-    model = shoal.parallelize(build(), world)
-    step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), shoal.Task(loss))
-    data = shoal.Loader(Samples(Signals(None, 0), ""), world, batch_size=BATCH)
-    try:
-        with shoal.Run(directory, step, data, state={"kept": Kept(Signals(None, 0))}) as run:
-            if world.rank == victim:
-                os.kill(os.getpid(), signal.SIGTERM)
-            assert run._stopping._settled.wait(SETTLED_WITHIN)
-            run.restore()
-            for batch in data.epochs(EPOCHS):
-                step(batch)
-                run.tick()
-    except StoppedExit as stopped:
-        return stopped.code, step.number
-    return None, step.number
-
-
 def test_told_after_the_last_tick(ranks: Ranks, tmp_path: Path) -> None:
     """It ends as it would have ended, and the next Run of the process is not stopped for it."""
     assert ranks.call(told_late, tmp_path) == [(STEPS, False)] * RANKS
@@ -275,7 +230,9 @@ def told_late(world: shoal.World, directory: Path) -> tuple[int, bool]:
     before = signal.getsignal(signal.SIGTERM)
     for name in ("first", "second"):
         model = shoal.parallelize(build(), world)
-        step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), shoal.Task(loss))
+        step = shoal.Step(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), shoal.Task(cross_entropy)
+        )
         data = shoal.Loader(Samples(Signals(None, 0), ""), world, batch_size=BATCH)
         with shoal.Run(directory / name, step, data) as run:
             for batch in data.epochs(EPOCHS):
@@ -340,7 +297,7 @@ def loop(world: shoal.World, directory: Path, victim: int | None) -> Any:
     try:
         trained = shoal.train(
             build,
-            shoal.Task(loss),
+            shoal.Task(cross_entropy),
             (INPUTS, LABELS),
             directory=directory,
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),

@@ -1,20 +1,30 @@
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import itertools
 import os
+import pty
 import re
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import pyte
 import pytest
 import torch
 
 import shoal
-from helpers.pseudo_terminal import Shown, on_terminal
 from helpers.ranks import Ranks
+from helpers.small_training import step_of
 from shoal.training.progress_bar import ProgressBar, ProgressState
 from shoal.util.units import elapsed
 
@@ -48,21 +58,14 @@ def test_the_parts_say_where_the_run_stands() -> None:
         "rate": "1.5 samples/s",
     }
     assert ProgressState(1, 1000, None, None, {}, None).parts()["epoch"] == "sample 1,000"
+    percents = {0: "0.0 %", 9_999: "99.9 %", 10_000: "100 %", 10_001: "100 %"}
+    for position, percent in percents.items():
+        assert ProgressState(1, position, 10_000, 1000, {}, None).parts()["percent"] == percent
 
 
-@pytest.mark.parametrize(
-    ("position", "percent"), [(0, "0.0 %"), (9_999, "99.9 %"), (10_000, "100 %"), (10_001, "100 %")]
-)
-def test_a_hundred_percent_is_the_end(position: int, percent: str) -> None:
-    assert ProgressState(1, position, 10_000, 1000, {}, None).parts()["percent"] == percent
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-5, "0:00"), (59.6, "1:00"), (754, "12:34"), (12345, "3:25:45"), (357_900, "4d 03:25")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert elapsed(seconds) == text
+def test_durations() -> None:
+    texts = {-5: "0:00", 59.6: "1:00", 754: "12:34", 12345: "3:25:45", 357_900: "4d 03:25"}
+    assert {seconds: elapsed(seconds) for seconds in texts} == texts
 
 
 def test_a_log_of_a_day_stays_small(loader: shoal.Loader) -> None:
@@ -156,6 +159,76 @@ PRINTED = [
 ]
 
 
+LINES = 50
+SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a command ended, every screen that was seen on the way, and the last one, without blanks."""
+
+    code: int
+    screens: list[list[str]]
+    written: bytes
+    cursor: tuple[int, bool]
+    """Its column, and whether it is visible."""
+
+    @property
+    def last(self) -> list[str]:
+        return self.screens[-1]
+
+
+def on_terminal(
+    command: Sequence[str],
+    columns: int,
+    *,
+    variables: dict[str, str] | None = None,
+    react: Callable[[subprocess.Popen[bytes], list[str]], None] | None = None,
+) -> Shown:
+    """Run `command` on a terminal; `react` is told of each screen while it runs."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
+    hidden = {"NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR", "TTY_COMPATIBLE"}
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment = kept | {"TERM": "xterm-256color"} | (variables or {})
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    screen = pyte.Screen(columns, LINES)
+    stream = pyte.ByteStream(screen)
+    screens, written = [_text(screen)], b""
+    deadline = time.monotonic() + SECONDS
+    try:
+        while piece := _read(ours, deadline):
+            written += piece
+            for drawn in re.split(rb"(?=\r)", piece):  # one line at a time, however many came together
+                stream.feed(drawn)
+                screens.append(_text(screen))
+            if react is not None:
+                react(process, screens[-1])
+        code = process.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return Shown(code, screens, written, (screen.cursor.x, not screen.cursor.hidden))
+
+
+def _read(terminal: int, deadline: float) -> bytes:
+    """What comes next; nothing once the other side is closed."""
+    ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+    assert ready, f"nothing was written in {SECONDS} s, and nothing has ended"
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # what Linux answers there
+        return b""
+
+
+def _text(screen: pyte.Screen) -> list[str]:
+    return [line.rstrip() for line in screen.display if line.strip()]
+
+
 def terminal(tmp_path: Path, columns: int, mode: str = "", **given: object) -> Shown:
     tmp_path.mkdir(exist_ok=True)
     script = tmp_path / "script.py"
@@ -200,10 +273,24 @@ def test_without_color_the_bar_is_as_long_as_the_way_gone(tmp_path: Path) -> Non
     assert color.search(terminal(tmp_path / "again", 160).written)
 
 
-@pytest.mark.full
-def test_a_terminal_that_can_not_rewrite_gets_lines(tmp_path: Path) -> None:
-    shown = terminal(tmp_path, 80, variables={"TERM": "dumb"})
-    assert b"\x1b" not in shown.written
+OF_MPIRUN = {
+    f"OMPI_COMM_WORLD_{name}": text
+    for name, text in (("RANK", "0"), ("SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "1"))
+}
+
+
+@pytest.mark.full(rows="all")
+@pytest.mark.parametrize(
+    ("variables", "code"),
+    [({"TERM": "dumb"}, b"\x1b"), (OF_MPIRUN | {"PMIX_NAMESPACE": "job"}, b"\x1b[2K")],
+)
+def test_a_terminal_that_can_not_rewrite_or_that_a_launcher_made_gets_lines(
+    tmp_path: Path, variables: dict[str, str], code: bytes
+) -> None:
+    """mpirun gives rank 0 one, whose output may go into a file."""
+    shown = terminal(tmp_path, 80, variables=variables)
+    assert shown.code == 0, shown.last
+    assert code not in shown.written
     assert "100 % · step 40" in "".join(shown.last)
 
 
@@ -235,37 +322,20 @@ def test_whatever_ends_it_leaves_the_terminal_whole(tmp_path: Path, mode: str) -
 
 
 def one_line(world: shoal.World, directory: Path) -> str:
-    model = shoal.parallelize(torch.nn.Linear(2, 1), world)
-    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)
+    step = step_of(world, torch.nn.Linear(2, 1), lr=0.01)
     data = shoal.Loader((torch.ones(100, 2),), world, batch_size=10)
-    kept, sys.stdout = sys.stdout, io.StringIO()
-    try:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         with shoal.Run(directory, step, data, trackers=()) as run:
             for batch in data.epochs(1):
                 step(batch)
                 run.tick()
-        return sys.stdout.getvalue()
-    finally:
-        sys.stdout = kept
+        return out.getvalue()
 
 
-def test_rank_0_alone_shows_it(tmp_path: Path) -> None:
+def test_rank_0_alone_shows_it(two: Ranks, tmp_path: Path) -> None:
     """FAILURES 29: not one bar for each rank."""
-    with Ranks(2) as ranks:
-        first, other = ranks.call(one_line, tmp_path)
+    first, other = two.call(one_line, tmp_path)
     assert other == ""
     begin, *_, end = first.splitlines()
     assert begin.startswith("10.0 % · step 1 · epoch 0.10/1 · loss ")
     assert end.startswith("100 % · step 10 · epoch 1.00/1 · loss ")
-
-
-@pytest.mark.full
-def test_a_terminal_that_only_a_launcher_made_gets_lines(tmp_path: Path) -> None:
-    """mpirun gives rank 0 one, whose output may go into a file."""
-    names = {"RANK": 0, "SIZE": 1, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
-    variables = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
-    shown = terminal(tmp_path, 80, variables=variables | {"PMIX_NAMESPACE": "job"})
-    assert shown.code == 0, shown.last
-    assert b"\x1b[2K" not in shown.written
-    assert "100 % · step 40" in "".join(shown.last)

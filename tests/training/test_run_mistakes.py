@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,9 +203,10 @@ def test_a_directory_of_an_earlier_training_is_not_trained_in_from_the_start(
                 use()
         assert run.restore() is not None
     assert saved(Path("runs/a")) == [1]
-    for closed in (run.tick, run.save, run.restore):
+    closed: list[Callable[[], object]] = [run.tick, run.save, run.restore]
+    for each in closed:
         with pytest.raises(StepError, match=r"inside `with shoal\.Run"):
-            closed()
+            each()
 
 
 def after_the_end(world: shoal.World) -> list[str]:

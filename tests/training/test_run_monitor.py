@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import shoal
 from helpers.commands import wait_for
 from helpers.ranks import Ranks
+from helpers.small_training import events_of, squared_error, step_of
 from helpers.trace_format import checked_events, steps_of
 from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
 from shoal.report.trace.merge import merge_traces
-from shoal.telemetry import events, flight_recorder
+from shoal.telemetry import flight_recorder
 from shoal.telemetry.collective_stats import CollectiveStats
 from shoal.telemetry.profiler import window
 from shoal.telemetry.profiler.window import Window
@@ -31,12 +30,6 @@ from shoal.training.trace_recorder import Recorder
 pytestmark = pytest.mark.processes
 
 AHEAD = 3600 * 10**9
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def sends(world: shoal.World, least: int) -> dict[str, Any]:
@@ -67,22 +60,18 @@ def sends(world: shoal.World, least: int) -> dict[str, Any]:
     for _ in range(3):
         dist.all_gather_into_tensor(both, one.half().float())
     dist.broadcast(both, 0)
-    sums: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    seconds: defaultdict[str, float] = defaultdict(float)
+    sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
     fields: dict[str, Any] = {}
 
     def counted() -> bool:  # Gloo marks the last ones as ended a little later
         for kind in traffic.window()["kinds"]:
-            sums[kind["kind"]] += kind["calls"]
-            sizes[kind["kind"]] += kind["bytes"]
-            seconds[kind["kind"]] += kind["seconds"]
+            for name in ("calls", "bytes", "seconds"):
+                sums[name][kind["kind"]] += kind[name]
             fields.setdefault(kind["kind"], kind)
-        return sums.total() >= 11
+        return sums["calls"].total() >= 11
 
     wait_for(counted)
-    sent = {"calls": dict(sums), "bytes": dict(sizes), "seconds": dict(seconds)}
-    return sent | {"kinds": fields, "looks": looks}
+    return {**sums, "kinds": fields, "looks": looks}
 
 
 def test_calls_and_bytes_are_counted_exactly_and_seconds_estimated(two: Ranks) -> None:
@@ -101,10 +90,6 @@ def test_calls_and_bytes_are_counted_exactly_and_seconds_estimated(two: Ranks) -
     assert 7 * 5 <= slow["seconds"]["all_reduce"] <= 2 * slow["looks"]
 
 
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.mse_loss(output, batch[1], reduction="sum"), len(batch[1])
-
-
 def await_all_ready(world: shoal.World, wish: str) -> None:
     store = world.store("shoal/traces")
     wait_for(lambda: store.add(f"{wish}/ready", 0) == world.size)
@@ -117,8 +102,7 @@ def await_all_recorded() -> None:
 
 def trains(world: shoal.World, directory: Path, steps: int) -> None:
     """Train a linear model, and record two steps of it: the fourth and fifth, or those asked for."""
-    model = shoal.parallelize(nn.Linear(6, 5), world)
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), 0.01), shoal.Task(loss))
+    step = step_of(world, nn.Linear(6, 5), squared_error, lr=0.01)
     loader = shoal.Loader((torch.ones(50, 6), torch.ones(50, 5)), world, batch_size=10)
     wish = window.read_request(directory / "traces")
     profile = (4, 5) if wish is None else None
@@ -138,17 +122,16 @@ def test_a_run_records_flops_usage_traffic_and_a_timeline(two: Ranks, tmp_path: 
     (tmp_path / "traces" / "rank-2-4-5.json.gz").write_bytes(b"of an earlier start on more ranks")
     two.call(trains, tmp_path, 8)
     for rank in (0, 1):
-        lines = list(events.read_events(tmp_path / "events" / f"rank-{rank}.jsonl"))
-        (flops,) = [line for line in lines if line["event"] == "flops"]
+        (flops,) = events_of(tmp_path, "flops", rank)
         assert flops["per_sample"] == 2 * (2 * 6 * 5)  # forward, and into the weights
         assert "peak" not in flops
         assert flops["peak_reason"]
-        usage = [line for line in lines if line["event"] == "usage"]
-        assert usage[-1]["step"] == 8
-        assert usage[-1]["rss"] > 10**7
-        kinds = [k for line in lines if line["event"] == "collectives" for k in line["kinds"]]
-        reduced = sum(kind["bytes"] for kind in kinds if kind["kind"] == "all_reduce")
-        calls = sum(kind["calls"] for kind in kinds if kind["kind"] == "all_reduce")
+        usage = events_of(tmp_path, "usage", rank)[-1]
+        assert usage["step"] == 8
+        assert usage["rss"] > 10**7
+        windows = events_of(tmp_path, "collectives", rank)
+        kinds = [k for window in windows for k in window["kinds"] if k["kind"] == "all_reduce"]
+        reduced, calls = (sum(kind[name] for kind in kinds) for name in ("bytes", "calls"))
         # From the first tick on: of parameters and two numbers with each of the 7 steps.
         assert (calls, reduced) == (7, 7 * 4 * (6 * 5 + 5 + 2))
     timeline = checked_events(merge_traces(tmp_path, 4, 5))

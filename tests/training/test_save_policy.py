@@ -197,33 +197,6 @@ def test_one_that_is_waited_for_raises_and_is_not_told_again(
     assert saved(tmp_path) == [1]
 
 
-def long_save(world: shoal.World, directory: Path) -> list[int]:
-    """The save of rank 1 takes longer than a step may wait, first aside, then waited for."""
-    barrier = directory / "open"
-    with begin(world, directory) as run:
-        gate(run, Gated(barrier if world.rank else directory))
-        batches = run.loader.epochs(10**6)
-        run.steps["step"](next(batches))
-        run.tick(every=1)
-        until = time.monotonic() + 1.3 * world.watchdog.limits.step
-        while not world.broadcast(time.monotonic() > until):
-            run.steps["step"](next(batches))
-            run.tick()
-        opener = threading.Timer(1.3 * world.watchdog.limits.step, barrier.mkdir)
-        opener.start()
-        run.save()
-        opener.join()
-    return saved(directory)
-
-
-@pytest.mark.long
-def test_a_long_save_is_no_hang(tmp_path: Path) -> None:
-    with Ranks(2, timeout=6.0) as ranks:
-        first, second = ranks.call(long_save, tmp_path)
-    assert first == second
-    assert len(first) == 2
-
-
 def timed(world: shoal.World, directory: Path, every: Any) -> list[int]:
     with begin(world, directory, keep=99) as run:
         for batch in run.loader.epochs(3):

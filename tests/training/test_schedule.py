@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -39,54 +40,43 @@ def test_rates(schedule: LRSchedule, expected: list[float]) -> None:
 
 
 def test_a_schedule_resumes_where_it_was() -> None:
-    whole = rates(LRSchedule(warmup_steps=3), 10, 10)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = LRSchedule(warmup_steps=3)(optimizer, 10)
+    made = []
+    for _ in range(2):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+        made.append((optimizer, LRSchedule(warmup_steps=3)(optimizer, 10)))
+    (optimizer, scheduler), (again, resumed) = made
     for _ in range(4):
         optimizer.step()
         scheduler.step()
-    state, saved = scheduler.state_dict(), optimizer.state_dict()
-    again = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    resumed = LRSchedule(warmup_steps=3)(again, 10)
-    again.load_state_dict(saved)
-    resumed.load_state_dict(state)
-    for expected in whole[4:]:
+    again.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(scheduler.state_dict())
+    for expected in rates(LRSchedule(warmup_steps=3), 10, 10)[4:]:
         assert again.param_groups[0]["lr"] == expected
         again.step()
         resumed.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
+STEPS, RATIO = "warmup_steps is a number of optimizer steps", "warmup_ratio is a fraction of all"
+
+
+def test_schedules_that_can_not_be() -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"decay": "cosin"}, "the decays are cosine, linear, constant"),
-        ({"warmup_steps": -1}, "warmup_steps is a number of optimizer steps"),
-        ({"warmup_steps": 0.1}, "warmup_steps is a number of optimizer steps"),
-        ({"warmup_steps": 2.5}, "warmup_steps is a number of optimizer steps"),
-        ({"warmup_steps": True}, "warmup_steps is a number of optimizer steps"),
-        ({"warmup_steps": "10"}, "warmup_steps is a number of optimizer steps"),
-        ({"warmup_ratio": 10}, "warmup_ratio is a fraction of all optimizer steps"),
-        ({"warmup_ratio": -0.1}, "warmup_ratio is a fraction of all optimizer steps"),
-        ({"warmup_ratio": float("nan")}, "warmup_ratio is a fraction of all optimizer steps"),
+        *(({"warmup_steps": steps}, STEPS) for steps in (-1, 2.5, True, "10", 0.1)),
+        *(({"warmup_ratio": ratio}, RATIO) for ratio in (10, -0.1, float("nan"))),
         ({"warmup_steps": 10, "warmup_ratio": 0.1}, "both give the length of the warm-up"),
         ({"min_ratio": 2.0}, "min_ratio is a fraction of the learning rate"),
         ({"min_ratio": "0.1"}, "min_ratio is a fraction of the learning rate"),
-    ],
-)
-def test_schedules_that_can_not_be(options: dict[str, object], found: str) -> None:
-    with pytest.raises(StepError, match=found):
-        LRSchedule(**options)  # type: ignore[arg-type]
-
-
-def test_a_fraction_given_as_warmup_is_told_the_option_that_takes_it() -> None:
-    with pytest.raises(StepError) as caught:
-        LRSchedule(warmup_steps=0.1)  # type: ignore[arg-type]
-    assert "Schedule(warmup_ratio=0.1)" in caught.value.fix
-
-
-@pytest.mark.parametrize(("ratio", "total", "steps"), [(0.07, 100, 7), (0.1, 3, 1), (1.0, 5, 5)])
-def test_the_steps_of_a_ratio_are_rounded_up(ratio: float, total: int, steps: int) -> None:
-    schedule = LRSchedule(decay="constant", warmup_ratio=ratio)
-    assert [schedule.factor(step, total) for step in range(steps)] == [
-        (step + 1) / steps for step in range(steps)
     ]
+    for options, found in rows:
+        with pytest.raises(StepError, match=found) as caught:
+            LRSchedule(**options)
+        if options == {"warmup_steps": 0.1}:
+            assert "Schedule(warmup_ratio=0.1)" in caught.value.fix
+
+
+def test_the_steps_of_a_ratio_are_rounded_up() -> None:
+    for ratio, total, steps in ((0.07, 100, 7), (0.1, 3, 1), (1.0, 5, 5)):
+        schedule = LRSchedule(decay="constant", warmup_ratio=ratio)
+        factors = [schedule.factor(step, total) for step in range(steps)]
+        assert factors == [(step + 1) / steps for step in range(steps)], ratio

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.small_training import cross_entropy as loss
+from helpers.small_training import sgd
 from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
 from shoal.training.loss_scale import LossScale
@@ -34,17 +36,9 @@ def batch_of(data: tuple[Tensor, Tensor], *, micro_batches: int = 1) -> Batch:
     return Batch(0, len(data[0]), micros, seed=0)
 
 
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
-
-
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def build(
@@ -169,13 +163,6 @@ def test_an_overflow_of_fp16_skips_the_step_and_halves_the_scale(world: shoal.Wo
     assert not step(batch_of(samples())).skipped
 
 
-def test_gradients_of_fp16_are_unscaled_before_clipping(world: shoal.World) -> None:
-    half, full = (build(world, precision=name, clip=0.01) for name in ("fp16", "fp32"))
-    first, second = half(batch_of(samples())), full(batch_of(samples()))
-    assert first.norm == pytest.approx(second.norm, rel=1e-2)
-    assert_same(half.model, full.model, atol=1e-4)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_what_is_not_a_number_touches_nothing(world: shoal.World, precision: str) -> None:
     step = build(world, precision=precision)
@@ -207,6 +194,7 @@ def test_an_optimizer_that_fails_leaves_no_gradients(
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_cosine_over_the_steps_ends_with_them(world: shoal.World, micro_batches: int) -> None:
+    """FAILURES 21: not after half of them with two micro-batches, nor after a fourth on four ranks."""
     step = build(world)
     step.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(step.optimizer, T_max=20)
     rates = []
@@ -283,28 +271,6 @@ def test_the_first_step_consumes_no_randomness_of_its_own(world: shoal.World) ->
     assert_same(step.model, reference, rtol=1e-5, atol=1e-6)
 
 
-def mean(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1]), len(batch[1])
-
-
-def coupled(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Every sample against every other, as in contrastive learning."""
-    return F.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="sum"), len(output)
-
-
-def test_a_mean_returned_as_a_sum_is_noticed(world: shoal.World) -> None:
-    model = shoal.parallelize(network(), world)
-    step = shoal.Step(model, sgd(model), shoal.Task(mean))
-    with pytest.raises(StepError, match="it is a mean, not a sum") as raised:
-        step(batch_of(samples()))
-    assert "reduction='sum'" in raised.value.fix
-
-
-def test_samples_that_are_coupled_are_nobodys_business(world: shoal.World) -> None:
-    model = shoal.parallelize(network(), world)
-    shoal.Step(model, sgd(model), shoal.Task(coupled))(batch_of(samples()))
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -338,35 +304,8 @@ def test_frozen_layers_stay_as_they_are(world: shoal.World) -> None:
     assert changed == ["1.weight", "1.bias"]
 
 
-def restart(step: shoal.Step, world: shoal.World, **options: Any) -> shoal.Step:
-    fresh = build(world, **options)
-    fresh.load_state_dict(copy.deepcopy(step.state_dict()))
-    return fresh
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_state_goes_on(world: shoal.World, precision: str) -> None:
-    step = build(world, precision=precision, clip=0.5)
-    for _ in range(2):
-        step(batch_of(samples()))
-    fresh = restart(step, world, precision=precision, clip=0.5)
-    assert fresh.number == 2
-    for _ in range(2):
-        assert step(batch_of(samples())).loss == fresh(batch_of(samples())).loss
-    assert_same(step.model, fresh.model)
-    assert step.state_dict().keys() == fresh.state_dict().keys()
-
-
 def test_state_of_another_step_is_refused(world: shoal.World) -> None:
     state = build(world).state_dict()
-    wider = build(world, nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
-    with pytest.raises(CheckpointError, match=r"0\.weight: \(8, 4\) instead of \(9, 4\)"):
-        wider.load_state_dict(state)
-    other = build(world, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
-    with pytest.raises(CheckpointError, match=r"missing: 1\.weight, 1\.bias; unexpected: 2\.weight"):
-        other.load_state_dict(state)
-    with pytest.raises(CheckpointError, match="a checkpoint without one"):
-        build(world, precision="fp16").load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"the checkpoint has 1 parameter group\(s\)"):
         grouped(world, [0, 1], [2, 3]).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"in another group: 0\.bias, 2\.weight"):
@@ -394,40 +333,6 @@ def test_the_state_of_an_optimizer_goes_by_name_and_not_by_order(world: shoal.Wo
     assert_same(written.model, read.model)
 
 
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"precision": "float16"}, "the precisions are fp32, bf16, fp16"),
-        ({"compile": "jit"}, "the compilers are inductor, blocks, script"),
-        ({"clip": 0.0}, "a positive number"),
-        ({"clip": -1.0}, "a positive number"),
-        ({"clip": math.nan}, "a positive number"),
-    ],
-)
-def test_options_that_mean_nothing(world: shoal.World, options: dict[str, Any], found: str) -> None:
-    with pytest.raises(StepError, match=found):
-        build(world, **options)
-
-
-def copied(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
-
-
-@pytest.mark.parametrize("other", [lambda _: nn.Linear(4, 3), copied])
-def test_a_model_without_an_engine(world: shoal.World, other: Callable[[nn.Module], nn.Module]) -> None:
-    model = other(shoal.parallelize(network(), world))
-    with pytest.raises(StepError, match="no engine"):
-        shoal.Step(model, sgd(model), shoal.Task(loss))
-
-
-def test_an_optimizer_of_foreign_parameters(world: shoal.World) -> None:
-    model = shoal.parallelize(network(), world)
-    extra = nn.Parameter(torch.zeros(2, 3))
-    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
-    with pytest.raises(StepError, match=r"1 of them are not the model's \(the first: shape \(2, 3\)"):
-        shoal.Step(model, optimizer, shoal.Task(loss))
-
-
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "RMSprop", "NAdam", "SGD"])
 def test_the_users_optimizer_is_the_one_that_steps(world: shoal.World, name: str) -> None:
     model = shoal.parallelize(network(), world)
@@ -444,8 +349,90 @@ def test_the_users_optimizer_is_the_one_that_steps(world: shoal.World, name: str
     assert_same(model, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_that_depends_on_no_parameter(world: shoal.World) -> None:
+class Counting(torch.optim.SGD):
+    """Keeps state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        state: dict[Any, Any] = self.state
+        state["steps"] = state.get("steps", 0) + 1
+
+
+class WithExtra(nn.Module):
+    """Has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.seen: list[int] = []
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = self.layer(values)
+        return output
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_state_that_is_of_no_parameter_and_of_no_tensor_goes_on(world: shoal.World) -> None:
+    def make() -> tuple[WithExtra, Counting, shoal.Step]:
+        model = shoal.parallelize(WithExtra(), world)
+        optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, shoal.Step(model, optimizer, shoal.Task(loss))
+
+    model, _, step = make()
+    step(batch_of(samples()))
+    model.seen = [1, 2]
+    state = copy.deepcopy(step.state_dict())
+    model, optimizer, step = make()
+    step.load_state_dict(state)
+    assert model.seen == [1, 2]
+    own: dict[Any, Any] = optimizer.state
+    assert own["steps"] == 1
+    assert "momentum_buffer" in optimizer.state[model.layer.weight]
+
+
+def test_a_group_that_was_added_is_part_of_the_state(world: shoal.World) -> None:
     model = shoal.parallelize(network(), world)
-    task = shoal.Task(lambda output, batch: (output.detach().square().sum(), len(output)))
-    with pytest.raises(StepError, match="does not depend on any trainable parameter"):
-        shoal.Step(model, sgd(model), task)(batch_of(samples()))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    step = shoal.Step(model, optimizer, shoal.Task(loss))
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
+    step(batch_of(samples()))
+    state = copy.deepcopy(step.state_dict())
+    assert state["optimizer"]["members"] == {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 1}
+    step.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "found"),
+    [
+        (lambda model: torch.optim.LBFGS(model.parameters()), "closure"),
+        (lambda model: torch.optim.AdamW, "not a torch.optim.Optimizer"),
+    ],
+)
+def test_optimizers_that_no_step_can_drive(
+    world: shoal.World, optimizer: Callable[[nn.Module], Any], found: str
+) -> None:
+    model = shoal.parallelize(network(), world)
+    with pytest.raises(StepError, match=found):
+        shoal.Step(model, optimizer(model), shoal.Task(loss))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "found"),
+    [
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "with a metric"),
+        (lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(sgd(network()), 0.5), "another SGD"),
+        (lambda optimizer: 0.1, "not a torch"),
+    ],
+)
+def test_schedules_that_no_step_can_drive(
+    world: shoal.World, schedule: Callable[[torch.optim.Optimizer], Any], found: str
+) -> None:
+    model = shoal.parallelize(network(), world)
+    optimizer = sgd(model)
+    with pytest.raises(StepError, match=found):
+        shoal.Step(model, optimizer, shoal.Task(loss), schedule=schedule(optimizer))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,17 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from helpers import cli
 from helpers.ranks import Ranks
+from helpers.small_training import step_of
 
 pytestmark = pytest.mark.processes
 
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2, timeout=60.0, prepare_timeout=60.0) as started:
-        yield started
 
 
 class Loss:
@@ -42,9 +35,8 @@ class Loss:
 
 def go_on(world: shoal.World, strategy: Any, at: int, how: str, directory: Path) -> Any:
     """Rank 1 fails, catches that, and goes on; what it was told, and how far the ranks have come."""
-    model = shoal.parallelize(nn.Linear(3, 1), world, strategy)
     loss = Loss(at if world.rank == 1 else -1, how)
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
+    step = step_of(world, nn.Linear(3, 1), loss, strategy, lr=0.01)
     loader = shoal.Loader((torch.ones(4 * STEPS, 3),), world, batch_size=4)
     told = []
     with shoal.Run(directory, step, loader, trackers=()) as run:
@@ -80,8 +72,8 @@ def rates(world: shoal.World, strategy: Any, how: str) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("how", ["raises", "nan", "overflows"])
-def test_the_schedule_of_who_fails_alone_is_that_of_the_others(how: str, ranks: Ranks) -> None:
-    assert ranks.call(rates, shoal.LocalSGD(sync_every=3), how) == [(4, 2.0**-4)] * 2
+def test_the_schedule_of_who_fails_alone_is_that_of_the_others(how: str, two: Ranks) -> None:
+    assert two.call(rates, shoal.LocalSGD(sync_every=3), how) == [(4, 2.0**-4)] * 2
 
 
 @pytest.mark.parametrize(
@@ -96,13 +88,12 @@ def test_the_schedule_of_who_fails_alone_is_that_of_the_others(how: str, ranks: 
     ],
 )
 def test_who_fails_alone_goes_on_with_the_others(
-    strategy: Any, at: int, how: str, ranks: Ranks, tmp_path: Path
+    strategy: Any, at: int, how: str, two: Ranks, tmp_path: Path
 ) -> None:
-    (nothing, *first), (told, *second) = ranks.call(go_on, strategy, at, how, tmp_path)
+    (nothing, *first), (told, *second) = two.call(go_on, strategy, at, how, tmp_path)
     assert nothing == []
     assert len(told) == 1
     assert ("a bad sample" if how == "raises" else "over this rank's local batch") in told[0]
     assert first == second == [STEPS, 6]
-    command = [sys.executable, "-m", "shoal", "checkpoint", "verify", str(tmp_path)]
-    verified = subprocess.run(command, capture_output=True, text=True)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    verified = cli.shoal("checkpoint", "verify", str(tmp_path))
+    assert verified.exit_code == 0, verified.output

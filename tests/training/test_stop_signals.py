@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -108,23 +107,6 @@ def test_all_stop_in_the_same_tick_however_far_apart(
         assert [end.result(100) for end in ends] == [ahead + 2] * 3
 
 
-@pytest.mark.full
-def test_asked_at_random_while_all_tick_freely(
-    stoppings: Callable[[int], list[PreemptionHandler]],
-) -> None:
-    """As fast as they can, from several ranks at once: one reason, one tick."""
-    for _ in range(5):
-        several = stoppings(4)
-        with ThreadPoolExecutor(6) as pool:
-            ends = [pool.submit(run, each, 10**9) for each in several]
-            for rank in (1, 3):
-                pool.submit(several[rank].request, "SIGUSR1", kind="preempted")
-            assert len({end.result(100) for end in ends}) == 1
-        assert len({each._reason for each in several}) == 1
-        for each in several:
-            each.stop()
-
-
 def test_the_first_request_counts(stoppings: Callable[[int], list[PreemptionHandler]]) -> None:
     several = stoppings(2)
     several[1].request("no space left", kind="failed")
@@ -220,20 +202,17 @@ def alone() -> PreemptionHandler:
 
 
 def test_a_world_of_one_stops_in_this_tick_without_a_store() -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    unasked = alone()
+    assert all(signal.getsignal(number) != before[number] for number in SIGNALS)
+    unasked.stop()
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
     stopping = alone()
     assert stopping.due() is None
     os.kill(os.getpid(), signal.SIGUSR1)
     assert stopping.due() == StopReason(kind="preempted", what="SIGUSR1", rank=0)
     assert stopping._threads == []
     stopping.stop()
-
-
-def test_handlers_come_back() -> None:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    stopping = alone()
-    assert all(signal.getsignal(number) != before[number] for number in SIGNALS)
-    stopping.stop()
-    assert {number: signal.getsignal(number) for number in SIGNALS} == before
 
 
 def test_a_second_signal_does_not_cut_the_end_short() -> None:
@@ -302,21 +281,3 @@ def test_a_forked_process_does_not_act_on_the_handlers(number: signal.Signals, c
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
     assert stopping.due() is None
     stopping.stop()
-
-
-def test_children_of_multiprocessing_can_be_terminated() -> None:
-    stopping = alone()
-    context = multiprocessing.get_context("fork")
-    runs = context.Event()
-    child = context.Process(target=_sleep, args=(runs,))
-    child.start()
-    assert runs.wait(100)
-    child.terminate()
-    child.join(100)
-    assert child.exitcode == -signal.SIGTERM
-    stopping.stop()
-
-
-def _sleep(runs: Any) -> None:
-    runs.set()
-    time.sleep(100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
-from shoal.distributed.seeds import random_state, set_random_state
-
-
-@pytest.fixture
-def world() -> Iterator[shoal.World]:
-    kept = random_state()
-    with shoal.init() as alone:
-        yield alone
-    set_random_state(kept)
+from helpers.small_training import step_of
 
 
 class Bad(nn.Module):
@@ -53,11 +44,9 @@ def loss(where: str, output: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor,
 
 
 def train(world: shoal.World, directory: str, where: str, strategy: Any, bad_steps: Any) -> str:
-    model = shoal.parallelize(model_of(where), world, strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     data = torch.ones(32, 4)
     data[13] = 1e3 if where != "input" else torch.inf  # of the second batch, and of the last rank
-    step = shoal.Step(model, optimizer, shoal.Task(partial(loss, where)))
+    step = step_of(world, model_of(where), partial(loss, where), strategy, lr=0.001)
     loader = shoal.Loader((data,), world, batch_size=8, shuffle=False, micro_batches=2)
     guards = shoal.Guards(find_nonfinite=True, bad_steps=bad_steps)
     with shoal.Run(directory, step, loader, trackers=(), guards=guards) as run:
@@ -91,30 +80,20 @@ def test_the_module_is_found(world: shoal.World, tmp_path: Path, where: str) -> 
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_the_rank_is_found(tmp_path: Path) -> None:
-    with Ranks(2) as two:
-        for where, place in PLACES.items():
-            for found in two.call(train, str(tmp_path / where), where, None, None):
-                assert f"{place} 1" in found
-        two.divide("shard=2")
-        (found, other) = two.call(train, str(tmp_path / "fsdp"), "forward", shoal.FSDP(), None)
+def test_the_rank_is_found(two: Ranks, tmp_path: Path) -> None:
+    for where, place in PLACES.items():
+        for found in two.call(train, str(tmp_path / where), where, None, None):
+            assert f"{place} 1" in found
+    pipeline = shoal.Pipeline(split_points=("2",))
+    for layout, strategy in (("shard=2", shoal.FSDP()), ("pipeline=2", pipeline)):
+        two.divide(layout)
+        found, other = two.call(train, str(tmp_path / layout), "forward", strategy, None)
         assert found == other
-        assert f"{PLACES['forward']} 1" in found
-        two.divide("pipeline=2")
-        pipeline = shoal.Pipeline(split_points=("2",))
-        (found, other) = two.call(train, str(tmp_path / "pipe"), "forward", pipeline, None)
-        assert found == other
-        assert PLACES["forward"] in found
+        assert PLACES["forward"] + (" 1" if layout == "shard=2" else "") in found
 
 
 def test_compiled_models_are_not_searched(world: shoal.World, tmp_path: Path) -> None:
-    model = shoal.parallelize(nn.Linear(4, 2), world)
-    step = shoal.Step(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        shoal.Task(partial(loss, "")),
-        compile="inductor",
-    )
+    step = step_of(world, nn.Linear(4, 2), partial(loss, ""), compile="inductor")
     loader = shoal.Loader((torch.ones(8, 4),), world, batch_size=8)
     with pytest.raises(shoal.StepError, match="hooks on modules"):
         shoal.Run(tmp_path, step, loader, guards=shoal.Guards(find_nonfinite=True))

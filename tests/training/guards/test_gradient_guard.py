@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
+from helpers.small_training import cross_entropy, events_of
 from shoal.training.guards.votes import Verdict, judge_gradients
 
 RIGHT, WRONG, OTHER = {"w": 1, "b": 2}, {"w": 5, "b": 2}, {"w": 9, "b": 2}
@@ -51,10 +49,6 @@ def make_model() -> nn.Module:
     )
 
 
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(output)
-
-
 class FlippedBit:
     """A hook of a parameter that flips a bit of its gradient in some backward passes of a step."""
 
@@ -82,7 +76,7 @@ def train(
     """Train while rank 1 flips bits; return the error, the steps taken, and the state's SHA-256."""
     model = shoal.parallelize(make_model(), world, statistics=GROUP)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0, precision=precision)
+    step = shoal.Step(model, optimizer, shoal.Task(cross_entropy), clip=1.0, precision=precision)
     if world.rank == 1:
         model.get_parameter("4.weight").register_hook(FlippedBit(step, passes))
     generator = torch.Generator().manual_seed(1)
@@ -101,11 +95,6 @@ def train(
     state += [value for each in optimizer.state.values() for value in each.values()]
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in state)).hexdigest()
     return error, step.number, digest
-
-
-def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (directory / "events/rank-0.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 @pytest.fixture(scope="module")

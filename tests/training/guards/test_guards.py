@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
-from shoal.distributed.seeds import random_state, set_random_state
+from helpers.small_training import events_of, squared_error
 
 pytestmark = pytest.mark.processes
 
@@ -23,23 +25,9 @@ EVERY = shoal.Guards(budget=1.0)
 """Checks whose cost allows about every second step."""
 
 
-@pytest.fixture
-def world() -> Iterator[shoal.World]:
-    kept = random_state()
-    with shoal.init() as alone:
-        yield alone
-    set_random_state(kept)
-
-
 @pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
     with Ranks(3) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
         yield ranks
 
 
@@ -56,10 +44,6 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(torch.relu(self.inner(self.norm(x + self.table))))
         return out
-
-
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.mse_loss(output, batch[1], reduction="sum"), len(batch[1])
 
 
 def flip(tensor: Tensor) -> None:
@@ -94,7 +78,9 @@ def train(
     torch.manual_seed(0)
     data = (torch.randn(32, 8), torch.randn(32, 2))
     model = shoal.parallelize(Model(), world, strategy)
-    step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-3), shoal.Task(loss), clip=1.0)
+    step = shoal.Step(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), shoal.Task(squared_error), clip=1.0
+    )
     loader = shoal.Loader(data, world, batch_size=8, micro_batches=2)
     with shoal.Run(directory, step, loader, trackers=(), guards=guards) as run:
         for batch in loader.epochs(steps):
@@ -121,14 +107,17 @@ class Flip:
             flip(victim(step, self.where))
 
 
-def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (directory / "events/rank-0.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-@pytest.mark.parametrize("where", ["parameter", "optimizer state", "buffer"])
-def test_continuity_finds_a_flipped_bit(world: shoal.World, tmp_path: Path, where: str) -> None:
-    error = train(world, str(tmp_path), change=Flip(where, 0))
+@pytest.mark.parametrize(
+    ("strategy", "where"),
+    [
+        *((None, where) for where in ("parameter", "optimizer state", "buffer")),
+        *((shoal.FSDP(), where) for where in ("parameter", "optimizer state")),
+    ],
+)
+def test_continuity_finds_a_flipped_bit(
+    world: shoal.World, tmp_path: Path, strategy: Any, where: str
+) -> None:
+    error = train(world, str(tmp_path), strategy, Flip(where, 0))
     assert "no operation of PyTorch changed it" in error
     (event,) = events_of(tmp_path, "corruption")
     assert event["guard"] == "continuity"
@@ -217,15 +206,22 @@ def test_no_false_alarm(two: Ranks, tmp_path: Path, layout: str, steps: int) -> 
     assert event["checks"] >= 2
 
 
-@pytest.mark.parametrize("where", ["parameter", "optimizer state"])
-def test_continuity_finds_a_flipped_bit_in_a_shard(
-    world: shoal.World, tmp_path: Path, where: str
-) -> None:
-    error = train(world, str(tmp_path), shoal.FSDP(), Flip(where, 0))
-    assert "no operation of PyTorch changed it" in error
-
-
 def test_strategies_with_independent_steps_take_no_guards(two: Ranks, tmp_path: Path) -> None:
     two.divide("replicate=2")
     results = two.attempt(train, str(tmp_path), shoal.LocalSGD())
     assert all("separately" in str(result) for result in results)
+
+
+@pytest.mark.long
+def test_the_benchmark_finds_flips_that_change_the_result(repository: Path) -> None:
+    command = [sys.executable, "benchmarks/guards.py", "--json", "--strategies=bits", "--flips=1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(len(line) <= 100 for line in done.stdout.splitlines() if line.startswith("|"))
+    found = json.loads(done.stdout.splitlines()[-1])["guards"]["bits"]
+    rows = {row["kind"]: row for row in found}
+    for kind in ("parameter", "optimizer state"):
+        assert rows[kind]["continuity"] == [1, 1]
+    missed = {kind: row["missed"] for kind, row in rows.items() if kind != "running statistics"}
+    assert missed == dict.fromkeys(missed, 0)
+    assert len(missed) == 6
