@@ -6,7 +6,7 @@ import csv
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,21 +18,12 @@ from shoal.bench.collectives.measure import OPERATIONS
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
-SHOAL = [sys.executable, "-m", "shoal", "bench", "comm"]
 Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[Command] = []
-
-    def begin(*arguments: str) -> Command:
-        started.append(Command([*SHOAL, *arguments], tmp_path))
-        return started[-1]
-
-    yield begin
-    for each in started:
-        each.clean_up()
+def start(start_command: Start) -> Start:
+    return lambda *words: start_command([sys.executable, "-m", "shoal", "bench", "comm", *words])
 
 
 def test_all_operations_over_gloo(start: Start, tmp_path: Path) -> None:
@@ -64,17 +55,13 @@ def test_all_operations_over_gloo(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_ctrl_c_keeps_what_was_measured(start: Start, tmp_path: Path) -> None:
-    endless = "--repeats 1000000 --seconds 3600"
-    running = start(*f"-n 2 --sizes 1KiB,4KiB {endless} -o m.json".split())
-    told = []
+    endless = "-n 2 --sizes 1KiB,4KiB --repeats 1000000 --seconds 3600 -o m.json"
+    running = start(*endless.split())
     assert running.process.stderr is not None
-    for line in running.process.stderr:
-        told.append(line)
-        if "Ctrl-C ends it" in line:
-            break
+    assert any("Ctrl-C ends it" in line for line in running.process.stderr)
     running.process.send_signal(signal.SIGINT)
     ended = running.end()
-    assert ended.code == 128 + signal.SIGINT, "".join(told) + ended.err
+    assert ended.code == 128 + signal.SIGINT, ended.err
     found = machine_file.read_machine_file(tmp_path / "m.json")
     assert not found.complete
     assert found.series
@@ -87,12 +74,12 @@ def test_ctrl_c_keeps_what_was_measured(start: Start, tmp_path: Path) -> None:
     "program",
     [mpirun.PROGRAMS[0], *(pytest.param(p, marks=pytest.mark.long) for p in mpirun.PROGRAMS[1:])],
 )
-def test_mpi_beside_gloo(program: str, tmp_path: Path) -> None:
+def test_mpi_beside_gloo(program: str, start_command: Start, tmp_path: Path) -> None:
     sizes = "1KiB,16KiB,256KiB"
     asked = f"--backend gloo,mpi --sizes {sizes} --repeats 3 --seconds 600 -o m.json".split()
     arguments = ["bench", "comm", *asked]
     script = f"import sys; sys.argv[1:] = {arguments}\nfrom shoal.cli.main import main; main()"
-    ended = mpirun.run(program, 2, script, tmp_path)
+    ended = start_command([*mpirun.command(program, 2, tmp_path), "-c", script]).end()
     assert ended.code == 0, ended.err
     found = machine_file.read_machine_file(tmp_path / "m.json")
     assert [(each.backend, each.operation) for each in found.series] == [

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +111,13 @@ def test_tensors_and_what_can_only_be_iterated(sets: str, capsys: pytest.Capture
 
 
 @pytest.mark.long
-def test_ctrl_c_keeps_what_was_measured(sets: str, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured(sets: str, start_command: Callable[..., Command]) -> None:
     """The terminal sends it to the workers too."""
     bench = [sys.executable, "-m", "shoal", "bench", "data", f"{sets}:loader"]
-    running = Command([*bench, "--seconds", "60", "--workers", "0,2"], tmp_path)
-    try:
-        wait_for(lambda: len(running.members()) >= 3)  # with workers
-        os.killpg(running.process.pid, signal.SIGINT)
-        ended = running.end()
-    finally:
-        running.clean_up()
+    running = start_command([*bench, "--seconds", "60", "--workers", "0,2"])
+    wait_for(lambda: len(running.members()) >= 3)  # with workers
+    os.killpg(running.process.pid, signal.SIGINT)
+    ended = running.end()
     assert ended.code == 128 + signal.SIGINT, ended.err
     assert ended.out.startswith("num_workers=")
     assert "Traceback" not in ended.err

@@ -8,15 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from helpers.fake_slurm import Fakes, place, run_script, write
+from helpers.cli import fake_slurm
+from helpers.cli import shoal as run_command
+from helpers.fake_slurm import PLAIN, Fakes, place, request, run_script, write
 from shoal.bench.scaling.aggregate import Repeat, different_nodes_note
 from shoal.bench.scaling.allocations import Capacity, ClusterRequest, allocations, node_capacity
 from shoal.bench.scaling.configurations import StudyOptions
 from shoal.bench.scaling.directory import Study, begin_study, load_study
-from shoal.cli.main import app
-from shoal.launcher.submit.job import JobCommand, JobRequest
+from shoal.launcher.submit.job import JobCommand
 from shoal.launcher.submit.site import Partition, Site
 from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
@@ -52,9 +53,7 @@ def test_a_node_takes_what_the_site_says_or_the_user() -> None:
     ):
         fits = node_capacity(site(partition), asked)
         assert (fits.tasks, fits.gpus, fits.cpus, fits.most) == found, partition
-
-
-def test_what_nobody_knows_of_a_node_is_asked_for() -> None:
+    # What nobody knows is asked for.
     for partition, asked, told in (
         (None, ClusterRequest(), "the number of processes per node is unknown"),
         (GPUS, ClusterRequest(partition="fast"), "mini has main"),
@@ -93,18 +92,7 @@ def test_what_fits_on_as_many_nodes_shares_them_in_the_order_of_the_plan(tmp_pat
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     """Slurm's commands, and a directory to work in."""
-    fakes = Fakes(tmp_path / "fakes")
-    for name, value in fakes.variables().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("COLUMNS", "200")
-    sites = tmp_path / "config/shoal/sites"
-    sites.mkdir(parents=True)
-    (sites / "mini.toml").write_text(MINI)
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    fakes.set("sbatch", out="42\n")
-    return fakes
+    return fake_slurm(tmp_path, monkeypatch, submitted="42\n", sites={"mini": MINI})
 
 
 RUNS = '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n'
@@ -127,10 +115,8 @@ def take_turns(fakes: Fakes, folder: Path, *words: str, limit: int = 30) -> tupl
     acts.write_text(ACTS)
     acts.chmod(0o755)
     turns = tuple(JobCommand(args=(word,), processes=1, log=str(folder / word)) for word in words)
-    asked = JobRequest(
-        script="train.py", time=3600, turns=turns, limit=limit, variables=(("A", "b c"),)
-    )
-    text = write(asked, Site(name="plain"), place(folder, python=str(acts), variables=asked.variables))
+    asked = request(turns=turns, limit=limit, variables=(("A", "b c"),))
+    text = write(asked, PLAIN, place(folder, python=str(acts), variables=asked.variables))
     assert "export A='b c'\n" in text
     done = run_script(text, fakes, {"CANCEL": str(folder / "jobs/1/cancelled")})
     assert done.stderr == ""
@@ -138,62 +124,47 @@ def take_turns(fakes: Fakes, folder: Path, *words: str, limit: int = 30) -> tupl
     return done.returncode, ends
 
 
-def test_a_turn_that_fails_ends_no_other(fakes: Fakes, tmp_path: Path) -> None:
-    folder = tmp_path / "work"
-    assert take_turns(fakes, folder, "one", "bad", "two") == (0, {"one": "0", "bad": "3", "two": "0"})
-    assert (folder / "bad").read_text() == "in bad\n"
-
-
-@pytest.mark.parametrize("last", ["told", "cancelled"])
-def test_a_turn_that_is_ended_from_outside_has_no_end_and_is_the_last(
-    last: str, fakes: Fakes, tmp_path: Path
+@pytest.mark.parametrize(
+    ("words", "limit", "code", "ends"),
+    [
+        # One that fails ends no other.
+        ("one bad two", 30, 0, {"one": "0", "bad": "3", "two": "0"}),
+        # One that is ended from outside has no end and is the last.
+        ("one told two", 30, 75, {"one": "0"}),
+        ("one cancelled two", 30, 75, {"one": "0"}),
+        pytest.param("long one", 1, 0, {"long": "124", "one": "0"}, marks=pytest.mark.full),
+    ],
+)
+def test_turns_follow_each_other(
+    words: str, limit: int, code: int, ends: dict[str, str], fakes: Fakes, tmp_path: Path
 ) -> None:
-    assert take_turns(fakes, tmp_path / "work", "one", last, "two") == (75, {"one": "0"})
-    assert not (tmp_path / "work/two").exists()
-
-
-@pytest.mark.full
-def test_a_turn_has_its_time(fakes: Fakes, tmp_path: Path) -> None:
-    found = take_turns(fakes, tmp_path / "work", "long", "one", limit=1)
-    assert found == (0, {"long": "124", "one": "0"})
+    folder = tmp_path / "work"
+    assert take_turns(fakes, folder, *words.split(), limit=limit) == (code, ends)
+    assert (folder / "one").read_text() == "in one\n"
+    assert (folder / "two").exists() == ("two" in ends)
 
 
 def test_each_turn_has_as_many_processes_as_it_needs(tmp_path: Path) -> None:
+    srun, around = "srun --kill-on-bad-exit=1", 'bash -c "$around" "$first" python'
     for launcher, told in (
-        (
-            "srun",
-            "turn two.txt srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 bash -c "
-            '"$around" "$first" python',
-        ),
-        ("mpirun", 'turn two.txt mpirun -n 2 bash -c "$around" "$first" python'),
-        (
-            "torchrun",
-            'turn two.txt srun --kill-on-bad-exit=1 bash -c "$around" "$first" python '
-            "-m torch.distributed.run",
-        ),
+        ("srun", f"turn two.txt {srun} --nodes=2 --ntasks=2 --ntasks-per-node=1 {around}"),
+        ("mpirun", f"turn two.txt mpirun -n 2 {around}"),
+        ("torchrun", f"turn two.txt {srun} {around} -m torch.distributed.run"),
     ):
-        turns = tuple(JobCommand(args=(), processes=size, log=f"{name}.txt") for name, size in SIZES)
-        asked = JobRequest(
-            script="t.py",
-            time=60,
-            nodes=2,
-            processes=4,
-            turns=turns,
-            limit=9,
-            launcher=launcher,
+        turns = tuple(
+            JobCommand(args=(), processes=size, log=f"{name}.txt")
+            for name, size in (("two", 2), ("four", 4))
         )
-        text = write(asked, Site(name="plain"), place(tmp_path))
+        asked = request(time=60, nodes=2, processes=4, turns=turns, limit=9, launcher=launcher)
+        text = write(asked, PLAIN, place(tmp_path))
         assert told in text, launcher
         assert "--ntasks-per-node=2\n" in text or launcher == "torchrun"
         assert "#SBATCH --no-requeue\n" in text, launcher
         assert "--signal" not in text, launcher
 
 
-SIZES = (("two", 2), ("four", 4))
-
-
 def shoal(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *arguments])
+    return run_command("bench", *arguments)
 
 
 def refused(*arguments: str) -> ShoalError:
@@ -274,6 +245,10 @@ def test_where_slurm_is_missing_what_there_is_can_be_read(
     assert "there is no squeue on this machine's PATH" in found.output
     assert "there is no sbatch" in refused(*STUDY, *SLURM).found
     assert not Path("studies").exists()
+    # A study here and one under Slurm are two.
+    here = replace(load_study(Path("s")).options, threads=8)
+    with pytest.raises(CheckpointError, match="site main of mini, now None"):
+        begin_study(Path("s"), here)
 
 
 def test_what_cannot_be_submitted_is_refused_before_anything_is_made(fakes: Fakes) -> None:
@@ -317,14 +292,6 @@ def test_a_script_runs_from_a_copy_of_its_own(fakes: Fakes) -> None:
     assert [path.name for path in (folder / "source").iterdir()] == ["train.py"]
     text = (folder / "job.sh").read_text()
     assert f"{folder.resolve()}/source/train.py --run {Path('s').resolve()}/jobs/n8-b64" in text
-
-
-@pytest.mark.full
-def test_a_study_here_and_one_under_slurm_are_two(fakes: Fakes) -> None:
-    assert shoal(*ASKED).exit_code == 0
-    here = replace(load_study(Path("s")).options, threads=8)
-    with pytest.raises(CheckpointError, match="site main of mini, now None"):
-        begin_study(Path("s"), here)
 
 
 def test_what_is_no_study_cannot_be_collected(fakes: Fakes) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers.commands import GONE_WITHIN, Command, Ended, wait_for
+from helpers.commands import Command, wait_for
 from shoal.bench.scaling.aggregate import scaling_points
 from shoal.bench.scaling.directory import load_study
 
@@ -44,16 +45,6 @@ with shoal.init(seed=0) as world:
 """
 
 
-def bench(folder: Path, *arguments: str) -> Ended:
-    started = Command([sys.executable, "-m", "shoal", "bench", *arguments], folder)
-    try:
-        ended = started.end(200)
-        assert started.members() == []
-    finally:
-        started.clean_up()
-    return ended
-
-
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(MINE)
@@ -61,55 +52,54 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-TINY = ("--steps", "6", "--warmup", "2", "--rounds", "1", "--batch", "8", "--study", "s")
+TINY = ("-n", "1,2", "--steps", "6", "--warmup", "2", "--rounds", "1", "--batch", "8", "--study", "s")
+Study = Callable[..., Command]
+
+
+@pytest.fixture
+def study(here: Path, start_command: Callable[..., Command]) -> Study:
+    """Starts a small study."""
+    command = [sys.executable, "-m", "shoal", "bench", "scaling"]
+    return lambda subject, *more: start_command([*command, subject, *TINY, *more])
 
 
 @pytest.mark.full
-def test_a_study_that_is_killed_leaves_nothing_running_and_goes_on(here: Path) -> None:
-    command = [sys.executable, "-m", "shoal", "bench", "scaling", "mine:make", "-n", "1,2", *TINY]
-    started = Command(command, here)
-    try:
-        wait_for(lambda: any(here.glob("s/jobs/*/round-0/run/events/*")))
-        started.process.terminate()
-        assert started.end().code == 143
-        wait_for(lambda: started.members() == [], GONE_WITHIN)
-    finally:
-        started.clean_up()
-    study = load_study(here / "s")
-    assert len(study.missing()) == 2
-    check_study(here)
-
-
-def check_study(here: Path) -> None:
-    """A study measures the same training on one and two processes."""
-    ended = bench(here, "scaling", "mine:make", "-n", "1,2", *TINY)
-    assert ended.code == 0, ended.err + ended.out
+def test_a_study_that_is_killed_leaves_nothing_running_and_goes_on(here: Path, study: Study) -> None:
+    started = study("mine:make")
+    wait_for(lambda: any(here.glob("s/jobs/*/round-0/run/events/*")))
+    started.process.terminate()
+    assert started.end().code == 143
+    wait_for(lambda: started.members() == [])
+    assert len(load_study(here / "s").missing()) == 2
+    # It measures the same training on one and two processes.
+    again = study("mine:make")
+    ended = again.end(200)
+    assert (ended.code, again.members()) == (0, []), ended.err + ended.out
     assert "2 processes give" in ended.out
-    study = load_study(here / "s")
-    one, two = (repeat.measured for repeat in study.repeats())
+    found = load_study(here / "s")
+    one, two = (repeat.measured for repeat in found.repeats())
     assert one is not None
     assert two is not None
     assert one.loss == pytest.approx(two.loss, rel=1e-5)
     assert one.samples == two.samples == 48
     assert len(two.ranks) == 2
     assert two.parts["communication"] > 0
-    for found in (one, two):
-        assert found.parts in found.ranks
-        assert sum(found.ranks[0].values()) * 6 == pytest.approx(found.seconds, rel=1e-6)
-    assert study.missing() == []
+    for each in (one, two):
+        assert each.parts in each.ranks
+        assert sum(each.ranks[0].values()) * 6 == pytest.approx(each.seconds, rel=1e-6)
+    assert found.missing() == []
     names = {path.name for path in (here / "s").iterdir()}
     plots = {f"{name}-strong.svg" for name in ("throughput", "iteration", "speedup")}
     assert {"index.html", "results.csv", "parts.png", *plots} <= names
 
 
 @pytest.mark.long
-def test_a_script_of_ones_own_is_studied_and_what_fails_is_a_row(here: Path) -> None:
-    given = ("-n", "1,2", "--scaling", "weak", *TINY, "--", "{run}", "{batch}", "{steps}")
-    ended = bench(here, "scaling", "train.py", *given)
+def test_a_script_of_ones_own_is_studied_and_what_fails_is_a_row(here: Path, study: Study) -> None:
+    ended = study("train.py", "--scaling", "weak", "--", "{run}", "{batch}", "{steps}").end(200)
     assert ended.code == 0, ended.err + ended.out
     told = " ".join(ended.out.split())
     assert "2 processes failed: out of memory: MemoryError: Cannot allocate memory" in told
-    study = load_study(here / "s")
-    one, two = scaling_points(study.options, study.repeats())
+    found = load_study(here / "s")
+    one, two = scaling_points(found.options, found.repeats())
     assert one.rate is not None
     assert (two.rate, two.failed) == (None, 1)

@@ -15,14 +15,12 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import shoal
-from helpers.checkpoint_files import Alone
+from helpers.checkpoint_files import Alone, checkpoint, flip, truncate
 from helpers.killed_training import same
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.inspect import diff, display, extract, locate, manifest
-from shoal.cli.main import app
 from shoal.util import units
 from shoal.util.errors import CheckpointError
 
@@ -106,22 +104,8 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
 
 
-def checkpoint(*arguments: object) -> tuple[int, str]:
-    """The exit code and what was printed; a ShoalError is raised."""
-    done = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.output
-
-
 def words(text: str) -> str:
     return " ".join(text.split())
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.full
@@ -195,24 +179,13 @@ def test_everything_is_said_at_any_width(
     assert "State of each of 1 rank: python, numpy, torch; " in words(shown)
 
 
-def test_a_whole_run_verifies(run: Path) -> None:
-    code, out = checkpoint("verify", run)
-    assert code == 0
-    assert words(out).count(": complete (step ") == 3
-
-
-def drop(path: Path) -> None:
-    path.unlink()
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 @pytest.mark.parametrize(
-    ("harm", "said"), [(flip, "is altered"), (cut, "bytes, should have"), (drop, "is missing")]
+    ("harm", "said"),
+    [(flip, "is altered"), (truncate, "bytes, should have"), (Path.unlink, "is missing")],
 )
 def test_every_damaged_file_is_named(run: Path, harm: Callable[[Path], None], said: str) -> None:
+    code, out = checkpoint("verify", run)
+    assert (code, words(out).count(": complete (step ")) == (0, 3)
     damaged = run / "checkpoints" / "step-2"
     for name in ("rank-0.safetensors", "state.json"):
         harm(damaged / name)
@@ -226,19 +199,12 @@ def test_every_damaged_file_is_named(run: Path, harm: Callable[[Path], None], sa
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "export", "diff"])
-@pytest.mark.parametrize("given", ["nothing", "file", "empty", "other", "begun"])
-def test_what_is_no_checkpoint(command: str, given: str, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "other" / "photos").mkdir(parents=True)
     (tmp_path / "begun" / "step-1.partial").mkdir(parents=True)
     more = {"export": [tmp_path / "out.pt"], "diff": [tmp_path]}.get(command, [])
-    if (command, given) == ("ls", "begun"):
-        assert "an interrupted or running save" in words(checkpoint("ls", tmp_path / given)[1])
-        return
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint(command, tmp_path / given, *more)
-    assert caught.value.given == str(tmp_path / given)
     found = {
         "nothing": "there is no such directory",
         "file": "it is a file",
@@ -246,7 +212,14 @@ def test_what_is_no_checkpoint(command: str, given: str, tmp_path: Path) -> None
         "other": "it holds photos",
         "begun": "it contains no finished save",
     }
-    assert found[given] in caught.value.found
+    if command == "ls":
+        found.pop("begun")
+        assert "an interrupted or running save" in words(checkpoint("ls", tmp_path / "begun")[1])
+    for given, said in found.items():
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint(command, tmp_path / given, *more)
+        assert caught.value.given == str(tmp_path / given)
+        assert said in caught.value.found
     assert not (tmp_path / "out.pt").exists()
 
 
@@ -256,7 +229,7 @@ def test_damaged_and_newer_ones_are_refused(run: Path) -> None:
     assert "step 2" in words(checkpoint("show", folder)[1])  # as a restore would
     with pytest.raises(CheckpointError, match=r"manifest\.json is"):
         checkpoint("show", folder / "step-3")
-    cut(folder / "step-2" / "state.json")
+    truncate(folder / "step-2" / "state.json")
     with pytest.raises(CheckpointError, match=r"none is complete: step-3: .*; step-2: state\.json has"):
         checkpoint("show", folder)
     path = run / "best" / "step-3" / "manifest.json"
@@ -274,66 +247,58 @@ def test_a_copy_by_another_name_is_the_same(run: Path, tmp_path: Path) -> None:
     assert "[two]: model" in checkpoint("show", copy)[1]
 
 
-@pytest.mark.parametrize(
-    "value", [1e300, -1, float("nan"), float("inf"), True, "now", 10**400, {"a": 1}]
-)
-def test_circumstances_that_somebody_made_up(value: Any, tmp_path: Path) -> None:
-    info = dict.fromkeys(("time", "position", "epoch", "layout"), value)
-    Checkpoints(tmp_path, Alone()).save(3, {"n": 1}, {}, info)
-    for command in ("ls", "show"):
-        code, out = checkpoint(command, tmp_path)
-        assert code == 0
-        assert "step-3" in out
+def test_circumstances_that_somebody_made_up(tmp_path: Path) -> None:
+    for value in (1e300, -1, float("nan"), float("inf"), True, "now", 10**400, {"a": 1}):
+        info = dict.fromkeys(("time", "position", "epoch", "layout"), value)
+        save(tmp_path, {"n": 1}, **info)
+        for command in ("ls", "show"):
+            code, out = checkpoint(command, tmp_path)
+            assert code == 0, value
+            assert "step-1" in out, value
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [
-        *((0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1234, "1.23 kB"), (999_499, "999 kB")),
-        *((999_600, "1 MB"), (123_456_789, "123 MB"), (10**12, "1 TB"), (10**18, "1,000 PB")),
-    ],
-)
-def test_sizes_as_people_say_them(count: int, said: str) -> None:
-    assert units.size(count) == said
+def test_sizes_as_people_say_them() -> None:
+    said = {0: "0 B", 999: "999 B", 1000: "1 kB", 1234: "1.23 kB", 999_499: "999 kB"}
+    said |= {999_600: "1 MB", 123_456_789: "123 MB", 10**12: "1 TB", 10**18: "1,000 PB"}
+    assert {count: units.size(count) for count in said} == said
 
 
 def save(directory: Path, state: dict[str, Any], **info: Any) -> manifest.CheckpointManifest:
     return manifest.inspect_checkpoint(Checkpoints(directory, Alone()).save(1, state, {}, info))
 
 
-@pytest.fixture(params=[None, 16])
-def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors at once and in blocks of a few elements."""
-    if request.param:
-        monkeypatch.setattr(diff, "BLOCK", request.param)
+INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("block", [diff.BLOCK, 16])
 @pytest.mark.parametrize(
-    ("first", "second", "elements", "absolute", "relative"),
+    ("first", "second", "absolute", "relative"),
     [
-        (torch.arange(24.0).reshape(6, 4), (3, 2, 30.0), 1, 16.0, 16 / 23),
-        (torch.arange(24, dtype=torch.int64).reshape(6, 4), (5, 3, 0), 1, 23.0, 1.0),
-        (torch.zeros(3), (1, 1e-30), 1, 1e-30, float("inf")),
-        (torch.tensor([1.0, float("inf"), float("nan")]), (0, 3.0), 1, 2.0, float("nan")),
-        (torch.tensor([1.0, float("inf")]), (1, 0.0), 1, float("inf"), float("nan")),
-        (torch.tensor([2.0, 1.0]), (1, float("nan")), 1, float("nan"), float("nan")),
-        (torch.tensor([0.0, 4.0]), (0, -0.0), 1, 0.0, 0.0),
-        (torch.tensor([3 + 4j, 1]), (1, 1 + 1j), 1, 1.0, 0.2),
-        (torch.tensor([True, False]), (1, True), 1, 1.0, 1.0),
-        (torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn), (0, 2.0), 1, 1.0, 0.5),
-        (torch.tensor([2**63, 1], dtype=torch.uint64), (1, 3), 1, 2.0, 2.0 / 2**63),
-        (torch.tensor(2.0), (3.0,), 1, 1.0, 0.5),
+        (torch.arange(24.0).reshape(6, 4), (3, 2, 30.0), 16.0, 16 / 23),
+        (torch.arange(24, dtype=torch.int64).reshape(6, 4), (5, 3, 0), 23.0, 1.0),
+        (torch.zeros(3), (1, 1e-30), 1e-30, INF),
+        (torch.tensor([1.0, INF, NAN]), (0, 3.0), 2.0, NAN),
+        (torch.tensor([1.0, INF]), (1, 0.0), INF, NAN),
+        (torch.tensor([2.0, 1.0]), (1, NAN), NAN, NAN),
+        (torch.tensor([0.0, 4.0]), (0, -0.0), 0.0, 0.0),
+        (torch.tensor([3 + 4j, 1]), (1, 1 + 1j), 1.0, 0.2),
+        (torch.tensor([True, False]), (1, True), 1.0, 1.0),
+        (torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn), (0, 2.0), 1.0, 0.5),
+        (torch.tensor([2**63, 1], dtype=torch.uint64), (1, 3), 2.0, 2.0 / 2**63),
+        (torch.tensor(2.0), (3.0,), 1.0, 0.5),
     ],
 )
 def test_by_how_much_values_differ(
     first: Tensor,
     second: tuple[Any, ...],
-    elements: int,
     absolute: float,
     relative: float,
+    block: int,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Tensors at once and in blocks of a few elements."""
+    monkeypatch.setattr(diff, "BLOCK", block)
     *place, value = second
     other = first.clone()
     other[tuple(place)] = value
@@ -341,7 +306,7 @@ def test_by_how_much_values_differ(
     two = save(tmp_path / "b", {"same": torch.ones(4, 4), "t": other})
     found = diff.compare(one, two)
     [changed] = found.changed
-    assert (changed.name, changed.elements, changed.of) == ("state/t", elements, first.numel())
+    assert (changed.name, changed.elements, changed.of) == ("state/t", 1, first.numel())
     assert changed.absolute == pytest.approx(absolute, nan_ok=True)
     assert changed.relative == pytest.approx(relative, nan_ok=True)
     assert not found.same
@@ -368,12 +333,9 @@ def test_all_kinds_of_differences(tmp_path: Path) -> None:
     assert "lr 0.1 0.2 n 1 (none) m (none) 1" in text
     assert "Other info of the save" in text
     assert text.endswith("4 of 4 tensors and 3 plain values differ.")
-
-
-def test_circumstances_are_no_difference(tmp_path: Path) -> None:
-    save(tmp_path / "a", {"n": 1}, host="x")
-    save(tmp_path / "b", {"n": 1}, host="y")
-    code, out = checkpoint("diff", tmp_path / "a", tmp_path / "b")
+    for host in ("x", "y"):  # the circumstances of a save are no difference
+        save(tmp_path / host, {"n": 1}, host=host)
+    code, out = checkpoint("diff", tmp_path / "x", tmp_path / "y")
     assert code == 0
     assert "host 'x' 'y'" in words(out)
 
@@ -442,7 +404,7 @@ def test_large_tensors_are_written_in_blocks(
     assert (done.tensors, done.bytes) == (5, sum(tensor.nbytes for tensor in model.values()))
 
 
-def _save(directory: Path, *steps: int) -> None:
+def save_steps(directory: Path, *steps: int) -> None:
     checkpoints = Checkpoints(directory, Alone(), keep=1)
     for step in steps:
         checkpoints.save(step, {"values": torch.ones(3)}, {}, {"position": step})
@@ -450,7 +412,7 @@ def _save(directory: Path, *steps: int) -> None:
 
 def test_a_checkpoint_that_a_live_run_renames_is_found_again(tmp_path: Path) -> None:
     """A save ends, and `step-8.partial` becomes `step-8`, between two reads."""
-    _save(tmp_path, 8)
+    save_steps(tmp_path, 8)
     final, partial = tmp_path / "step-8", tmp_path / "step-8.partial"
     final.rename(partial)
 
@@ -471,7 +433,7 @@ def test_a_checkpoint_that_a_live_run_renames_is_found_again(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_that_is_damaged_and_there_is_an_error(tmp_path: Path) -> None:
-    _save(tmp_path, 8)
+    save_steps(tmp_path, 8)
     (file,) = (tmp_path / "step-8").glob("*.safetensors")
     file.write_bytes(b"\0" * file.stat().st_size)
     with pytest.raises(CheckpointError):
@@ -482,7 +444,7 @@ def test_a_checkpoint_that_is_damaged_and_there_is_an_error(tmp_path: Path) -> N
 def test_a_plain_file_named_like_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     notes = tmp_path / "step-30"
     notes.write_text("mine")
-    _save(tmp_path, 29, 30, 31, 32)
+    save_steps(tmp_path, 29, 30, 31, 32)
     assert notes.read_text() == "mine"
     assert [path.name for path in locate.checkpoints(tmp_path)] == ["step-32"]
 

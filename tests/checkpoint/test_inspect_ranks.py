@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,57 +72,6 @@ def exported(
     return loaded
 
 
-FULL = pytest.mark.full
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("size", "layout", "strategy"),
-    [
-        (3, "shard=-1", shoal.FSDP()),
-        pytest.param(2, "replicate=-1", shoal.DDP(), marks=FULL),
-        pytest.param(2, "pipeline=2", shoal.Pipeline(split_points=("blocks.2",)), marks=FULL),
-    ],
-    ids=lambda value: str(value) if isinstance(value, str) else "",
-)
-def test_as_if_one_process_had_saved(size: int, layout: str, strategy: Any, tmp_path: Path) -> None:
-    with Ranks(size, layout=layout) as ranks:
-        ranks.call(save, strategy, tmp_path / "many")
-    with Ranks(1) as alone:
-        alone.call(save, shoal.SingleProcess(), tmp_path / "one")
-    paths = [tmp_path / name / "run/checkpoints/step-2" for name in ("many", "one")]
-    assert [verify.examine(path, read=True).problems for path in paths] == [[], []]
-    many, one = map(manifest.inspect_checkpoint, paths)
-    if isinstance(strategy, shoal.FSDP):
-        assert {len(row.chunks) for name, row in many.tensors.items() if name.endswith("weight")} == {3}
-
-    out = tmp_path / "out.safetensors"
-    assert same(exported(many, out), load_file(tmp_path / "many/model.safetensors"))
-    assert same(exported(many, out, "ema"), load_file(tmp_path / "many/averaged.safetensors"))
-
-    found = diff.compare(many, one)
-    assert (found.only_second, found.reformed) == ((), ())
-    # Other ranks have random states of their own; all else is there once.
-    assert {name.split("/")[0] for name in found.only_first} <= {"rank"}
-    state = [each for each in found.changed if each.name.startswith("state/")]
-    assert all(each.relative < 1e-12 for each in state)
-    assert {path.split("/")[0] for path, *_ in found.plain} <= {"ranks", "rank"}
-
-
-@FULL
-def test_a_checkpoint_equals_itself_on_another_layout(tmp_path: Path) -> None:
-    """Saved divided, restored and saved again by one process: not an element differs."""
-    with Ranks(3, layout="shard=-1") as ranks:
-        ranks.call(save, shoal.FSDP(), tmp_path)
-    divided = manifest.inspect_checkpoint(tmp_path / "run/checkpoints/step-2")
-    with Ranks(1) as alone:
-        alone.call(save_again, tmp_path)
-    found = diff.compare(divided, manifest.inspect_checkpoint(tmp_path / "run/again/step-2"))
-    assert [each.name for each in found.changed if each.name.startswith("state/")] == []
-    assert found.reformed == ()
-    assert not [name for name in found.only_first if name.startswith("state/")]
-
-
 def save_again(world: shoal.World, folder: Path) -> None:
     model = shoal.parallelize(Net().double(), world)
     step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=0.1), shoal.Task(loss))
@@ -129,3 +79,41 @@ def save_again(world: shoal.World, folder: Path) -> None:
     with shoal.Run(folder / "run", step, data, state={"ema": shoal.EMA(model, decay=0.5)}) as run:
         assert run.restore() is not None
         run.save(to="again")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("size", "layout", "strategy"),
+    [
+        (3, "shard=-1", shoal.FSDP()),
+        (2, "pipeline=2", shoal.Pipeline(split_points=("blocks.2",))),
+    ],
+)
+def test_as_if_one_process_had_saved(
+    size: int, layout: str, strategy: Any, ranks_of: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    with Ranks(size, layout=layout) as ranks:
+        ranks.call(save, strategy, tmp_path / "many")
+    ranks_of(1).call(save, shoal.SingleProcess(), tmp_path / "one")
+    ranks_of(1).call(save_again, tmp_path / "many")
+    places = ("many/run/checkpoints", "one/run/checkpoints", "many/run/again")
+    paths = [tmp_path / place / "step-2" for place in places]
+    assert [verify.examine(path, read=True).problems for path in paths] == [[]] * 3
+    many, one, again = map(manifest.inspect_checkpoint, paths)
+    if isinstance(strategy, shoal.FSDP):
+        assert {len(row.chunks) for name, row in many.tensors.items() if name.endswith("weight")} == {3}
+
+    out = tmp_path / "out.safetensors"
+    assert same(exported(many, out), load_file(tmp_path / "many/model.safetensors"))
+    assert same(exported(many, out, "ema"), load_file(tmp_path / "many/averaged.safetensors"))
+
+    # Saved divided, restored and saved again by one process, not an element differs; trained by one
+    # process, the last bits do.
+    for other, most in ((again, 0.0), (one, 1e-12)):
+        found = diff.compare(many, other)
+        assert (found.only_second, found.reformed) == ((), ())
+        # Other ranks have random states of their own; all else is there once.
+        assert {name.split("/")[0] for name in found.only_first} <= {"rank"}
+        state = [each for each in found.changed if each.name.startswith("state/")]
+        assert all(each.relative <= most for each in state)
+        assert {path.split("/")[0] for path, *_ in found.plain} <= {"ranks", "rank"}

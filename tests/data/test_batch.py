@@ -56,22 +56,16 @@ def test_a_loop_of_ones_own_is_as_exact_as_its_mean(world: shoal.World) -> None:
 
 
 def test_a_loop_of_ones_own_asks_which_of_two_models_learns(world: shoal.World) -> None:
-    first, second = (shoal.parallelize(nn.Linear(1, 1), world) for _ in range(2))
     found = Batch(0, 1, [MicroBatch(torch.ones(1, 1), 0, 1, 1.0)], seed=0, world=world)
+    with pytest.raises(StepError, match="no parallelized model"):
+        found.backward(total=torch.ones(()), count=1)
+    first, second = (shoal.parallelize(nn.Linear(1, 1), world) for _ in range(2))
     for values in found:
         with pytest.raises(StepError, match="2 parallelized models"):
             found.backward(total=second(first(values)).sum(), count=1)
         found.backward(total=second(first(values)).sum(), count=1, model=second)
     assert all(p.grad is None for p in first.parameters())
     assert all(p.grad is not None for p in second.parameters())
-
-
-def test_a_loop_of_ones_own_without_an_engine(world: shoal.World) -> None:
-    found = Batch(0, 1, [MicroBatch(torch.ones(1, 1), 0, 1, 1.0)], seed=0, world=world)
-    model = nn.Linear(1, 1)
-    for values in found:
-        with pytest.raises(StepError, match="no parallelized model"):
-            found.backward(total=model(values).sum(), count=1)
 
 
 def test_a_loop_of_ones_own_notices_what_is_not_a_number(world: shoal.World) -> None:

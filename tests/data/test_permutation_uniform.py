@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import factorial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +17,13 @@ from shoal.data.permutation import Permutation
 
 stats = LazyModule("scipy.stats")
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.full(rows="all")  # the first of each statistic; the others are long
 
 Table = npt.NDArray[np.int64]
 
 SIZES = (5, 6, 7, 8, 9, 10, 17, 100, 1000, 10**4, 10**6)
 ENTIRE = {10**4: 200, 10**6: 8}  # how many whole orders to look at; elsewhere 2,000
 SEEDS = range(2_000)
-# About 60 p-values: a uniform shuffle would fail one of them with probability 0.006.
 LEAST_P = 1e-4
 
 
@@ -165,81 +165,51 @@ def p_unrelated(
     return float(min(agreement, stats.kstest(spread(size, distances), "norm").pvalue))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_first_index_is_uniform(size: int) -> None:
-    assert p_first(size, SEEDS) > LEAST_P
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_neighbours_are_uniform(size: int) -> None:
-    assert p_neighbours(size, SEEDS) > LEAST_P
-
-
-@pytest.mark.parametrize("size", [10**4, 10**6])
-def test_pairs_within_an_order_are_uniform(size: int) -> None:
-    assert p_pairs_within(size, range(ENTIRE[size])) > LEAST_P
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_displacement_is_that_of_a_shuffle(size: int) -> None:
-    assert p_displacement(size, range(ENTIRE.get(size, 2000))) > LEAST_P
+# About 60 p-values: a uniform shuffle would fail one of them with probability 0.006.
+CASES: list[tuple[Callable[[int, range], float], int, range]] = [
+    *((p, size, SEEDS) for p in (p_first, p_neighbours) for size in SIZES),
+    *((p_displacement, size, range(ENTIRE.get(size, 2000))) for size in SIZES),
+    *((p_pairs_within, size, range(count)) for size, count in ENTIRE.items()),
+    *(
+        (p_all_orders, size, range(count))
+        for size, count in ((3, 600), (4, 1000), (5, 2400), (6, 3600))
+    ),
+    *((p_parity, size, SEEDS) for size in (7, 8, 16, 17, 32, 64)),
+    *((p_planes, size, SEEDS) for size in (8, 16)),
+]
 
 
 @pytest.mark.parametrize(
-    ("size", "count"),
-    [
-        (3, 600),
-        (4, 1_000),
-        (5, 2_400),
-        (6, 3_600),
-    ],
-)
-def test_every_order_of_few_samples_is_equally_frequent(size: int, count: int) -> None:
-    assert p_all_orders(size, range(count)) > LEAST_P
-
-
-@pytest.mark.parametrize("size", [7, 8, 16, 17, 32, 64])
-def test_half_of_the_orders_are_odd(size: int) -> None:
-    assert p_parity(size, SEEDS) > LEAST_P
-
-
-@pytest.mark.parametrize("size", [8, 16])
-def test_planes_are_not_kept(size: int) -> None:
-    assert p_planes(size, SEEDS) > LEAST_P
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
+    ("chance", "size", "seeds"),
     [
         pytest.param(
-            lambda s: Permutation(1000, seed=s), lambda s: Permutation(1000, seed=s + 1), id="seeds"
-        ),
-        pytest.param(
-            lambda s: Permutation(1000, seed=0, epoch=s),
-            lambda s: Permutation(1000, seed=0, epoch=s + 1),
-            id="epochs",
-        ),
-        pytest.param(
-            lambda s: Permutation(1000, seed=s, epoch=s + 1),
-            lambda s: Permutation(1000, seed=s + 1, epoch=s),
-            id="exchanged",
-        ),
-        pytest.param(
-            lambda s: Permutation(1000, seed=s),
-            lambda s: Permutation(1000, seed=s - 2**64),
-            id="wide seeds",
-        ),
-        pytest.param(
-            lambda s: Permutation(1024, seed=s),
-            lambda s: Permutation(1024, seed=s, shuffle=False),
-            id="identity",
-        ),
+            *case, marks=pytest.mark.long if case[0] in [each[0] for each in CASES[:at]] else ()
+        )
+        for at, case in enumerate(CASES)
     ],
 )
-def test_orders_are_unrelated(
-    one: Callable[[int], Permutation], other: Callable[[int], Permutation]
+def test_orders_are_as_random_as_shuffles(
+    chance: Callable[[int, range], float], size: int, seeds: range
 ) -> None:
-    assert p_unrelated(one, other, range(1000)) > LEAST_P
+    assert chance(size, seeds) > LEAST_P
+
+
+def of(size: int = 1000, seed: int = 0, **options: Any) -> Permutation:
+    return Permutation(size, seed=seed, **options)
+
+
+FAMILIES: dict[str, tuple[Callable[[int], Permutation], Callable[[int], Permutation]]] = {
+    "seeds": (lambda s: of(seed=s), lambda s: of(seed=s + 1)),
+    "epochs": (lambda s: of(epoch=s), lambda s: of(epoch=s + 1)),
+    "exchanged": (lambda s: of(seed=s, epoch=s + 1), lambda s: of(seed=s + 1, epoch=s)),
+    "wide seeds": (lambda s: of(seed=s), lambda s: of(seed=s - 2**64)),
+    "identity": (lambda s: of(1024, s), lambda s: of(1024, s, shuffle=False)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_orders_are_unrelated(family: str) -> None:
+    assert p_unrelated(*FAMILIES[family], range(1000)) > LEAST_P
 
 
 def test_sizes_are_unrelated() -> None:

@@ -83,6 +83,10 @@ def test_a_worker_that_dies_while_the_rank_computes(tmp_path: Path) -> None:
     """torch's error comes in whatever the main thread is doing."""
     go = tmp_path / "go"
 
+    def never() -> bool:
+        go.touch()
+        return False
+
     def end() -> None:
         wait_for(go.exists)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -91,9 +95,9 @@ def test_a_worker_that_dies_while_the_rank_computes(tmp_path: Path) -> None:
         data = shoal.Loader(Dying(end), world, batch_size=2, num_workers=1, shuffle=False)
         batches = data.epochs(1)
         next(batches)
-        go.touch()
-        with pytest.raises(shoal.DataError, match=r"a worker of rank 0's Loader died \(signal 9"):
-            wait_for(lambda: False, 60.0)
+        died = "a worker of rank 0's Loader died \\(signal 9"
+        with pytest.raises(shoal.DataError, match=died):
+            wait_for(never, 60.0)
 
 
 def test_an_error_of_the_dataset_stays_what_it_is() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from helpers.rank_facts import grave, seen
+from helpers.rank_facts import SHOAL, call, grave, seen, words
 from shoal.distributed.link_speed import LinkMeasurements
 from shoal.doctor import display
 from shoal.doctor.checks import clocks, compute, filesystem, gpus, host, links, placement
@@ -35,24 +33,8 @@ from shoal.doctor.outliers import find_slow
 from shoal.doctor.runner import DoctorRequest, examine_alone
 from shoal.util.differences import differences
 
-FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "MPI_", "TORCHELASTIC")
 GIB = 2**30
-
-
-def command(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", "doctor", *arguments],
-        env={**kept, "COLUMNS": "80", **more},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
+DOCTOR = [*SHOAL, "doctor"]
 
 
 def test_a_login_node_is_looked_at_without_torch(tmp_path: Path) -> None:
@@ -60,15 +42,7 @@ def test_a_login_node_is_looked_at_without_torch(tmp_path: Path) -> None:
         "import sys; from shoal.cli.main import main\n"
         "try: main()\nfinally: print('torch' in sys.modules)"
     )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", "--run", str(tmp_path / "runs/a"), "--strict"],
-        env={**kept, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = call([sys.executable, "-c", code, "doctor", "--run", str(tmp_path / "runs/a"), "--strict"])
     lines = done.stdout.splitlines()
     assert lines[-1] == "False"
     assert (done.returncode, done.stderr) == (0, "")
@@ -81,7 +55,7 @@ def test_a_login_node_is_looked_at_without_torch(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_strict_stops_a_job_where_a_check_fails_and_json_says_which() -> None:
-    done = command("--json", "--run", "/proc/runs", "--strict")
+    done = call([*DOCTOR, "--json", "--run", "/proc/runs", "--strict"])
     assert done.returncode == 1
     report = json.loads(done.stdout)
     bad = {one["what"] for one in report["findings"] if one["state"] == "failure"}
@@ -110,7 +84,7 @@ def test_what_hangs_or_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.full
 def test_a_launch_that_contradicts_itself_is_a_line() -> None:
-    done = command("--quick", "--strict", RANK="1", WORLD_SIZE="2", SLURM_PROCID="3")
+    done = call([*DOCTOR, "--quick", "--strict"], RANK="1", WORLD_SIZE="2", SLURM_PROCID="3")
     assert done.returncode == 1
     assert done.stderr == ""
     assert "FAILURE launcher" in words(done.stdout)

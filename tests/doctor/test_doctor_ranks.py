@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import shoal
 from helpers.commands import Command
+from helpers.rank_facts import SHOAL, call, environment
 from helpers.ranks import Ranks, free_port
 from shoal.doctor.checks import compute, filesystem, software
 from shoal.doctor.findings import Examination, Severity
@@ -29,7 +30,6 @@ from shoal.util.packages import packages
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
-FOREIGN = ("OMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "MPI_")
 RANKS = 3
 ODD = 2
 """The rank in which faults are planted."""
@@ -168,11 +168,6 @@ def test_ranks_that_share_a_core_while_others_are_idle_are_named(ranks: Ranks) -
     assert told["links"].startswith("not measured")
 
 
-def environment(**more: object) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    return {**kept, "COLUMNS": "200", **{name: str(value) for name, value in more.items()}}
-
-
 STOPPED = """
 import os, signal, sys
 from shoal.doctor.checks import host, links
@@ -189,11 +184,11 @@ main()
 def test_a_rank_that_stops_is_named_and_strict_ends_the_job(where: str) -> None:
     shared = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     shared["MASTER_PORT"] = free_port()
-    asked = [sys.executable, "-m", "shoal", "doctor", "--limit", "1", "--strict"]
+    asked = [*SHOAL, "doctor", "--limit", "1", "--strict"]
     started = [
         subprocess.Popen(
             command,
-            env=environment(**shared, RANK=rank, LOCAL_RANK=rank),
+            env=environment(**shared, COLUMNS=200, RANK=rank, LOCAL_RANK=rank),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -226,14 +221,8 @@ def test_a_rank_that_never_comes_is_named(launcher: str, tmp_path: Path) -> None
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run = tmp_path.name
     variables = by_mpirun(run) if launcher == "mpirun" else by_torchrun(run, store.port)
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", "doctor", "--limit", "2", "--wait", "1", "--strict"],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    asked = [*SHOAL, "doctor", "--limit", "2", "--wait", "1", "--strict"]
+    done = call(asked, COLUMNS=200, **variables)
     assert done.returncode == 1
     assert "rank 1 did not join the rendezvous" in done.stdout
     assert "open files" in done.stdout
@@ -242,7 +231,7 @@ def test_a_rank_that_never_comes_is_named(launcher: str, tmp_path: Path) -> None
 def test_ranks_that_it_starts_by_itself_report_once(tmp_path: Path) -> None:
     archive = tmp_path / "b.zip"
     words = ["-n", "2", "--quick", "--run", str(tmp_path / "run"), "--bundle", str(archive)]
-    command = Command([sys.executable, "-m", "shoal", "doctor", *words], tmp_path)
+    command = Command([*SHOAL, "doctor", *words], tmp_path)
     try:
         done = command.end(timeout=200)
     finally:

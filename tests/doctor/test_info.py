@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from helpers.rank_facts import SHOAL, call, words
 from shoal.doctor.cgroups import cgroup_limits
 from shoal.doctor.info import display
 from shoal.doctor.info.machine import maker, packages
@@ -18,29 +17,13 @@ from shoal.doctor.info.ranks import RankInfo, differences, rows
 from shoal.util.decision import Decision
 from shoal.util.differences import spans
 
-FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "MPI_", "TORCHELASTIC")
-
-
-def info(width: int = 80, **more: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", "info"],
-        env={**kept, "COLUMNS": str(width), **more},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
+INFO = [*SHOAL, "info"]
 
 
 @pytest.mark.full
 def test_everything_is_said_in_a_narrow_window() -> None:
     width = 60
-    done = info(width, WANDB_API_KEY="s3cret", CUDA_VISIBLE_DEVICES="")
+    done = call(INFO, COLUMNS=width, WANDB_API_KEY="s3cret", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stderr) == (0, "")
     assert max(map(len, done.stdout.splitlines())) <= width
     assert "\x1b" not in done.stdout
@@ -59,7 +42,7 @@ def test_everything_is_said_in_a_narrow_window() -> None:
 
 @pytest.mark.full
 def test_a_contradictory_environment_is_shown_with_the_error() -> None:
-    done = info(RANK="1", WORLD_SIZE="2", SLURM_PROCID="3")
+    done = call(INFO, RANK="1", WORLD_SIZE="2", SLURM_PROCID="3")
     assert done.returncode == 2
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["given", "found", "fix"]
     assert "SLURM_STEP_ID not set" in done.stderr
@@ -86,10 +69,7 @@ finally:
 
 @pytest.mark.full
 def test_one_process_opens_no_port_and_imports_no_more_than_it_needs() -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    done = subprocess.run(
-        [sys.executable, "-c", QUIET], env=kept, capture_output=True, text=True, timeout=200, check=True
-    )
+    done = call([sys.executable, "-c", QUIET])
     assert done.stdout.splitlines()[-1] == "[] []"
 
 
@@ -113,17 +93,9 @@ except LaunchError as error:
 )
 @pytest.mark.full
 def test_ranks_that_do_not_come_are_told_as_elsewhere(rank: int, told: str, tmp_path: Path) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     names = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
-    variables = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", LATE],
-        env={**kept, **variables, "PMIX_NAMESPACE": tmp_path.name},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
+    variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
+    done = call([sys.executable, "-c", LATE], **variables, PMIX_NAMESPACE=tmp_path.name)
     before, _, after = done.stdout.partition("LaunchError")
     assert told in after
     # What could be found is there once, with the launcher's reasons.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,25 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from helpers.rank_facts import SHOAL, call, environment, words
 from helpers.ranks import free_port
 
 pytestmark = pytest.mark.processes
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-INFO = [sys.executable, "-m", "shoal", "info"]
-FOREIGN = ("OMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "MPI_")
+INFO = [*SHOAL, "info"]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    return {**kept, "COLUMNS": "120", **more}
-
-
 def say(command: list[str], **more: str) -> str:
-    done = subprocess.run(
-        command, env=environment(**more), capture_output=True, text=True, timeout=100, check=False
-    )
+    done = call(command, COLUMNS=120, **more)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -78,12 +70,12 @@ main()
 def test_a_rank_with_another_torch_is_named(tmp_path: Path) -> None:
     """FAILURES 25: before training too, where somebody asks."""
     (tmp_path / "other.py").write_text(OTHER)
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    shared["MASTER_PORT"] = str(free_port())
+    shared = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    shared["MASTER_PORT"] = free_port()
     started = [
         subprocess.Popen(
             command,
-            env=environment(**shared, RANK=rank, LOCAL_RANK=rank),
+            env=environment(**shared, COLUMNS=120, RANK=rank, LOCAL_RANK=rank),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -95,6 +87,6 @@ def test_a_rank_with_another_torch_is_named(tmp_path: Path) -> None:
         for process in started:
             process.kill()
             process.wait()
-    line = " ".join(first.partition("torch differs")[2].split())
+    line = words(first.partition("torch differs")[2])
     assert "on 1 of 2 ranks, 2.11.0, built for the CPU on rank 1 (" in line
     assert second == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,13 @@ def test_room_and_speed_of_a_directory(tmp_path: Path) -> None:
     assert told(free=0) == [("room", Severity.FAILURE)]
     assert told(sync=2.5) == [("sync", Severity.WARNING)]
     assert told(quota="/home 12G*", free=99 * GIB) == [("quota", Severity.WARNING)]
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    (found,) = filesystem.check_directories(seen([filesystem.try_directory(tmp_path)]))
+    assert found.state is Severity.FAILURE
+    assert found.found.endswith(") can't be written: Read-only file system")

@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
 from helpers.commands import wait_for
+from helpers.killed_training import same
 from helpers.ranks import RankError, Ranks
+from helpers.small_training import events_of, saved, squared_error
 from shoal.checkpoint import Checkpoints, Files
-from shoal.distributed.seeds import random_state, set_random_state
-from shoal.telemetry import events
 from shoal.util.errors import CheckpointError
 
 pytestmark = pytest.mark.processes
 
 STEPS = 8  # an epoch
-
-
-@pytest.fixture
-def world() -> Iterator[shoal.World]:
-    kept = random_state()
-    with shoal.init() as alone:
-        yield alone
-    set_random_state(kept)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Gated(Files):
@@ -60,15 +45,11 @@ class Gated(Files):
         super().write(file, data)
 
 
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.mse_loss(output, batch[1], reduction="sum"), len(batch[1])
-
-
 def begin(world: shoal.World, directory: Path, **options: Any) -> shoal.Run:
     world.reseed("weights", by_rank=False)
     model = shoal.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    step = shoal.Step(model, optimizer, shoal.Task(loss))
+    step = shoal.Step(model, optimizer, shoal.Task(squared_error))
     generator = torch.Generator().manual_seed(5)
     data = torch.randn(32, 4, generator=generator), torch.randn(32, 2, generator=generator)
     loader = shoal.Loader(data, world, batch_size=4)
@@ -85,12 +66,6 @@ def weights(run: shoal.Run) -> list[Tensor]:
     return [p.detach().clone() for p in run.steps["step"].model.parameters()]
 
 
-def saved(directory: Path, folder: str = "checkpoints") -> list[int]:
-    names = [path.name for path in (directory / folder).iterdir()]
-    assert all(re.fullmatch(r"step-\d+", name) for name in names)
-    return sorted(int(name[5:]) for name in names)
-
-
 def goes_on(world: shoal.World, directory: Path) -> dict[str, Any]:
     """Train while the save of step 2 can't write; then let it, and look at what it holds."""
     barrier = directory / "open"
@@ -104,19 +79,15 @@ def goes_on(world: shoal.World, directory: Path) -> dict[str, Any]:
                 then = weights(run)
         checkpoints = directory / "checkpoints"
         wait_for(lambda: any(checkpoints.glob("step-*")))  # the saving thread has begun
-        during = list(checkpoints.glob("step-*"))
+        during = [path.name for path in checkpoints.glob("step-*")]
         now = weights(run)
         world.barrier()  # all have looked
         barrier.mkdir(exist_ok=True)
     after = begin(world, directory)
     restored = after.restore()
     assert restored is not None
-    return {
-        "during": [path.name for path in during],
-        "moved": all(not torch.equal(a, b) for a, b in zip(then, now, strict=True)),
-        "same": all(torch.equal(a, b) for a, b in zip(then, weights(after), strict=True)),
-        "at": restored[:3],
-    }
+    moved = all(not torch.equal(a, b) for a, b in zip(then, now, strict=True))
+    return {"during": during, "moved": moved, "same": same(then, weights(after)), "at": restored[:3]}
 
 
 def test_training_goes_on_while_a_state_is_written_as_it_was(
@@ -177,8 +148,8 @@ def failing(world: shoal.World, directory: Path, code: int, must: bool) -> list[
             run.files.checkpoints.background.wait()
             if last and run.step == 2:
                 (barrier / "refuse").unlink()
-    lines = events.read_events(directory / "events" / f"rank-{world.rank}.jsonl")
-    return [f"{line['event']} {line['step']}" for line in lines if line["event"].startswith("save")]
+    found = [f"{event['event']} {event['step']}" for event in events_of(directory, rank=world.rank)]
+    return [text for text in found if text.startswith("save")]
 
 
 def test_a_save_that_fails_is_told_and_training_goes_on(two: Ranks, tmp_path: Path) -> None:
@@ -203,10 +174,9 @@ def test_a_save_that_must_not_fail_ends_the_run_on_all_ranks(two: Ranks, tmp_pat
         assert isinstance(result.error, CheckpointError)
         assert "rank 1: [Errno 28] No space left on device" in result.error.found
     assert saved(tmp_path) == [1]
-    steps = [
-        line["step"] for line in events.read_events(tmp_path / "events/rank-0.jsonl") if "loss" in line
-    ]
-    assert 3 <= max(steps) < STEPS  # at once, and not when the next save comes
+    assert (
+        3 <= events_of(tmp_path, "step")[-1]["step"] < STEPS
+    )  # at once, and not when the next save comes
 
 
 def test_one_that_is_waited_for_raises_and_is_not_told_again(
@@ -277,24 +247,24 @@ def timed_on(ranks: Ranks, directory: Path, every: Any) -> list[int]:
     return list(first)
 
 
-@pytest.mark.parametrize("cost", [0.01, 3.0, 60.0])
-@pytest.mark.parametrize("hours", [0.5, 24.0])
-def test_the_interval_of_young_and_daly_costs_least(cost: float, hours: float) -> None:
+def test_the_interval_of_young_and_daly_costs_least() -> None:
     """Beside Daly's expected time per second of work, which is looked at point by point."""
-    mean = 3600 * hours
+    for cost, hours in itertools.product((0.01, 3.0, 60.0), (0.5, 24.0)):
+        found = shoal.YoungDaly(mtbf=timedelta(hours=hours)).seconds(cost)
 
-    def expected(interval: float) -> float:
-        return mean * math.expm1((interval + cost) / mean) / interval
+        def expected(interval: float, cost: float = cost, mean: float = 3600 * hours) -> float:
+            return mean * math.expm1((interval + cost) / mean) / interval
 
-    found = shoal.YoungDaly(mtbf=timedelta(hours=hours)).seconds(cost)
-    least = min(expected(found * (0.2 + 0.001 * step)) for step in range(4000))
-    assert expected(found) == pytest.approx(least, rel=1e-4)
+        least = min(expected(found * (0.2 + 0.001 * step)) for step in range(4000))
+        assert expected(found) == pytest.approx(least, rel=1e-4), (cost, hours)
 
 
-@pytest.mark.parametrize("every", [0, True, 2.5, "10 min", timedelta(0)])
-def test_other_intervals_are_refused(world: shoal.World, tmp_path: Path, every: Any) -> None:
-    with begin(world, tmp_path) as run, pytest.raises(CheckpointError, match=re.escape(repr(every))):
-        run.tick(every=every)
+def test_other_intervals_are_refused(world: shoal.World, tmp_path: Path) -> None:
+    intervals: list[Any] = [0, True, 2.5, "10 min", timedelta(0)]
+    with begin(world, tmp_path) as run:
+        for every in intervals:
+            with pytest.raises(CheckpointError, match=re.escape(repr(every))):
+                run.tick(every=every)
     for mtbf in (timedelta(0), 3600):
         with pytest.raises(CheckpointError, match="is a positive timedelta"):
             shoal.YoungDaly(mtbf=mtbf)  # type: ignore[arg-type]
@@ -335,11 +305,9 @@ def test_what_can_not_be_saved_is_told_at_the_first_tick(
 ) -> None:
     # A preemption may bring the first save, after days.
     with begin(world, tmp_path, **options) as run:
-        for batch in run.loader.epochs(1):
-            run.steps["step"](batch)
-            with pytest.raises(CheckpointError, match=where):
-                run.tick()
-            break
+        run.steps["step"](next(run.loader.epochs(1)))
+        with pytest.raises(CheckpointError, match=where):
+            run.tick()
 
 
 def test_a_checkpoint_says_what_it_is_of(world: shoal.World, tmp_path: Path) -> None:

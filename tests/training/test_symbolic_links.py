@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shoal
 from helpers.ranks import RankError, Ranks
+from helpers.small_training import step_of
 from shoal.util.errors import CheckpointError
 from shoal.util.regular_file import open_to_write, replace, write_new
 
@@ -21,14 +21,9 @@ pytestmark = pytest.mark.processes
 PRECIOUS = "precious\n" * 20
 
 
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return output.square().sum(), len(output)
-
-
 def trains(world: shoal.World, directory: Path) -> int:
     """Train an epoch in a run directory; the number of the step that it went on from."""
-    model = shoal.parallelize(nn.Linear(3, 1), world)
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
+    step = step_of(world, nn.Linear(3, 1))
     loader = shoal.Loader((torch.ones(8, 3),), world, batch_size=4)
     with shoal.Run(directory, step, loader, trackers=()) as run:
         run.restore()
@@ -47,57 +42,55 @@ def precious(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["lock", "events/rank-0.jsonl", "events/rank-1.jsonl"])
-def test_nothing_is_written_through_a_link(name: str, precious: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link(
+    name: str, precious: Path, two: Ranks, tmp_path: Path
+) -> None:
     link = tmp_path / "run" / name
     link.parent.mkdir(parents=True)
     link.symlink_to(precious)
-    with Ranks(2) as ranks:
-        for found in ranks.attempt(trains, tmp_path / "run"):
-            assert isinstance(found, RankError)
-            assert isinstance(found.error, CheckpointError)
-            assert name in found.error.found
-            assert "symbolic link" in found.error.found
-            assert "remove the symbolic link" in found.error.fix
+    for found in two.attempt(trains, tmp_path / "run"):
+        assert isinstance(found, RankError)
+        assert isinstance(found.error, CheckpointError)
+        assert name in found.error.found
+        assert "symbolic link" in found.error.found
+        assert "remove the symbolic link" in found.error.fix
     assert precious.read_text() == PRECIOUS
     assert link.is_symlink()
 
 
 @pytest.mark.parametrize("name", ["lock", "events/rank-0.jsonl"])
-def test_a_pipe_is_an_error_and_not_waited_for(name: str, tmp_path: Path) -> None:
+def test_a_pipe_is_an_error_and_not_waited_for(name: str, world: shoal.World, tmp_path: Path) -> None:
     pipe = tmp_path / "run" / name
     pipe.parent.mkdir(parents=True)
     os.mkfifo(pipe)
-    with shoal.init() as world, pytest.raises(CheckpointError, match="regular"):
+    with pytest.raises(CheckpointError, match="regular"):
         trains(world, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["step-1", "step-2", "step-2.partial", "step-2.trash", "step-9"])
-def test_a_link_is_no_checkpoint(name: str, tmp_path: Path) -> None:
+def test_a_link_is_no_checkpoint(name: str, world: shoal.World, tmp_path: Path) -> None:
     """What it leads to is neither read, nor written, nor removed."""
-    with shoal.init() as world:
-        trains(world, tmp_path / "theirs")
-        kept = snapshot(tmp_path / "theirs")
-        checkpoints = tmp_path / "run" / "checkpoints"
-        checkpoints.mkdir(parents=True)
-        (checkpoints / name).symlink_to(tmp_path / "theirs" / "checkpoints" / "step-2")
-        if "." in name:
-            assert trains(world, tmp_path / "run") == 0
-        else:
-            with pytest.raises(CheckpointError, match="symbolic link"):
-                trains(world, tmp_path / "run")
-        assert snapshot(tmp_path / "theirs") == kept
+    trains(world, tmp_path / "theirs")
+    kept = snapshot(tmp_path / "theirs")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / name).symlink_to(tmp_path / "theirs" / "checkpoints" / "step-2")
+    if "." in name:
+        assert trains(world, tmp_path / "run") == 0
+    else:
+        with pytest.raises(CheckpointError, match="symbolic link"):
+            trains(world, tmp_path / "run")
+    assert snapshot(tmp_path / "theirs") == kept
 
 
-def test_directories_may_be_links(tmp_path: Path) -> None:
+def test_directories_may_be_links(world: shoal.World, tmp_path: Path) -> None:
     """People keep checkpoints on another file system by them."""
-    (tmp_path / "scratch" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "scratch" / "events").mkdir()
     (tmp_path / "run").mkdir()
     for name in ("checkpoints", "events"):
+        (tmp_path / "scratch" / name).mkdir(parents=True)
         (tmp_path / "run" / name).symlink_to(tmp_path / "scratch" / name)
-    with shoal.init() as world:
-        trains(world, tmp_path / "run")
-        assert trains(world, tmp_path / "run") == 2
+    trains(world, tmp_path / "run")
+    assert trains(world, tmp_path / "run") == 2
     assert (tmp_path / "scratch" / "checkpoints" / "step-2" / "manifest.json").exists()
     assert (tmp_path / "scratch" / "events" / "rank-0.jsonl").exists()
 

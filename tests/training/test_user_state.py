@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,21 +11,10 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.ranks import Ranks
+from helpers.small_training import sgd, squares
 from shoal.util.errors import CheckpointError
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def stages() -> Iterator[Ranks]:
-    with Ranks(2, layout="pipeline=-1") as started:
-        yield started
 
 
 class Kept:
@@ -56,16 +44,11 @@ class PerRank(Kept):
         self.value = state["ranks"][self.world.rank]
 
 
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return output.square().sum(), len(output)
-
-
 def built(
     world: shoal.World, model: nn.Module, strategy: Any = None
 ) -> tuple[shoal.Step, shoal.Loader]:
     model = shoal.parallelize(model, world, strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = shoal.Step(model, optimizer, shoal.Task(loss, inputs=lambda batch: (batch[0],)))
+    step = shoal.Step(model, sgd(model), shoal.Task(squares, inputs=lambda batch: (batch[0],)))
     return step, shoal.Loader((torch.ones(32, 8),), world, batch_size=8, micro_batches=2)
 
 
@@ -94,11 +77,9 @@ def saved(world: shoal.World, directory: Path, kind: str, strategy: Any = None) 
     return state.value
 
 
-@pytest.mark.parametrize(("kind", "at"), [("tensor", ""), ("number", ""), ("list", "")])
-def test_state_that_differs_between_ranks_is_refused(
-    kind: str, at: str, ranks: Ranks, tmp_path: Path
-) -> None:
-    for refused in ranks.attempt(saved, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["tensor", "number", "list"])
+def test_state_that_differs_between_ranks_is_refused(kind: str, two: Ranks, tmp_path: Path) -> None:
+    for refused in two.attempt(saved, tmp_path, kind):
         assert "CheckpointError" in str(refused)
         assert "state={'mine': Kept}), at mine/value" in str(refused)
         assert "rank 1 of 2 would save a different value" in str(refused)
@@ -107,8 +88,8 @@ def test_state_that_differs_between_ranks_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["same", "last bits", "every rank"])
-def test_state_that_is_the_same_on_all_ranks_is_kept(kind: str, ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.call(saved, tmp_path, kind)
+def test_state_that_is_the_same_on_all_ranks_is_kept(kind: str, two: Ranks, tmp_path: Path) -> None:
+    first, second = two.call(saved, tmp_path, kind)
     if kind == "every rank":
         assert (first, second) == ("of rank 0", "of rank 1")
     else:
@@ -116,24 +97,20 @@ def test_state_that_is_the_same_on_all_ranks_is_kept(kind: str, ranks: Ranks, tm
         assert torch.equal(torch.as_tensor(first), torch.as_tensor(second))
 
 
-SPLIT = shoal.Pipeline(split_points=("2",))
+def test_averages_of_ranks_that_step_alone_are_saved(two: Ranks, tmp_path: Path) -> None:
+    first, second = two.call(saved, tmp_path, "tensor", shoal.LocalSGD(sync_every=100))
+    assert torch.equal(first, second)  # those of rank 0
 
 
-def test_state_of_a_stage_that_is_no_entry_of_a_dict_is_refused(stages: Ranks, tmp_path: Path) -> None:
-    for refused in stages.attempt(saved, tmp_path, "stages as a list", SPLIT):
+def test_state_of_stages_is_kept_by_name_and_refused_in_a_list(two: Ranks, tmp_path: Path) -> None:
+    two.divide("pipeline=-1")
+    split = shoal.Pipeline(split_points=("2",))
+    for refused in two.attempt(saved, tmp_path / "list", "stages as a list", split):
         assert "at mine/value/0" in str(refused)
         assert "a dict keyed by parameter name" in str(refused)
-
-
-def test_state_of_stages_by_name_is_kept(stages: Ranks, tmp_path: Path) -> None:
-    first, second = stages.call(saved, tmp_path, "stages by name", SPLIT)
-    for found in (first, second):  # of an object that had nothing, and so left nothing to the others
+    for found in two.call(saved, tmp_path / "dict", "stages by name", split):
+        # Of an object that had nothing, and so left nothing to the others.
         assert {name.split(".")[0] for name in found} == {"0", "1", "2", "3"}
-
-
-def test_averages_of_ranks_that_step_alone_are_saved(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.call(saved, tmp_path, "tensor", shoal.LocalSGD(sync_every=100))
-    assert torch.equal(first, second)  # those of rank 0
 
 
 class Library(nn.Linear):
@@ -157,12 +134,7 @@ class Library(nn.Linear):
 
 
 class Other(Library):
-    built: ClassVar[Any] = {
-        "args": (8, 8),
-        "layer": nn.Bilinear,
-        "act": torch.relu,
-        "dtype": torch.float32,
-    }
+    built: ClassVar[Any] = {**Library.built, "layer": nn.Bilinear}
 
 
 class Odd(Library):
@@ -202,14 +174,3 @@ def test_an_entry_that_no_checkpoint_can_hold_is_refused_at_once(
     entry, owner = ("'1._extra_state'", "a Extra at 1") if nested else ("'_metadata'", "a Odd")
     assert f"the entry {entry}, of {owner}" in refused.value.given
     assert not (tmp_path / "lock").exists()
-
-
-def drawn_after(world: shoal.World, directory: Path) -> None:
-    step, _ = built(world, nn.Linear(8, 8))
-    shoal.Run(directory, step, shoal.Loader((torch.randn(32, 8),), world, batch_size=8))
-
-
-def test_data_drawn_after_parallelize_is_named_as_the_cause(ranks: Ranks, tmp_path: Path) -> None:
-    for refused in ranks.attempt(drawn_after, tmp_path):
-        assert "AgreementError" in str(refused)
-        assert "generate data before shoal.parallelize, which seeds the global " in str(refused)
