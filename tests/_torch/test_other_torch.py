@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 import shoal
 from shoal._torch import autograd, c10d, checkpointing, dispatch, fsdp, mesh, pipelining, versions
 from shoal.util.errors import LaunchError
 
 pytestmark = pytest.mark.compat
+
+MESH = "torch.distributed.device_mesh:DeviceMesh"
 
 
 def test_init_says_once_that_torch_is_newer_than_tested(
@@ -33,74 +34,49 @@ def test_init_says_once_that_torch_is_newer_than_tested(
     assert (output.out + output.err).count(f"torch 99.1 is {tested}") == 1
 
 
-def _fsdp_part() -> FSDPModule:
-    return object.__new__(FSDPModule)
+LACKING: list[tuple[str, str, Callable[[], object]]] = [
+    ("torch.autograd:Variable", "_execution_engine", lambda: autograd.after_backward(print)),
+    ("torch:_C", "_current_autograd_node", autograd.in_backward),
+    ("torch.distributed:distributed_c10d", "_get_default_store", c10d.default_store),
+    (
+        "torch.distributed._composable:checkpoint_activation",
+        "checkpoint",
+        lambda: checkpointing.checkpoint(nn.Linear(1, 1)),
+    ),
+    (
+        "torch.distributed._composable.contract:",
+        "_get_registry",
+        lambda: checkpointing.is_checkpointed(nn.Linear(1, 1)),
+    ),
+    (
+        "torch.distributed.fsdp:FSDPModule",
+        "_get_fsdp_state",
+        lambda: fsdp.parameter_groups(object.__new__(FSDPModule)),
+    ),
+    (MESH, "_flatten", lambda: mesh.flatten(object.__new__(DeviceMesh), "a_b")),
+    (MESH, "_concatenate", lambda: mesh.concatenate([object.__new__(DeviceMesh)])),
+    (
+        "torch.distributed.tensor._utils:",
+        "compute_local_shape_and_global_offset",
+        lambda: mesh.local_slices(cast(Any, None)),
+    ),
+    # Attributes that objects of torch lack.
+    ("", "_version", lambda: autograd.version(cast(Any, object()))),
+    ("", "_is_view", lambda: autograd.is_view(cast(Any, object()))),
+    ("", "_saved_result", lambda: autograd.saved_result(object())),
+    ("", "_schema", lambda: dispatch.schema_of(object())),
+    ("", "_step_microbatches", lambda: pipelining.step_micro_batches(object(), [], [])),
+]
 
 
-def _mesh() -> DeviceMesh:
-    return object.__new__(DeviceMesh)
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "call"),
-    [
-        ("torch.autograd:Variable", "_execution_engine", lambda: autograd.after_backward(print)),
-        ("torch:_C", "_current_autograd_node", autograd.in_backward),
-        ("torch.distributed:distributed_c10d", "_get_default_store", c10d.default_store),
-        (
-            "torch.distributed._composable:checkpoint_activation",
-            "checkpoint",
-            lambda: checkpointing.checkpoint(nn.Linear(1, 1)),
-        ),
-        (
-            "torch.distributed._composable.contract:",
-            "_get_registry",
-            lambda: checkpointing.is_checkpointed(nn.Linear(1, 1)),
-        ),
-        (
-            "torch.distributed.fsdp:FSDPModule",
-            "_get_fsdp_state",
-            lambda: fsdp.parameter_groups(_fsdp_part()),
-        ),
-        ("torch.distributed.device_mesh:DeviceMesh", "_flatten", lambda: mesh.flatten(_mesh(), "a_b")),
-        (
-            "torch.distributed.device_mesh:DeviceMesh",
-            "_concatenate",
-            lambda: mesh.concatenate([_mesh()]),
-        ),
-        (
-            "torch.distributed.tensor._utils:",
-            "compute_local_shape_and_global_offset",
-            lambda: mesh.local_slices(cast(DTensor, None)),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("place", "name", "call"), LACKING, ids=[name for _, name, _ in LACKING])
 def test_a_name_that_torch_lacks_is_an_error_that_names_it(
     place: str, name: str, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, _, owner = place.partition(":")
-    imported = import_module(module)
-    monkeypatch.delattr(getattr(imported, owner) if owner else imported, name)
-    _assert_names(name, call)
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("_version", autograd.version),
-        ("_is_view", autograd.is_view),
-        ("_saved_result", autograd.saved_result),
-        ("_schema", dispatch.schema_of),
-        ("_step_microbatches", lambda schedule: pipelining.step_micro_batches(schedule, [], [])),
-    ],
-)
-def test_an_attribute_that_objects_of_torch_lack_is_an_error_that_names_it(
-    name: str, call: Callable[[Any], object]
-) -> None:
-    _assert_names(name, lambda: call(cast(Tensor, object())))
-
-
-def _assert_names(name: str, call: Callable[[], object]) -> None:
+    if module:
+        imported = import_module(module)
+        monkeypatch.delattr(getattr(imported, owner) if owner else imported, name)
     with pytest.raises(LaunchError) as caught:
         call()
     assert caught.value.given.startswith("torch ")

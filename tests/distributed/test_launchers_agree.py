@@ -78,7 +78,7 @@ def test_a_notebook(alone: str, tmp_path: Path) -> None:
     )
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     said = "".join(output.text for output in outputs if output.get("name") == "stdout")
-    assert said == f"loss {alone} attempt 0\n[None, None]\n"
+    assert said.endswith(f"loss {alone} attempt 0\n[None, None]\n")  # after lines of progress
 
 
 @pytest.mark.system

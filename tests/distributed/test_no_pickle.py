@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 import shoal
 from helpers.commands import Command, wait_for
 from helpers.ranks import RankError, Ranks
+from helpers.scripts import Script
 from shoal._torch.elastic import CheckedBackend
 from shoal.util.errors import AgreementError
 
@@ -103,24 +106,18 @@ class Hostile:
         return Path.touch, (self.path,)
 
 
-def test_a_save_runs_nothing_from_a_poisoned_store(tmp_path: Path) -> None:
+def test_a_save_runs_nothing_from_a_poisoned_store(
+    tmp_path: Path, start: Callable[..., Script], start_command: Callable[..., Command]
+) -> None:
     """As another user where the tests run as root."""
-    marker = tmp_path / "unpickled"
-    shoal_run = [sys.executable, "-m", "shoal", "run", "-n", "2"]
-    (tmp_path / "victim.py").write_text(VICTIM)
-    (tmp_path / "attacker.py").write_text(ATTACKER)
-    victim = Command([*shoal_run, "victim.py", str(tmp_path)], tmp_path)
-    try:
-        port = tmp_path / "port"
-        wait_for(lambda: port.exists() or victim.process.poll() is not None)
-        hostile = pickle.dumps(Hostile(marker)).hex()
-        attack = Command([sys.executable, "attacker.py", port.read_text(), hostile], tmp_path)
-        attacked = attack.end()
-        assert "poisoned" in attacked.out, attacked.err
-        (tmp_path / "poisoned").touch()
-        ended = victim.end()
-    finally:
-        victim.clean_up()
+    marker, port = tmp_path / "unpickled", tmp_path / "port"
+    hostile = pickle.dumps(Hostile(marker)).hex()
+    victim = start(VICTIM, "shoal run", str(tmp_path))
+    wait_for(lambda: port.exists() or victim.process.poll() is not None)
+    attacked = start_command([sys.executable, "-c", ATTACKER, port.read_text(), hostile]).end()
+    assert "poisoned" in attacked.out, attacked.err
+    (tmp_path / "poisoned").touch()
+    ended = victim.end()
     assert not marker.exists()
     assert ended.code != 0
     assert "Other users of the machine" in ended.err
@@ -160,18 +157,11 @@ def gathers(world: shoal.World) -> Any:
     return world.gather(Mine() if world.rank == 1 else "plain")
 
 
-def test_what_can_not_be_sent_is_an_error_on_all_ranks() -> None:
-    with Ranks(2) as ranks:
-        for found in ranks.attempt(gathers):
-            assert isinstance(found, RankError)
-            assert isinstance(found.error, AgreementError)
-            assert "rank 1" in found.error.given
-            assert "Mine" in found.error.found
-        assert ranks.call(collective) == [[0, 1], [0, 1]]
-
-
-def collective(world: shoal.World) -> Any:
-    return world.gather(world.rank)
+def test_what_can_not_be_sent_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    for error in ranks.errors(AgreementError, gathers):
+        assert "rank 1" in error.given
+        assert "Mine" in error.found
+    assert ranks.call(shoal.World.gather, "plain") == [["plain", "plain"]] * 2
 
 
 def trains(world: shoal.World, directory: Path, strategy: Any) -> int:
@@ -222,25 +212,13 @@ def test_no_strategy_sends_pickles(layout: str, strategy: Any, tmp_path: Path) -
         assert ranks.call(trains, tmp_path / "run", strategy) == [4, 4]
 
 
-class Server:
-    """A store with one key."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-
-    def get(self, _: str) -> bytes:
-        return self.content
-
-    def compare_set(self, _: str, __: str, ___: str) -> bytes:
-        return self.content
-
-
 def test_the_state_of_a_rendezvous_runs_nothing(tmp_path: Path) -> None:
     """Torch elastic unpickles what other nodes have written into the store of `shoal run --nodes`."""
     state = _RendezvousState()
     state.participants[_NodeDesc("host", 1, 0)] = 0
     state.participants[_NodeDesc("other", 1, 0)] = Hostile(tmp_path / "ran")  # type: ignore[assignment]
-    backend: Any = CheckedBackend(Server(base64.b64encode(pickle.dumps(state))), "run")  # type: ignore[arg-type]
+    content = base64.b64encode(pickle.dumps(state))
+    store: Any = SimpleNamespace(get=lambda _: content, compare_set=lambda *_: content)
     with pytest.raises(RendezvousStateError):
-        backend.get_state()
+        CheckedBackend(store, "run").get_state()
     assert not (tmp_path / "ran").exists()

@@ -57,34 +57,29 @@ def test_refused_with_the_variables_and_what_to_type(
     assert "fix:" in done.stderr
 
 
-@pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
-def test_ranks_are_slurms_whatever_mpi_it_speaks_and_without_its_programs(
-    mpi: str, cluster: Cluster, where: list[str], tmp_path: Path
+# As tutorials write it, and idr_torch leaves it: on three tasks of one node and one of another.
+BY_HAND = (
+    "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
+    'MASTER_ADDR=node01 MASTER_PORT=12321 exec "$@"'
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "size"),
+    [
+        # `scontrol` is not to be found, whatever MPI Slurm speaks.
+        *((f"srun --mpi={mpi} -N2 -n3 env PATH=/none", 3) for mpi in ("none", "pmi2", "pmix")),
+        ("srun -N2 -n4 -m plane=3 bash -c BY_HAND --", 4),
+        ("salloc -N2 --ntasks-per-node=2 srun --overlap -N1 -n1", 1),  # to try something out in a job
+    ],
+)
+def test_ranks_are_slurms(
+    command: str, size: int, cluster: Cluster, where: list[str], tmp_path: Path
 ) -> None:
-    """FAILURES 15: `scontrol` is not to be found."""
-    command = ["srun", f"--mpi={mpi}", "-N2", "-n3", "env", "PATH=/none", *where]
-    done = cluster.run(command, folder=tmp_path)
-    assert sorted(done.stdout.splitlines()) == ["0 3 srun", "1 3 srun", "2 3 srun"], done.stderr
-
-
-def test_ranks_by_hand_that_repeat_what_slurm_says(
-    cluster: Cluster, where: list[str], tmp_path: Path
-) -> None:
-    """As tutorials write it, and idr_torch leaves it: on three tasks of one node and one of another."""
-    set_by_hand = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS"
-    exports = f'{set_by_hand} MASTER_ADDR=node01 MASTER_PORT=12321 exec "$@"'
-    command = ["srun", "-N2", "-n4", "-m", "plane=3", "bash", "-c", exports, "--", *where]
-    done = cluster.run(command, folder=tmp_path)
-    assert sorted(done.stdout.splitlines()) == [f"{rank} 4 srun" for rank in range(4)], done.stderr
-
-
-def test_a_step_of_one_task_in_a_larger_allocation(
-    cluster: Cluster, where: list[str], tmp_path: Path
-) -> None:
-    """To try something out within a job."""
-    command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", "--overlap", "-N1", "-n1"]
-    done = cluster.run([*command, *where], folder=tmp_path)
-    assert done.stdout == "0 1 srun\n", done.stderr
+    """FAILURES 15: without Slurm's programs too."""
+    words = [BY_HAND if word == "BY_HAND" else word for word in command.split()]
+    done = cluster.run([*words, *where], folder=tmp_path)
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {size} srun" for rank in range(size)], done
 
 
 def test_a_batch_script_is_no_task(cluster: Cluster, where: list[str], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -49,18 +49,18 @@ class Served:
         self.loop.call_soon_threadsafe(self._over.set)
         self.thread.join()
 
-    def ask(self, token: str = TOKEN) -> dict[str, Any]:
+    def ask(self, token: str = TOKEN, **question: Any) -> dict[str, Any]:
         peer = PeerAddress(host="here", pid=1, born=0.0, address="127.0.0.1", port=self.port)
-        return asyncio.run(side_channel.ask(peer, token, {"judge": 1}))
+        return asyncio.run(side_channel.ask(peer, token, question))
 
 
-@contextmanager
-def serving() -> Iterator[Served]:
-    served = Served()
+@pytest.fixture
+def served() -> Iterator[Served]:
+    found = Served()
     try:
-        yield served
+        yield found
     finally:
-        served.stop()
+        found.stop()
 
 
 def call(port: int, data: bytes = b"") -> socket.socket:
@@ -87,50 +87,41 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("line", WRONG, ids=lambda line: repr(line[:40]))
 def test_a_line_without_a_question_is_dropped_in_silence(
-    line: bytes, capfd: pytest.CaptureFixture[str]
+    served: Served, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with serving() as served:
+    for line in WRONG:
         caller = call(served.port, line)
         with suppress(OSError):  # the other end may have closed before the line was read whole
             caller.shutdown(socket.SHUT_WR)
-        assert said(caller) == b""
-        assert served.ask() == {"heard": {"judge": 1}}
+        assert said(caller) == b"", line[:40]
+        assert served.ask(judge=1) == {"heard": {"judge": 1}}
         assert served.complaints == []
     assert capfd.readouterr() == ("", "")
-
-
-def test_who_has_another_token_is_told_nothing() -> None:
-    with serving() as served, pytest.raises(ConnectionResetError):
+    with pytest.raises(ConnectionResetError):  # who has another token is told nothing
         served.ask(token="f" * len(TOKEN))
+    # The report of a hang of thousands of ranks has a line for each.
+    question = {"end": "x" * (side_channel.LONGEST // 2)}
+    assert served.ask(**question) == {"heard": question}
 
 
-def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_connection_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_channel, "_PATIENCE", 0.05)
-    with serving() as served:
-        assert said(call(served.port)) == b""
-        assert said(call(served.port, TOKEN.encode())) == b""
+    assert said(call(served.port)) == b""
+    assert said(call(served.port, TOKEN.encode())) == b""
 
 
-def test_idle_connections_are_bounded_and_keep_no_question_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_are_bounded_and_keep_no_question_out(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(side_channel, "_PATIENCE", 600.0)
-    with serving() as served:
-        callers = [call(served.port) for _ in range(3 * side_channel._MOST_WAITING)]
-        assert served.ask() == {"heard": {"judge": 1}}
-        for early in callers[: 2 * side_channel._MOST_WAITING]:
-            assert said(early) == b""
-        assert len(served.door._waiting) <= side_channel._MOST_WAITING
+    callers = [call(served.port) for _ in range(3 * side_channel._MOST_WAITING)]
+    assert served.ask(judge=1) == {"heard": {"judge": 1}}
+    for early in callers[: 2 * side_channel._MOST_WAITING]:
+        assert said(early) == b""
+    assert len(served.door._waiting) <= side_channel._MOST_WAITING
     for late in callers:
         late.close()
-
-
-def test_a_question_may_be_long() -> None:
-    """The report of a hang of thousands of ranks has a line for each."""
-    with serving() as served:
-        peer = PeerAddress(host="here", pid=1, born=0.0, address="127.0.0.1", port=served.port)
-        question = {"end": "x" * (side_channel.LONGEST // 2)}
-        assert asyncio.run(side_channel.ask(peer, TOKEN, question)) == {"heard": question}
 
 
 def port_of(world: shoal.World) -> int:
@@ -142,15 +133,10 @@ def open_files(_: shoal.World) -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def gather(world: shoal.World) -> list[int]:
-    return world.gather(world.rank)
-
-
-def test_ranks_keep_nothing_of_what_strangers_send() -> None:
-    with Ranks(2) as ranks:
-        ports, before = ranks.call(port_of), ranks.call(open_files)
-        for port in ports:
-            for line in WRONG * 5:
-                call(port, line).close()
-        wait_for(lambda: ranks.call(open_files) == before)
-        assert ranks.call(gather) == [[0, 1], [0, 1]]
+def test_ranks_keep_nothing_of_what_strangers_send(ranks: Ranks) -> None:
+    ports, before = ranks.call(port_of), ranks.call(open_files)
+    for port in ports:
+        for line in WRONG * 5:
+            call(port, line).close()
+    wait_for(lambda: ranks.call(open_files) == before)
+    assert ranks.call(shoal.World.gather, "all is well") == [["all is well"] * 2] * 2

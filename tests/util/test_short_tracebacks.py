@@ -57,28 +57,21 @@ def frames(text: str) -> list[str]:
     return [line.partition(", ")[2] for line in text.splitlines() if line.startswith("  File ")]
 
 
-@pytest.mark.full
+@pytest.mark.full(rows="all")
 @pytest.mark.processes
-def test_plain_python_shows_the_frames_of_the_script(tmp_path: Path) -> None:
-    done = run(tmp_path, SCRIPT.format(before=""))
+@pytest.mark.parametrize("hook", ["", "first", pytest.param("second", marks=pytest.mark.long)])
+def test_plain_python_shows_the_frames_of_the_script(tmp_path: Path, hook: str) -> None:
+    """And calls hooks of others: one that was set before the import of Shoal, and one set after."""
+    script = SCRIPT.format(before=HOOK if hook == "second" else "")
+    done = run(tmp_path, HOOK + script if hook == "first" else script)
     assert done.returncode == 1
+    assert done.stdout == ("seen DataError\n" if hook else "")
     assert [frame.partition(", ")[2] for frame in frames(done.stderr)] == FRAMES
     lines = done.stderr[done.stderr.index("Traceback") :].splitlines()
     assert "site-packages" not in done.stderr
     assert str(Path(shoal.__file__).parent) not in done.stderr
     assert lines[-5] == "shoal.util.errors.DataError: "
     assert [line.split(":")[0] for line in lines[-4:]] == ["given", "found", "fix", "where"]
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_hooks_of_others_are_called(tmp_path: Path, first: bool) -> None:
-    """One that was set before the import of Shoal, and one set after."""
-    script = SCRIPT.format(before="" if first else HOOK)
-    done = run(tmp_path, HOOK + script if first else script)
-    assert done.stdout == "seen DataError\n"
-    assert len(frames(done.stderr)) == len(FRAMES)
 
 
 @pytest.mark.full

@@ -227,12 +227,14 @@ class Execution:
 class Protocol:
     """A world to explore: `begin` spawns its tasks and returns the check of each state.
 
-    The check receives True where nothing can happen any more. It raises BrokenPropertyError.
+    The check receives True where nothing can happen any more. It raises BrokenPropertyError, as the
+    explorer does if a task raises, or waits at the end and is not `endless`.
     """
 
     begin: Callable[[Execution], Callable[[bool], None]]
     kills: int = 0
     jumps: tuple[float, ...] = ()
+    endless: tuple[str, ...] = ()
     exact_timers: bool = False
     """Whether time passes only to the next timer: for code with few and long waits."""
 
@@ -268,7 +270,13 @@ def explore(protocol: Protocol, *, states: int) -> Exploration:
                 continue
             seen.add(key)
             choices = execution.choices()
-            check(not any(choice for choice in choices if not choice.startswith("kill ")))
+            at_end = not any(choice for choice in choices if not choice.startswith("kill "))
+            check(at_end)
+            for task in execution.tasks:
+                if task.error is not None:
+                    raise BrokenPropertyError(f"{task.name}: {task.error!r}")
+                if at_end and not task.ended and task.name not in protocol.endless:
+                    raise BrokenPropertyError(f"{task.name} waits forever")
         except BrokenPropertyError as error:
             return Exploration(states=len(seen), complete=False, failure=str(error), schedule=schedule)
         finally:
