@@ -92,7 +92,7 @@ def train(world: shoal.World, attempt: Attempt) -> Ended:
     Bucket.before = staticmethod(nothing)
     return Ended(
         restored=None if restored is None else restored.step,
-        weight=step.model.weight.detach().clone(),  # type: ignore[operator, union-attr]
+        weight=step.model.weight.detach().clone(),  # type: ignore[operator]
         operations=fault.done,
         failed=failed,
     )
