@@ -1,3 +1,5 @@
+"""Events: what is written reads back, in blocks, after cuts and on full disks."""
+
 from __future__ import annotations
 
 import json
