@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO, cast
 
 import pytest
@@ -204,40 +203,9 @@ def test_no_committed_save_is_lost(bounds: dict[str, Any], states: int, run: Pat
     assert found.states >= states
 
 
-# Retention removes one checkpoint too many.
-RETIRE = (manager, "Checkpoints", "_retire", "else step < oldest", "else step <= oldest")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("module", "owner", "method", "old", "new"),
-    [
-        # An old attempt continues next to a newer one.
-        pytest.param(
-            fencing,
-            "Fence",
-            "check",
-            "if self.number and (newest > self.number or",
-            "if self.number and (newest > self.number + 1 or",
-            marks=pytest.mark.long,
-        ),
-        RETIRE,
-    ],
-)
-def test_a_defect_is_found(
-    module: ModuleType,
-    owner: str,
-    method: str,
-    old: str,
-    new: str,
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    wrong = getattr(load_variant(module, old, new), owner)
-    monkeypatch.setattr(getattr(module, owner), method, getattr(wrong, method))
-    found = explore(taken_over(run), states=2_000)
-    print(found)
-    assert found.failure
+def retire_one_too_many(patch: pytest.MonkeyPatch) -> None:
+    wrong = load_variant(manager, "else step < oldest", "else step <= oldest").Checkpoints
+    patch.setattr(Checkpoints, "_retire", wrong._retire)
 
 
 class KilledAtStep(HookedFiles):
@@ -256,10 +224,8 @@ class KilledAtStep(HookedFiles):
 
 
 def save_and_die(root: Path, step: int, *, defect: bool) -> None:
-    module, owner, method, old, new = RETIRE
     if defect:
-        wrong = getattr(load_variant(module, old, new), owner)
-        setattr(getattr(module, owner), method, getattr(wrong, method))
+        retire_one_too_many(pytest.MonkeyPatch())
     checkpoints = Checkpoints(root / "checkpoints", Alone(), keep=1, files=KilledAtStep(step))
     save_step(checkpoints, 2, OLD)
     retire(checkpoints, 2)
@@ -267,14 +233,14 @@ def save_and_die(root: Path, step: int, *, defect: bool) -> None:
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_a_failing_schedule_is_replayed_on_a_process(
+def test_a_defect_is_found_and_its_schedule_replayed_on_a_process(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, owner, method, old, new = RETIRE
-    wrong = getattr(load_variant(module, old, new), owner)
     with monkeypatch.context() as patched:
-        patched.setattr(getattr(module, owner), method, getattr(wrong, method))
+        retire_one_too_many(patched)
         found = explore(taken_over(run), states=2_000)
+    print(found)
+    assert found.failure
     assert set(found.schedule) == {f"attempt {OLD}"}
     steps = len(found.schedule) - 1  # after the start
     for defect in (True, False):

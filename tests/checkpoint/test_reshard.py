@@ -65,10 +65,7 @@ def stages(*begin: str) -> shoal.Pipeline:
     return shoal.Pipeline(split_points=begin)
 
 
-ChosenInterface = tuple[str, Any]
-"""A layout and a strategy."""
-
-TABLES: dict[str, dict[str, ChosenInterface]] = {
+TABLES: dict[str, dict[str, tuple[str, Any]]] = {
     "blocks": {
         "one": ("replicate=1", None),
         **{f"DDP {n}": (f"replicate={n}", None) for n in (2, 3, 4)},
@@ -81,6 +78,9 @@ TABLES: dict[str, dict[str, ChosenInterface]] = {
         "Pipeline 3": ("pipeline=3", stages("blocks.1", "head")),
         "Pipeline 4": ("pipeline=4", stages("blocks.0", "blocks.1", "head")),
         "replicated Pipeline 4": ("replicate=2,pipeline=2", stages("blocks.1")),
+        "replicated Tensor 4": ("replicate=2,tensor=2", BLOCKS),
+        "sharded Pipeline 4": ("shard=2,pipeline=2", stages("blocks.1")),
+        "Tensor, Pipeline 4": ("tensor=2,pipeline=2", [BLOCKS, stages("blocks.1")]),
     },
     "tied": {
         "one": ("replicate=1", None),
@@ -91,32 +91,18 @@ TABLES: dict[str, dict[str, ChosenInterface]] = {
         "Pipeline 2": ("pipeline=2", FOLDED),
     },
 }
-"""Each to each."""
-
-MORE: dict[str, dict[str, ChosenInterface]] = {
-    "blocks": {
-        "replicated Tensor 4": ("replicate=2,tensor=2", BLOCKS),
-        "sharded Pipeline 4": ("shard=2,pipeline=2", stages("blocks.1")),
-        "Tensor, Pipeline 4": ("tensor=2,pipeline=2", [BLOCKS, stages("blocks.1")]),
-    },
-    "tied": {},
-}
-"""Some to some."""
+"""Layouts and strategies, each of which is restored in each."""
 
 RINGS = [
     ("blocks", ("one", "Tensor 2", "ZeRO-3 3"), False),
     ("blocks", ("Tensor 2", "DDP 3", "Pipeline 2"), True),
-    ("blocks", ("ZeRO-3 3", "Tensor, FSDP 4", *MORE["blocks"], "Pipeline 3"), True),
+    ("blocks", ("Tensor, FSDP 4", "replicated Tensor 4", "sharded Pipeline 4", "Pipeline 3"), True),
 ]
 """A model, ways of which each is restored by the next and the last by the first, and whether only
 `make test-all` goes through them."""
 
 
 Array = np.ndarray[Any, Any]
-
-
-def way_of(model: str, name: str) -> ChosenInterface:
-    return (TABLES[model] | MORE[model])[name]
 
 
 class Piece(NamedTuple):
@@ -224,7 +210,7 @@ def state(parts: Parts) -> State:
 
 
 def save(world: shoal.World, model: str, way: str, directory: Path) -> State:
-    parts = made(world, PROBLEMS[model], way_of(model, way)[1])
+    parts = made(world, PROBLEMS[model], TABLES[model][way][1])
     with parts.open(directory) as run:
         advance(run, parts, SAVED)
         run.save()
@@ -233,7 +219,7 @@ def save(world: shoal.World, model: str, way: str, directory: Path) -> State:
 
 def go_on(world: shoal.World, model: str, way: str, directories: list[Path]) -> list[After]:
     """From one checkpoint after the other; each finds what the one before has left."""
-    parts, found = made(world, PROBLEMS[model], way_of(model, way)[1], wrong=True), []
+    parts, found = made(world, PROBLEMS[model], TABLES[model][way][1], wrong=True), []
     for directory in directories:
         with parts.open(directory) as run:
             assert run.restore() is not None
@@ -317,7 +303,7 @@ class Groups:
     def saved(self, model: str, way: str) -> Saved:
         if (model, way) not in self._saved:
             directory = self._folder / model / way
-            found: list[State] = self.ranks(way_of(model, way)[0]).call(save, model, way, directory)
+            found: list[State] = self.ranks(TABLES[model][way][0]).call(save, model, way, directory)
             whole = joined([each.tensors for each in found])
             self._saved[model, way] = Saved(directory, whole, found[0].plain)
         return self._saved[model, way]
@@ -347,7 +333,7 @@ def test_a_checkpoint_goes_on_in(
     groups: Groups, model: str, sources: tuple[str, ...], target: str
 ) -> None:
     begun = [groups.saved(model, source) for source in sources]
-    ranks = groups.ranks(way_of(model, target)[0])
+    ranks = groups.ranks(TABLES[model][target][0])
     found = ranks.call(go_on, model, target, [saved.directory for saved in begun])
     for source, saved, *afters in zip(sources, begun, *found, strict=True):
         assert_restored(afters, saved, source)
@@ -426,7 +412,7 @@ def misfit(world: shoal.World, strategy: Any, what: str, directory: Path) -> tup
 )
 def test_what_does_not_fit_is_refused_by_all_ranks(groups: Groups, way: str, what: str) -> None:
     saved = groups.saved("blocks", "one")
-    layout, strategy = way_of("blocks", way)
+    layout, strategy = TABLES["blocks"][way]
     found = groups.ranks(layout).call(misfit, strategy, what, saved.directory)
     (given, said, fix), _ = found[0]
     assert re.search(MISFITS[what].given, given)

@@ -89,32 +89,12 @@ def test_plain_values_come_back(tree: Any) -> None:
     assert same(through_json(tree), tree)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        math.nan,
-        math.inf,
-        -math.inf,
-        -0.0,
-        5e-324,
-        0.1,
-        1e22,
-        2**53,
-        -(2**53) - 1,
-        10**6000,
-        "\ud800 \x00 é",
-        b"\x00\xff",
-        {"tensor": "x"},
-        {"dict": {"tuple": [1]}},
-        {1: "a", "1": "b"},
-        Counter({3: 2}),
-        (),
-        [(), [], {}],
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_awkward_values_come_back(value: Any) -> None:
-    assert same(through_json(value), value)
+def test_awkward_values_come_back() -> None:
+    numbers = [math.nan, math.inf, -math.inf, -0.0, 5e-324, 0.1, 1e22, 2**53, -(2**53) - 1, 10**6000]
+    texts = ["\ud800 \x00 é", b"\x00\xff"]
+    trees = [{"tensor": "x"}, {"dict": {"tuple": [1]}}, {1: "a", "1": "b"}, Counter({3: 2}), ()]
+    for value in (*numbers, *texts, *trees, [(), [], {}]):
+        assert same(through_json(value), value), repr(value)[:50]
 
 
 def test_random_states_continue() -> None:
@@ -151,18 +131,15 @@ def test_every_dtype_and_shape_comes_back(dtype: torch.dtype, tmp_path: Path) ->
     assert same(loaded.state, state)
 
 
-def test_views_that_hide_an_operation(tmp_path: Path) -> None:
+def test_odd_bits_and_views_that_hide_an_operation_come_back(tmp_path: Path) -> None:
     number = torch.tensor([1 + 2j, 3 - 4j])
     state = {"conjugate": number.conj(), "negative": number.conj().imag}
+    bits = torch.tensor([0x7FC00001, 0x7F800001, -1, -(2**31), 1], dtype=torch.int32)
+    state |= {"float": bits.view(torch.float32), "inf": torch.tensor([math.inf, -0.0])}
     loaded = through_disk(tmp_path, state)
+    assert same(loaded.state, state)
     assert torch.equal(loaded.state["conjugate"], torch.tensor([1 - 2j, 3 + 4j]))
     assert loaded.state["negative"].tolist() == [-2, 4]
-
-
-def test_odd_bits_come_back(tmp_path: Path) -> None:
-    bits = torch.tensor([0x7FC00001, 0x7F800001, -1, -(2**31), 1], dtype=torch.int32)
-    state = {"float": bits.view(torch.float32), "inf": torch.tensor([math.inf, -0.0])}
-    assert same(through_disk(tmp_path, state).state, state)
 
 
 def test_numpy_comes_back(tmp_path: Path) -> None:
@@ -263,14 +240,10 @@ def test_what_can_not_be_stored_is_refused_before_writing(
     assert found in caught.value.found
     with pytest.raises(CheckpointError, match="rank/0/it"):
         checkpoints.save(1, {}, {"it": value}, {})
-    with pytest.raises(CheckpointError, match="info/it"):
-        checkpoints.save(1, {}, {}, {"it": value})
+    for plain in (value, torch.ones(1)):
+        with pytest.raises(CheckpointError, match="info/it"):
+            checkpoints.save(1, {}, {}, {"it": plain})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_info_is_plain(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="info/loss"):
-        Checkpoints(tmp_path, Alone()).save(1, {}, {}, {"loss": torch.ones(1)})
 
 
 def test_a_tree_that_contains_itself_is_refused() -> None:
@@ -280,12 +253,10 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
         take_apart(tree)
 
 
-@pytest.mark.parametrize(
-    "content", [{"no-such": 1}, {"int": 1, "float": 2}, {}, {"tensor": "absent"}, {"bytes": "%"}]
-)
-def test_json_that_makes_no_sense(content: Any) -> None:
-    with pytest.raises(CheckpointError, match="can't be decoded"):
-        put_together([content], {})
+def test_json_that_makes_no_sense() -> None:
+    for content in ({"no-such": 1}, {"int": 1, "float": 2}, {}, {"tensor": "absent"}, {"bytes": "%"}):
+        with pytest.raises(CheckpointError, match="can't be decoded"):
+            put_together([content], {})
 
 
 def test_names_are_paths(tmp_path: Path) -> None:
@@ -310,19 +281,16 @@ def test_a_template_is_filled_in_place(tmp_path: Path) -> None:
     weight = torch.zeros(3, 2, dtype=torch.float64).T
     other_shape = torch.zeros(5)
     template = {"weight": weight, "bias": other_shape, "extra": torch.zeros(1)}
-    loaded = through_disk(tmp_path, state, model=template)
+    linear = nn.Linear(2, 2)
+    state["parameter"] = {"it": torch.full((2, 2), 3.0)}
+    loaded = through_disk(tmp_path, state, model=template, parameter={"it": linear.weight})
+    assert linear.weight.tolist() == [[3, 3], [3, 3]]
+    assert not loaded.state["parameter"]["it"].requires_grad
     assert weight.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert loaded.state["model"]["weight"].data_ptr() == weight.data_ptr()
     assert other_shape.tolist() == [0] * 5
     assert torch.equal(loaded.state["model"]["bias"], torch.ones(2))
     assert set(loaded.state["model"]) == {"weight", "bias"}
-
-
-def test_a_parameter_can_be_the_template(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    loaded = through_disk(tmp_path, {"w": torch.full((2, 2), 3.0)}, w=model.weight)
-    assert model.weight.tolist() == [[3, 3], [3, 3]]
-    assert not loaded.state["w"].requires_grad
 
 
 def test_rank_state_of_another_world_is_not_given(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+"""Events: what is written reads back, in blocks, after cuts and on full disks."""
+
 from __future__ import annotations
 
 import json
@@ -67,15 +69,6 @@ def test_a_step_reads_back(path: Path) -> None:
     ]
 
 
-def test_a_block_of_format_2_has_no_load(path: Path) -> None:
-    path.parent.mkdir()
-    block = {"event": "steps", "t": 7.0, "name": "step", "step": [1], "share": [[0, 4]], "wall": [9]}
-    path.write_text(json.dumps(block) + "\n")
-    [step] = read_events(path)
-    assert step["wall"] == 9e-6
-    assert "load" not in step
-
-
 def test_a_block_holds_columns_of_one_step_and_leaves_out_what_is_zero(path: Path) -> None:
     """Times are those since the step before, also where a block ended in between."""
     events = Events(path)
@@ -99,12 +92,17 @@ def test_a_block_holds_columns_of_one_step_and_leaves_out_what_is_zero(path: Pat
     assert times == [(0, 0.0), (1, 7e-5), (2, 9e-5), (3, 0.00019)]
 
 
-def test_steps_of_format_1_are_read(path: Path) -> None:
+def test_steps_of_formats_1_and_2_are_read(path: Path) -> None:
+    """A block of format 2 has no load."""
     path.parent.mkdir()
     line = {"event": "step", "name": "step", "step": 1, "share": [0, 4], "wait": 1e-5, "forward": 2e-5}
-    path.write_text(json.dumps(line) + "\n")
-    assert list(read_events(path)) == [line]
-    assert steps_by_rank(path.parent) == {("step", 1): {0: line}}
+    block = {"event": "steps", "t": 7.0, "name": "step", "step": [2], "share": [[0, 4]], "wall": [9]}
+    path.write_text(json.dumps(line) + "\n" + json.dumps(block) + "\n")
+    first, second = read_events(path)
+    assert first == line
+    assert second["wall"] == 9e-6
+    assert "load" not in second
+    assert steps_by_rank(path.parent) == {("step", 1): {0: line}, ("step", 2): {0: second}}
 
 
 def test_steps_whose_writing_is_interrupted_are_not_written_twice(
@@ -127,25 +125,22 @@ def test_steps_whose_writing_is_interrupted_are_not_written_twice(
     assert [each["step"] for each in read_events(path)] == [1, 2]
 
 
-@pytest.mark.parametrize("loss", [0.1 + 0.2, 1e-300, 1e22, 123456789.123456789])
-def test_losses_keep_every_digit(path: Path, loss: float) -> None:
+def test_numbers_keep_every_digit_and_what_json_has_no_word_for_is_null(path: Path) -> None:
     events = Events(path)
-    record(events, loss=loss)
-    events.close()
-    assert next(read_events(path))["loss"] == loss
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_json_has_no_word_for_is_null(path: Path, value: float) -> None:
-    events = Events(path)
-    record(events, loss=value)
-    events.write("other", {"value": value, "nested": {"list": [value, 1.5, "NaN"]}})
+    losses = (0.1 + 0.2, 1e-300, 1e22, 123456789.123456789)
+    for loss in losses:
+        record(events, loss=loss)
+    events.write("between", {})
+    assert tuple(each["loss"] for each in read_events(path) if each["event"] == "step") == losses
+    for value in (math.nan, math.inf, -math.inf):
+        record(events, loss=value)
+        events.write("other", {"value": value, "nested": {"list": [value, 1.5, "NaN"]}})
     events.close()
     lines = path.read_text().splitlines()
-    strict = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    assert strict[0]["loss"] == [None]
-    assert strict[1]["value"] is None
-    assert strict[1]["nested"] == {"list": [None, 1.5, "NaN"]}
+    strict = [json.loads(line, parse_constant=pytest.fail) for line in lines][2:]
+    assert [each["loss"] for each in strict[::2]] == [[None]] * 3
+    assert [each["value"] for each in strict[1::2]] == [None] * 3
+    assert [each["nested"] for each in strict[1::2]] == [{"list": [None, 1.5, "NaN"]}] * 3
 
 
 def test_steps_are_written_in_blocks_and_before_what_follows_them(path: Path) -> None:
@@ -159,13 +154,8 @@ def test_steps_are_written_in_blocks_and_before_what_follows_them(path: Path) ->
     record(events, FLUSH_STEPS, time=now)
     events.write("save", {"step": FLUSH_STEPS})
     assert [line["event"] for line in read_events(path)][-2:] == ["step", "save"]
-    events.close()
-
-
-def test_a_slow_run_is_written_soon(path: Path) -> None:
-    events = Events(path)
-    record(events, 1, time=events._flushed + FLUSH_SECONDS + 1)
-    assert len(list(read_events(path))) == 1
+    record(events, FLUSH_STEPS + 1, time=events._flushed + FLUSH_SECONDS + 1)  # of a slow run
+    assert [line["event"] for line in read_events(path)][-2:] == ["save", "step"]
     events.close()
 
 

@@ -8,15 +8,15 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import shoal
+from helpers.checkpoint_files import small_run
 from helpers.commands import wait_for
 from helpers.ranks import Ranks
 from shoal.util import regular_file
@@ -27,25 +27,14 @@ pytestmark = pytest.mark.processes
 
 def train(world: shoal.World, directory: Path, stop: int, trackers: Any = None) -> None:
     """Up to step `stop`, saving at step 4, with a number that tells the attempt's steps apart."""
-    torch.manual_seed(0)
-    model = shoal.parallelize(nn.Linear(2, 1), world)
-    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)
-    data = shoal.Loader((torch.ones(40, 2),), world, batch_size=4)
-    with shoal.Run(directory, step, data, trackers=trackers) as run:
+    with small_run(world, directory, trackers=trackers) as run:
         run.restore()
-        for batch in data.epochs(9):
-            result = step(batch)
+        for batch in run.loader.epochs(9):
+            result = run.steps["step"](batch)
             world.log({"loss": result.loss, "half": torch.tensor(run.step / 2)})
             run.tick(every=4)
             if run.step == stop:
                 break
-
-
-@pytest.fixture
-def world() -> Iterator[shoal.World]:
-    with shoal.init() as alone:
-        yield alone
 
 
 def curve(directory: Path, name: str) -> list[tuple[int, float]]:
@@ -192,11 +181,8 @@ def test_a_full_disk_ends_its_curves_and_nothing_else(world: shoal.World, tmp_pa
     assert curve(tmp_path, "half") == [(step, step / 2) for step in range(1, 10)]
 
 
-def test_no_trackers_are_none(world: shoal.World, tmp_path: Path) -> None:
+def test_without_trackers_or_a_run_numbers_go_nowhere(world: shoal.World, tmp_path: Path) -> None:
     train(world, tmp_path, 2, ())
     assert not (tmp_path / "tensorboard").exists()
-
-
-def test_numbers_without_a_run_have_nowhere_to_go(world: shoal.World) -> None:
     with pytest.raises(LaunchError, match="no Run is open"):
         world.log({"loss": 1.0})

@@ -162,6 +162,7 @@ def test_peaks_are_those_of_data_sheets_or_unknown(
     peak = peak_of(name, dtype, tf32=tf32)
     assert peak.value == (None if teraflops is None else teraflops * 1e12)
     assert reason in peak.reason
+    assert peak_here(torch.device("cpu"), torch.float32).value is None  # which nobody guesses
 
 
 SWITCHED = """
@@ -182,10 +183,6 @@ print(found)
 def test_whether_tf32_is_allowed_is_known_by_any_switch() -> None:
     done = subprocess.run([sys.executable, "-c", SWITCHED], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[False, True, False, True]"
-
-
-def test_the_peak_of_a_cpu_is_not_guessed() -> None:
-    assert peak_here(torch.device("cpu"), torch.float32).value is None
 
 
 def test_a_linear_model_counts_as_its_formula() -> None:
