@@ -46,9 +46,7 @@ def test_workers_help_until_the_cores_are_busy() -> None:
         "num_workers=2 gives 1,800 samples/s, 1.8 times as many as 0; 4 give no more: "
         "the 2 cores are busy."
     ]
-
-
-def test_why_no_worker_is_best() -> None:
+    # Why no worker is best.
     for following, why in (
         (
             measured(1, 400, busy=0.5, theirs=0.3),
@@ -63,15 +61,11 @@ def test_why_no_worker_is_best() -> None:
         [said] = worker_advice([measured(0, 1000), following], 4, None)
         assert said.startswith("num_workers=0 gives 1,000 samples/s; 1 give "), following
         assert said.endswith(f": {why}."), following
-
-
-def test_workers_that_wait_are_told_from_those_that_compute() -> None:
+    # Workers that wait are told from those that compute.
     found = [measured(0, 100), measured(2, 300, busy=0.1, theirs=0.1), measured(4, 310, busy=0.0)]
     [said] = worker_advice(found, 4, None)
     assert "they wait for disk or network" in said
-
-
-def test_the_most_that_was_measured_is_not_called_the_best() -> None:
+    # The most that was measured is not called the best.
     [said] = worker_advice([measured(0, 100), measured(1, 200)], 4, None)
     assert said.endswith("2 times as many as 0; higher numbers were not measured.")
 
@@ -130,31 +124,24 @@ def test_what_users_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     sys.modules.pop("my_sets")
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
+def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    # A file that fails leaves no module.
+    (tmp_path / "half_a_module.py").write_text("x = 1\nraise OSError('no data here')\n")
+    for text, found in (
         ("train", "no name after a colon"),
         (":name", "no module"),
         ("no_such_package_here:f", "No module named 'no_such_package_here'"),
         ("no_such_file.py:f", "there is no file"),
         ("json:dataset", "json has no dataset; it has "),
-    ],
-)
-def test_what_is_not_there(text: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(shoal.LaunchError, match=found):
-        import_named(text, "dataset")
-
-
-def test_a_file_that_fails_leaves_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "half_a_module.py").write_text("x = 1\nraise OSError('no data here')\n")
-    with pytest.raises(shoal.LaunchError, match="OSError: no data here"):
-        import_named(f"{tmp_path}/half_a_module.py:x", "dataset")
+        (f"{tmp_path}/half_a_module.py:x", "OSError: no data here"),
+    ):
+        with pytest.raises(shoal.LaunchError, match=found):
+            import_named(text, "dataset")
     assert "half_a_module" not in sys.modules
 
 
-def test_the_first_ctrl_c_asks_and_the_second_interrupts() -> None:
+def test_the_first_ctrl_c_asks_and_the_second_or_one_at_once_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
     with InterruptFlag() as interrupts:
         signal.raise_signal(signal.SIGINT)
@@ -162,9 +149,6 @@ def test_the_first_ctrl_c_asks_and_the_second_interrupts() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_ctrl_c_at_once() -> None:
     with InterruptFlag() as interrupts:
         interrupts.at_once = True
         with pytest.raises(KeyboardInterrupt):

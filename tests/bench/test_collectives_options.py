@@ -36,9 +36,7 @@ def test_without_options_all_is_measured() -> None:
     assert asked.backends == ()
     assert asked.operations == OPERATIONS
     assert asked.sizes == tuple(1024 * 4**power for power in range(9))
-
-
-def test_mpi_is_the_world_and_gloo_stands_beside_it() -> None:
+    # MPI is the world, and gloo stands beside it.
     assert request(backends="gloo, mpi").backends == ("mpi", "gloo")
 
 
@@ -60,9 +58,7 @@ def test_what_can_not_be_asked() -> None:
     ):
         with pytest.raises(shoal.LaunchError, match=found):
             request(**changed)
-
-
-def test_where_nothing_can_be_measured() -> None:
+    # Or not here.
     for processes, changed, found in (
         (None, {}, "no other to communicate with"),
         (1, {}, "no other to communicate with"),
@@ -107,6 +103,9 @@ def test_a_point_is_the_median_and_the_quartiles() -> None:
     point = summarize_samples(8, [5.0, 1.0, 2.0, 4.0, 3.0])
     assert (point.low, point.seconds, point.high, point.samples) == (2.0, 3.0, 4.0, 5)
     assert summarize_samples(8, [2.0]).spread == 0
+    # Backends are compared at the ends.
+    said = display.compare_backends(series("mpi", 1e-5), series("gloo", 1e-3))
+    assert said == ("gloo takes 91 times as long as mpi at 1 KiB, 1.9 times as long at 1 MiB.")
 
 
 def series(backend: str, seconds: float) -> CollectiveSeries:
@@ -114,8 +113,3 @@ def series(backend: str, seconds: float) -> CollectiveSeries:
     return CollectiveSeries(
         backend=backend, operation="all_reduce", memory="cpu", ranks=2, points=tuple(points)
     )
-
-
-def test_backends_are_compared_at_the_ends() -> None:
-    said = display.compare_backends(series("mpi", 1e-5), series("gloo", 1e-3))
-    assert said == ("gloo takes 91 times as long as mpi at 1 KiB, 1.9 times as long at 1 MiB.")

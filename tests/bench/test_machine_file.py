@@ -67,15 +67,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_machine_file(path) == MACHINE
     assert json.loads(machine_json(MACHINE)) == json.loads(path.read_text())
     assert [each.name for each in tmp_path.iterdir()] == ["machine.json"]
-
-
-def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
+    # Unknown fields are passed over.
     path.write_text(json.dumps({**json.loads(machine_json(MACHINE)), "altitude": 8848}))
     assert read_machine_file(path) == MACHINE
 
 
 def test_what_can_not_be_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
     for change, found in (
         (lambda it: it.update(format="other"), "not a machine file"),
         (lambda it: it.update(version=2), "version is 2"),
@@ -94,23 +92,16 @@ def test_what_can_not_be_is_refused(tmp_path: Path) -> None:
     ):
         plain = json.loads(machine_json(MACHINE))
         change(plain)
-        path = tmp_path / "machine.json"
         path.write_text(json.dumps(plain))
         with pytest.raises(shoal.ShoalError, match=found):
             read_machine_file(path)
-
-
-def test_no_machine_files(tmp_path: Path) -> None:
     for text in ("", "{", "[" * 100_000, "[]", "\x00"):
-        path = tmp_path / "machine.json"
         path.write_text(text)
         with pytest.raises(shoal.ShoalError, match=r"it is not (JSON|a machine file)"):
             read_machine_file(path)
-
-
-def test_files_that_are_not_there_and_folders_that_are_not(tmp_path: Path) -> None:
+    path.unlink()
     with pytest.raises(shoal.ShoalError, match="No such file"):
-        read_machine_file(tmp_path / "machine.json")
+        read_machine_file(path)
     with pytest.raises(shoal.ShoalError, match="No such file"):
         write_machine_file(MACHINE, tmp_path / "no" / "machine.json")
 
@@ -122,10 +113,7 @@ def test_a_line_is_found_again() -> None:
     assert found.bandwidth == pytest.approx(2e9)
     assert found.error < 1e-6
     assert found.seconds(1 << 20) == pytest.approx(1e-4 + (1 << 20) / 2e9)
-
-
-def test_small_messages_count_as_much_as_large_ones() -> None:
-    """All of them 10 % off to one side or the other: so is the line, and it says so."""
+    # Small messages count as much as large ones: all are 10 % off to one side or the other.
     odd = [
         dataclasses.replace(each, seconds=each.seconds * (1.1 if index % 2 else 0.9))
         for index, each in enumerate(POINTS)
@@ -146,9 +134,7 @@ def test_neither_latency_nor_time_per_byte_is_below_zero() -> None:
     assert flat.seconds(1 << 30) == pytest.approx(1e-3, rel=0.1)
     assert steep.latency == 0
     assert steep.error > 0.1
-
-
-def test_two_sizes_make_no_fit() -> None:
+    # Two sizes make no fit.
     assert fit_line(POINTS[:2]) is None
     assert fit_line([point(1024, 1e-4)] * 5) is None
 

@@ -38,9 +38,7 @@ def test_a_model_is_read_with_its_sizes_and_written_back() -> None:
     assert throughput_unit(gpt) == ("tokens", 128)
     assert throughput_unit(parse_subject("resnet18")) == ("images", 1)
     assert parse_subject("nets.big:make") == Factory(module="nets.big", name="make")
-
-
-def test_what_is_no_model_is_refused_with_what_would_be() -> None:
+    # What is no model is refused with what would be.
     for text, told in (
         ("resnet19", "neither a built-in model"),
         ("gpt:depth=3", "'depth=3' is not one of its sizes"),
@@ -69,6 +67,11 @@ def test_one_process_runs_once_for_all_curves_and_weak_batches_grow() -> None:
         *[(n, b, backend) for n in (2, 4) for b in (8, 8 * n) for backend in ("gloo", "mpi")],
     ]
     assert len({each.key for each in found}) == len(found)
+    # Curves are called by what tells them apart.
+    names = ["strong, gloo", "strong, mpi", "weak, gloo", "weak, mpi"]
+    assert list(curve_labels(grid.list_curves(FULL)).values()) == names
+    one = replace(FULL, scalings=("weak",), backends=("mpi",))
+    assert list(curve_labels(grid.list_curves(one)).values()) == ["weak"]
 
 
 @given(count=st.integers(1, 12), pair=st.integers(0, 40))
@@ -79,7 +82,7 @@ def test_over_two_rounds_each_configuration_stands_at_the_same_place(count: int,
     assert count < 2 or grid.round_order(count, 2 * pair + 2) != first
 
 
-def test_what_cannot_be_studied_is_refused() -> None:
+def test_what_cannot_be_studied_is_refused(tmp_path: Path) -> None:
     for changed, told in (
         ({"backends": ("gloo", "tcp")}, "'tcp' is not one of"),
         ({"batch": 3}, "--batch 4"),
@@ -90,9 +93,7 @@ def test_what_cannot_be_studied_is_refused() -> None:
     ):
         with pytest.raises(LaunchError, match=told):
             grid.check_study_options(replace(FULL, **changed))
-
-
-def test_a_script_has_to_be_told_what_the_study_varies(tmp_path: Path) -> None:
+    # A script has to be told what the study varies.
     script = tmp_path / "train.py"
     script.write_text("")
     options = replace(FULL, model=str(script), backends=("gloo",), args=("--run={run}",))
@@ -129,9 +130,7 @@ def test_the_parts_of_a_typical_rank_add_up_and_the_slow_rank_is_named() -> None
     assert found.blame is not None
     assert (found.blame.rank, found.blame.host, found.blame.part) == (2, "node2", "wait")
     assert found.rate == pytest.approx(80)
-
-
-def test_ranks_that_are_late_in_turn_blame_nobody() -> None:
+    # Ranks that are late in turn blame nobody.
     communication = np.array([[0.01, 0.03, 0.01, 0.03], [0.03, 0.01, 0.03, 0.01]])
     own = {"communication": communication, "forward": 0.06 - communication}
     found = summarize(np.full((2, 4), 0.1), own, samples=[8] * 4, hosts=["a", "a"], loss=None)
@@ -170,9 +169,7 @@ def test_planted_causes_are_named_with_their_shares_which_add_up_to_what_is_lost
     assert found["optimizer (the same work on each rank)"] == pytest.approx(5 / 80)
     assert found["forward and backward"] == pytest.approx(5 / 80)
     assert describe_scaling(row, base).startswith("2 processes give 1.25x (62 %): 12 % ")
-
-
-def test_what_is_gained_is_told_too() -> None:
+    # What is gained is told too.
     two = summary(50, forward=[10, 10], backward=[25, 25], update=[5, 5], communication=[10, 10])
     base, row = study_of(strong={1: ONE, 2: two})
     assert describe_scaling(row, base) == (
@@ -213,14 +210,12 @@ def test_a_failed_size_is_a_row_and_the_rest_goes_on() -> None:
 
 def test_speed_up_is_taken_within_rounds_so_that_drift_cancels() -> None:
     options = StudyOptions(model="dense", processes=(1, 2), batch=8, rounds=2, backends=("gloo",))
-    one, two = (each.key for each in grid.list_configurations(options))
-    fast, slow = ONE, summary(200, forward=[200])
-    found = scaling_points(
-        options,
-        [repeat(one, 0, fast), repeat(two, 0, fast), repeat(one, 1, slow), repeat(two, 1, slow)],
-    )
-    assert found[1].speedup is not None
-    assert (found[1].speedup.low, found[1].speedup.high) == (1.0, 1.0)
+    configurations = grid.list_configurations(options)
+    rounds = enumerate((ONE, summary(200, forward=[200])))
+    repeats = [repeat(each.key, at, found) for at, found in rounds for each in configurations]
+    _, two = scaling_points(options, repeats)
+    assert two.speedup is not None
+    assert (two.speedup.low, two.speedup.high) == (1.0, 1.0)
 
 
 def test_more_processes_than_cores_or_gpus_and_busy_machines_are_said() -> None:
@@ -267,10 +262,8 @@ def test_a_study_goes_on_where_it_was_killed_and_refuses_to_become_another(tmp_p
         directory.lock_study(study),
     ):
         pass
-
-
-def test_a_job_that_failed_is_run_again(tmp_path: Path) -> None:
-    study = directory.begin_study(tmp_path, FULL)
+    # A job that failed is run again.
+    study = directory.begin_study(tmp_path / "b", FULL)
     (number, first), *rest = study.missing()
     study.keep(first, repeat(first.key, number, None, reason="a model that was mended since"))
     assert study.missing() == rest
@@ -293,15 +286,21 @@ def test_a_study_in_which_nothing_succeeded_fails(
     assert [CliRunner().invoke(app, words).exit_code for _ in range(3)] == [1, 0, 0]
 
 
-def test_a_result_that_says_nothing_is_named(tmp_path: Path) -> None:
-    for changed in ({"seconds": 0}, {"walls": [0.1]}, {"seconds": None}):
-        study = directory.begin_study(tmp_path, FULL)
-        number, first = study.missing()[0]
-        plain = asdict(repeat(first.key, number, ONE))
-        plain["measured"] |= changed
-        directory.write_json(study.job(first, number) / directory.RESULT, plain)
+def test_a_result_that_says_nothing_or_is_somebody_elses_is_named(tmp_path: Path) -> None:
+    study = directory.begin_study(tmp_path, FULL)
+    number, first = study.missing()[0]
+    plain = asdict(repeat(first.key, number, ONE))
+    wrong = [
+        {**plain, "measured": {**plain["measured"], **changed}}
+        for changed in ({"seconds": 0}, {"walls": [0.1]}, {"seconds": None})
+    ]
+    for result in (*wrong, {"key": "x"}):
+        directory.write_json(study.job(first, number) / directory.RESULT, result)
         with pytest.raises(CheckpointError, match=r"rm .*result.json"):
             study.repeats()
+    (tmp_path / directory.FILE).write_text(json.dumps([1]))
+    with pytest.raises(CheckpointError, match=r"study\.json"):
+        directory.load_study(tmp_path)
 
 
 def test_steps_that_took_no_time_are_no_result(tmp_path: Path) -> None:
@@ -309,17 +308,6 @@ def test_steps_that_took_no_time_are_no_result(tmp_path: Path) -> None:
     history = read_history(write(tmp_path, nothing))
     with pytest.raises(LaunchError, match="took no time"):
         jobs.measure_attempt(history.attempts[0], 5, 10)
-
-
-def test_a_result_of_somebody_elses_is_named(tmp_path: Path) -> None:
-    study = directory.begin_study(tmp_path, FULL)
-    number, first = study.missing()[0]
-    directory.write_json(study.job(first, number) / directory.RESULT, {"key": "x"})
-    with pytest.raises(CheckpointError, match=r"rm .*result.json"):
-        study.repeats()
-    (tmp_path / directory.FILE).write_text(json.dumps([1]))
-    with pytest.raises(CheckpointError, match=r"study\.json"):
-        directory.load_study(tmp_path)
 
 
 def complete(path: Path, options: StudyOptions, seconds: dict[int, float]) -> directory.Study:
@@ -380,18 +368,6 @@ def test_the_csv_has_every_row_and_no_formula() -> None:
     assert float(one["images_per_second"]) == pytest.approx(80)
     assert float(one["backward"]) == pytest.approx(0.06)
     assert (two["speedup"], two["reason"]) == ("", "'=1+1")
-
-
-def test_curves_are_called_by_what_tells_them_apart() -> None:
-    assert list(curve_labels(grid.list_curves(FULL)).values()) == [
-        "strong, gloo",
-        "strong, mpi",
-        "weak, gloo",
-        "weak, mpi",
-    ]
-    assert list(
-        curve_labels(grid.list_curves(replace(FULL, scalings=("weak",), backends=("mpi",)))).values()
-    ) == ["weak"]
 
 
 def test_a_command_starts_what_the_backend_needs(tmp_path: Path) -> None:

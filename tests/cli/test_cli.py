@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from shoal.cli.main import app
+from helpers.cli import refused
+from helpers.cli import shoal as command
 from shoal.launcher import local
 from shoal.util.errors import LaunchError
 
@@ -44,14 +44,6 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def busy_port() -> Iterator[int]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        yield server.getsockname()[1]
-
-
 def test_help_names_the_command_and_imports_little() -> None:
     """How quick it is benchmarks/start.py measures; nearly all of its time goes into imports."""
     done = shoal("--help")
@@ -72,7 +64,7 @@ def test_help_names_the_command_and_imports_little() -> None:
 
 
 def test_version() -> None:
-    done = CliRunner().invoke(app, ["--version"])
+    done = command("--version")
     assert done.exit_code == 0
     assert re.fullmatch(r"shoal \d+\.\d+\.\d+\S*\n", done.output)
 
@@ -87,15 +79,21 @@ def test_numbers_that_cannot_work(script: str) -> None:
         (["-n", "1", "--port", "70000"], "--port 70000"),
         (["-n", "1", "--port", "http"], "--port http"),
     ):
-        done = CliRunner().invoke(app, ["run", *options, script])
-        assert isinstance(done.exception, LaunchError), options
-        assert done.exception.given == given, options
-        assert done.exception.fix, options
+        error = refused("run", *options, script)
+        assert error.given == given, options
+        assert error.fix, options
 
 
-@pytest.mark.parametrize(
-    ("words", "arguments"),
-    [
+def test_all_after_the_script_but_the_first_two_dashes_are_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`shoal run` and `shoal submit` split a command in the same way."""
+    given: list[list[str]] = []
+    monkeypatch.setattr(local, "run", lambda script, args, **_: given.append(args))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    options = ["--time", "10:00", "--dry-run", "--no-copy", "--python", sys.executable]
+    for words, arguments in (
         ("", []),
         ("graph", ["graph"]),
         ("--micro 3", ["--micro", "3"]),
@@ -104,23 +102,13 @@ def test_numbers_that_cannot_work(script: str) -> None:
         ("-n 3 -- -n 4", ["-n", "3", "-n", "4"]),
         ("graph -- --micro 3 -- rest", ["graph", "--micro", "3", "--", "rest"]),
         ("-- --", ["--"]),
-    ],
-)
-def test_all_after_the_script_but_the_first_two_dashes_are_its_arguments(
-    words: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`shoal run` and `shoal submit` split a command in the same way."""
-    given: list[list[str]] = []
-    monkeypatch.setattr(local, "run", lambda script, args, **_: given.append(args))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    CliRunner().invoke(app, ["run", "-n", "2", "train.py", *words.split()])
-    assert given == [arguments]
-
-    options = ["--time", "10:00", "--dry-run", "--no-copy", "--python", sys.executable]
-    done = CliRunner().invoke(app, ["submit", *options, "train.py", *words.split()])
-    (program,) = re.findall(r"^program=\((.*)\)$", done.stdout, re.MULTILINE)
-    assert program.endswith(" ".join([str(tmp_path / "train.py"), *arguments])), program
+    ):
+        command("run", "-n", "2", "train.py", *words.split())
+        assert given.pop() == arguments
+        done = command("submit", *options, "train.py", *words.split())
+        (program,) = re.findall(r"^program=\((.*)\)$", done.stdout, re.MULTILINE)
+        assert program.endswith(" ".join([str(tmp_path / "train.py"), *arguments])), program
+    assert given == []
 
 
 def test_a_script_that_is_not_there_is_told_in_plain_lines(tmp_path: Path) -> None:
@@ -135,10 +123,12 @@ def test_a_script_that_is_not_there_is_told_in_plain_lines(tmp_path: Path) -> No
         assert str(tmp_path / name) in lines[1]
 
 
-def test_a_port_in_use(script: str, busy_port: int) -> None:
-    with pytest.raises(LaunchError, match="in use") as caught:
-        local.run(script, processes=1, port=busy_port)
-    assert caught.value.given == f"--port {busy_port}"
+def test_a_port_in_use(script: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match="in use") as caught:
+            local.run(script, processes=1, port=port)
+    assert caught.value.given == f"--port {port}"
 
 
 def test_a_directory_for_temporary_files_that_sockets_can_not_name(

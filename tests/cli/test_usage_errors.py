@@ -41,12 +41,7 @@ def test_all_problems_are_told_at_once(folder: Path) -> None:
 
 
 ONE = [
-    (
-        "run train.py",
-        "shoal run train.py",
-        "the number of processes is missing",
-        "shoal run -n 2 train.py",
-    ),
+    ("run train.py", "shoal run train.py", "number of processes is missing", "shoal run -n 2 train.py"),
     ("run -n 0 train.py", "-n 0", "0 is less than 1", "-n 1 or more"),
     ("run --nproc_per_node 0 train.py", "--nproc-per-node 0", "less than 1", "1 or more"),
     ("run -n 2", "shoal run", "SCRIPT is missing", "shoal run -n 4 train.py"),
@@ -88,13 +83,7 @@ def test_each_of_several_problems_has_a_line() -> None:
         ("run -n x --restarts -1 gone.py", ["x is not an integer", "less than 0", "no file"]),
         (
             "run --nodes 4:2 --rendezvous node01 --port 99999 gone.py",
-            [
-                "minimum, 4, is above",
-                "not a host and a port",
-                "99999",
-                "no file",
-                "number of processes",
-            ],
+            ["4, is above", "not a host and a port", "99999", "no file", "number of processes"],
         ),
         ("submit --nodes 0 gone.py", ["0 is less than 1", "there is no file", "no time limit"]),
         ("report --textt a b", ["did you mean --text?", "b: an argument"]),
@@ -113,8 +102,6 @@ def test_help_comes_before_problems() -> None:
         done = shoal(*words.split())
         assert done.exit_code == 0, words
         assert "Usage" in done.stdout, words
-
-
-def test_a_group_alone_shows_its_help() -> None:
-    for words in ([], ["checkpoint"]):
-        assert "Usage: shoal" in shoal(*words).output
+    # A group alone shows its help.
+    for words in ("", "checkpoint"):
+        assert "Usage: shoal" in shoal(*words.split()).output

@@ -203,24 +203,19 @@ def test_ctrl_c_is_passed_on_and_a_second_one_kills(start: Start) -> None:
     assert list(command.temporary.iterdir()) == []
 
 
-@pytest.mark.full
-def test_ctrl_c_ends_ranks_that_do_nothing_about_it_at_once(start: Start) -> None:
+@pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_ctrl_c_ends_ranks_that_do_nothing_about_it_at_once(start: Start, ready: bool) -> None:
+    """Also while they start."""
     command = start(FAIL.replace("LINE", "pass"))
-    command.wait_ready(3)
-    os.killpg(command.process.pid, signal.SIGINT)
-    ended = command.end()
-    assert (ended.code, ended.out) == (-signal.SIGINT, "")
-    assert ended.err.count("Traceback") == 1  # the caller's own
-    assert command.members() == []
-
-
-def test_ctrl_c_while_it_starts(start: Start) -> None:
-    command = start(FAIL.replace("LINE", "pass"))
-    wait_for(lambda: len(command.members()) >= 2)
-    command.process.send_signal(signal.SIGINT)
+    if ready:
+        command.wait_ready(3)
+        os.killpg(command.process.pid, signal.SIGINT)
+    else:
+        wait_for(lambda: len(command.members()) >= 2)
+        command.process.send_signal(signal.SIGINT)
     ended = command.end(timeout=3 * GONE_WITHIN)
     assert (ended.code, ended.out) == (-signal.SIGINT, "")
-    assert ended.err.count("Traceback") == 1
+    assert ended.err.count("Traceback") == 1  # the caller's own
     wait_for(lambda: command.members() == [])
 
 

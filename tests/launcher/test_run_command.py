@@ -274,23 +274,20 @@ for number in (signal.SIGTERM, signal.SIGINT):
         assert (run.folder / f"saved{rank}").read_text() == str(int(passed))
 
 
-@pytest.mark.long
-def test_ctrl_c_ends_ranks_without_handlers_quietly(start: Start) -> None:
-    run = start(RANKS + WAIT, "-n", "2", "script.py")
-    run.wait_ready(2)
-    os.killpg(run.process.pid, signal.SIGINT)
-    ended = run.end()
-    assert (ended.code, ended.out, ended.err) == (130, "", "")
-
-
 @pytest.mark.full
-def test_a_signal_while_the_run_starts(start: Start) -> None:
-    run = start("import time\nwhile True: time.sleep(1)", "-n", "2", "script.py")
-    # The fork server and its companion are there: torch is being imported, unless this comes late.
-    wait_for(lambda: len(run.members()) >= 3)
-    run.process.terminate()
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_signal_to_ranks_without_handlers_ends_all_quietly(start: Start, ready: bool) -> None:
+    """Also while they start."""
+    run = start(RANKS + WAIT, "-n", "2", "script.py")
+    if ready:
+        run.wait_ready(2)
+        os.killpg(run.process.pid, signal.SIGINT)
+    else:
+        # The fork server and its companion are there: torch is being imported, unless this comes late.
+        wait_for(lambda: len(run.members()) >= 3)
+        run.process.terminate()
     ended = run.end(timeout=3 * GONE_WITHIN)
-    assert (ended.code, ended.out, ended.err) == (143, "", "")
+    assert (ended.code, ended.out, ended.err) == (130 if ready else 143, "", "")
     assert run.members() == []
 
 
