@@ -6,20 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from helpers.cli import shoal
-from shoal.util.errors import ShoalError
+from helpers.cli import plan_error, shoal
 
 PLAN = ("plan", "--model", "llama-7b", "--machine", "a100-80", "--batch", "64")
 
 
 def values(*words: str) -> Any:
     return json.loads(shoal(*PLAN, *words, "--json").stdout)
-
-
-def failed(*words: str) -> ShoalError:
-    done = shoal(*PLAN, *words)
-    assert isinstance(done.exception, ShoalError), done.output
-    return done.exception
 
 
 def test_each_number_has_the_fastest_layout_of_its_own_search() -> None:
@@ -46,16 +39,17 @@ def test_a_deadline_chooses_the_cheapest_number_that_meets_it() -> None:
     assert late["cheapest"] == min(in_time, key=prices.__getitem__) != 8
 
 
-def test_text() -> None:
-    done = shoal(*PLAN, "-n", "1,8,16", "--training", "steps=1000,price=2")
+def test_text_and_page(tmp_path: Path) -> None:
+    training = ("--training", "steps=1000,price=2")
+    done = shoal(*PLAN, "-n", "1,8,16", *training, "--html", str(tmp_path))
     assert done.exit_code == 0, done.exception
     assert "1 device: no configuration fits" in done.stdout
     assert "Least cost: 8 devices, with" in done.stdout
+    page = (tmp_path / "index.html").read_text()
+    for part in ("proportional to devices", "80 % from", "1 device: no configuration fits."):
+        assert part in page
     late = shoal(*PLAN, "-n", "8,16", "--training", "steps=1000,deadline=0.01")
     assert "No number of devices meets the deadline" in " ".join(late.stdout.split())
-
-
-def test_nothing_fits() -> None:
     done = shoal(*PLAN, "--model", "gpt3-175b", "-n", "1,2", "--json")
     assert done.exit_code == 1
     assert [each["best"] for each in json.loads(done.stdout)["numbers"]] == [None, None]
@@ -65,7 +59,7 @@ def test_numbers_that_do_not_divide_the_batch_have_a_reason() -> None:
     found = values("-n", "8,24")["numbers"]
     assert found[0]["best"]
     assert "no layout splits 64 samples" in found[1]["reason"]
-    assert "no layout splits 64 samples" in failed("-n", "24,48").found
+    assert "no layout splits 64 samples" in plan_error(*PLAN, "-n", "24,48").found
 
 
 def test_a_training_that_does_not_end_has_a_reason() -> None:
@@ -77,7 +71,7 @@ def test_a_training_that_does_not_end_has_a_reason() -> None:
 
 def test_lists_that_are_wrong() -> None:
     for text in ("", "0", "8,", "8,x", "8,8", "-4", "70000", "8 16"):
-        error = failed(f"--devices={text}")
+        error = plan_error(*PLAN, f"--devices={text}")
         assert "is repeated, or is not an integer from 1 to 65536" in error.found, text
 
 
@@ -88,16 +82,6 @@ def test_options_that_need_one_number() -> None:
         ("--check", "runs/a"),
         ("--model", "train.py:build"),
     ):
-        error = failed("-n", "8,16", *words)
+        error = plan_error(*PLAN, "-n", "8,16", *words)
         assert "one number of devices" in error.found, words
         assert error.fix == "use -n 8"
-
-
-def test_a_page_of_numbers(tmp_path: Path) -> None:
-    done = shoal(
-        *("plan", "--model", "llama-7b", "-n", "1,8,16", "--batch", "64"), "--html", str(tmp_path)
-    )
-    assert done.exit_code == 0, done.output
-    page = (tmp_path / "index.html").read_text()
-    for part in ("proportional to devices", "80 % from", "1 device: no configuration fits."):
-        assert part in page

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cli import shoal
+from helpers.cli import plan_error, shoal
 from helpers.synthetic_runs import simulate, write
 from shoal.plan.check import check_run
 from shoal.plan.machines import RANGES, find_machine
 from shoal.plan.model import parse_model
-from shoal.util.errors import ShoalError
 
 MODEL = "hidden=512,layers=4,heads=8,vocab=1000,seq=128"
 FILE = """# our cluster
@@ -79,15 +78,13 @@ def test_the_file_stays_if_it_is_refused(tmp_path: Path) -> None:
         file = tmp_path / "mine.toml"
         file.write_text(text.replace("spread", "efficiency.spread") if "not lines" in found else text)
         before = file.read_text()
-        done = shoal(*checked(run, file, "--update"))
-        assert isinstance(done.exception, ShoalError), done.output
-        assert found in done.exception.found, text
+        error = plan_error(*checked(run, file, "--update"))
+        assert found in error.found, text
         assert file.read_text() == before, text
 
 
 def test_update_needs_a_run_and_a_file(run: Path) -> None:
     for options in (("--machine", "cpu"), ()):
         check = ("--check", str(run)) if options else ()
-        done = shoal("plan", "--model", MODEL, *options, *check, "--update")
-        assert isinstance(done.exception, ShoalError), done.output
-        assert "--check RUN --machine" in done.exception.fix, options
+        error = plan_error("plan", "--model", MODEL, *options, *check, "--update")
+        assert "--check RUN --machine" in error.fix, options
