@@ -8,19 +8,20 @@ import pytest
 from helpers.cli import plan_error, shoal
 
 
-def test_text() -> None:
-    done = shoal("plan", "--model", "llama-7b", "--machine", "a100-80", "-n", "8", "--batch", "64")
+def test_text_and_page(tmp_path: Path) -> None:
+    words = ("--machine", "a100-80", "-n", "8", "--batch", "64", "--html", str(tmp_path))
+    done = shoal("plan", "--model", "llama-7b", *words)
     assert done.exit_code == 0, done.output
     for part in (
-        "Fastest",
-        "Step of the first",
-        "Memory of the first",
-        "optimizer",
-        "80 % of measured",
+        *("Fastest", "Step of the first", "Memory of the first", "optimizer"),
+        *("80 % of measured", "replicate=8", "does not fit: "),
     ):
         assert part in done.stdout
-    assert "replicate=8" in done.stdout
-    assert "does not fit: " in done.stdout
+    page = (tmp_path / "index.html").read_text()
+    for part in ("is the fastest", "exposed data parallel", "optimizer", "does not fit"):
+        assert part in page
+    assert (tmp_path / "step.svg").exists()
+    assert "products" in (tmp_path / "step.csv").read_text()
 
 
 def test_json() -> None:
