@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from helpers.fake_slurm import COMMANDS, Fakes
 from shoal.cli.main import app
-from shoal.util.errors import LaunchError
+from shoal.util.errors import LaunchError, ShoalError
 
 
 def shoal(*arguments: str) -> Result:
@@ -22,6 +22,13 @@ def refused(*arguments: str) -> LaunchError:
     """Return the LaunchError that the command raises with these arguments."""
     done = shoal(*arguments)
     assert isinstance(done.exception, LaunchError), (done.output, done.exception)
+    return done.exception
+
+
+def plan_error(*arguments: str) -> ShoalError:
+    """Return the error, of any kind, that the command raises with these arguments."""
+    done = shoal(*arguments)
+    assert isinstance(done.exception, ShoalError), (done.output, done.exception)
     return done.exception
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cli import shoal
+from helpers.cli import plan_error, shoal
 from shoal.bench.collectives.machine_file import (
     CollectiveSeries,
     Fit,
@@ -139,11 +139,9 @@ def test_measured_copies_give_back_the_measured_collectives(few_calls: None, tmp
 
 
 def test_what_one_process_can_not_measure(tmp_path: Path) -> None:
-    done = shoal("bench", "machine")
-    assert isinstance(done.exception, ShoalError)
-    assert "shoal bench comm" in done.exception.fix
+    error = plan_error("bench", "machine")
+    assert "shoal bench comm" in error.fix
     gathers = collectives(tmp_path / "gathers.json", ("a", "a"), all_gather=0.1001)
     with pytest.raises(ShoalError, match="no all_reduce"):
         read_rates([gathers], None, None)
-    done = shoal("bench", "machine", "--name", "a b", "--link", "1", "--network", "1")
-    assert isinstance(done.exception, ShoalError)
+    plan_error("bench", "machine", "--name", "a b", "--link", "1", "--network", "1")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from helpers.cli import plan_error
 from helpers.cli import shoal as command
 from helpers.measured_memory import measured_peak
 from helpers.planned_models import MODELS, SAMPLES, Built, classes
@@ -255,15 +256,13 @@ def test_a_command_that_does_not_fit_names_a_change(script: str, tmp_path: Path)
 
 
 def test_a_batch_that_does_not_divide(script: str) -> None:
-    done = command("plan", "--model", script, "-n", "3", "--batch", "64")
-    assert isinstance(done.exception, ShoalError)
-    assert "--batch 63" in done.exception.fix
-    assert done.exception.given == "--batch 64 --layout replicate=-1 -n 3"
-    assert "a multiple of 3 samples" in done.exception.found
-    micro = command("plan", "--model", script, "-n", "2", "--batch", "64", "--micro-batch", "5")
-    assert isinstance(micro.exception, ShoalError)
-    assert "--micro-batch 5" in micro.exception.given
-    assert "--batch 60" in micro.exception.fix
+    error = plan_error("plan", "--model", script, "-n", "3", "--batch", "64")
+    assert "--batch 63" in error.fix
+    assert error.given == "--batch 64 --layout replicate=-1 -n 3"
+    assert "a multiple of 3 samples" in error.found
+    error = plan_error("plan", "--model", script, "-n", "2", "--batch", "64", "--micro-batch", "5")
+    assert "--micro-batch 5" in error.given
+    assert "--batch 60" in error.fix
 
 
 def test_values_of_a_function_that_are_wrong(tmp_path: Path) -> None:
@@ -283,9 +282,8 @@ def test_values_of_a_function_that_are_wrong(tmp_path: Path) -> None:
             "task = shoal.Task(lambda output, batch: (output.sum(), len(output)))\n"
             f"def build():\n    return {made}\n"
         )
-        done = command("plan", "--model", f"{path}:build", "-n", "1", "--batch", "4")
-        assert isinstance(done.exception, ShoalError), made
-        assert found in done.exception.found, made
+        error = plan_error("plan", "--model", f"{path}:build", "-n", "1", "--batch", "4")
+        assert found in error.found, made
 
 
 class Read(nn.Module):
@@ -340,9 +338,8 @@ def test_a_model_with_wrong_shapes(tmp_path: Path) -> None:
     path.write_text(SHAPES)
     options = ("-n", "2", "--batch", "16", "--precision", "fp32", "--machine", "cpu")
     for layout in ("pipeline=2", "auto"):
-        done = command("plan", "--model", f"{path}:build", "--layout", layout, *options)
-        assert isinstance(done.exception, ShoalError)
-        assert "must have same reduction dim" in done.exception.found, layout
+        error = plan_error("plan", "--model", f"{path}:build", "--layout", layout, *options)
+        assert "must have same reduction dim" in error.found, layout
 
 
 def test_a_compiled_model() -> None:
@@ -358,9 +355,8 @@ def test_options_that_do_not_fit_the_layout() -> None:
         (("--layout", "pipeline=2", "--batch", "15"), "a multiple of 2 samples"),
         (("--html", __file__), "it is a file"),
     ):
-        done = command("plan", "--model", "dense:", "-n", "2", *options)
-        assert isinstance(done.exception, ShoalError), options
-        assert found in done.exception.found, options
+        error = plan_error("plan", "--model", "dense:", "-n", "2", *options)
+        assert found in error.found, options
 
 
 @pytest.mark.parametrize("text", ["import sys\nsys.exit(3)", "import argparse\n{parser}"])
@@ -368,10 +364,9 @@ def test_a_script_that_ends_when_it_is_imported(tmp_path: Path, text: str) -> No
     path = tmp_path / "ends.py"
     parser = "p = argparse.ArgumentParser()\np.add_argument('--lr', required=True)\np.parse_args()"
     path.write_text(text.format(parser=parser))
-    done = command("plan", "--model", f"{path}:build", "-n", "1")
-    assert isinstance(done.exception, ShoalError)
-    assert "it ends with exit code" in done.exception.found
-    assert "__main__" in done.exception.fix
+    error = plan_error("plan", "--model", f"{path}:build", "-n", "1")
+    assert "it ends with exit code" in error.found
+    assert "__main__" in error.fix
 
 
 @pytest.mark.full
@@ -400,16 +395,14 @@ def test_the_rank_of_a_pipeline_that_needs_most_is_named(script: str) -> None:
 def test_wrong_split_points(script: str) -> None:
     for points in ("9", "0"):
         options = ("-n", "2", "--layout", "pipeline=2", "--batch", "64", "--split-points", points)
-        done = command("plan", "--model", script, *options)
-        assert isinstance(done.exception, ShoalError), points
-        assert f"--split-points {points}" in done.exception.given
+        error = plan_error("plan", "--model", script, *options)
+        assert f"--split-points {points}" in error.given
 
 
 @pytest.mark.full
 def test_a_dataset_that_is_too_small(script: str) -> None:
-    done = command("plan", "--model", script, "-n", "1", "--batch", "8192")
-    assert isinstance(done.exception, ShoalError)
-    assert "the dataset has 4096" in done.exception.found
+    error = plan_error("plan", "--model", script, "-n", "1", "--batch", "8192")
+    assert "the dataset has 4096" in error.found
 
 
 @pytest.mark.full

@@ -5,23 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cli import shoal
-from shoal.util.errors import ShoalError
+from helpers.cli import plan_error, shoal
 
 
-def test_text() -> None:
-    done = shoal("plan", "--model", "llama-7b", "--machine", "a100-80", "-n", "8", "--batch", "64")
+def test_text_and_page(tmp_path: Path) -> None:
+    words = ("--machine", "a100-80", "-n", "8", "--batch", "64", "--html", str(tmp_path))
+    done = shoal("plan", "--model", "llama-7b", *words)
     assert done.exit_code == 0, done.output
     for part in (
-        "Fastest",
-        "Step of the first",
-        "Memory of the first",
-        "optimizer",
-        "80 % of measured",
+        *("Fastest", "Step of the first", "Memory of the first", "optimizer"),
+        *("80 % of measured", "replicate=8", "does not fit: "),
     ):
         assert part in done.stdout
-    assert "replicate=8" in done.stdout
-    assert "does not fit: " in done.stdout
+    page = (tmp_path / "index.html").read_text()
+    for part in ("is the fastest", "exposed data parallel", "optimizer", "does not fit"):
+        assert part in page
+    assert (tmp_path / "step.svg").exists()
+    assert "products" in (tmp_path / "step.csv").read_text()
 
 
 def test_json() -> None:
@@ -48,9 +48,8 @@ def test_nothing_fits() -> None:
 
 
 def test_an_unknown_precision() -> None:
-    done = shoal("plan", "--model", "gpt2", "--precision", "fp8")
-    assert isinstance(done.exception, ShoalError)
-    assert "--precision mixed" in done.exception.fix
+    error = plan_error("plan", "--model", "gpt2", "--precision", "fp8")
+    assert "--precision mixed" in error.fix
 
 
 def test_any_precision_tries_all_and_says_that_results_differ() -> None:
@@ -78,32 +77,21 @@ def test_the_table_has_the_schedule_of_pipelines() -> None:
 
 
 def test_a_traced_module_has_one_precision() -> None:
-    done = shoal("plan", "--model", "dense:layers=1", "--precision", "any")
-    assert isinstance(done.exception, ShoalError)
+    plan_error("plan", "--model", "dense:layers=1", "--precision", "any")
 
 
 @pytest.mark.full
-def test_the_page_of_a_traced_module(tmp_path: Path) -> None:
-    asked = ("--layout", "replicate=2", "-n", "2", "--batch", "8", "--precision", "fp32")
-    done = shoal(
-        *("plan", "--model", "dense:layers=1", *asked, "--machine", "cpu", "--html", str(tmp_path))
-    )
-    assert done.exit_code == 0, done.output
-    page = (tmp_path / "index.html").read_text()
-    for part in ("replicate=2 fits", "fragmentation", "all-reduce", "launch and host"):
-        assert part in page
-
-
-@pytest.mark.full
-def test_the_page_of_a_module_that_does_not_fit_has_the_changes(tmp_path: Path) -> None:
+def test_the_pages_of_a_traced_module(tmp_path: Path) -> None:
     asked = ("--layout", "replicate=2", "-n", "2", "--batch", "8", "--precision", "fp32")
     machine = tmp_path / "small.toml"
     lines = ("half = 1", "fp32 = 1", "memory = 1.501", "memory_bandwidth = 50", "link = 10")
     machine.write_text("\n".join(("[small]", *lines, "network = 1", "devices = 2", 'source = "<b>"')))
-    words = ("--machine", str(machine), "--html", str(tmp_path))
-    done = shoal("plan", "--model", "dense:layers=1", *asked, *words)
-    assert done.exit_code == 1, done.output
-    page = (tmp_path / "index.html").read_text()
-    assert "does not fit" in page
-    assert "--layout shard=2" in page
-    assert "usable memory" in page
+    fits = ("replicate=2 fits", "fragmentation", "all-reduce", "launch and host")
+    changes = ("does not fit", "--layout shard=2", "usable memory")
+    for name, code, parts in (("cpu", 0, fits), (str(machine), 1, changes)):
+        words = ("--machine", name, "--html", str(tmp_path))
+        done = shoal("plan", "--model", "dense:layers=1", *asked, *words)
+        assert done.exit_code == code, done.output
+        page = (tmp_path / "index.html").read_text()
+        for part in parts:
+            assert part in page

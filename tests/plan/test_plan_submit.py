@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cli import fake_slurm, refused, shoal
+from helpers.cli import fake_slurm, plan_error, refused, shoal
 from helpers.fake_slurm import Fakes
-from shoal.util.errors import ShoalError
 
 PLAN = ("plan", "--model", "llama-7b", "-n", "16", "--batch", "64")
 TRAINING = "steps=1000,queue=auto"
@@ -60,9 +59,8 @@ def test_submissions_that_are_refused(fakes: Fakes) -> None:
         (("--submit", "1", "--", "train.py", "{layout}"), "no time limit"),
         (("--submit", "1", "-n", "12", "--batch", "12", "--", "train.py", "{layout}"), "not be full"),
     ):
-        done = shoal(*PLAN, *words)
-        assert isinstance(done.exception, ShoalError), done.output
-        assert found in done.exception.found, words
+        error = plan_error(*PLAN, *words)
+        assert found in error.found, words
         assert not fakes.calls("sbatch"), words
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import shoal
+from helpers.cli import plan_error
 from helpers.cli import shoal as command
 from helpers.cluster.slurm import Cluster
-from shoal.util.errors import ShoalError
 
 MODEL = ("plan", "--model", "hidden=64,layers=2,heads=2,vocab=100,seq=32", "--precision", "fp32")
 PLAN = (*MODEL, "--machine", "cpu", "-n", "2", "--batch", "16")
@@ -42,12 +42,6 @@ with shoal.init(layout=given["--layout"], device="cpu", seed=0) as world:
             step(batch)
             run.tick()
 """
-
-
-def refused(*arguments: str) -> ShoalError:
-    done = command(*arguments)
-    assert isinstance(done.exception, ShoalError), (done.output, done.exception)
-    return done.exception
 
 
 @pytest.fixture
@@ -134,13 +128,13 @@ def test_a_layout_that_fails_stays_behind(script: str) -> None:
 @pytest.mark.long
 @pytest.mark.processes
 def test_layouts_that_all_fail_are_an_error(script: str) -> None:
-    problem = refused(*PLAN, "--try", "1", "--", script, *WORDS, "--fail", "")
+    problem = plan_error(*PLAN, "--try", "1", "--", script, *WORDS, "--fail", "")
     assert "1 layout failed" in problem.found
     assert "this layout fails" in problem.found
     assert "shoal run -n 2" in problem.fix
 
 
-def test_what_is_refused() -> None:
+def test_what_is_plan_error() -> None:
     for words, found in (
         ((*PLAN, "--try", "1", "--", "train.py", "{run}"), "no {layout}"),
         ((*PLAN, "--try", "1", "--", "train.py", "{layout}"), "no {run}"),
@@ -155,13 +149,13 @@ def test_what_is_refused() -> None:
         ((*MODEL, "--layout", "shard=8"), "tries all values"),
         ((*MODEL, "--check", "runs/a", "--layout", "shard=2"), "describes a traced module"),
     ):
-        assert found in refused(*words).found, words
+        assert found in plan_error(*words).found, words
 
 
 def test_a_job_with_too_few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     words = ("-n", "64", "--batch", "64", "--try", "1", "--", "train.py", *WORDS)
-    problem = refused(*MODEL, *words)
+    problem = plan_error(*MODEL, *words)
     assert "the job has 2 nodes, of 8 devices each" in problem.found
     assert "-n 16" in problem.fix
