@@ -329,25 +329,17 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
     loader = shoal.Loader(data(), world, batch_size=BATCH, micro_batches=2)
-    with shoal.Run(run, step, loader, trackers=()) if run else _Nothing() as opened:
-        if run:
+    with shoal.Run(run, step, loader, trackers=()) if run else contextlib.nullcontext() as opened:
+        if opened:
             opened.restore()
         losses = []
         for batch in loader.epochs(10**6):
             losses.append(step(batch).loss)
-            if run:
+            if opened:
                 opened.tick(every=5)
             if step.number >= steps:
                 break
     return losses, [p.detach().clone() for p in model.parameters()]
-
-
-class _Nothing:
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from pathlib import Path
@@ -58,20 +59,16 @@ def train(world: shoal.World, strategy: Any, optimizer: str, steps: int, run: Pa
     step = shoal.Step(model, made, shoal.Task(loss))
     loader = shoal.Loader(data(), world, batch_size=BATCH)
     seen = []
-    if run is None:
+    with shoal.Run(run, step, loader) if run else contextlib.nullcontext() as opened:
+        if opened:
+            opened.restore()
         for batch in loader.epochs(10):
             seen.append([int(i) for micro in batch.micros if micro.weight for i in micro.value[2]])
             step(batch)
+            if opened:
+                opened.tick(every=4)
             if step.number == steps:
                 break
-    else:
-        with shoal.Run(run, step, loader) as opened:
-            opened.restore()
-            for batch in loader.epochs(10):
-                step(batch)
-                opened.tick(every=4)
-                if step.number == steps:
-                    break
     if not isinstance(engine, AveragingEngine):
         raise TypeError(type(engine))
     sent = engine.sent
