@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import typer.main
+import write_cli_reference as script
 
 from helpers.cli import refused
 from shoal.cli.main import app
 
 
-@pytest.fixture(scope="module")
-def script(repository: Path) -> ModuleType:
-    path = repository / "scripts" / "write_cli_reference.py"
-    spec = importlib.util.spec_from_file_location("write_cli_reference", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_committed_pages_are_those_of_the_script(repository: Path, script: ModuleType) -> None:
+def test_the_committed_pages_are_those_of_the_script(repository: Path) -> None:
     pages = script.pages()
     for name, text in pages.items():
         committed = (repository / "docs" / "reference" / name).read_text(encoding="utf-8")
@@ -33,7 +21,7 @@ def test_the_committed_pages_are_those_of_the_script(repository: Path, script: M
     assert {f"cli/{path.name}" for path in folder.iterdir()} | {"cli.md"} == set(pages)
 
 
-def test_every_command_and_option_has_its_place(script: ModuleType) -> None:
+def test_every_command_and_option_has_its_place() -> None:
     text = "\n".join(script.pages().values())
     rest = [("shoal", typer.main.get_command(app))]
     seen = 0
@@ -52,12 +40,12 @@ def test_every_command_and_option_has_its_place(script: ModuleType) -> None:
     assert seen > 20
 
 
-def test_the_pages_are_in_the_navigation(repository: Path, script: ModuleType) -> None:
+def test_the_pages_are_in_the_navigation(repository: Path) -> None:
     navigation = (repository / "mkdocs.yml").read_text()
     assert [name for name in script.pages() if f"reference/{name}" not in navigation] == []
 
 
-def test_a_default_in_words_is_read(script: ModuleType) -> None:
+def test_a_default_in_words_is_read() -> None:
     for text, description, default in (
         ("Port to use (default: a free port).", "Port to use.", "a free port"),
         ("Print it.", "Print it.", ""),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from helpers.guide_pages import printed
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -156,15 +157,7 @@ def ranks(tool: str, length: int, folder: Path) -> list[dict[str, Any]]:
     """Run a tool's script on two ranks; return the samples and the last gradient of each."""
     (folder / "script.py").write_text(HEAD + SCRIPTS[tool])
     launch = [] if tool == "lightning" else ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launch, "script.py", str(length)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed([sys.executable, *launch, "script.py", str(length)], folder)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 

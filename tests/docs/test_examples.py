@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from helpers.guide_pages import printed
 
 pytestmark = pytest.mark.processes
 
@@ -54,7 +55,7 @@ def digits(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small stand-in for MNIST."""
     folder = tmp_path_factory.mktemp("mnist")
     script = repository / "examples/mnist_standin.py"
-    subprocess.run([*ALONE, script, folder, *STAND_IN.split()], check=True, timeout=100)
+    printed([*ALONE, script, folder, *STAND_IN.split()])
     return folder
 
 
@@ -95,14 +96,8 @@ def test_an_example_ends_the_same_in_two_parts(
     assert resumed.splitlines()[-1] == whole.splitlines()[-1]
 
 
-def printed(command: list[str], *given: str) -> str:
-    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def last_line(command: list[str], *given: str) -> str:
-    return printed(command, *given).splitlines()[-1]
+    return printed([*command, *given]).splitlines()[-1]
 
 
 def final_number(line: str) -> float:
@@ -135,7 +130,7 @@ def test_an_example_gives_the_same_on_two_processes(
 def test_workers_that_do_not_wait_learn(name: str, repository: Path, tmp_path: Path) -> None:
     """Not alike each time, but far better than chance, which is one in eight or ten."""
     given = ["--samples", "1200", "--run", str(tmp_path)]
-    said = printed(TWO, str(repository / f"examples/{name}.py"), "--", *given)
+    said = printed([*TWO, repository / f"examples/{name}.py", "--", *given])
     found = re.search(r"^accuracy (\d+\.\d)%", said, re.MULTILINE)  # beside what each worker says
     assert found is not None, said
     assert float(found[1]) > 50
@@ -158,9 +153,8 @@ def test_bytes_are_learned_alike_in_every_layout(repository: Path, tmp_path: Pat
 @pytest.mark.long
 def test_each_compression_learns(repository: Path) -> None:
     command = [*TWO, str(repository / "examples/compression.py"), "--", "--epochs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    found = dict(re.findall(r"^(\w+) .* MB a step, accuracy ([\d.]+)%$", done.stdout, re.MULTILINE))
+    said = printed(command)
+    found = dict(re.findall(r"^(\w+) .* MB a step, accuracy ([\d.]+)%$", said, re.MULTILINE))
     assert list(found) == ["none", "bf16", "int8", "PowerSGD", "TopK", "auto"]
     assert all(float(accuracy) > 50 for accuracy in found.values()), found  # chance is 10
 
@@ -219,8 +213,9 @@ def test_the_notebook_runs(repository: Path, tmp_path: Path) -> None:
         notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()
     cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
-    printed = ["".join(part.text for part in parts if part.get("name") == "stdout") for parts in cells]
-    one, two, compared, _, again = printed
+    one, two, compared, _, again = (
+        "".join(part.text for part in parts if part.get("name") == "stdout") for parts in cells
+    )
     assert final_number(one) == pytest.approx(final_number(two), abs=1.5e-4)
     assert compared.startswith("80 and 80 steps")
     assert "resumed at sample 5,000" in again

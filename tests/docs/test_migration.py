@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from helpers.guide_pages import printed
 
 pytestmark = pytest.mark.processes
 
@@ -167,16 +167,7 @@ def run_script(folder: Path, pair: Pair, processes: int, edit: Callable[[str], s
     own = edit is not None and pair.starts_ranks
     command = [*(ALONE if alone or own else [*SHOAL, str(processes)]), "script.py"]
     options = () if edit is None else (str(processes),) if own else pair.options
-    done = subprocess.run(
-        [*command, *options],
-        cwd=folder,
-        env={**os.environ, **CPU},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed([*command, *options], folder, **CPU)
     return loss_of_saved(folder, pair)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,25 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from helpers.guide_pages import printed
+
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 ALONE = [sys.executable]
 TWO = [sys.executable, "-m", "shoal", "run", "-n", "2"]
 
 
-def run(text: str, command: list[str], folder: Path) -> str:
-    folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(text)
-    done = subprocess.run(
-        [*command, "train.py"], cwd=folder, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def loss_of_model(text: str, command: list[str], folder: Path) -> float:
     """Return the loss over all data of the model that a script saves."""
-    run(text, command, folder)
+    folder.mkdir()
+    (folder / "train.py").write_text(text)
+    printed([*command, "train.py"], folder)
     state = torch.load(folder / "model.pt", weights_only=True)
     inputs = torch.randn(1000, 20, generator=torch.Generator().manual_seed(0))
     output = F.linear(inputs, state["weight"], state["bias"])

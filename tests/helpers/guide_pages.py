@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,3 +58,18 @@ def program(page: Path) -> str:
 def without_progress(printed: str) -> str:
     """What a script itself printed: the lines of a Run tell of speeds, which are never the same."""
     return "".join(line for line in printed.splitlines(keepends=True) if not PROGRESS.match(line))
+
+
+def printed(command: Sequence[str | Path], folder: Path | None = None, **variables: str) -> str:
+    """What a command prints in a folder, with these variables; it ends without an error."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

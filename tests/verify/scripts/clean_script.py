@@ -1,4 +1,4 @@
-"""Plain DDP without a fault, in the way that sys.argv[1] names."""
+"""Plain DDP without a fault, in the ways that sys.argv names."""
 
 # mypy: ignore-errors
 
@@ -16,19 +16,18 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-WAY = sys.argv[1]
-WORKERS = {"workers": 1, "two workers": 2, "persistent workers": 1}.get(WAY, 0)
-SAMPLES = 21 if WAY == "weighted means" else 24
+WAYS = set(sys.argv[1:])
+SAMPLES = 21 if "weighted means" in WAYS else 24
 
 
 class Points(Dataset):
     def __init__(self):
         self.inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-        if WAY == "seeded":
+        if "seeded" in WAYS:
             self.inputs += np.random.default_rng(0).normal()
-        if WAY == "sorted files":
+        if "sorted files" in WAYS:
             self.inputs += ["a.txt", "b.txt"].index(sorted(os.listdir("files"))[1])
-        if WAY == "sorted set":
+        if "sorted set" in WAYS:
             self.inputs *= ord(next(iter(sorted(set("abcdefgh"))))) / 100
 
     def __len__(self):
@@ -36,9 +35,9 @@ class Points(Dataset):
 
     def __getitem__(self, index):
         x = self.inputs[index]
-        if WAY == "keyed draws":
+        if "keyed draws" in WAYS:
             x = x + np.random.default_rng(index).normal()
-        if WAY == "keyed torch draws":
+        if "keyed torch draws" in WAYS:
             x = x + torch.randn(6, generator=torch.Generator().manual_seed(index))
         return x.float(), x.sum().float()
 
@@ -62,23 +61,23 @@ class Checkpointed(nn.Module):
 
 def build():
     layers = [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)]
-    if WAY == "layer norm":
+    if "layer norm" in WAYS:
         layers.insert(1, nn.LayerNorm(8))
-    if WAY == "frozen batch norm":
+    if "frozen batch norm" in WAYS:
         layers.insert(1, nn.BatchNorm1d(8).eval())
-    if WAY == "dropout on one rank":
+    if "dropout on one rank" in WAYS:
         layers.insert(2, nn.Dropout(0.5))
-    if WAY == "activation checkpointing":
+    if "activation checkpointing" in WAYS:
         layers[1] = Checkpointed(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     return nn.Sequential(*layers)
 
 
 def build_optimizer(model):
-    if WAY == "adamw":
+    if "adamw" in WAYS:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
-    if WAY == "foreach":
+    if "foreach" in WAYS:
         return torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
-    if WAY == "two groups":
+    if "two groups" in WAYS:
         first, *others = model.parameters()
         groups = [{"params": [first], "lr": 0.01}, {"params": others, "weight_decay": 0.1}]
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
@@ -86,9 +85,9 @@ def build_optimizer(model):
 
 
 def build_scheduler(optimizer):
-    if WAY == "cosine":
+    if "cosine" in WAYS:
         return lr_scheduler.CosineAnnealingLR(optimizer, 12)
-    if WAY == "one cycle":
+    if "one cycle" in WAYS:
         return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
     return lr_scheduler.StepLR(optimizer, 3)
 
@@ -96,31 +95,31 @@ def build_scheduler(optimizer):
 def train_step(model, optimizer, x, y):
     size = dist.get_world_size()
     halves = [(x, y)]
-    if WAY == "accumulation":
+    if "accumulation" in WAYS:
         halves = list(zip(x.chunk(2), y.chunk(2), strict=True))
     for number, (a, b) in enumerate(halves):
         last = number == len(halves) - 1
         with nullcontext() if last else model.no_sync():
             loss = F.mse_loss(model(a).squeeze(1), b, reduction="sum")
-            (loss * size / (7 if WAY == "weighted means" else 8)).backward()
-    if WAY == "clipping":
+            (loss * size / (7 if "weighted means" in WAYS else 8)).backward()
+    if "clipping" in WAYS:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def evaluate(model):
-    if WAY == "evaluation on rank 0" and dist.get_rank():
+    if "evaluation on rank 0" in WAYS and dist.get_rank():
         return
     sampler = None
-    if WAY != "evaluation on rank 0":
+    if "evaluation on rank 0" not in WAYS:
         sampler = DistributedSampler(Points(), shuffle=False)
-    if WAY != "frozen batch norm":
+    if "frozen batch norm" not in WAYS:
         model.eval()
     with torch.no_grad():
         for x, _ in DataLoader(Points(), 4, sampler=sampler):
             model.module(x)
-    if WAY != "frozen batch norm":
+    if "frozen batch norm" not in WAYS:
         model.train()
 
 
@@ -130,11 +129,13 @@ def main():
     model = DistributedDataParallel(build())
     optimizer = build_optimizer(model)
     scheduler = build_scheduler(optimizer)
-    sampler = DistributedSampler(Points(), shuffle=WAY != "no shuffling")
+    sampler = DistributedSampler(Points(), shuffle="no shuffling" not in WAYS)
     batch = 8 // dist.get_world_size()
-    options = {"num_workers": WORKERS, "persistent_workers": WAY == "persistent workers"}
+    persistent = "persistent workers" in WAYS
+    workers = 2 if "two workers" in WAYS else int(persistent)
+    options = {"num_workers": workers, "persistent_workers": persistent}
     loader = DataLoader(Points(), batch, sampler=sampler, **options)
-    if WAY == "weighted means":
+    if "weighted means" in WAYS:
         loader = DataLoader(Points(), batch_sampler=SplitBatches())
     first = 0
     if os.path.exists("state.pt"):
@@ -149,7 +150,7 @@ def main():
         for x, y in loader:
             train_step(model, optimizer, x, y)
             scheduler.step()
-        if WAY != "weighted means":
+        if "weighted means" not in WAYS:
             evaluate(model)
         if dist.get_rank() == 0:
             state = {

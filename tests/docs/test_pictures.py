@@ -1,4 +1,4 @@
-"""The picture of the README is made of what its script measures, and shows what it claims."""
+"""The pictures of the README and of a pipeline are those that their scripts draw."""
 
 from __future__ import annotations
 
@@ -19,15 +19,26 @@ STEPS = 26
 Curves: TypeAlias = dict[str, list[Any]]
 
 
-@pytest.fixture(scope="module")
-def script(repository: Path) -> ModuleType:
-    path = repository / "benchmarks/same_loss.py"
-    spec = importlib.util.spec_from_file_location("same_loss", path)
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script(repository: Path) -> ModuleType:
+    return load(repository / "benchmarks/same_loss.py")
+
+
+def test_the_committed_picture_of_a_pipeline_is_that_of_its_script(
+    repository: Path, tmp_path: Path
+) -> None:
+    pipeline = load(repository / "benchmarks/pipeline_picture.py")
+    pipeline.draw(tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_bytes() == pipeline.PICTURE.read_bytes()
 
 
 @pytest.fixture(scope="module")
