@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import UnionType
 from typing import Any
 
 import pytest
 
 import shoal
 from helpers.ranks import RankError, Ranks
-
-REFUSALS = shoal.StepError | shoal.LayoutError | shoal.CheckpointError
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -29,11 +28,15 @@ def check_like_one(
 
 
 def check_refused(
-    ranks: Ranks, words: str | Sequence[str], function: Callable[..., Any], *arguments: Any
+    ranks: Ranks,
+    words: str | Sequence[str],
+    function: Callable[..., Any],
+    *arguments: Any,
+    kind: type[shoal.ShoalError] | UnionType = shoal.StepError,
 ) -> None:
-    """All ranks raise an error of Shoal's that says these words."""
+    """All ranks raise an error of this kind that says these words."""
     for found in ranks.attempt(function, *arguments):
         assert isinstance(found, RankError), found
-        assert isinstance(found.error, REFUSALS), found.text
+        assert isinstance(found.error, kind), found.text
         for word in [words] if isinstance(words, str) else words:
             assert word in str(found.error)

@@ -100,7 +100,7 @@ def test_a_file_is_loaded_by_stages(ranks: Ranks) -> None:
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
     del state["head.bias"]
-    check_refused(ranks, "missing: head.bias", loaded, state)
+    check_refused(ranks, "missing: head.bias", loaded, state, kind=shoal.CheckpointError)
 
 
 def filled(world: shoal.World, strategy: Any) -> list[tuple[str, Tensor]]:

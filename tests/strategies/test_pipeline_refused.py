@@ -129,7 +129,8 @@ REFUSED: list[tuple[Any, Any, str]] = [
 def test_what_cannot_be_cut_is_refused_on_all_ranks(
     ranks: Ranks, make: Any, strategy: Any, found: str
 ) -> None:
-    check_refused(ranks, found, log, strategy, make)
+    kinds = shoal.StepError | shoal.LayoutError
+    check_refused(ranks, found, log, strategy, make, kind=kinds)
 
 
 def called(world: shoal.World) -> None:

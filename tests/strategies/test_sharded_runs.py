@@ -420,4 +420,4 @@ def scripted(world: shoal.World, directory: Path) -> None:
 
 
 def test_programs_are_not_exported_from_shares(ranks: Ranks, tmp_path: Path) -> None:
-    check_refused(ranks, "model.safetensors", scripted, tmp_path)
+    check_refused(ranks, "model.safetensors", scripted, tmp_path, kind=shoal.CheckpointError)

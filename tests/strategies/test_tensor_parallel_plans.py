@@ -104,7 +104,8 @@ def spread(world: shoal.World, plan: dict[str, str], after: Any) -> None:
 def test_what_cannot_be_divided_is_refused_on_all_ranks(
     ranks: Ranks, plan: dict[str, str], after: Any, words: list[str]
 ) -> None:
-    check_refused(ranks, words, spread, plan, after)
+    kinds = shoal.StepError | shoal.LayoutError
+    check_refused(ranks, words, spread, plan, after, kind=kinds)
 
 
 def backwards(world: shoal.World) -> None:
