@@ -39,9 +39,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal
-from shoal.bench.scaling.models import Workload, make_model
-from shoal.bench.scaling.subject import BuiltIn, parse_subject
 from shoal.telemetry.step_timer import BACKWARD, FORWARD, OTHER, PARTS, UPDATE, WAIT, Timeline
+from shoal.tools.bench.scaling.models import Workload, make_model
+from shoal.tools.bench.scaling.subject import BuiltIn, parse_subject
 from spread import Spread, interval
 
 WARM_UP = 6

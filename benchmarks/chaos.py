@@ -24,10 +24,10 @@ from typing import Any
 
 from chaos_training import Boundaries, Case, DisturbedTraining, count_samples, print_results
 from chaos_warm import prepare
-from shoal.chaos.containment import contain
-from shoal.chaos.final_state import digest_end, latest_checkpoint
 from shoal.checkpoint.inspect.diff import compare
 from shoal.checkpoint.inspect.manifest import inspect_checkpoint
+from shoal.tools.chaos.containment import contain
+from shoal.tools.chaos.final_state import digest_end, latest_checkpoint
 
 EPOCHS = 5
 CASES = {

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos_training import SCRIPT, count_samples, end_processes, print_results
-from shoal.chaos.containment import contain
-from shoal.chaos.final_state import digest_end
+from shoal.tools.chaos.containment import contain
+from shoal.tools.chaos.final_state import digest_end
 
 SERVER = "/usr/lib/openssh/sftp-server"
 EPOCHS = 20

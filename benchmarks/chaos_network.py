@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from shoal.chaos.final_state import digest_end
+from shoal.tools.chaos.final_state import digest_end
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests"))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from chaos_slurm import Target, preempt, read_lines
 from chaos_training import SCRIPT, count_samples, print_results
-from shoal.chaos.final_state import digest_end
+from shoal.tools.chaos.final_state import digest_end
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests"))

@@ -25,13 +25,13 @@ from typing import Any
 import psutil
 
 from chaos_warm import fork_launcher
-from shoal.chaos.control import ControlDirectory, Notice
-from shoal.chaos.faults import Fault
-from shoal.chaos.final_state import latest_checkpoint
 from shoal.checkpoint import Files
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.store import DamageError, damage, manifest_of
-from shoal.report.coverage import coverage
+from shoal.tools.chaos.control import ControlDirectory, Notice
+from shoal.tools.chaos.faults import Fault
+from shoal.tools.chaos.final_state import latest_checkpoint
+from shoal.tools.report.coverage import coverage
 from shoal.util.tables import plain_console, print_rows
 
 SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "chaos" / "scripts" / "train.py"

@@ -23,7 +23,7 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, NoReturn
 
-from shoal.chaos import rank
+from shoal.tools.chaos import rank
 
 MODULES = (
     "torch._dynamo",

@@ -33,9 +33,9 @@ from rich.text import Text
 from torch import Tensor, nn
 
 import shoal
-from shoal.report.dashboard.layout import dashboard_lines
-from shoal.report.dashboard.snapshot_builder import SnapshotBuilder
-from shoal.report.dashboard.theme import TerminalStyle
+from shoal.tools.report.dashboard.layout import dashboard_lines
+from shoal.tools.report.dashboard.snapshot_builder import SnapshotBuilder
+from shoal.tools.report.dashboard.theme import TerminalStyle
 
 SLOW, EXTRA = 2, 0.012
 WINDOW = (40, 41)

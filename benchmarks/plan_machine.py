@@ -31,14 +31,14 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from helpers.planned_models import UNet, classes, values
 from shoal._torch.dispatch import TorchDispatchMode
-from shoal.bench.scaling.models import Workload
 from shoal.distributed.layout import Layout
-from shoal.plan.configuration import PlannedStep
-from shoal.plan.layer_time import Work, compute_seconds
-from shoal.plan.machines import Machine
-from shoal.plan.measure import LinkRates, machine_toml, measure_machine
-from shoal.plan.trace import trace_step
-from shoal.plan.traced_work import operation_work
+from shoal.tools.bench.scaling.models import Workload
+from shoal.tools.plan.configuration import PlannedStep
+from shoal.tools.plan.layer_time import Work, compute_seconds
+from shoal.tools.plan.machines import Machine
+from shoal.tools.plan.measure import LinkRates, machine_toml, measure_machine
+from shoal.tools.plan.trace import trace_step
+from shoal.tools.plan.traced_work import operation_work
 
 
 class Bottleneck(nn.Module):

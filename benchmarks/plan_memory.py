@@ -26,11 +26,11 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from helpers.measured_memory import measured_peak
 from helpers.planned_models import MODELS
 from helpers.ranks import Ranks
-from shoal.bench.scaling.models import Workload
 from shoal.distributed.layout import Layout
-from shoal.plan.configuration import PlannedStep
-from shoal.plan.fit import trace_pipeline
-from shoal.plan.machines import find_machine
+from shoal.tools.bench.scaling.models import Workload
+from shoal.tools.plan.configuration import PlannedStep
+from shoal.tools.plan.fit import trace_pipeline
+from shoal.tools.plan.machines import find_machine
 from shoal.util.errors import ShoalError
 
 LAYOUTS = ["replicate=1", "replicate=2", "shard=2", "tensor=2", "context=2", "pipeline=2"]

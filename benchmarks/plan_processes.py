@@ -45,12 +45,12 @@ from torch.utils.flop_counter import register_flop_formula
 import nodes
 import shoal
 from helpers.planned_models import Transformer, values, words
-from shoal.bench.scaling.models import Workload
 from shoal.distributed.layout import Layout
-from shoal.plan.configuration import PlannedStep
-from shoal.plan.machines import Machine, find_machine
-from shoal.plan.trace import planned_strategies, trace_step
-from shoal.plan.traced_time import mean_time, run_ranks, step_seconds
+from shoal.tools.bench.scaling.models import Workload
+from shoal.tools.plan.configuration import PlannedStep
+from shoal.tools.plan.machines import Machine, find_machine
+from shoal.tools.plan.trace import planned_strategies, trace_step
+from shoal.tools.plan.traced_time import mean_time, run_ranks, step_seconds
 
 WIDTH, HIDDEN, BLOCKS, BATCH = 256, 2048, 8, 32
 FORWARD = 0.02

@@ -27,9 +27,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from shoal.distributed.cluster_env import expand_hosts
-from shoal.plan.failure_trace import read_trace
-from shoal.plan.rehearsal import Fleet, rehearse
 from shoal.telemetry.events import read_events
+from shoal.tools.plan.failure_trace import read_trace
+from shoal.tools.plan.rehearsal import Fleet, rehearse
 from shoal.training.save_policy import YoungDaly
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -20,7 +20,7 @@ import time
 import torch
 from torch import nn
 
-from shoal.verify.hooks import ObserverOptions, install_hooks
+from shoal.tools.verify.hooks import ObserverOptions, install_hooks
 from spread import quartiles
 
 WAYS = ("plain", "hooks", "operations")

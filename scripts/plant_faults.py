@@ -78,12 +78,18 @@ class Trial:
         return self.outcome in {"caught", "time"}
 
 
+def package_of(path: str) -> str:
+    """Return the package of a module, whose tests have a folder of its name; each tool is one."""
+    _, _, first, second, *_ = Path(path).parts
+    return second if first == "tools" else first
+
+
 def tests_to_run(trial: Trial) -> list[str]:
     """Return the files of tests that run the place of a fault, those of its package first."""
-    place = Path(trial.fault.path)
+    own, name = f"tests/{package_of(trial.fault.path)}/", Path(trial.fault.path).stem
 
     def order(file: str) -> tuple[bool, bool, str]:
-        return not file.startswith(f"tests/{place.parts[2]}/"), place.stem not in file, file
+        return not file.startswith(own), name not in file, file
 
     return sorted(trial.reached or (), key=order)
 
@@ -256,9 +262,9 @@ def write_trials(path: Path, trials: Sequence[Trial]) -> None:
 
 def summarize_trials(trials: Sequence[Trial]) -> Iterator[str]:
     """Yield a table of the packages, and the faults that are not caught."""
-    rows = {trial.fault.path.split("/")[2]: [0, 0] for trial in trials}
+    rows = {package_of(trial.fault.path): [0, 0] for trial in trials}
     for trial in trials:
-        for row in (rows[trial.fault.path.split("/")[2]], rows.setdefault("all", [0, 0])):
+        for row in (rows[package_of(trial.fault.path)], rows.setdefault("all", [0, 0])):
             row[0] += trial.caught
             row[1] += trial.outcome != "absent"
     yield from (f"{name:12} {caught:3} of {planted:3}" for name, (caught, planted) in rows.items())
@@ -307,9 +313,11 @@ def main() -> None:
         trials = trials if arguments.resume else [Trial(fault=trial.fault) for trial in trials]
     else:
         source = ROOT / "src" / "shoal"
-        names = arguments.packages or [path.parent.name for path in source.glob("*/__init__.py")]
-        files = {name: sorted((source / name).rglob("*.py")) for name in names}
-        texts = {n: {str(p.relative_to(ROOT)): p.read_text() for p in files[n]} for n in names}
+        texts: dict[str, dict[str, str]] = {}
+        for path in sorted(source.glob("*/**/*.py")):
+            name = str(path.relative_to(ROOT))
+            if package_of(name) in (arguments.packages or [package_of(name)]):
+                texts.setdefault(package_of(name), {})[name] = path.read_text()
         trials = [Trial(fault=f) for f in choose_faults(texts, arguments.faults, arguments.seed)]
     kept = arguments.json or arguments.resume
     for trial in () if arguments.list else run_trials(trials, arguments):

@@ -17,7 +17,6 @@ from shoal.distributed.init import init as init
 from shoal.distributed.layout import Layout as Layout
 from shoal.distributed.world import World as World
 from shoal.launcher import launch as launch
-from shoal.report.coverage import coverage as coverage
 from shoal.strategies import parallelize as parallelize
 from shoal.strategies.activation_checkpoint import ActivationCheckpointing as ActivationCheckpointing
 from shoal.strategies.asynchronous.hogwild import Hogwild as Hogwild
@@ -38,6 +37,7 @@ from shoal.strategies.task import Task as Task
 from shoal.strategies.tensor_parallel.options import TensorParallel as TensorParallel
 from shoal.telemetry.trackers import TensorBoard as TensorBoard
 from shoal.telemetry.trackers import WandB as WandB
+from shoal.tools.report.coverage import coverage as coverage
 from shoal.training.early_stopping import Validation as Validation
 from shoal.training.ema import EMA as EMA
 from shoal.training.evaluation import Accuracy as Accuracy

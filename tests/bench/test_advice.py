@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.bench.compile.display import Mode
-from shoal.bench.compile.display import mode_advice as advise_modes
-from shoal.bench.data_loading.advice import LoaderTrials, Need, worker_advice
-from shoal.bench.data_loading.measure import Trial
-from shoal.bench.import_target import call_target, import_named
-from shoal.bench.scaling.interrupt import InterruptFlag
+from shoal.tools.bench.compile.display import Mode
+from shoal.tools.bench.compile.display import mode_advice as advise_modes
+from shoal.tools.bench.data_loading.advice import LoaderTrials, Need, worker_advice
+from shoal.tools.bench.data_loading.measure import Trial
+from shoal.tools.bench.import_target import call_target, import_named
+from shoal.tools.bench.scaling.interrupt import InterruptFlag
 
 
 def measured(

@@ -13,8 +13,8 @@ import pytest
 
 from helpers import mpirun
 from helpers.commands import Command, wait_for
-from shoal.bench.collectives import machine_file
-from shoal.bench.collectives.measure import OPERATIONS
+from shoal.tools.bench.collectives import machine_file
+from shoal.tools.bench.collectives.measure import OPERATIONS
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.bench.collectives import command, display
-from shoal.bench.collectives.machine_file import CollectiveSeries
-from shoal.bench.collectives.measure import OPERATIONS, summarize_samples
-from shoal.bench.collectives.message_sizes import parse_sizes
+from shoal.tools.bench.collectives import command, display
+from shoal.tools.bench.collectives.machine_file import CollectiveSeries
+from shoal.tools.bench.collectives.measure import OPERATIONS, summarize_samples
+from shoal.tools.bench.collectives.message_sizes import parse_sizes
 from shoal.util.units import bandwidth, binary_size, duration, percent
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.bench.compile import measure
+from shoal.tools.bench.compile import measure
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 

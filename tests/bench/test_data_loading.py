@@ -15,7 +15,7 @@ import pytest
 
 import shoal
 from helpers.commands import Command, wait_for
-from shoal.bench.data_loading import command
+from shoal.tools.bench.data_loading import command
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 

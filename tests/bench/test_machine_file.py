@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.bench.collectives.machine_file import (
+from shoal.tools.bench.collectives.machine_file import (
     CollectiveSeries,
     Fit,
     LinkTable,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from helpers.browser import browser, program
-from shoal.bench.scaling import study as scaling
-from shoal.bench.scaling.aggregate import Repeat
-from shoal.bench.scaling.configurations import StudyOptions
-from shoal.bench.scaling.directory import Study, begin_study
-from shoal.bench.scaling.measure import summarize
+from shoal.tools.bench.scaling import study as scaling
+from shoal.tools.bench.scaling.aggregate import Repeat
+from shoal.tools.bench.scaling.configurations import StudyOptions
+from shoal.tools.bench.scaling.directory import Study, begin_study
+from shoal.tools.bench.scaling.measure import summarize
 from shoal.util.tables import plain_console
 
 pytestmark = [pytest.mark.processes, pytest.mark.system]

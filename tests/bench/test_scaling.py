@@ -16,17 +16,28 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from helpers.synthetic_runs import simulate, write
-from shoal.bench.scaling import compare, directory, format, jobs
-from shoal.bench.scaling import configurations as grid
-from shoal.bench.scaling import study as scaling
-from shoal.bench.scaling.aggregate import Repeat, ScalingPoint, all_notes, scaling_points
-from shoal.bench.scaling.configurations import Configuration, StudyOptions
-from shoal.bench.scaling.diagnosis import curve_labels, describe_scaling, diagnose_curves, find_causes
-from shoal.bench.scaling.measure import StepTimes, summarize
-from shoal.bench.scaling.subject import BuiltIn, Factory, ScriptSubject, parse_subject, throughput_unit
 from shoal.cli.main import app
-from shoal.report import read_history
-from shoal.report.html import to_csv
+from shoal.tools.bench.scaling import compare, directory, format, jobs
+from shoal.tools.bench.scaling import configurations as grid
+from shoal.tools.bench.scaling import study as scaling
+from shoal.tools.bench.scaling.aggregate import Repeat, ScalingPoint, all_notes, scaling_points
+from shoal.tools.bench.scaling.configurations import Configuration, StudyOptions
+from shoal.tools.bench.scaling.diagnosis import (
+    curve_labels,
+    describe_scaling,
+    diagnose_curves,
+    find_causes,
+)
+from shoal.tools.bench.scaling.measure import StepTimes, summarize
+from shoal.tools.bench.scaling.subject import (
+    BuiltIn,
+    Factory,
+    ScriptSubject,
+    parse_subject,
+    throughput_unit,
+)
+from shoal.tools.report import read_history
+from shoal.tools.report.html import to_csv
 from shoal.util.errors import CheckpointError, LaunchError
 
 

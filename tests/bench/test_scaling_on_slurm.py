@@ -13,12 +13,12 @@ from typer.testing import Result
 from helpers.cli import fake_slurm
 from helpers.cli import shoal as run_command
 from helpers.fake_slurm import PLAIN, Fakes, place, request, run_script, write
-from shoal.bench.scaling.aggregate import Repeat, different_nodes_note
-from shoal.bench.scaling.allocations import Capacity, ClusterRequest, allocations, node_capacity
-from shoal.bench.scaling.configurations import StudyOptions
-from shoal.bench.scaling.directory import Study, begin_study, load_study
-from shoal.launcher.submit.job import JobCommand
-from shoal.launcher.submit.site import Partition, Site
+from shoal.tools.bench.scaling.aggregate import Repeat, different_nodes_note
+from shoal.tools.bench.scaling.allocations import Capacity, ClusterRequest, allocations, node_capacity
+from shoal.tools.bench.scaling.configurations import StudyOptions
+from shoal.tools.bench.scaling.directory import Study, begin_study, load_study
+from shoal.tools.submit.job import JobCommand
+from shoal.tools.submit.site import Partition, Site
 from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
 MINI = """

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import Command, wait_for
-from shoal.bench.scaling.aggregate import scaling_points
-from shoal.bench.scaling.directory import load_study
+from shoal.tools.bench.scaling.aggregate import scaling_points
+from shoal.tools.bench.scaling.directory import load_study
 
 pytestmark = pytest.mark.processes
 

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.cluster.slurm import Cluster
 from helpers.commands import wait_for
-from shoal.bench.scaling.directory import load_study
+from shoal.tools.bench.scaling.directory import load_study
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(600)]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.chaos.faults import KINDS, Fault, Survey, check_kinds, plan_faults
-from shoal.chaos.shrink import shrink
+from shoal.tools.chaos.faults import KINDS, Fault, Survey, check_kinds, plan_faults
+from shoal.tools.chaos.shrink import shrink
 from shoal.util.errors import LaunchError
 
 SURVEY = Survey(

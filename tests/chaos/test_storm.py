@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from helpers.commands import wait_for
-from shoal.chaos import containment
+from shoal.tools.chaos import containment
 from shoal.util.errors import LaunchError
 
 pytestmark = [pytest.mark.processes, pytest.mark.system]
@@ -87,7 +87,7 @@ def test_a_storm_that_fails_is_shrunk_to_the_faults_that_matter(home: Path) -> N
 
 FILL_WHILE_WRITING = """
 import subprocess, threading
-from shoal.chaos.containment import SCRATCH, StormDisk
+from shoal.tools.chaos.containment import SCRATCH, StormDisk
 
 subprocess.run(["mount", "-t", "tmpfs", "tmpfs", SCRATCH], check=True)
 disk = StormDisk(SCRATCH / "storm-disk")

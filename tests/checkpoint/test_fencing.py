@@ -21,7 +21,7 @@ from helpers.commands import wait_for
 from helpers.kill_in_save import HookedFiles
 from helpers.ranks import RankError, Ranks
 from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles, fencing
-from shoal.report.coverage import coverage
+from shoal.tools.report.coverage import coverage
 from shoal.util.errors import CheckpointError
 
 pytestmark = pytest.mark.processes

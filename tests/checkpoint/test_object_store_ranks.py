@@ -18,7 +18,7 @@ from helpers.checkpoint_files import names, small_run
 from helpers.object_store import Bucket, nothing
 from helpers.ranks import Ranks
 from shoal.checkpoint import Checkpoints, path_from
-from shoal.report.coverage import coverage
+from shoal.tools.report.coverage import coverage
 from shoal.util.errors import CheckpointError
 
 pytestmark = pytest.mark.processes

@@ -19,8 +19,8 @@ from torch.utils.data import IterableDataset
 import shoal
 from helpers.ranks import Ranks
 from shoal.data.speed_balance import SpeedBalance
-from shoal.report import read_history
-from shoal.report.run_page.tables import splits_table
+from shoal.tools.report import read_history
+from shoal.tools.report.run_page.tables import splits_table
 
 BATCH, MOST_STEPS, SAVED = 16, 1_000, 20
 SLOW = 4e-3

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.bench.scaling.submission import TIMED_OUT
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.distributed.watchdog.abort import EXIT_CODE
+from shoal.tools.bench.scaling.submission import TIMED_OUT
 from shoal.training.preemption import StopReason
 
 PLACES = ("cluster_env/*.py", "env_vars.py", "placement.py")

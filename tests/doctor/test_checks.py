@@ -16,10 +16,10 @@ from rich.console import Console
 
 from helpers.rank_facts import SHOAL, call, grave, seen, words
 from shoal.distributed.link_speed import LinkMeasurements
-from shoal.doctor import display
-from shoal.doctor.checks import clocks, compute, filesystem, gpus, host, links, placement
-from shoal.doctor.checks.software import Software, check_software, describe_sources
-from shoal.doctor.findings import (
+from shoal.tools.doctor import display
+from shoal.tools.doctor.checks import clocks, compute, filesystem, gpus, host, links, placement
+from shoal.tools.doctor.checks.software import Software, check_software, describe_sources
+from shoal.tools.doctor.findings import (
     CheckResult,
     Examination,
     RankFacts,
@@ -29,8 +29,8 @@ from shoal.doctor.findings import (
     ok,
     warning,
 )
-from shoal.doctor.outliers import find_slow
-from shoal.doctor.runner import DoctorRequest, examine_alone
+from shoal.tools.doctor.outliers import find_slow
+from shoal.tools.doctor.runner import DoctorRequest, examine_alone
 from shoal.util.differences import differences
 
 GIB = 2**30

@@ -23,9 +23,9 @@ import shoal
 from helpers.commands import Command
 from helpers.rank_facts import SHOAL, call, environment
 from helpers.ranks import Ranks, free_port
-from shoal.doctor.checks import compute, filesystem, software
-from shoal.doctor.findings import Examination, Severity
-from shoal.doctor.runner import DoctorRequest, examine_together
+from shoal.tools.doctor.checks import compute, filesystem, software
+from shoal.tools.doctor.findings import Examination, Severity
+from shoal.tools.doctor.runner import DoctorRequest, examine_together
 from shoal.util.packages import packages
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -77,7 +77,7 @@ def other_package(world: shoal.World, stack: ExitStack) -> None:
 def other_clock(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
         ahead = SimpleNamespace(wall_ns=lambda: time.time_ns() + 120 * 10**9)
-        stack.enter_context(patch("shoal.doctor.checks.clocks.CLOCK", ahead))
+        stack.enter_context(patch("shoal.tools.doctor.checks.clocks.CLOCK", ahead))
 
 
 def no_rename(world: shoal.World, stack: ExitStack) -> None:
@@ -91,12 +91,14 @@ def no_rename(world: shoal.World, stack: ExitStack) -> None:
 def another_disk(world: shoal.World, stack: ExitStack) -> None:
     """A folder of the same name that is no shared one."""
     if world.rank == ODD:
-        stack.enter_context(patch("shoal.doctor.checks.shared_directory._TEXT", "another"))
+        stack.enter_context(patch("shoal.tools.doctor.checks.shared_directory._TEXT", "another"))
 
 
 def no_lock(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
-        stack.enter_context(patch("shoal.doctor.checks.shared_directory.fcntl.lockf", lambda *_: None))
+        stack.enter_context(
+            patch("shoal.tools.doctor.checks.shared_directory.fcntl.lockf", lambda *_: None)
+        )
 
 
 def slow_device(world: shoal.World, stack: ExitStack) -> None:
@@ -109,7 +111,7 @@ def slow_device(world: shoal.World, stack: ExitStack) -> None:
 
 def hung_check(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
-        stack.enter_context(patch("shoal.doctor.checks.host.describe_memory", signal.pause))
+        stack.enter_context(patch("shoal.tools.doctor.checks.host.describe_memory", signal.pause))
 
 
 def test_what_is_not_the_same_is_named(ranks: Ranks, tmp_path: Path) -> None:
@@ -170,7 +172,7 @@ def test_ranks_that_share_a_core_while_others_are_idle_are_named(ranks: Ranks) -
 
 STOPPED = """
 import os, signal, sys
-from shoal.doctor.checks import host, links
+from shoal.tools.doctor.checks import host, links
 {where} = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 sys.argv = ["shoal", "doctor", "--limit", "1"]
 from shoal.cli.main import main

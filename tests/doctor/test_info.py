@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from helpers.rank_facts import SHOAL, call, words
-from shoal.doctor.cgroups import cgroup_limits
-from shoal.doctor.info import display
-from shoal.doctor.info.machine import maker, packages
-from shoal.doctor.info.ranks import RankInfo, differences, rows
+from shoal.tools.doctor.cgroups import cgroup_limits
+from shoal.tools.doctor.info import display
+from shoal.tools.doctor.info.machine import maker, packages
+from shoal.tools.doctor.info.ranks import RankInfo, differences, rows
 from shoal.util.decision import Decision
 from shoal.util.differences import spans
 
@@ -76,7 +76,7 @@ def test_one_process_opens_no_port_and_imports_no_more_than_it_needs() -> None:
 LATE = """
 import sys
 from rich.console import Console
-from shoal.doctor import info
+from shoal.tools.doctor import info
 from shoal.util.errors import LaunchError
 
 info.JOIN_SECONDS = 0.5

@@ -30,7 +30,7 @@ OUTAGE = 4.0
 HELD = """
 import os, sys, time
 from pathlib import Path
-from shoal.doctor.checks import host, outages
+from shoal.tools.doctor.checks import host, outages
 
 look, begin = host.describe_memory, outages.LinkProbes.__enter__
 def held():

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from helpers.rank_facts import grave, seen
-from shoal.doctor.checks import dataset, filesystem
-from shoal.doctor.findings import Severity
+from shoal.tools.doctor.checks import dataset, filesystem
+from shoal.tools.doctor.findings import Severity
 
 GIB = 2**30
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.verify.audit import AuditReport, audit_script
-from shoal.verify.variants import VerifyRequest
+from shoal.tools.verify.audit import AuditReport, audit_script
+from shoal.tools.verify.variants import VerifyRequest
 
 SCRIPTS = Path(__file__).parents[1] / "verify" / "scripts"
 

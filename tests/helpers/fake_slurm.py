@@ -7,10 +7,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shoal.launcher.submit.batch_script import JobContext, render
-from shoal.launcher.submit.decide import decide
-from shoal.launcher.submit.job import JobRequest
-from shoal.launcher.submit.site import Site
+from shoal.tools.submit.batch_script import JobContext, render
+from shoal.tools.submit.decide import decide
+from shoal.tools.submit.job import JobRequest
+from shoal.tools.submit.site import Site
 
 _FAKE = """#!/bin/bash
 printf '%s\\0' "{name}" "$@" >> "{folder}/calls"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch._dynamo  # optimizers import it at their first step
 
-from shoal.verify.observed_run import ObservedScript
+from shoal.tools.verify.observed_run import ObservedScript
 
 
 def fork_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int:

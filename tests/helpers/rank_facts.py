@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.doctor.findings import CheckResult, RankFacts, Severity
+from shoal.tools.doctor.findings import CheckResult, RankFacts, Severity
 
 FOREIGN = (
     "OMP_",

@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shoal.launcher.submit.job import Job
-from shoal.launcher.submit.scheduler import JobPhase, QueuedJob, SchedulerProfile, SchedulerShell
+from shoal.tools.submit.job import Job
+from shoal.tools.submit.scheduler import JobPhase, QueuedJob, SchedulerProfile, SchedulerShell
 from shoal.util.errors import LaunchError
 
 COMMANDS = ("pool-submit", "pool-list", "pool-kill", "pool-again", "pool-run", "pool-copy", "pool-info")

@@ -11,10 +11,10 @@ import pytest
 from helpers.cli import fake_slurm, refused, shoal
 from helpers.fake_slurm import Fakes, place, request, run_script, write
 from helpers.stub_scheduler import COMMANDS, SITE, Pool
-from shoal.launcher.submit.schedulers import SCHEDULERS
-from shoal.launcher.submit.site import Site
+from shoal.tools.submit.schedulers import SCHEDULERS
+from shoal.tools.submit.site import Site
 
-ABOVE = ("launcher/submit/*.py", "launcher/submit/*.jinja", "cli/submit*.py", "bench/scaling/**/*.py")
+ABOVE = ("tools/submit/*.py", "tools/submit/*.jinja", "cli/submit*.py", "tools/bench/scaling/**/*.py")
 SLURM = re.compile(r"\bs(batch|queue|control|acct|cancel|info|bcast|run)\b|SLURM")
 
 
@@ -116,4 +116,4 @@ def test_only_the_package_of_slurm_names_its_commands(repository: Path) -> None:
         if SLURM.search(line)
     ]
     assert found == []
-    assert SLURM.search((package / "launcher/submit/slurm/scheduler.py").read_text())
+    assert SLURM.search((package / "tools/submit/slurm/scheduler.py").read_text())

@@ -18,8 +18,8 @@ import pytest
 from helpers.clocks import WrongClock
 from helpers.commands import Command, Ended, wait_for
 from helpers.ranks import free_port
-from shoal.report.coverage import coverage
 from shoal.telemetry import events
+from shoal.tools.report.coverage import coverage
 
 pytestmark = pytest.mark.processes
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launcher.submit import source_snapshot as module
-from shoal.launcher.submit.source_snapshot import copy_source, find_source, import_paths
+from shoal.tools.submit import source_snapshot as module
+from shoal.tools.submit.source_snapshot import copy_source, find_source, import_paths
 from shoal.util.errors import LaunchError
 from shoal.util.packages import packages
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from helpers.fake_slurm import place, request, write
-from shoal.launcher.submit import site_catalog
-from shoal.launcher.submit.check import (
+from shoal.tools.submit import site_catalog
+from shoal.tools.submit.check import (
     check_job,
     notes,
     objections,
@@ -20,13 +20,13 @@ from shoal.launcher.submit.check import (
     without_secrets,
     workers_of,
 )
-from shoal.launcher.submit.decide import decide
-from shoal.launcher.submit.job import Job, JobRequest
-from shoal.launcher.submit.save_time import stopping_seconds
-from shoal.launcher.submit.site import Partition, Qos, Site
-from shoal.launcher.submit.site_file import read_site
-from shoal.launcher.submit.slurm.site_draft import draft_text
-from shoal.launcher.submit.times import gpu_hours, parse_time, spell_time
+from shoal.tools.submit.decide import decide
+from shoal.tools.submit.job import Job, JobRequest
+from shoal.tools.submit.save_time import stopping_seconds
+from shoal.tools.submit.site import Partition, Qos, Site
+from shoal.tools.submit.site_file import read_site
+from shoal.tools.submit.slurm.site_draft import draft_text
+from shoal.tools.submit.times import gpu_hours, parse_time, spell_time
 from shoal.util.errors import LaunchError
 
 HOUR = 3600

@@ -210,7 +210,7 @@ def test_a_job_that_nobody_would_know_of_is_taken_back(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shoal.launcher.submit.submit.write_record", full)
+    monkeypatch.setattr("shoal.tools.submit.submit.write_record", full)
     assert "No space left" in refused("submit", "--time", "1", "train.py").found
     assert fakes.calls("scancel") == [["scancel", "--quiet", "42"]]
     assert os.listdir() == ["train.py"]

@@ -11,7 +11,7 @@ from typer.testing import Result
 
 from helpers.cli import fake_slurm, refused, shoal
 from helpers.fake_slurm import Fakes
-from shoal.launcher.submit.slurm.queue import parse_queue, why_never
+from shoal.tools.submit.slurm.queue import parse_queue, why_never
 
 
 @pytest.fixture

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from helpers.cli import plan_error, shoal
-from shoal.bench.collectives.machine_file import (
+from shoal.tools.bench.collectives.machine_file import (
     CollectiveSeries,
     Fit,
     MachineFile,
     Point,
     write_machine_file,
 )
-from shoal.plan.collectives import RankGroup, collective_seconds
-from shoal.plan.machines import RANGES, find_machine, machine_catalogue
-from shoal.plan.measure import machine_toml, measure_machine, read_rates
+from shoal.tools.plan.collectives import RankGroup, collective_seconds
+from shoal.tools.plan.machines import RANGES, find_machine, machine_catalogue
+from shoal.tools.plan.measure import machine_toml, measure_machine, read_rates
 from shoal.util.errors import ShoalError
 
 SMALL, LARGE = 1_000, 200_001_000
@@ -57,7 +57,7 @@ def collectives(path: Path, hosts: tuple[str, ...], **largest: float) -> Path:
 
 @pytest.fixture
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.plan.measure._SECONDS", 0.0)
+    monkeypatch.setattr("shoal.tools.plan.measure._SECONDS", 0.0)
 
 
 @pytest.mark.full

@@ -16,11 +16,11 @@ import shoal
 from helpers.measured_memory import measured_peak
 from helpers.planned_models import Attention, Built, Residual, classes, convolutions
 from helpers.ranks import Ranks
-from shoal.bench.scaling.models import Workload
 from shoal.distributed.layout import Layout
-from shoal.plan.configuration import PlannedStep, Recompute
-from shoal.plan.fit import SMALL_MARGIN, margin_of
-from shoal.plan.trace import trace_step
+from shoal.tools.bench.scaling.models import Workload
+from shoal.tools.plan.configuration import PlannedStep, Recompute
+from shoal.tools.plan.fit import SMALL_MARGIN, margin_of
+from shoal.tools.plan.trace import trace_step
 
 SAMPLES = 32
 

@@ -19,10 +19,10 @@ from helpers.cli import shoal as command
 from helpers.measured_memory import measured_peak
 from helpers.planned_models import MODELS, SAMPLES, Built, classes
 from helpers.ranks import Ranks
-from shoal.bench.scaling.models import Workload
 from shoal.distributed.layout import Layout
-from shoal.plan.configuration import PlannedStep, Recompute
-from shoal.plan.trace import TracedMemory, trace_step
+from shoal.tools.bench.scaling.models import Workload
+from shoal.tools.plan.configuration import PlannedStep, Recompute
+from shoal.tools.plan.trace import TracedMemory, trace_step
 from shoal.util.errors import ShoalError
 
 WITHIN = 0.05

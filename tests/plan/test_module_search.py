@@ -11,9 +11,9 @@ import pytest
 import shoal
 from helpers.cli import shoal as command
 from helpers.planned_models import MODELS
-from shoal.bench.scaling.models import Workload
-from shoal.plan.machines import Machine, find_machine
-from shoal.plan.module_search import ModuleSearch, module_layouts, search_module
+from shoal.tools.bench.scaling.models import Workload
+from shoal.tools.plan.machines import Machine, find_machine
+from shoal.tools.plan.module_search import ModuleSearch, module_layouts, search_module
 from shoal.util.errors import ShoalError
 
 SCRIPT = """

@@ -12,14 +12,14 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_action import PipelineAction
 from shoal.distributed.pipeline_schedules import SCHEDULES, action_lists
-from shoal.plan import pipeline_run
-from shoal.plan.configuration import PlannedStep
-from shoal.plan.machines import find_machine
-from shoal.plan.memory import held_micro_batches
-from shoal.plan.model import Transformer
-from shoal.plan.pipeline_run import run_pipeline, simulate_actions
-from shoal.plan.step_time import estimate_step
 from shoal.strategies.pipeline.schedules import timetable
+from shoal.tools.plan import pipeline_run
+from shoal.tools.plan.configuration import PlannedStep
+from shoal.tools.plan.machines import find_machine
+from shoal.tools.plan.memory import held_micro_batches
+from shoal.tools.plan.model import Transformer
+from shoal.tools.plan.pipeline_run import run_pipeline, simulate_actions
+from shoal.tools.plan.step_time import estimate_step
 from shoal.util.errors import StepError
 
 

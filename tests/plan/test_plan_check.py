@@ -7,10 +7,10 @@ import pytest
 
 from helpers.cli import plan_error, shoal
 from helpers.synthetic_runs import simulate, write
-from shoal.plan.check import check_run
-from shoal.plan.machines import RANGES, find_machine
-from shoal.plan.model import parse_model
-from shoal.plan.step_time import estimate_step
+from shoal.tools.plan.check import check_run
+from shoal.tools.plan.machines import RANGES, find_machine
+from shoal.tools.plan.model import parse_model
+from shoal.tools.plan.step_time import estimate_step
 from shoal.util.errors import ShoalError
 
 MODEL = "hidden=512,layers=4,heads=8,vocab=1000,seq=128"

@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal._torch.dispatch import TorchDispatchMode
 from shoal.distributed.layout import Layout
-from shoal.plan.configuration import PlannedStep
-from shoal.plan.layer_time import backward_work, layer_work
-from shoal.plan.machines import find_machine
-from shoal.plan.model import Transformer
-from shoal.plan.products import alignment_factor, tiled_flops
-from shoal.plan.step_time import estimate_step, slowest
+from shoal.tools.plan.configuration import PlannedStep
+from shoal.tools.plan.layer_time import backward_work, layer_work
+from shoal.tools.plan.machines import find_machine
+from shoal.tools.plan.model import Transformer
+from shoal.tools.plan.products import alignment_factor, tiled_flops
+from shoal.tools.plan.step_time import estimate_step, slowest
 
 A100 = find_machine("a100-80")
 MODEL = Transformer(hidden=1024, layers=4, heads=8, vocab=50304, seq=1024)

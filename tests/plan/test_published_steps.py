@@ -9,14 +9,14 @@ from typing import cast
 import pytest
 
 from shoal.distributed.layout import Layout
-from shoal.plan.bands import step_band
-from shoal.plan.calibration import Case, fit_efficiency
-from shoal.plan.configuration import PlannedStep, Recompute
-from shoal.plan.machines import find_machine
-from shoal.plan.memory import stage_activations
-from shoal.plan.model import Transformer
-from shoal.plan.pipeline_run import run_pipeline
-from shoal.plan.step_time import estimate_step
+from shoal.tools.plan.bands import step_band
+from shoal.tools.plan.calibration import Case, fit_efficiency
+from shoal.tools.plan.configuration import PlannedStep, Recompute
+from shoal.tools.plan.machines import find_machine
+from shoal.tools.plan.memory import stage_activations
+from shoal.tools.plan.model import Transformer
+from shoal.tools.plan.pipeline_run import run_pipeline
+from shoal.tools.plan.step_time import estimate_step
 
 A100 = find_machine("a100-80")
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.synthetic_runs import BEGAN, Plant, lines, simulate, write, write_two_steps
-from shoal.report import SHOWN, BottleneckReport, History, Reader, find_bottleneck, profile
-from shoal.report import reader as reading
+from shoal.tools.report import SHOWN, BottleneckReport, History, Reader, find_bottleneck, profile
+from shoal.tools.report import reader as reading
 from shoal.util.errors import CheckpointError
 from shoal.util.units import duration
 

@@ -14,13 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
-from shoal.report import PALETTE, SHOWN
-from shoal.report.dashboard.charts import divide_cells, draw_bar, draw_curve, draw_sparkline, resample
-from shoal.report.dashboard.curves import Tracks
-from shoal.report.dashboard.keys import parse_keys
-from shoal.report.dashboard.layout import count_turns, dashboard_lines
-from shoal.report.dashboard.rank_table import count_leaves, select_ranks
-from shoal.report.dashboard.snapshot import (
+from shoal.tools.report import PALETTE, SHOWN
+from shoal.tools.report.dashboard.charts import (
+    divide_cells,
+    draw_bar,
+    draw_curve,
+    draw_sparkline,
+    resample,
+)
+from shoal.tools.report.dashboard.curves import Tracks
+from shoal.tools.report.dashboard.keys import parse_keys
+from shoal.tools.report.dashboard.layout import count_turns, dashboard_lines
+from shoal.tools.report.dashboard.rank_table import count_leaves, select_ranks
+from shoal.tools.report.dashboard.snapshot import (
     CheckpointStatus,
     Kind,
     MetricCurve,
@@ -31,7 +37,7 @@ from shoal.report.dashboard.snapshot import (
     Slowest,
     Snapshot,
 )
-from shoal.report.dashboard.theme import PARTS, TerminalStyle
+from shoal.tools.report.dashboard.theme import PARTS, TerminalStyle
 from shoal.util.units import compact
 
 NAMES = [part.name for part in PARTS]

@@ -14,10 +14,10 @@ import pytest
 
 import shoal
 from helpers.synthetic_runs import BEGAN, Plant, lines, simulate, write
-from shoal.report.dashboard import watch
-from shoal.report.dashboard.curves import POINTS, Tracks
-from shoal.report.dashboard.snapshot import Snapshot
-from shoal.report.dashboard.snapshot_builder import KEEP, SnapshotBuilder
+from shoal.tools.report.dashboard import watch
+from shoal.tools.report.dashboard.curves import POINTS, Tracks
+from shoal.tools.report.dashboard.snapshot import Snapshot
+from shoal.tools.report.dashboard.snapshot_builder import KEEP, SnapshotBuilder
 
 SLOW = Plant(part="wait", ranks=[1], seconds=8e-3, since=300)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.synthetic_runs import Loading, Plant, simulate, write
-from shoal.report import BottleneckReport, Reader, find_bottleneck
+from shoal.tools.report import BottleneckReport, Reader, find_bottleneck
 
 ALL = (0, 1, 2)
 PACE = {"start": {"workers": 2, "cores": 16}}

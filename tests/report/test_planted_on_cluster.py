@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers.cluster.slurm import Cluster
-from shoal.report import BottleneckReport, find_bottleneck, read_history
+from shoal.tools.report import BottleneckReport, find_bottleneck, read_history
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.realtime, pytest.mark.timeout(400)]
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 from helpers.synthetic_runs import BEGAN, Plant, lines, simulate, write, write_two_steps
 from shoal.cli.main import app
-from shoal.report import History, attempts, read_history
-from shoal.report.html import Block, Table, Text, plots, to_csv
-from shoal.report.html.page import Page, Section, render_page
-from shoal.report.run_page import tables
+from shoal.tools.report import History, attempts, read_history
+from shoal.tools.report.html import Block, Table, Text, plots, to_csv
+from shoal.tools.report.html.page import Page, Section, render_page
+from shoal.tools.report.run_page import tables
 from shoal.util.errors import CheckpointError, LaunchError
 
 PLANTS = [
@@ -253,7 +253,7 @@ def test_many_ranks_are_shown_by_the_slowest(tmp_path: Path) -> None:
 
 
 def judged(history: History) -> Any:
-    from shoal.report import find_bottleneck
+    from shoal.tools.report import find_bottleneck
 
     return find_bottleneck(history).judged[0]
 

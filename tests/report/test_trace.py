@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 import shoal
 from helpers.trace_format import checked_events, steps_of
 from shoal.cli.main import app
-from shoal.report.trace.coarse import write_coarse_trace
-from shoal.report.trace.merge import merge_traces
-from shoal.report.trace.request import make_timeline
 from shoal.telemetry import clock_offset
 from shoal.telemetry.clock_offset import ClockOffset, RoundTrip
 from shoal.telemetry.profiler import window
 from shoal.telemetry.profiler.requests import Requests
 from shoal.telemetry.profiler.window import Window
 from shoal.telemetry.step_timer import OTHER, UPDATE
+from shoal.tools.report.trace.coarse import write_coarse_trace
+from shoal.tools.report.trace.merge import merge_traces
+from shoal.tools.report.trace.request import make_timeline
 from shoal.training.trace_recorder import Recorder
 from shoal.util.errors import CheckpointError, StepError
 

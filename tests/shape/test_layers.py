@@ -14,11 +14,19 @@ from helpers.rules import nodes_of
 PACKAGE = "shoal"
 ROOT = {"__init__.py", "__main__.py"}
 """The modules directly below the package: the public names, and `python -m`."""
+SHELF = "tools"
+"""A package whose packages are layers of their own, such as `tools.plan`."""
+WHOLE = {PACKAGE, f"{PACKAGE}.{SHELF}"}
 
 
 def layers_of(document: str) -> list[str]:
     """Return the packages that a document lists as `| `util` | what it is for |`, lowest first."""
-    return re.findall(r"^\| *`(\w+)` *\|", document, re.MULTILINE)
+    return re.findall(r"^\| *`((?:tools\.)?\w+)` *\|", document, re.MULTILINE)
+
+
+def layer_of(parts: Sequence[str]) -> str:
+    """Return the layer of a module with these parts of a name or of a path below the package."""
+    return ".".join(parts[: 2 if parts[0] == SHELF else 1])
 
 
 def violations(package: Path, layers: Sequence[str]) -> Iterator[str]:
@@ -26,16 +34,17 @@ def violations(package: Path, layers: Sequence[str]) -> Iterator[str]:
 
     Imports of types only count, and so do imports within functions.
     """
-    found = {path.parent.name for path in package.glob("*/__init__.py")}
+    inits = (*package.glob("*/__init__.py"), *package.glob(f"{SHELF}/*/__init__.py"))
+    found = {layer_of(init.relative_to(package).parts[:-1]) for init in inits} - {SHELF}
     yield from (f"{name}: not in the table of layers" for name in sorted(found - {*layers}))
     yield from (f"{name}: in the table of layers, but absent" for name in layers if name not in found)
     loose = {path.name for path in package.glob("*.py")} - ROOT
     yield from (f"{name}: a module outside the packages" for name in sorted(loose))
     for path in sorted(package.rglob("*.py")):
         inside = path.relative_to(package)
-        if len(inside.parts) == 1 or inside.parts[0] not in layers:
+        own = layer_of(inside.parts)
+        if len(inside.parts) == 1 or own not in layers:
             continue
-        own = inside.parts[0]
         for line, target in imported(path, package):
             if target != own and target not in layers[: layers.index(own)]:
                 yield f"{inside}:{line}: {own} imports {target}"
@@ -48,11 +57,9 @@ def imported(path: Path, package: Path) -> Iterator[tuple[int, str]]:
         for module in _modules(node, where):
             parts = module.split(".")
             if parts[0] == PACKAGE and isinstance(node, ast.stmt | ast.expr):
-                inner = parts[1] if len(parts) > 1 else ""
-                yield (
-                    node.lineno,
-                    inner if (package / inner / "__init__.py").is_file() and inner else PACKAGE,
-                )
+                layer = layer_of(parts[1:]) if len(parts) > 1 else ""
+                inside = layer and (package / layer.replace(".", "/") / "__init__.py").is_file()
+                yield node.lineno, layer if inside else PACKAGE
 
 
 def _modules(node: ast.AST, where: tuple[str, ...]) -> list[str]:
@@ -62,7 +69,7 @@ def _modules(node: ast.AST, where: tuple[str, ...]) -> list[str]:
         case ast.ImportFrom(module=module, names=names, level=level):
             base = where[: len(where) - level + 1] if level else ()
             source = ".".join([*base, *([module] if module else [])])
-            return [f"{source}.{name.name}" for name in names] if source == PACKAGE else [source]
+            return [f"{source}.{name.name}" for name in names] if source in WHOLE else [source]
         case ast.Call(
             func=ast.Name(id="import_module") | ast.Attribute(attr="import_module"),
             args=[ast.Constant(value=str(module)), *_],
@@ -128,6 +135,22 @@ def test_imports_that_go_down_are_allowed(package: Path, file: str, text: str) -
 def test_imports_that_go_up_are_named(package: Path, text: str) -> None:
     (package / "distributed/world.py").write_text(text)
     assert check(package) == ["distributed/world.py:1: distributed imports data"]
+
+
+def test_tools_are_layers(package: Path) -> None:
+    for name in ("report", "plan"):
+        (package / "tools" / name).mkdir(parents=True)
+        (package / "tools" / name / "__init__.py").write_text("from shoal.data import order")
+    (package / "tools/__init__.py").write_text("")
+    table = layers_of(f"{TABLE}| `tools.report` | runs |\n| `tools.plan` | predictions |\n")
+    (package / "tools/plan/page.py").write_text("from shoal.tools import report")
+    assert list(violations(package, table)) == []
+    (package / "tools/report/page.py").write_text("from shoal.tools.plan import page")
+    (package / "data/loader.py").write_text("from shoal.tools import plan")
+    assert list(violations(package, table)) == [
+        "data/loader.py:1: data imports tools.plan",
+        "tools/report/page.py:1: tools.report imports tools.plan",
+    ]
 
 
 @pytest.mark.parametrize("text", ["from shoal import Step", "import shoal"])

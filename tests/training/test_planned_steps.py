@@ -17,9 +17,9 @@ import shoal
 from helpers import cli
 from helpers.ranks import Ranks
 from helpers.small_training import squared_error, step_of
-from shoal.report import Reader, find_bottleneck
 from shoal.telemetry.events import Events, path_of, read_events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, PARTS, UPDATE, WAIT
+from shoal.tools.report import Reader, find_bottleneck
 from shoal.training.planned_steps import WARM_UP, WINDOW, PlannedSteps
 
 MODEL = "hidden=64,layers=2,heads=2,vocab=100,seq=32"

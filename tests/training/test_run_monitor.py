@@ -20,11 +20,11 @@ from helpers.ranks import Ranks
 from helpers.small_training import events_of, squared_error, step_of
 from helpers.trace_format import checked_events, steps_of
 from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
-from shoal.report.trace.merge import merge_traces
 from shoal.telemetry import flight_recorder
 from shoal.telemetry.collective_stats import CollectiveStats
 from shoal.telemetry.profiler import window
 from shoal.telemetry.profiler.window import Window
+from shoal.tools.report.trace.merge import merge_traces
 from shoal.training.trace_recorder import Recorder
 
 pytestmark = pytest.mark.processes

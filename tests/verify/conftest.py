@@ -7,7 +7,7 @@ import pytest
 
 from helpers import forked_runs
 from helpers.audits import SCRIPTS
-from shoal.verify import variants
+from shoal.tools.verify import variants
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import torch
 
 from helpers.audits import SCRIPTS, audit
 from helpers.cli import refused, shoal
+from shoal.tools.verify import audit as audits
+from shoal.tools.verify import variants
 from shoal.util.errors import LaunchError
-from shoal.verify import audit as audits
-from shoal.verify import variants
 
 LINES = (SCRIPTS / "ddp.py").read_text().splitlines()
 FAULTS = [

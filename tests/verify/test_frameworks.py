@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.audits import audit
-from shoal.verify.properties import (
+from shoal.tools.verify.properties import (
     EVALUATION,
     FILES,
     MICRO_BATCHES,

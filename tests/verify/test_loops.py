@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from helpers.audits import SCRIPTS, audit
-from shoal.verify.findings import PropertyFinding
-from shoal.verify.properties import EVALUATION, ORDER, SAMPLES, SCHEDULE, WORLD
+from shoal.tools.verify.findings import PropertyFinding
+from shoal.tools.verify.properties import EVALUATION, ORDER, SAMPLES, SCHEDULE, WORLD
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 

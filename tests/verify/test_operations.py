@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shoal.verify.operations import (
+from shoal.tools.verify.operations import (
     TracedOperation,
     TracedTensor,
     first_operation,

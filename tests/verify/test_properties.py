@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.verify import properties
-from shoal.verify.audit import kill_steps
-from shoal.verify.causes import ScriptSource
-from shoal.verify.findings import PropertyFinding
-from shoal.verify.observations import (
+from shoal.tools.verify import properties
+from shoal.tools.verify.audit import kill_steps
+from shoal.tools.verify.causes import ScriptSource
+from shoal.tools.verify.findings import PropertyFinding
+from shoal.tools.verify.observations import (
     DeliveredBatch,
     DrawRecord,
     LoaderKey,

@@ -15,8 +15,8 @@ from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition,
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.bench.scaling.allocations import ClusterRequest
-    from shoal.bench.scaling.configurations import StudyOptions
+    from shoal.tools.bench.scaling.allocations import ClusterRequest
+    from shoal.tools.bench.scaling.configurations import StudyOptions
 
 benches = typer.Typer(
     name="bench",
@@ -141,7 +141,7 @@ def scaling(
     Each configuration runs several times as a separate job, in an order that changes. Jobs that have
     a result do not run again. The report explains what limits the speed-up.
     """
-    from shoal.bench.scaling import allocations, configurations
+    from shoal.tools.bench.scaling import allocations, configurations
 
     options = configurations.StudyOptions(
         model=model,
@@ -178,8 +178,8 @@ def scaling(
 
 
 def _run(given: Path | None, options: StudyOptions, threads: int | None, mpirun: str | None) -> None:
-    from shoal.bench.scaling import study as studies
-    from shoal.bench.scaling.configurations import threads_for
+    from shoal.tools.bench.scaling import study as studies
+    from shoal.tools.bench.scaling.configurations import threads_for
     from shoal.util.tables import plain_console, print_line
 
     if threads is None:
@@ -202,9 +202,9 @@ def _submit(
     *,
     dry: bool,
 ) -> None:
-    from shoal.bench.scaling import study as studies
-    from shoal.bench.scaling.allocations import node_capacity
-    from shoal.launcher.submit.site_catalog import choose
+    from shoal.tools.bench.scaling import study as studies
+    from shoal.tools.bench.scaling.allocations import node_capacity
+    from shoal.tools.submit.site_catalog import choose
     from shoal.util.tables import plain_console
 
     site = choose(asked.site).value
@@ -219,7 +219,7 @@ def _submit(
 
 def _require_local(model: str, asked: ClusterRequest, *, dry: bool) -> None:
     """Raise LaunchError for options of jobs where none is submitted."""
-    from shoal.bench.scaling.allocations import ClusterRequest
+    from shoal.tools.bench.scaling.allocations import ClusterRequest
 
     if asked != ClusterRequest() or dry:
         raise LaunchError(
@@ -239,8 +239,8 @@ def collect(study: _Directory) -> None:
     It lists jobs that are waiting, running or ended without a result, and exits with 1 while
     results are missing.
     """
-    from shoal.bench.scaling import study as studies
-    from shoal.bench.scaling.directory import load_study
+    from shoal.tools.bench.scaling import study as studies
+    from shoal.tools.bench.scaling.directory import load_study
     from shoal.util.tables import plain_console
 
     raise typer.Exit(int(not studies.collect_study(load_study(study), plain_console())))
@@ -259,8 +259,8 @@ _Out = Annotated[
 @benches.command(epilog=examples("shoal bench compare studies/a studies/b"))
 def compare(first: _First, second: _Second, *, out: _Out = None) -> None:
     """Compare two studies of one model."""
-    from shoal.bench.scaling import study as studies
-    from shoal.bench.scaling.directory import load_study
+    from shoal.tools.bench.scaling import study as studies
+    from shoal.tools.bench.scaling.directory import load_study
     from shoal.util.tables import plain_console
 
     one, other = load_study(first), load_study(second)
@@ -273,7 +273,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _seconds(time: str | None) -> int | None:
-    from shoal.launcher.submit.times import parse_time
+    from shoal.tools.submit.times import parse_time
 
     return None if time is None else parse_time(time)
 

@@ -14,7 +14,7 @@ from shoal.util.errors import LaunchError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shoal.plan.layer_time import Work
+    from shoal.tools.plan.layer_time import Work
 
 _MICRO_BATCH = 8
 _CAUSES = "The model is too small, or other programs use the machine."
@@ -64,7 +64,7 @@ def comm(
     It writes the results to a machine file. With -n, it starts processes on this node. Under srun,
     mpirun or torchrun, it measures the ranks of the job.
     """
-    from shoal.bench.collectives import command as measuring
+    from shoal.tools.bench.collectives import command as measuring
 
     asked = measuring.parse_options(
         backends=backend,
@@ -111,7 +111,7 @@ def data(
     json: _Json = False,
 ) -> None:
     """Measure data loading and suggest num_workers."""
-    from shoal.bench.data_loading import command as measuring
+    from shoal.tools.bench.data_loading import command as measuring
 
     asked = measuring.DataLoadingOptions(
         target=target,
@@ -159,7 +159,7 @@ def modes(
 
     It measures a toy function, and the forward and backward passes of a model.
     """
-    from shoal.bench.compile import measure as measuring
+    from shoal.tools.bench.compile import measure as measuring
 
     chosen = None if model == "none" else model
     asked = measuring.CompileOptions(model=chosen, batch=batch, seconds=seconds, csv=csv, json=json)
@@ -213,10 +213,10 @@ def machine(
     between ranks from files of `shoal bench comm`. With --model, it also measures the operations of a
     model. The result has the form of the catalogue.
     """
-    from shoal.bench.import_target import require_alone
-    from shoal.plan.fit import named_workload
-    from shoal.plan.measure import check_rates, machine_toml, measure_machine, read_rates
-    from shoal.plan.operation_times import fit_operations, time_operations, unlikely_efficiencies
+    from shoal.tools.bench.import_target import require_alone
+    from shoal.tools.plan.fit import named_workload
+    from shoal.tools.plan.measure import check_rates, machine_toml, measure_machine, read_rates
+    from shoal.tools.plan.operation_times import fit_operations, time_operations, unlikely_efficiencies
 
     _check_machine_options(name, model, micro_batch, out)
     rates = read_rates(comm or [], link, network)

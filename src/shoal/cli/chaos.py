@@ -16,7 +16,7 @@ from shoal.cli.submit_options import ScriptArgs
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.chaos.request import StormRequest
+    from shoal.tools.chaos.request import StormRequest
 
 
 def chaos(
@@ -46,10 +46,10 @@ def chaos(
     The script trains in a shoal.Run. It runs in copies of the current directory, inside Linux
     namespaces. The exit code is 1 if the storm changed the result.
     """
-    from shoal.chaos.display import print_storm
-    from shoal.chaos.faults import check_kinds
-    from shoal.chaos.report import StormReport
-    from shoal.chaos.request import StormRequest
+    from shoal.tools.chaos.display import print_storm
+    from shoal.tools.chaos.faults import check_kinds
+    from shoal.tools.chaos.report import StormReport
+    from shoal.tools.chaos.request import StormRequest
     from shoal.util.tables import plain_console
 
     _check_script(script)
@@ -73,8 +73,8 @@ def chaos(
 
 def _run(request: StormRequest) -> dict[str, Any]:
     """Run the storm inside namespaces and return its report. Raises the LaunchError of the storm."""
-    from shoal.chaos.containment import TEMPORARY, contain
-    from shoal.chaos.first_process import START
+    from shoal.tools.chaos.containment import TEMPORARY, contain
+    from shoal.tools.chaos.first_process import START
 
     python = ["env", f"TMPDIR={TEMPORARY}", sys.executable]
     command = contain([*python, "-c", START, json.dumps(asdict(request))])
@@ -93,7 +93,7 @@ def _run(request: StormRequest) -> dict[str, Any]:
 
 
 def _check_script(script: str) -> None:
-    from shoal.chaos.containment import SCRATCH
+    from shoal.tools.chaos.containment import SCRATCH
 
     path = Path(script).absolute()
     if not path.is_file():

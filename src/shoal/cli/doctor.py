@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.doctor import display
-from shoal.doctor.findings import Examination
-from shoal.doctor.runner import DoctorRequest, examine
-from shoal.doctor.support_bundle import collect_bundle
 from shoal.launcher.function import launch
+from shoal.tools.doctor import display
+from shoal.tools.doctor.findings import Examination
+from shoal.tools.doctor.runner import DoctorRequest, examine
+from shoal.tools.doctor.support_bundle import collect_bundle
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.tables import plain_console
 

@@ -245,7 +245,7 @@ def info() -> None:
 
     Under srun, mpirun or torchrun, it joins the ranks of the job and reports all of them.
     """
-    from shoal.doctor.info import print_info
+    from shoal.tools.doctor.info import print_info
     from shoal.util.tables import plain_console
 
     print_info(plain_console())
@@ -297,7 +297,7 @@ def doctor(
     Under srun, mpirun or torchrun, it joins the ranks of the job and compares them.
     """
     from shoal.cli import doctor as commands
-    from shoal.doctor import runner
+    from shoal.tools.doctor import runner
 
     order = commands.DoctorOptions(
         request=runner.DoctorRequest(
@@ -315,7 +315,7 @@ def doctor(
 
 def _describe() -> str:
     """Return the output of `shoal info` about this node, without line breaks for a terminal."""
-    from shoal.doctor.info import display, machine
+    from shoal.tools.doctor.info import display, machine
     from shoal.util.tables import rendered
 
     return rendered(lambda console: display.print_machine(console, machine.describe()), 1000)
@@ -341,7 +341,7 @@ def watch(
     On a terminal, the page updates until you press q. Elsewhere, it prints one plain page.
     It does not change the run.
     """
-    from shoal.report.dashboard import watch as watch_run
+    from shoal.tools.report.dashboard import watch as watch_run
 
     raise typer.Exit(watch_run(directory, out=sys.stdout, every=every, ascii_only=ascii_only))
 

@@ -15,8 +15,8 @@ from shoal.util.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.cli.plan_options import PlanOptions
     from shoal.cli.plan_try import TriedLayout
-    from shoal.plan.configuration import PlannedLayout, Recompute
-    from shoal.plan.search import Prediction
+    from shoal.tools.plan.configuration import PlannedLayout, Recompute
+    from shoal.tools.plan.search import Prediction
 
 
 _Model = Annotated[
@@ -187,7 +187,7 @@ def plan(
     from shoal.cli.plan_numbers import check_numbers, compare_numbers, parse_numbers
     from shoal.cli.plan_options import PlanOptions, refuse_options
     from shoal.cli.plan_submit import check_words, submit_plan
-    from shoal.plan.machines import find_machine
+    from shoal.tools.plan.machines import find_machine
 
     check_words(submit, tried, top, words or ())
     numbers = parse_numbers(devices)
@@ -244,9 +244,9 @@ def _updated_file(machine: str, check: Path | None) -> str:
 
 def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
     """Compare the prediction for a run with its measured steps, and update a machine file."""
-    from shoal.plan.check import check_run
-    from shoal.plan.display import check_values, print_check
-    from shoal.plan.model import parse_model
+    from shoal.tools.plan.check import check_run
+    from shoal.tools.plan.display import check_values, print_check
+    from shoal.tools.plan.model import parse_model
     from shoal.util.tables import plain_console, print_line
 
     machine = options.machine
@@ -263,11 +263,11 @@ def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
     else:
         print_check(plain_console(), found)
     if options.html is not None:
-        from shoal.plan.page import check_page
+        from shoal.tools.plan.page import check_page
 
         options.save_page(check_page(found))
     if updated is not None:
-        from shoal.plan.machine_update import efficiency_changes, update_machine_file
+        from shoal.tools.plan.machine_update import efficiency_changes, update_machine_file
 
         changes = efficiency_changes(found, machine)
         update_machine_file(updated, run, changes)
@@ -279,7 +279,7 @@ def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
 def _search(options: PlanOptions) -> Sequence[Prediction]:
     """Print the fastest configurations and return them; exit with 1 if none fits."""
     from shoal.cli.plan_try import print_tried, tried_values, try_layouts
-    from shoal.plan.display import (
+    from shoal.tools.plan.display import (
         answer_values,
         print_answers,
         print_result,
@@ -288,9 +288,9 @@ def _search(options: PlanOptions) -> Sequence[Prediction]:
         training_values,
         trainings_on,
     )
-    from shoal.plan.model import parse_model
-    from shoal.plan.search import search_plans
-    from shoal.plan.what_if import answer_what_if, changed_machine
+    from shoal.tools.plan.model import parse_model
+    from shoal.tools.plan.search import search_plans
+    from shoal.tools.plan.what_if import answer_what_if, changed_machine
     from shoal.util.tables import plain_console
 
     dimensions, machine = parse_model(options.model), options.machine
@@ -325,7 +325,7 @@ def _search(options: PlanOptions) -> Sequence[Prediction]:
         if whole:
             print_trainings(plain_console(), result.best, whole)
     if options.html is not None:
-        from shoal.plan.page import plan_page
+        from shoal.tools.plan.page import plan_page
 
         options.save_page(plan_page(dimensions, machine, result, whole, answers))
     if not result.best:

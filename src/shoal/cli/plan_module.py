@@ -14,16 +14,16 @@ from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.cli.plan_options import PlanOptions
-    from shoal.plan.fit import ModuleFit
-    from shoal.plan.module_search import ModuleSearch
-    from shoal.plan.whole_training import Training, TrainingEstimate
-    from shoal.report.html import Page
+    from shoal.tools.plan.fit import ModuleFit
+    from shoal.tools.plan.module_search import ModuleSearch
+    from shoal.tools.plan.whole_training import Training, TrainingEstimate
+    from shoal.tools.report.html import Page
 
 
 def plan_module(options: PlanOptions) -> Sequence[ModuleFit]:
     """Print the traced memory and time, and return the plans that fit; exit with 1 if none does."""
     from shoal.cli.plan_try import TriedLayout, print_tried, tried_values, try_layouts
-    from shoal.plan.display import print_trainings, training_values, trainings_on
+    from shoal.tools.plan.display import print_trainings, training_values, trainings_on
     from shoal.util.tables import plain_console
 
     asked = _asked_training(options)
@@ -63,9 +63,9 @@ class _Traced:
 
 def _one_layout(options: PlanOptions) -> _Traced:
     """Trace the given layout, and changes with which it fits."""
-    from shoal.plan.fit import fit_module, named_workload, plan_of
-    from shoal.plan.module_display import fit_values, print_fit
-    from shoal.plan.module_page import module_page
+    from shoal.tools.plan.fit import fit_module, named_workload, plan_of
+    from shoal.tools.plan.module_display import fit_values, print_fit
+    from shoal.tools.plan.module_page import module_page
     from shoal.util.tables import plain_console
 
     plan = plan_of(
@@ -91,10 +91,10 @@ def _one_layout(options: PlanOptions) -> _Traced:
 
 def _search(options: PlanOptions) -> _Traced:
     """Trace all layouts. Raises ShoalError for split points, which belong to one of them."""
-    from shoal.plan.fit import named_workload
-    from shoal.plan.module_display import print_search, search_values
-    from shoal.plan.module_page import search_page
-    from shoal.plan.module_search import search_module
+    from shoal.tools.plan.fit import named_workload
+    from shoal.tools.plan.module_display import print_search, search_values
+    from shoal.tools.plan.module_page import search_page
+    from shoal.tools.plan.module_search import search_module
     from shoal.util.tables import plain_console, print_line
 
     if options.split_points:

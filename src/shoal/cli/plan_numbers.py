@@ -45,8 +45,8 @@ def check_numbers(devices: str, model: str, options: Mapping[str, object]) -> No
 
 def compare_numbers(options: PlanOptions, numbers: Sequence[int]) -> None:
     """Print the fastest layout on each number of devices; exit with 1 if none fits on any."""
-    from shoal.plan.device_numbers import numbers_values, print_numbers, search_numbers
-    from shoal.plan.model import parse_model
+    from shoal.tools.plan.device_numbers import numbers_values, print_numbers, search_numbers
+    from shoal.tools.plan.model import parse_model
     from shoal.util.tables import plain_console
 
     dimensions, machine = parse_model(options.model), options.machine
@@ -58,7 +58,7 @@ def compare_numbers(options: PlanOptions, numbers: Sequence[int]) -> None:
     else:
         print_numbers(plain_console(), dimensions, machine, found)
     if options.html is not None:
-        from shoal.plan.page import numbers_page
+        from shoal.tools.plan.page import numbers_page
 
         options.save_page(numbers_page(dimensions, machine, found))
     if not any(each.best for each in found):

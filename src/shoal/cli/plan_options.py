@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.plan.configuration import Recompute
-    from shoal.plan.machines import Machine
-    from shoal.plan.whole_training import Training
-    from shoal.report.html import Page
+    from shoal.tools.plan.configuration import Recompute
+    from shoal.tools.plan.machines import Machine
+    from shoal.tools.plan.whole_training import Training
+    from shoal.tools.report.html import Page
 
 AUTO, USUAL = "auto", "replicate=-1"
 """The layout with which all layouts of a module are traced, and the default."""
@@ -49,8 +49,8 @@ class PlanOptions:
 
     def training_on(self, devices: int) -> Training | None:
         """Return what `--training` describes; print each value that is measured in place of `auto`."""
-        from shoal.plan.measured_start import fill_in_measured
-        from shoal.plan.whole_training import parse_training
+        from shoal.tools.plan.measured_start import fill_in_measured
+        from shoal.tools.plan.whole_training import parse_training
         from shoal.util.tables import plain_console, print_line
 
         if self.training is None:
@@ -63,7 +63,7 @@ class PlanOptions:
 
     def save_page(self, page: Page) -> None:
         """Write a page to the directory of `--html` and print its path."""
-        from shoal.report.html import save_page
+        from shoal.tools.report.html import save_page
         from shoal.util.tables import plain_console, print_path
 
         if self.html is None:
@@ -84,7 +84,7 @@ class PlanOptions:
         `of_run` says that the prediction is that of a run.
         """
         from shoal.distributed.pipeline_schedules import SCHEDULES
-        from shoal.plan.configuration import ANY_PRECISION, FORMATS, RECOMPUTES
+        from shoal.tools.plan.configuration import ANY_PRECISION, FORMATS, RECOMPUTES
 
         if self.traced and of_run:
             raise ShoalError(

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.bench.scaling.jobs import LOG, end_job_on_signals, execute, reason_of
 from shoal.cli.plan_submit import filled
 from shoal.distributed.env_vars import job_nodes
+from shoal.tools.bench.scaling.jobs import LOG, end_job_on_signals, execute, reason_of
 from shoal.util.errors import CheckpointError, ShoalError
 from shoal.util.tables import plain_console, print_line, print_rows
 from shoal.util.units import counted, duration
@@ -20,8 +20,8 @@ from shoal.util.units import counted, duration
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shoal.plan.configuration import PlannedLayout
-    from shoal.plan.machines import Machine
+    from shoal.tools.plan.configuration import PlannedLayout
+    from shoal.tools.plan.machines import Machine
 
 _Layout = TypeVar("_Layout", bound="PlannedLayout")
 
@@ -147,7 +147,7 @@ def _run(
 def _seconds(directory: Path) -> float:
     import numpy as np
 
-    from shoal.report import profile, read_history
+    from shoal.tools.report import profile, read_history
 
     attempt = read_history(directory).latest
     found = None if attempt is None else profile(attempt)

@@ -11,7 +11,7 @@ import typer
 from shoal.util.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shoal.report import BottleneckReport, History
+    from shoal.tools.report import BottleneckReport, History
 
 PAGE = "index.html"
 
@@ -38,11 +38,11 @@ def report(
     It works while the run is active and after a crash. The page needs no network. Its figures are in
     the same directory as PNG, SVG and CSV files.
     """
-    from shoal.report import find_bottleneck, read_history
+    from shoal.tools.report import find_bottleneck, read_history
     from shoal.util.tables import plain_console, print_line, print_path
 
     if trace is not None:
-        from shoal.report.trace.request import make_timeline
+        from shoal.tools.report.trace.request import make_timeline
 
         print_path(plain_console(), make_timeline(run, trace))
         return
@@ -50,15 +50,15 @@ def report(
     verdict = find_bottleneck(history)
     console = plain_console()
     if as_json:
-        from shoal.report.summary import summarize_run
         from shoal.telemetry.events import without_nonfinite
+        from shoal.tools.report.summary import summarize_run
 
         plain = without_nonfinite(
             summarize_run(history, verdict)
         )  # sums of what a file says may have no bounds
         typer.echo(json.dumps(plain, indent=2, allow_nan=False))
     elif text:
-        from shoal.report.run_page.text import print_report
+        from shoal.tools.report.run_page.text import print_report
 
         print_report(console, history, verdict)
     else:
@@ -68,8 +68,8 @@ def report(
 
 
 def _write(history: History, verdict: BottleneckReport, out: str | None) -> Path:
-    from shoal.report.html import save_page
-    from shoal.report.run_page.page import run_page
+    from shoal.tools.report.html import save_page
+    from shoal.tools.report.run_page.page import run_page
 
     folder = history.directory / "report" if out is None else Path(out)
     try:

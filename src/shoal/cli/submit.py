@@ -12,8 +12,8 @@ from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition,
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.launcher.submit.job import JobRequest
-    from shoal.launcher.submit.submit import SubmitOptions
+    from shoal.tools.submit.job import JobRequest
+    from shoal.tools.submit.submit import SubmitOptions
 
 sites = typer.Typer(
     name="sites",
@@ -27,7 +27,7 @@ _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of 
 
 def _check_script(script: Path) -> Path:
     """Raise LaunchError if the script does not exist."""
-    from shoal.launcher.submit.submit import check_script
+    from shoal.tools.submit.submit import check_script
 
     check_script(script)
     return script
@@ -35,7 +35,7 @@ def _check_script(script: Path) -> Path:
 
 def _check_time(ctx: typer.Context, time: str) -> str:
     """Raise LaunchError if there is no time limit, or none that can be read."""
-    from shoal.launcher.submit.times import parse_time
+    from shoal.tools.submit.times import parse_time
 
     if not time:
         script = ctx.params.get("script")
@@ -166,9 +166,9 @@ def submit(
     Shoal checks the job against the cluster profile and runs a copy of the source. Before the time
     limit or a preemption, the job saves a checkpoint and returns to the queue.
     """
-    from shoal.launcher.submit.job import JobRequest
-    from shoal.launcher.submit.submit import SubmitOptions
-    from shoal.launcher.submit.times import parse_time
+    from shoal.tools.submit.job import JobRequest
+    from shoal.tools.submit.submit import SubmitOptions
+    from shoal.tools.submit.times import parse_time
 
     request = JobRequest(
         script=str(script),
@@ -198,9 +198,9 @@ def submit(
 
 
 def _submit(request: JobRequest, site: str | None, options: SubmitOptions) -> None:
-    from shoal.launcher.submit import display
-    from shoal.launcher.submit.site_catalog import choose
-    from shoal.launcher.submit.submit import submit as hand_in
+    from shoal.tools.submit import display
+    from shoal.tools.submit.site_catalog import choose
+    from shoal.tools.submit.submit import submit as hand_in
     from shoal.util.tables import plain_console
 
     done = hand_in(request, choose(site).value, options)
@@ -220,8 +220,8 @@ def status(
 
     Without RUN, it prints one line for each run that you submitted and for each run in ./runs.
     """
-    from shoal.launcher.submit import display
-    from shoal.launcher.submit import status as following
+    from shoal.tools.submit import display
+    from shoal.tools.submit import status as following
     from shoal.util.tables import plain_console
 
     if run is None:
@@ -244,7 +244,7 @@ def logs(
     import shlex
     import subprocess
 
-    from shoal.launcher.submit.status import log_files
+    from shoal.tools.submit.status import log_files
 
     files = log_files(run, element)
     how = ["-F"] if follow else []
@@ -273,7 +273,7 @@ def cancel(
 
     A running job saves a checkpoint first, and does not return to the queue.
     """
-    from shoal.launcher.submit import status as following
+    from shoal.tools.submit import status as following
     from shoal.util.tables import plain_console, print_line
 
     record, active = following.cancel(run, now=now)
@@ -285,8 +285,8 @@ def cancel(
 @sites.command("ls", epilog=examples("shoal sites ls"))
 def list_sites() -> None:
     """List the cluster profiles of Shoal and your own."""
-    from shoal.launcher.submit import display
-    from shoal.launcher.submit.site_catalog import entries
+    from shoal.tools.submit import display
+    from shoal.tools.submit.site_catalog import entries
     from shoal.util.tables import plain_console
 
     display.print_sites(plain_console(), entries().values())
@@ -297,8 +297,8 @@ def show_site(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")],
 ) -> None:
     """Print the file of a cluster profile."""
-    from shoal.launcher.submit import display
-    from shoal.launcher.submit.site_catalog import find_entry
+    from shoal.tools.submit import display
+    from shoal.tools.submit.site_catalog import find_entry
     from shoal.util.tables import plain_console
 
     display.print_site_file(plain_console(), find_entry(name))
@@ -307,8 +307,8 @@ def show_site(
 @sites.command("new", epilog=examples("shoal sites new mycluster"))
 def new_site(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")]) -> None:
     """Draft a cluster profile from the scheduler."""
-    from shoal.launcher.submit.schedulers import scheduler_here
-    from shoal.launcher.submit.site_catalog import folder
+    from shoal.tools.submit.schedulers import scheduler_here
+    from shoal.tools.submit.site_catalog import folder
     from shoal.util.tables import plain_console, print_path
 
     path = folder() / f"{name}.toml"

@@ -16,7 +16,7 @@ from shoal.cli.submit_options import ScriptArgs
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.verify.audit import AuditReport
+    from shoal.tools.verify.audit import AuditReport
 
 
 def verify(
@@ -49,10 +49,10 @@ def verify(
     The script need not use Shoal. Shoal runs it unchanged, in copies of the current directory, and
     observes it. The exit code is 1 if a property is refuted.
     """
+    from shoal.tools.verify.audit import audit_script
+    from shoal.tools.verify.display import print_audit
+    from shoal.tools.verify.variants import VerifyRequest, check_request
     from shoal.util.tables import plain_console, print_path
-    from shoal.verify.audit import audit_script
-    from shoal.verify.display import print_audit
-    from shoal.verify.variants import VerifyRequest, check_request
 
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as scratch:
         request = VerifyRequest(
@@ -89,8 +89,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _write_page(found: AuditReport, path: Path) -> None:
-    from shoal.report.html import save_page
-    from shoal.verify.display import audit_page
+    from shoal.tools.report.html import save_page
+    from shoal.tools.verify.display import audit_page
 
     try:
         save_page(audit_page(found), path)

@@ -1,1 +1,0 @@
-"""The implementation of `shoal.launcher.submit.scheduler` for Slurm."""

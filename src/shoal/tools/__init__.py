@@ -1,0 +1,1 @@
+"""Tools around a training: nothing that trains imports them."""

@@ -1,0 +1,156 @@
+"""The comparison of two studies of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread, scaling_points
+from shoal.tools.bench.scaling.configurations import Configuration, ScalingCurve
+from shoal.tools.bench.scaling.directory import Study
+from shoal.tools.bench.scaling.measure import SHOWN
+from shoal.util.errors import LaunchError
+from shoal.util.grouping import group_by
+from shoal.util.units import counted, three_digits
+
+MUST = {"model": "the model", "batch": "the batch size", "args": "the script's arguments"}
+"""Options that must be the same."""
+LEAST = 0.01
+"""Minimum fraction of a step for a part to be reported."""
+TOLD = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The same configuration in both studies.
+
+    `ratio` is the second's throughput divided by the first's. Its bounds are the extremes over all
+    pairs of repeats, since the studies have no rounds in common. `changes` are the second's additional
+    seconds of a step by part.
+    """
+
+    curve: ScalingCurve
+    configuration: Configuration
+    first: ScalingPoint
+    second: ScalingPoint
+    ratio: Spread
+    changes: dict[str, float]
+
+    @property
+    def clear(self) -> bool:
+        """Whether every repeat of one was faster than every repeat of the other."""
+        return not self.ratio.low <= 1 <= self.ratio.high
+
+
+def require_same_work(first: Study, second: Study) -> None:
+    """Raise LaunchError with the differences if the studies did different work."""
+    before, after = first.options.plain(), second.options.plain()
+    differ = [
+        f"{text}: {before[name]!r} and {after[name]!r}"
+        for name, text in MUST.items()
+        if before[name] != after[name]
+    ]
+    if differ:
+        raise LaunchError(
+            given=f"shoal bench compare {first.path} {second.path}",
+            found="the studies did different work, so their rates can't be compared: "
+            + "; ".join(differ),
+            fix=f"run shoal bench scaling {first.options.model} --batch {first.options.batch} … for "
+            "both",
+        )
+
+
+def study_differences(first: Study, second: Study) -> list[str]:
+    """Return other differences of the studies: machines, versions, threads, steps."""
+    found = [
+        f"{name}: {first.machine.get(name, '?')} and {second.machine.get(name, '?')}"
+        for name in dict.fromkeys((*first.machine, *second.machine))
+        if first.machine.get(name) != second.machine.get(name)
+    ]
+    before, after = first.options.plain(), second.options.plain()
+    known = ("threads", "steps", "warmup", "rounds")
+    found += [
+        f"{name}: {before[name]} and {after[name]}" for name in known if before[name] != after[name]
+    ]
+    return found
+
+
+def match_studies(first: Study, second: Study) -> list[Pair]:
+    """Return the pairs that both have measured. Raises LaunchError if there are none."""
+    require_same_work(first, second)
+    before, after = (
+        scaling_points(first.options, first.repeats()),
+        scaling_points(second.options, second.repeats()),
+    )
+    found = match_points(before, after)
+    if not found:
+        raise LaunchError(
+            given=f"shoal bench compare {first.path} {second.path}",
+            found=f"no configuration was measured by both: {_told(before)}; {_told(after)}",
+            fix="use the same -n, --scaling, --backends, --strategies, --precisions and --ways for "
+            "both",
+        )
+    return found
+
+
+def match_points(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) -> list[Pair]:
+    """Return the pairs of rows with the same curve and number of processes that ran in both."""
+    known = {(row.curve, row.processes): row for row in before if row.rate is not None}
+    found = []
+    for row in after:
+        other = known.get((row.curve, row.processes))
+        if other is None or row.rate is None or other.rate is None:
+            continue
+        ratio = Spread(
+            median=row.rate.median / other.rate.median,
+            low=row.rate.low / other.rate.high,
+            high=row.rate.high / other.rate.low,
+        )
+        ours, theirs = row.parts or {}, other.parts or {}
+        changes = {part: ours[part] - theirs.get(part, 0.0) for part in ours}
+        found.append(
+            Pair(
+                curve=row.curve,
+                configuration=row.configuration,
+                first=other,
+                second=row,
+                ratio=ratio,
+                changes=changes,
+            )
+        )
+    return found
+
+
+def largest_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pair of each curve with the most processes."""
+    by_curve = group_by(pairs, lambda pair: pair.curve).values()
+    return [max(own, key=lambda pair: pair.configuration.processes) for own in by_curve]
+
+
+def describe_pair(pair: Pair, first: str, second: str) -> str:
+    """Return `octo gives 1.25x of quad at 4 processes: 12 ms less forward, 3 ms less optimizer`."""
+    many = counted(pair.configuration.processes, "process", "es")
+    what = f"{second} gives {pair.ratio.median:.2f}x of {first} at {many}"
+    if not pair.clear:
+        what += f" ({pair.ratio.low:.2f} to {pair.ratio.high:.2f}, so no clear difference)"
+    total = sum((pair.first.parts or {}).values())
+    great = sorted(pair.changes.items(), key=lambda item: -abs(item[1]))[:TOLD]
+    told = [
+        f"{three_digits(abs(seconds) * 1e3)} ms {'more' if seconds > 0 else 'less'} {SHOWN[part]}"
+        for part, seconds in great
+        if abs(seconds) >= max(LEAST * total, _scatter(pair, part))
+    ]
+    return what + (": " + ", ".join(told) if told and pair.clear else "")
+
+
+def _scatter(pair: Pair, part: str) -> float:
+    """Return the range of a part over the rounds of both studies, in seconds."""
+    found = 0.0
+    for row in (pair.first, pair.second):
+        values = [parts.get(part, 0.0) for parts in row.rounds.values()]
+        found += max(values, default=0.0) - min(values, default=0.0)
+    return found
+
+
+def _told(rows: Sequence[ScalingPoint]) -> str:
+    return " and ".join(dict.fromkeys(f"{row.curve} on {row.processes}" for row in rows)) or "nothing"

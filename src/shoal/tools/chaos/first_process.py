@@ -1,0 +1,40 @@
+"""The first process of the namespaces: mounts the tmpfs of all files and runs the storm in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from shoal.tools.chaos.containment import SCRATCH, TEMPORARY
+from shoal.tools.chaos.request import StormRequest
+from shoal.util.errors import ShoalError
+
+START = "from shoal.tools.chaos.first_process import main; main()"
+
+
+def main() -> None:
+    """Run the request of the first argument and print the report, or the error, as JSON."""
+    if os.getpid() != 1:
+        raise SystemExit("a storm runs only as the first process of a PID namespace: shoal chaos")
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(SCRATCH)], check=True)
+    TEMPORARY.mkdir()
+    # It imports torch, which creates a temporary directory.
+    from shoal.tools.chaos.storm import end_processes, run_storm
+
+    values: dict[str, Any] = json.loads(sys.argv[1])
+    kinds, args = tuple(values.pop("kinds")), tuple(values.pop("args"))
+    request = StormRequest(**values, kinds=kinds, args=args)
+    try:
+        report = run_storm(request, Path.cwd(), SCRATCH / "shoal-chaos")
+        sys.stdout.write(json.dumps(report.as_json()))
+    except ShoalError as error:
+        content = {"given": error.given, "found": error.found, "fix": error.fix}
+        sys.stdout.write(json.dumps(content))
+    finally:
+        end_processes()
+        shutil.rmtree(SCRATCH / "shoal-chaos", ignore_errors=True)

@@ -1,0 +1,146 @@
+"""Information about this machine: versions, cores, memory, GPUs, optional packages, launchers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+
+import psutil
+import torch
+
+from shoal.distributed import env_vars
+from shoal.distributed.speed_hints import facts_of, speed_hints
+from shoal.tools.doctor.cgroups import own_limits
+from shoal.util.units import binary_size
+
+EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi", "gpu")
+"""Extras of Shoal that add something to a script; the others are for its development."""
+
+PROGRAMS = ("torchrun", "srun", "mpirun", "mpiexec", "jsrun", "flux")
+
+_VERSION_SECONDS = 2.0
+
+Rows = list[tuple[str, str]]
+"""Lines of two columns: name and value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineInfo:
+    """The information as lines for printing."""
+
+    versions: Rows
+    hardware: Rows
+    packages: Rows
+    programs: Rows
+
+
+def describe() -> MachineInfo:
+    """Return the information about this machine; it takes a fraction of a second."""
+    return MachineInfo(
+        versions=[*versions().items(), ("system", platform.platform()), ("host", socket.gethostname())],
+        hardware=_hardware(),
+        packages=list(packages()),
+        programs=[(name, whose) for name in PROGRAMS if (whose := _whose(name))],
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return versions of Shoal, Python and torch, which should be the same on all ranks."""
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
+    if torch.version.hip:
+        built = f"ROCm {torch.version.hip}"
+    return {
+        "Shoal": _installed("shoal") or "not installed",
+        "Python": platform.python_version(),
+        "torch": f"{torch.__version__}, built for {built}",
+    }
+
+
+def _hardware() -> Rows:
+    cores, total = len(os.sched_getaffinity(0)), psutil.cpu_count() or 1
+    memory = psutil.virtual_memory()
+    quota, ceiling = own_limits()
+    rows = [
+        ("cores", f"{cores} in the affinity of {total}"),
+        ("memory", f"{binary_size(memory.available)} free of {binary_size(memory.total)}"),
+    ]
+    if quota is not None:
+        rows.append(("CPU limit", f"{quota:g} core(s), by the cgroup"))
+    if ceiling is not None and ceiling < memory.total:
+        rows.append(("memory limit", f"{binary_size(ceiling)}, by the cgroup"))
+    rows += [(f"GPU {index}", gpu(index)) for index in range(torch.cuda.device_count())]
+    if torch.cuda.device_count():
+        rows.append(
+            ("step results", "one step late with a fused optimizer, which saves a wait; else now")
+        )
+        hints = speed_hints(facts_of(torch.device("cuda", 0)))
+        rows += [("off, and faster", hint) for hint in hints]
+    else:
+        rows.append(("GPUs", "none visible to torch"))
+    return rows + list(env_vars.visible_devices().items())
+
+
+def gpu(index: int) -> str:
+    """Return the name and the memory of a visible GPU."""
+    found = torch.cuda.get_device_properties(index)
+    return f"{found.name}, {binary_size(found.total_memory)}"
+
+
+def packages(requirements: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
+    """Yield each optional package with its version, or with the command that installs it.
+
+    `requirements` are in the format of package metadata. Default: those of Shoal.
+    """
+    if requirements is None:
+        requirements = []
+        with suppress(metadata.PackageNotFoundError):
+            requirements = metadata.requires("shoal") or []
+    for text in requirements:
+        wanted, _, marker = (part.strip() for part in text.partition(";"))
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", marker)
+        if extra is None or extra[1] not in EXTRAS:
+            continue
+        name = re.split(r"[^\w.-]", wanted)[0]
+        yield name, _installed(name) or f"not installed: pip install '{wanted}'"
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _whose(program: str) -> str:
+    """Return the path of a launcher on PATH and its maker; empty if there is none."""
+    path = shutil.which(program)
+    if path is None:
+        return ""
+    if program == "torchrun":  # it would import torch to print its version
+        return path
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return f"{path}, which does not print its version"
+    return f"{path}, {maker(done.stdout)}"
+
+
+def maker(said: str) -> str:
+    """Return the maker of a launcher, from its output with `--version`."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if not lines:
+        return "which does not print its version"
+    hydra = re.search(r"^\s*Version:\s*(\S+)", said, re.MULTILINE)
+    if "hydra" in lines[0].lower() and hydra:
+        return f"Hydra (MPICH) {hydra[1]}"
+    return lines[0]

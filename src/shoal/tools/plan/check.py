@@ -1,0 +1,156 @@
+"""A prediction compared with the steps that a run recorded, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shoal.distributed.layout import Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES
+from shoal.tools.plan.bands import BANDS, step_kind
+from shoal.tools.plan.configuration import PlannedStep, Recompute
+from shoal.tools.plan.machines import Machine
+from shoal.tools.plan.model import Transformer
+from shoal.tools.plan.step_time import StepEstimate, estimate_step
+from shoal.tools.report import LABELS, SHOWN, Attempt, profile, read_history
+from shoal.util.errors import ShoalError
+
+_PRECISIONS = {"fp32": "fp32", "bf16": "mixed", "fp16": "mixed"}
+_MEASURED: Mapping[str, tuple[str, ...]] = {
+    "forward and backward": ("forward", "backward"),
+    "optimizer": ("update",),
+    "communication and waiting": ("communication", "waiting"),
+}
+_REST = ("wait", "transfer", "checkpoint", "evaluation", "other")
+"""Parts of a step that no prediction has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartCheck:
+    """Seconds of one part of a step; `predicted` is None for parts that are not predicted."""
+
+    name: str
+    predicted: float | None
+    measured: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCheck:
+    """A prediction and the measured steps of a run."""
+
+    plan: PlannedStep
+    step: StepEstimate
+    steps: int
+    parts: tuple[PartCheck, ...]
+
+    @property
+    def measured(self) -> float:
+        """Seconds of a measured step."""
+        return sum(part.measured for part in self.parts)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: the ratio, the band, and the part that differs most."""
+        kind = step_kind(self.plan, self.step)
+        low, high = BANDS[kind]
+        ratio = self.measured / self.step.total
+        where = "within" if low <= ratio <= high else "outside"
+        largest = max(self.parts, key=lambda part: abs(part.measured - (part.predicted or 0.0)))
+        return (
+            f"A step takes {ratio:.2f} times the predicted time, {where} the band of {low:.2f} to "
+            f"{high:.2f} ({kind}). The largest difference is in {largest.name}."
+        )
+
+
+def check_run(
+    directory: Path,
+    model: Transformer,
+    machine: Machine,
+    *,
+    micro_batch: int | None = None,
+    recompute: Recompute = "none",
+    schedule: str = "1f1b",
+) -> RunCheck:
+    """Return a prediction for the last attempt of a run, and its steps without those that warm up.
+
+    `micro_batch` is in samples. Default: the local batch. `schedule` is that of a pipeline.
+
+    Raises:
+        ShoalError: If the run has no steps or its events lack the layout or the batch size.
+    """
+    attempt = read_history(directory).latest
+    found = None if attempt is None else profile(attempt)
+    if attempt is None or found is None:
+        raise _unusable(directory, "it has recorded no steps", "check a run that took some steps")
+    plan = _plan_of(directory, attempt, micro_batch, recompute, schedule)
+    usual = np.median(found.average(found.mean), axis=-1)
+    measured = dict(zip(SHOWN, (float(each) for each in usual), strict=True))
+    step = estimate_step(model, plan, machine)
+    predicted = predicted_parts(step)
+    parts = [
+        PartCheck(name=name, predicted=predicted[name], measured=sum(measured[each] for each in own))
+        for name, own in _MEASURED.items()
+    ]
+    parts += [
+        PartCheck(name=LABELS[each], predicted=None, measured=measured[each])
+        for each in _REST
+        if measured[each] > 0
+    ]
+    return RunCheck(plan=plan, step=step, steps=found.steps, parts=tuple(parts))
+
+
+def predicted_parts(step: StepEstimate) -> dict[str, float]:
+    """Return the predicted seconds of a step, by the parts that a run measures."""
+    return {
+        "forward and backward": step.products
+        + step.attention
+        + step.memory
+        + step.recompute
+        + step.launch,
+        "optimizer": step.optimizer,
+        "communication and waiting": step.tensor
+        + step.context
+        + step.bubble
+        + step.pipeline
+        + step.data
+        + step.stragglers,
+    }
+
+
+def _plan_of(
+    directory: Path, attempt: Attempt, micro_batch: int | None, recompute: Recompute, schedule: str
+) -> PlannedStep:
+    """Return the configuration of a run, from the events of its first rank."""
+    start = next(iter(attempt.starts.values()), {})
+    batch, layout, precision = (start.get(key) for key in ("batch_size", "layout", "precision"))
+    if not isinstance(layout, str) or type(batch) is not int or batch < 1:
+        raise _unusable(
+            directory,
+            f"its events have layout {layout!r} and batch size {batch!r}",
+            "check a run whose batch size is a number of samples",
+        )
+    degrees = Layout.parse(layout).resolve(attempt.size)
+    local = max(1, batch // degrees.data_size)
+    if micro_batch is not None and (micro_batch > local or local % micro_batch):
+        raise _unusable(
+            directory,
+            f"its local batch of {local} samples is not divisible by {micro_batch}",
+            f"use --micro-batch {local}",
+        )
+    return PlannedStep(
+        layout=degrees,
+        global_batch=batch,
+        micro_batch=micro_batch or local,
+        recompute=recompute,
+        precision=_PRECISIONS.get(str(precision), "fp32"),
+        sequence_parallel=degrees.tensor > 1 and degrees.pipeline == 1,
+        stages=SCHEDULES[schedule].stages if degrees.pipeline > 1 else 1,
+        schedule=schedule,
+    )
+
+
+def _unusable(directory: Path, found: str, fix: str) -> ShoalError:
+    return ShoalError(given=f"--check {directory}", found=found, fix=fix)

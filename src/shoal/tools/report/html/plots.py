@@ -1,0 +1,294 @@
+"""Figures from plain numbers: lines with bands, bars, spans of time and stacked areas of parts.
+
+Each is drawn twice for the page, wide and for a phone, in colours that differ without colour vision and
+on light and dark backgrounds. Text and axes take the colour of the page. Only this module imports
+matplotlib, and uses only its objects, so no state is kept between figures.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from shoal.tools.report.html.page import Plot
+from shoal.util.errors import LaunchError
+from shoal.util.text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito, 2008, without the yellow, which is too pale on white, and with greys.
+COLOURS = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+    "#757575",
+    "#9467bd",
+    "#44aa99",
+    "#bdbdbd",
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+Fill: TypeAlias = tuple[str, str]
+"""The colour of an area, and the hatch on it."""
+
+_INK, _PAPER, _GRID = "#010203", "#fdfcfb", "#a1a2a3"
+"""Placeholders for the colours of the page, which a drawing does not know."""
+_WIDE, _NARROW = (9.2, 3.4), (3.7, 3.2)
+_MOST = 1500
+"""Maximum number of points of a line; more are not visible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A line: its points, and the bounds of its band. None is a gap."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    points: bool = False
+    """Mark each point, for few points."""
+    faint: bool = False
+    """Dashed and grey, for a reference such as the ideal."""
+
+
+def plot_lines(
+    series: Sequence[Series],
+    *,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    ticks: Sequence[float] | None = None,
+    zero: bool = False,
+) -> Plot:
+    """Draw lines; `zero` starts the y axis at 0, `ticks` sets the ticks of the x axis."""
+
+    def draw(axes: Axes, small: bool) -> None:
+        own = 0
+        for each in series:
+            colour = _GRID if each.faint else COLOURS[own % len(COLOURS)]
+            marker = "" if each.faint else MARKERS[own % len(MARKERS)]
+            own += not each.faint
+            stride = max(1, len(each.x) // _MOST)
+            xs = list(each.x)[::stride]
+            ys = [float("nan") if value is None else value for value in each.y][::stride]
+            axes.plot(
+                xs,
+                ys,
+                label=printable(each.label),
+                color=colour,
+                linewidth=1.6,
+                linestyle="--" if each.faint else "-",
+                marker=(marker or "o") if each.points or len(xs) == 1 else "",
+                markersize=5,
+            )
+            if each.low is not None and each.high is not None:
+                low, high = list(each.low)[::stride], list(each.high)[::stride]
+                axes.fill_between(xs, low, high, color=colour, alpha=0.25, linewidth=0)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        _scales(axes, log_x=log_x, log_y=log_y, ticks=ticks)
+        if zero and not log_y:
+            axes.set_ylim(bottom=0)
+        _ends(axes, legend=len(series) > 1, small=small)
+
+    return _draw(draw)
+
+
+def plot_bars(
+    labels: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    x: str,
+    fills: Mapping[str, Fill],
+    limit: tuple[str, float] | None = None,
+) -> Plot:
+    """Draw one bar for each label, of parts laid end to end; `fills` has a fill for each part.
+
+    `limit` is the label and the place of a vertical line.
+    """
+
+    def draw(axes: Axes, small: bool) -> None:
+        places, left = list(range(len(labels))), [0.0] * len(labels)
+        for part, values in parts.items():
+            look = _fill(fills[part])
+            axes.barh(places, list(values), left=left, height=0.78, label=printable(part), **look)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        if limit is not None:
+            axes.axvline(limit[1], label=printable(limit[0]), color=_INK, linewidth=1.2, linestyle="--")
+        axes.set_yticks(places, [printable(label) for label in labels])
+        axes.set_ylim(len(labels) - 0.4, -0.6)
+        axes.set_xlabel(x)
+        _ends(axes, legend=True, small=small, grid="x")
+
+    return _draw(draw, height=0.28 * len(labels))
+
+
+def plot_spans(
+    labels: Sequence[str],
+    spans: Sequence[Sequence[tuple[str, float, float]]],
+    *,
+    x: str,
+    fills: Mapping[str, Fill],
+) -> Plot:
+    """Draw a row for each label, with its spans: the kind, the start and the end of each."""
+
+    def draw(axes: Axes, small: bool) -> None:
+        for kind, fill in fills.items():
+            label = printable(kind)
+            for place, row in enumerate(spans):
+                places = [(start, end - start) for own, start, end in row if own == kind]
+                if places:
+                    axes.broken_barh(places, (place - 0.4, 0.8), label=label, **_fill(fill))
+                    label = "_" + label.lstrip("_")  # a second entry of the legend is not shown
+        axes.set_yticks(list(range(len(labels))), [printable(label) for label in labels])
+        axes.set_ylim(len(labels) - 0.4, -0.6)
+        axes.set_xlabel(x)
+        axes.margins(x=0)
+        _ends(axes, legend=True, small=small, grid="x")
+
+    return _draw(draw, height=0.28 * len(labels))
+
+
+def plot_areas(
+    xs: Sequence[float],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    x: str,
+    y: str,
+    fills: Mapping[str, Fill],
+) -> Plot:
+    """Draw stacked areas of parts."""
+
+    # An area over a single point has no width.
+    places = [xs[0] - 0.5, xs[0] + 0.5] if len(xs) == 1 else list(xs)
+
+    def draw(axes: Axes, small: bool) -> None:
+        below = [0.0] * len(places)
+        for part, values in parts.items():
+            own = list(values) * (len(places) // len(values))
+            above = [a + b for a, b in zip(below, own, strict=True)]
+            look = _fill(fills[part])
+            axes.fill_between(places, below, above, label=printable(part), step=None, **look)
+            below = above
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0)
+        _ends(axes, legend=True, small=small)
+
+    return _draw(draw)
+
+
+def _fill(fill: Fill) -> dict[str, Any]:
+    colour, hatch = fill
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": _PAPER, "linewidth": 0.4}
+
+
+def _scales(axes: Axes, *, log_x: bool, log_y: bool, ticks: Sequence[float] | None) -> None:
+    if log_x:
+        axes.set_xscale("log", base=2)
+    if log_y:
+        from matplotlib.ticker import FuncFormatter, LogLocator
+
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        for level in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            # Powers of ten would be written as formulas.
+            level(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+    if ticks is not None:
+        axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks], minor=False)
+        axes.set_xticks([], minor=True)
+
+
+def _ends(axes: Axes, *, legend: bool, small: bool, grid: Literal["x", "y"] = "y") -> None:
+    axes.grid(axis=grid, color=_GRID, alpha=0.45, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure = axes.figure
+    if legend:
+        size = 8.5 if small else 9.5
+        _, labels = axes.get_legend_handles_labels()
+        # A legend wider than its figure would be cut off; letters are half as wide as high.
+        column = size * (0.52 * max(map(len, labels), default=0) + 2.6)
+        most = int(72 * (_NARROW if small else _WIDE)[0] / column)
+        figure.legend(
+            loc="outside upper left",
+            ncols=max(1, min(5, most)),
+            fontsize=size,
+            frameon=False,
+            handlelength=1.4,
+            handletextpad=0.4,
+            columnspacing=0.8,
+            borderaxespad=0.2,
+        )
+    figure.align_labels()
+
+
+def _draw(draw: Callable[[Axes, bool], None], *, height: float = 0.0) -> Plot:
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise LaunchError(
+            given="a page with figures",
+            found="matplotlib, which draws them, is not installed",
+            fix="run pip install '.[report]' in your Shoal checkout, or use shoal report RUN --text "
+            "for a report without figures",
+        ) from None
+    kept: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "shoal",
+        "text.parse_math": False,  # names may have dollars in them
+        "font.family": ["DejaVu Sans"],
+        "font.size": 9.5,
+        "axes.facecolor": "none",
+        "hatch.linewidth": 0.6,
+        "axes.formatter.useoffset": False,
+        **dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK
+        ),
+    }
+    drawn = {}
+    with mpl.rc_context(kept):
+        for size in (_WIDE, _NARROW):
+            figure = Figure(figsize=(size[0], max(size[1], height + 1.2)), layout="constrained")
+            draw(figure.add_subplot(), size is _NARROW)
+            drawn[size] = figure
+        wide, narrow = (_written(drawn[size], "svg").decode() for size in (_WIDE, _NARROW))
+        png = _written(drawn[_WIDE], "png", dpi=150, facecolor="white")
+    return Plot(_inside(wide), _inside(narrow), _alone(wide), png)
+
+
+def _written(figure: Any, kind: str, **options: Any) -> bytes:
+    content = io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else {}
+    options.setdefault("facecolor", "none")
+    figure.savefig(content, format=kind, metadata=metadata, **options)
+    return content.getvalue()
+
+
+def _alone(svg: str) -> str:
+    """Return the drawing as a separate file, on white."""
+    shown = svg.replace(_INK, "#1b2126").replace(_PAPER, "#ffffff")
+    return re.sub(r"(<svg\b[^>]*)>", r'\1 style="background: #ffffff">', shown, count=1)
+
+
+def _inside(svg: str) -> str:
+    """Return the drawing as a part of the page: in its colours, without a head, with unique ids."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style\b.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*" height="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace(_INK, "currentColor").replace(_PAPER, "var(--page)").replace(_GRID, "var(--soft)")
+    used = set(re.findall(r'(?:url\(#|href="#)([\w-]+)', svg))
+    return re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", svg)

@@ -1,0 +1,250 @@
+"""Ranks that are slower than the others: which ranks, in which part, since when, and by how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.tools.report.breakdown import OWN, RARE, SHOWN, AlignedSteps, Profile, usual_of_others
+from shoal.tools.report.history import Array, Attempt
+from shoal.tools.report.loader_speed import all_loaders_slow
+
+NOTABLE = 0.03
+"""The fraction of a step from which a slower rank is reported."""
+CLEAR = 0.1
+"""The fraction of the others' time by which a rank must be slower, if that time is long itself."""
+CERTAIN = 5.0
+"""The number of standard errors by which a rank's mean must exceed that of the others,"""
+CHOSEN = 1.5
+"""and its multiplier for a segment of the steps, since there are many segments to choose from."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that was slower than the others in one part of its steps.
+
+    `since` is the first of these steps, `until` the last if it ended before the attempt did. In a step
+    it took `excess` seconds more than the `usual` seconds of the others. `cost` is the increase of the
+    time of all steps of the attempt, in seconds per step. It is less than the excess if another rank
+    was slower still.
+    """
+
+    rank: int
+    host: str | None
+    part: str
+    since: int
+    until: int | None
+    excess: float
+    usual: float
+    cost: float
+    attempt: float
+
+    @property
+    def place(self) -> str:
+        """The rank and its host: `rank 2 on node7`."""
+        return f"rank {self.rank}" if self.host is None else f"rank {self.rank} on {self.host}"
+
+
+class Segment(NamedTuple):
+    """A range of values, its end excluded, that are higher than those around it."""
+
+    start: int
+    stop: int
+    level: float
+
+
+def find_raised(values: Array, least: float) -> Segment | None:
+    """Return the segment in which `values` are above `least`, if it is statistically significant.
+
+    The two levels, inside and outside, minimize the squared residuals (a change point on each side).
+    Single outliers have no effect.
+    """
+    count = len(values)
+    calm, noise = _calmed(values), _noise(values)
+    bound = max(least, 2 * noise)
+    start, stop = 0, count
+    if count >= 3:
+        start, stop = _stretch(calm)
+        outside = np.delete(calm, slice(start, stop))
+        # Among many segments, the shorter ones are more often high by chance.
+        chance = noise * (1 + 5 / (stop - start) ** 0.5)
+        clear = len(outside) > 0 and calm[start:stop].mean() - outside.mean() >= max(least, chance)
+        if not clear or _trimmed(outside) > bound:  # slow in all steps, if at all
+            start, stop = 0, count
+    level, middle = _trimmed(values[start:stop]), float(np.median(values[start:stop]))
+    return Segment(start, stop, level) if min(level, middle) > bound else None
+
+
+def find_raised_at_any_scale(values: Array, least: float) -> Segment | None:
+    """Return the same, even where values are high so rarely that only means over several show it."""
+    for size in (1, 4, 16):
+        groups = len(values) // size
+        if size > 1 and groups < 3:
+            break
+        segment = find_raised(values[: groups * size].reshape(groups, size).mean(axis=1), least)
+        if segment is not None:
+            stop = len(values) if segment.stop == groups else segment.stop * size
+            return Segment(segment.start * size, stop, segment.level)
+    return None
+
+
+def find_stragglers(attempt: Attempt, aligned: AlignedSteps, found: Profile) -> list[Straggler]:
+    """Return all ranks that are notably slower in some part, the costliest first."""
+    if len(found.ranks) < 2:
+        return []
+    step = float(np.median(found.wall.mean(axis=0)))
+    named = []
+    for part in OWN:
+        means = found.mean[SHOWN.index(part)]
+        if part in RARE:
+            continue
+        compared = usual_of_others(means.T).T
+        least = max(NOTABLE * step, CLEAR * float(np.median(compared)))
+        for place, (mine, theirs) in enumerate(zip(means, compared, strict=True)):
+            segment = find_raised_at_any_scale(mine - theirs, least)
+            if segment is None or not _lasting(aligned, found, part, place, segment):
+                continue
+            if part != "wait" or not all_loaders_slow(attempt, found, place):
+                named.append(_straggler(attempt, aligned, found, part, place, segment, theirs))
+    named += [each for part in RARE for each in _rare(attempt, aligned, found, part, step)]
+    return sorted(named, key=lambda each: (-each.cost, -each.excess))
+
+
+def _lasting(aligned: AlignedSteps, found: Profile, part: str, place: int, segment: Segment) -> bool:
+    """Return whether a rank is slower by more than chance explains, given the scatter of the steps.
+
+    If samples differ in length, each rank is the slowest in some steps, and over few steps the mean of
+    one of them is well above the others'. A rank that stalls occasionally scatters too, but the others
+    do not.
+    """
+    begin, end = np.searchsorted(
+        aligned.steps, [found.first[segment.start], found.last[segment.stop - 1] + 1]
+    )
+    taken = _column(aligned, part, int(begin), int(end))
+    excess = taken[place] - usual_of_others(taken.T).T[place]
+    theirs = float(np.median(np.delete(taken, place, axis=0).std(axis=1)))
+    scatter = min(float(excess.std()), theirs * 2**0.5)
+    whole = segment.stop - segment.start == len(found.first)
+    bound = CERTAIN if whole else CHOSEN * CERTAIN
+    return bool(segment.level * np.sqrt(len(excess)) > bound * scatter)
+
+
+def _straggler(
+    attempt: Attempt,
+    aligned: AlignedSteps,
+    found: Profile,
+    part: str,
+    place: int,
+    segment: Segment,
+    compared: Array,
+) -> Straggler:
+    start, stop, level = segment
+    rank = found.ranks[place]
+    surplus = found.surplus[SHOWN.index(part), place, start:stop] * found.count[start:stop]
+    since = int(found.first[start])
+    if start > 0:
+        since = _exact(aligned, place, part, int(found.first[start - 1]), int(found.last[start]))
+    return Straggler(
+        rank=rank,
+        host=attempt.host(rank),
+        part=part,
+        since=since,
+        until=int(found.last[stop - 1]) if stop < len(found.first) else None,
+        excess=level,
+        usual=float(np.median(compared[start:stop])),
+        cost=max(0.0, float(surplus.sum()) / found.steps),
+        attempt=attempt.began,
+    )
+
+
+def _exact(aligned: AlignedSteps, place: int, part: str, first: int, last: int) -> int:
+    """Return the step between two at which a rank became slower: the least-squares change point."""
+    begin, end = np.searchsorted(aligned.steps, [first, last + 1])
+    taken = _column(aligned, part, int(begin), int(end))
+    values = taken[place] - usual_of_others(taken.T).T[place]
+    values = np.minimum(values, 2 * np.quantile(values, 0.75) + 1e-9)  # one long step is not a change
+    count = len(values)
+    before = np.arange(1, count)
+    sums = np.cumsum(values)[:-1]
+    gap = (sums[-1] + values[-1] - sums) / (count - before) - sums / before
+    split = int(np.argmax(before * (count - before) * gap * np.abs(gap))) + 1
+    return int(aligned.steps[begin + split])
+
+
+def _rare(
+    attempt: Attempt, aligned: AlignedSteps, found: Profile, part: str, step: float
+) -> list[Straggler]:
+    """Return ranks that are slower in rare work, such as a save, judged by the steps that have it."""
+    begin = int(np.searchsorted(aligned.steps, found.first[0]))
+    taken = _column(aligned, part, begin, len(aligned.steps))
+    steps = aligned.steps[begin:]
+    there = np.flatnonzero(taken.max(axis=0) > 0.1 * step)
+    if not len(there):
+        return []
+    taken, steps = taken[:, there], steps[there]
+    compared = usual_of_others(taken.T).T
+    named = []
+    for place, rank in enumerate(found.ranks):
+        excess = taken[place] - compared[place]
+        typical = float(np.median(compared[place]))
+        per_step = float(np.maximum(excess, 0).sum()) / found.steps
+        level = float(np.median(excess))
+        if level > 0.25 * typical and per_step > NOTABLE * step:
+            host = attempt.host(rank)
+            cost = float(found.average(found.surplus[SHOWN.index(part), place]))
+            named.append(
+                Straggler(
+                    rank,
+                    host,
+                    part,
+                    since=int(steps[0]),
+                    until=None,
+                    excess=level,
+                    usual=typical,
+                    cost=max(0.0, cost),
+                    attempt=attempt.began,
+                )
+            )
+    return named
+
+
+def _column(aligned: AlignedSteps, part: str, first: int, last: int) -> Array:
+    if part == "other":
+        return np.asarray(aligned.cube(first, last)[0][-1], np.float64)
+    return np.asarray(aligned.column(part, first, last), np.float64)
+
+
+def _calmed(values: Array) -> Array:
+    """Return values without single outliers: the median of each value and its neighbours."""
+    if len(values) < 3:
+        return values
+    padded = np.concatenate([values[1:2], values, values[-2:-1]])
+    return np.asarray(np.median(np.stack([padded[:-2], padded[1:-1], padded[2:]]), axis=0))
+
+
+def _noise(values: Array) -> float:
+    """Return the scatter of values, regardless of changes of their level."""
+    if len(values) < 3:
+        return 0.0
+    return float(np.median(np.abs(np.diff(values)))) * 1.4826 / 2**0.5
+
+
+def _trimmed(values: Array) -> float:
+    """Return the mean without the highest tenth, since one long wait is not typical."""
+    kept = np.sort(values)[: max(1, int(0.9 * len(values)))]
+    return float(kept.mean())
+
+
+def _stretch(values: Array) -> tuple[int, int]:
+    """Return start and end of the segment that differs most from the rest, as the higher one."""
+    count = len(values)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    start, stop = np.triu_indices(count + 1, 1)
+    inside, length = sums[stop] - sums[start], stop - start
+    rest = np.maximum(count - length, 1)
+    gap = inside / length - (sums[-1] - inside) / rest
+    gain = np.where((length < count) & (gap > 0), length * (count - length) * gap**2, 0.0)
+    best = int(np.argmax(gain))
+    return (int(start[best]), int(stop[best])) if gain[best] > 0 else (0, count)

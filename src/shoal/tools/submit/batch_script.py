@@ -1,0 +1,161 @@
+"""The batch script, rendered by a pure function of a job and its paths."""
+
+from __future__ import annotations
+
+import os.path
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
+
+from jinja2 import DictLoader, Environment, StrictUndefined
+
+from shoal.distributed.cluster_env import REQUEUE
+from shoal.telemetry.events import path_of
+from shoal.tools.submit.job import Job, JobCommand
+from shoal.tools.submit.scheduler import Scheduler
+from shoal.tools.submit.schedulers import site_scheduler
+from shoal.tools.submit.shell_words import Shell, quote_word, quote_words
+from shoal.tools.submit.site import Site
+
+_FIRST_PORT, _PORTS = 10001, 10000
+MARK = "# Written by `shoal submit`"
+"""The comment by which Shoal recognizes its batch scripts."""
+
+_TEMPLATE = "job.sh.jinja"
+
+
+_KEEPING = (Shell('"$around"'), Shell('"$first"'))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobContext:
+    """Where a job runs and what it runs: absolute paths, the command, variables to set.
+
+    `folder` is the job's own, `directory` the one in which the script runs, `run` the run directory.
+    Each node gets a copy of the paths in `stage`.
+    """
+
+    folder: str
+    directory: str
+    run: str
+    script: str
+    args: tuple[str, ...]
+    sweep: tuple[tuple[str, ...], ...]
+    python: str
+    image: str | None
+    python_path: tuple[str, ...] = ()
+    stage: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+def render(job: Job, site: Site, place: JobContext) -> str:
+    """Return the batch script. Each value that a user typed becomes one quoted word.
+
+    Raises LaunchError for a value that is invalid in a line that the scheduler reads.
+    """
+    scheduler = site_scheduler(site)
+    shell = {name: Shell(text) for name, text in asdict(scheduler.shell).items()}
+    base = resources.files(__package__).joinpath(_TEMPLATE).read_text()
+    environment = Environment(
+        loader=DictLoader({_TEMPLATE: base, "scheduler": scheduler.template}),
+        finalize=quote_word,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # autoescape is for HTML; quote_word quotes for shells
+    )
+    # The output of ranks must be in the log at once, and not be lost when they are killed.
+    unbuffered = Shell("${PYTHONUNBUFFERED-1}")
+    variables: list[tuple[str, str]] = [("PYTHONUNBUFFERED", unbuffered), *place.variables]
+    if place.python_path:
+        variables.append(("PYTHONPATH", _python_path(place)))
+    if site.ports is not None:
+        variables.append(("SHOAL_PORTS", Shell(f"${{SHOAL_PORTS:-{site.ports}}}")))
+    text = environment.get_template("scheduler").render(
+        scheduler=Shell(scheduler.profile.title),
+        shell=shell,
+        mark=Shell(MARK),
+        site=Shell(re.sub(r"\W", "-", site.name)),
+        directives=[Shell(line) for line in scheduler.directives(job, place.folder)],
+        folder=place.folder,
+        directory=place.directory,
+        setup=[Shell(line) for line in site.setup],
+        variables=[(Shell(name), value) for name, value in variables],
+        chain=job.chain,
+        requeue=job.requeue,
+        requeues=job.requeues,
+        requeue_code=REQUEUE,
+        restarts=job.restarts,
+        launcher=Shell(job.launcher),
+        processes=job.processes,
+        launch=_launch(job, site, scheduler),
+        events=str(path_of(place.run, 0)),
+        local=Shell(site.local or scheduler.shell.local),
+        stage=[os.path.split(path) for path in place.stage],
+        program=quote_words(_around(_program(job, site, place, scheduler))),
+        turns=[(turn.log, _turn(turn, job, site, place, scheduler)) for turn in job.turns],
+        limit=job.limit,
+        sweep=[quote_words(_staged(word, place) for word in words) for words in place.sweep],
+    )
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def _python_path(place: JobContext) -> Shell:
+    own = ":".join(place.python_path)
+    return Shell(f"{shlex.quote(own)}${{PYTHONPATH:+:$PYTHONPATH}}")
+
+
+def _turn(turn: JobCommand, job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> Shell:
+    """Return the command of a turn: a step of the job, with as many processes on each node."""
+    own = replace(job, processes=turn.processes, per_node=turn.processes // job.nodes)
+    place = replace(place, args=(*place.args, *turn.args))
+    program = _around(_program(own, site, place, scheduler))
+    return quote_words([_launch(own, site, scheduler, step=True), *program])
+
+
+def _launch(job: Job, site: Site, scheduler: Scheduler, *, step: bool = False) -> Shell:
+    """Return the command that starts the program once per process, or torchrun once per node."""
+    if job.launcher == "mpirun":
+        return quote_words([*site.mpirun, "-n", job.processes])
+    return Shell(scheduler.launch_command(job, step=step))
+
+
+def _around(program: Sequence[str]) -> Sequence[str]:
+    """Return the program of each rank, or agent of torchrun, in the shell that keeps its exit code."""
+    return ["bash", "-c", *_KEEPING, *program]
+
+
+def _program(job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> Sequence[str]:
+    """Return the words of the command of each rank, or agent of torchrun."""
+    words: list[str] = []
+    if place.image is not None:
+        words += [*site.container]
+        for path in dict.fromkeys((place.directory, place.folder)):
+            words += ["--bind", path]
+        words += ["--bind", Shell('"$staged"')] if place.stage else []
+        words += [place.image]
+    words += [_staged(place.python, place)]
+    if job.launcher == "torchrun":
+        # Jobs that share a node get different ports: they depend on the job number.
+        port = Shell(f'"$host:$(({_FIRST_PORT} + {scheduler.shell.job_number} % {_PORTS}))"')
+        words += ["-m", "torch.distributed.run", f"--nnodes={job.nodes}"]
+        words += [f"--nproc-per-node={job.per_node}", "--rdzv-backend=c10d"]
+        # Without the dashes torchrun reads options of the script as abbreviations of its own options.
+        words += ["--rdzv-id", Shell('"$job"'), "--rdzv-endpoint", port, "--"]
+    return [*words, place.script, *(_staged(word, place) for word in place.args)]
+
+
+def _staged(word: str, place: JobContext) -> str:
+    """Return a word of the command; staged paths, even as values of options, become the copy's."""
+    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    path = os.path.normpath(os.path.join(place.directory, value))
+    for whole in place.stage:
+        if value and (path == whole or path.startswith(f"{whole}/")):
+            within = os.path.relpath(path, os.path.dirname(whole))
+            return Shell(
+                f'{shlex.quote(option + equals) if option else ""}"$staged"/{shlex.quote(within)}'
+            )
+    return word

@@ -1,0 +1,132 @@
+"""The contract between `shoal submit` and a scheduler.
+
+All modules of this package, except the scheduler's own, use a scheduler only through this contract.
+CONTRIBUTING.md describes how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from shoal.tools.submit.job import Job
+
+JobPhase = Literal["waiting", "running", "ended"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedJob:
+    """A job, or an element of an array, that the scheduler knows.
+
+    `state`, `ran`, `limit` and `reason` are the scheduler's own words, for users. `never_starts` is the
+    reason why a waiting job can never start; it is empty if the job may start.
+    """
+
+    job: str
+    phase: JobPhase
+    state: str
+    ran: str = ""
+    limit: str = ""
+    reason: str = ""
+    never_starts: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerProfile:
+    """Facts about a scheduler for messages and decisions.
+
+    `title` is its name for users, `submit_program` the command that takes a batch script. `launchers`
+    can start the processes of a job; the first one is the default. The signal before the time limit may
+    come up to `signal_delay` seconds late.
+    """
+
+    title: str
+    submit_program: str
+    launchers: tuple[str, ...]
+    signal_delay: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerShell:
+    """Shell text of the batch script that differs between schedulers.
+
+    Expressions for a job's environment: `job_id` as `submit` returned it, `job_number` an arithmetic
+    expression that differs between jobs, `element` the index in an array or nothing, `queue_id` the
+    name that `queued` returns, which may use `$task` for the element, `restarts` the number of requeues
+    so far, `nodes` and `first_node` the names of its nodes, `rank` the rank of a process, `local` a
+    directory on a disk of the node.
+
+    Commands: `each_node` runs its arguments once on each node, `broadcast` copies a file of the first
+    node to all nodes, `cancel` cancels the job whose id follows, `requeue` requeues the job whose id
+    follows, `may_requeue` succeeds unless a user has ended the job `$job` or the scheduler requeues it.
+    `programs`, separated by `|`, write `PROGRAM: message` into the log.
+    """
+
+    job_id: str
+    job_number: str
+    element: str
+    queue_id: str
+    restarts: str
+    nodes: str
+    first_node: str
+    rank: str
+    local: str
+    each_node: str
+    broadcast: str
+    cancel: str
+    requeue: str
+    may_requeue: str
+    programs: str
+
+
+class Scheduler(Protocol):
+    """A scheduler. Its methods raise LaunchError if it is missing, unreachable or rejects a request."""
+
+    @property
+    def profile(self) -> SchedulerProfile:
+        """Facts about it for messages and decisions."""
+
+    @property
+    def shell(self) -> SchedulerShell:
+        """Its expressions and commands in the batch script."""
+
+    @property
+    def template(self) -> str:
+        """Its longer parts of the batch script: a Jinja template that extends `job.sh.jinja`."""
+
+    def directives(self, job: Job, folder: str) -> Iterator[str]:
+        """Yield the lines of the batch script that the scheduler reads, such as `#SBATCH --nodes=2`.
+
+        `folder` is for the logs: `log.txt`, or `log-N.txt` for element N. Times are in the scheduler's
+        own format. Raises LaunchError for a value that is invalid in such a line.
+        """
+
+    def launch_command(self, job: Job, *, step: bool) -> str:
+        """Return the command that starts a program once per process of a job.
+
+        With torchrun it starts an agent on each node. It is not called for mpirun. A `step` has fewer
+        processes than the job in which it runs.
+        """
+
+    def check_available(self) -> None:
+        """Raise LaunchError if jobs can't be submitted on this machine."""
+
+    def submit(self, script: Path, *, after: str | None) -> str:
+        """Submit a batch script and return the id of the job, which starts when `after` has ended."""
+
+    def queued(self, jobs: Sequence[str]) -> list[QueuedJob]:
+        """Return those jobs, or elements of them, that the scheduler still knows."""
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """End jobs at once; jobs that have ended already are ignored."""
+
+    def cancel_after_save(self, jobs: Sequence[str], *, signal: str, to_batch: bool) -> None:
+        """Cancel the jobs that wait, and send `signal` to the processes of those that run.
+
+        With `to_batch` the batch script gets the signal instead.
+        """
+
+    def draft_site(self, name: str) -> str:
+        """Return the text of a site file, drafted from the scheduler's description of its cluster."""

@@ -1,0 +1,36 @@
+"""The schedulers that `shoal submit` knows."""
+
+from __future__ import annotations
+
+import shutil
+
+from shoal.tools.submit.scheduler import Scheduler
+from shoal.tools.submit.site import Site
+from shoal.tools.submit.slurm.scheduler import Slurm
+from shoal.util.errors import LaunchError
+
+SCHEDULERS: dict[str, Scheduler] = {"slurm": Slurm()}
+"""Each scheduler under its name in site files; the first one is the default."""
+
+
+def find_scheduler(name: str, given: str) -> Scheduler:
+    """Return the scheduler of that name. Raises LaunchError, about `given`, if there is none."""
+    if name not in SCHEDULERS:
+        known = ", ".join(SCHEDULERS)
+        raise LaunchError(
+            given=given,
+            found=f"scheduler = {name!r}; Shoal supports {known}",
+            fix=f"use one of {known}",
+        )
+    return SCHEDULERS[name]
+
+
+def site_scheduler(site: Site) -> Scheduler:
+    """Return the scheduler of a site."""
+    return find_scheduler(site.scheduler, f"the site {site.name}")
+
+
+def scheduler_here() -> Scheduler:
+    """Return the first scheduler whose commands this machine has, or the default one."""
+    there = (each for each in SCHEDULERS.values() if shutil.which(each.profile.submit_program))
+    return next(there, next(iter(SCHEDULERS.values())))

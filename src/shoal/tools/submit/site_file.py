@@ -1,0 +1,125 @@
+"""Reader of a site from a small TOML file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from shoal.tools.submit.schedulers import find_scheduler
+from shoal.tools.submit.site import Partition, Qos, Site
+from shoal.tools.submit.times import parse_time
+from shoal.util.errors import LaunchError
+
+T = TypeVar("T")
+
+
+def read_site(name: str, text: str, file: str) -> Site:
+    """Return the site that a TOML text describes; `file` is the name of the file, for errors.
+
+    Raises LaunchError if it is not TOML, has an unknown key or scheduler, or a value of a wrong type.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _wrong(file, f"it is not TOML: {error}", "correct that line") from None
+    partitions = table.pop("partitions", {})
+    site = _Table(table, file, "").read(
+        Site,
+        name=name,
+        partitions={
+            key: _partition(key, value, file) for key, value in _tables(partitions, file, "partitions")
+        },
+    )
+    launchers = find_scheduler(site.scheduler, _given(file)).profile.launchers
+    if site.launcher not in (None, *launchers):
+        raise _wrong(file, f"launcher = {site.launcher!r}", f"one of {', '.join(launchers)}")
+    if site.ports is not None and not _is_range(site.ports):
+        raise _wrong(file, f"ports = {site.ports!r}", 'two numbers, as in "10001-20000"')
+    for key, words in (("mpirun", site.mpirun), ("container", site.container)):
+        if not words:
+            raise _wrong(file, f"{key} = []", "the words of a command, or leave it out")
+    if site.default is not None and site.default not in site.partitions:
+        raise _wrong(file, f"default = {site.default!r}, which is not one of its partitions", "add it")
+    return site
+
+
+def _is_range(text: str) -> bool:
+    found = re.fullmatch(r"(\d+)-(\d+)", text, re.ASCII)
+    return found is not None and 1 <= int(found[1]) <= int(found[2]) <= 65535
+
+
+def _partition(name: str, table: dict[str, Any], file: str) -> Partition:
+    where = f"partitions.{name}."
+    qos = [
+        _Table(value, file, f"{where}qos.{key}.").read(Qos, name=key)
+        for key, value in _tables(table.pop("qos", {}), file, f"{where}qos")
+    ]
+    table.setdefault("option", name)
+    partition = _Table(table, file, where).read(Partition, name=name, qos=tuple(qos))
+    # `option = ""` means that the scheduler chooses the partition.
+    return replace(partition, option=partition.option or None)
+
+
+class _Table:
+    """A table of a site file, read into a dataclass whose fields are its keys."""
+
+    def __init__(self, table: dict[str, Any], file: str, where: str) -> None:
+        self._table, self._file, self._where = table, file, where
+
+    def read(self, kind: Callable[..., T], **known: Any) -> T:
+        fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        values = {}
+        for key, value in self._table.items():
+            if key not in fields or key in known:
+                own = ", ".join(name for name in fields if name not in known)
+                raise _wrong(self._file, f"an unknown key, {self._where}{key}", f"keys are {own}")
+            values[key] = self._value(key, value, fields[key].type)
+        return kind(**values, **known)
+
+    def _value(self, key: str, value: Any, kind: str) -> Any:
+        """Return a converted value; `kind` is the annotation as it is written."""
+        if key in {"time", "lead"}:
+            return parse_time(self._plain(key, value, str), f"{self._file}: {self._where}{key} =")
+        if kind.startswith("tuple"):
+            words = self._plain(key, value, list)
+            return tuple(self._plain(key, word, str) for word in words)
+        for name, one in (("int", int), ("bool", bool)):
+            if kind.startswith(name):
+                return self._plain(key, value, one)
+        return self._plain(key, value, str)
+
+    def _plain(self, key: str, value: Any, kind: type[T]) -> T:
+        if type(value) is not kind:
+            raise _wrong(
+                self._file,
+                f"{self._where}{key} = {value!r}, a {type(value).__name__}",
+                f"a {_WORDS[kind]}",
+            )
+        if isinstance(value, int) and value < 0:
+            raise _wrong(self._file, f"{self._where}{key} = {value!r}", "0 or more")
+        return value
+
+
+_WORDS: dict[type, str] = {
+    str: 'string, as in "a100"',
+    int: "integer",
+    bool: "true or false",
+    list: 'list of strings, as in ["module purge"]',
+}
+
+
+def _tables(tables: object, file: str, where: str) -> list[tuple[str, dict[str, Any]]]:
+    if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
+        raise _wrong(file, f"{where} that are not tables", f"begin one with [{where}.NAME]")
+    return list(tables.items())
+
+
+def _wrong(file: str, found: str, fix: str) -> LaunchError:
+    return LaunchError(given=_given(file), found=found, fix=fix)
+
+
+def _given(file: str) -> str:
+    return f"the site in {file}"

@@ -1,0 +1,476 @@
+"""Decisions about the properties of a script, from the records of its runs. Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.tools.verify.causes import (
+    ScriptSource,
+    draw_cause,
+    file_cause,
+    order_cause,
+    repeat_cause,
+    replica_cause,
+    resume_cause,
+    sampler_cause,
+    schedule_cause,
+    world_size_cause,
+)
+from shoal.tools.verify.findings import DifferingStep, LikelyCause, PropertyFinding
+from shoal.tools.verify.observations import (
+    ACCELERATE,
+    GENERATORS,
+    TIMED_OUT,
+    DeliveredBatch,
+    LoaderKey,
+    LoaderRecord,
+    Pass,
+    RankRecord,
+    RunRecord,
+    Sketch,
+    StepRecord,
+)
+from shoal.tools.verify.operations import ROUNDING
+
+TENSORS = ("parameters", "optimizer states", "gradients", "buffers", "updates")
+"""The kinds of state that operations make."""
+
+REPEATABLE = "repeatable"
+RESUME = "resume bit-equal"
+SAMPLES = "each sample once per epoch"
+ORDER = "new order in each epoch"
+DRAWS = "samples independent of rank and worker"
+EVALUATION = "evaluation counts each sample once"
+WORLD = "independent of the number of ranks"
+REPLICAS = "same parameters on all ranks"
+SCHEDULE = "one scheduler step per optimizer step at most"
+FILES = "each file written by one rank"
+MICRO_BATCHES = "independent of the number of micro-batches"
+
+
+def decide_repeatable(first: RunRecord, second: RunRecord, source: ScriptSource) -> PropertyFinding:
+    """Compare two runs of the same command, bit by bit."""
+    found = first_difference(first, second)
+    if found is None:
+        return PropertyFinding(name=REPEATABLE, verdict="held", runs=2)
+    step, kind = found
+    evidence = f"step {step}: {kind} differ between two runs of the same command"
+    return PropertyFinding(
+        name=REPEATABLE,
+        verdict="refuted",
+        evidence=evidence,
+        cause=repeat_cause(first, second, source),
+        difference=_differing_step(first, second, (step, step), kind),
+    )
+
+
+def _differing_step(
+    first: RunRecord, second: RunRecord, steps: tuple[int, int], kind: str
+) -> DifferingStep | None:
+    if not kind.startswith(TENSORS):
+        return None
+    return DifferingStep(first=first.name, second=second.name, steps=steps)
+
+
+def first_difference(first: RunRecord, second: RunRecord) -> tuple[int, str] | None:
+    """Return the first step whose records differ between two runs, and the first kind of state."""
+    for position in range(min(first.length, second.length)):
+        for a, b in zip(first.ranks, second.ranks, strict=True):
+            kind = differing_state(a.steps[position], b.steps[position])
+            if kind:
+                return a.steps[position].step, kind
+    if first.length != second.length and TIMED_OUT not in (first.code, second.code):
+        return min(first.length, second.length) + 1, "the numbers of steps"
+    return None
+
+
+def differing_state(a: StepRecord, b: StepRecord) -> str:
+    """Return the first kind of state that differs, in the order in which a step uses it; or "".
+
+    Generators that no sample, model or layer uses may differ without an effect.
+    """
+    for differs, kind in (
+        (a.parameters_before != b.parameters_before, "parameters"),
+        (a.optimizer_before != b.optimizer_before, "optimizer states"),
+        (a.lr != b.lr, "learning rates"),
+        (a.samples != b.samples, "samples"),
+        (a.gradients != b.gradients, "gradients"),
+        (a.buffers_before != b.buffers_before, "buffers"),
+        (a.parameters != b.parameters, "updates"),
+    ):
+        if differs:
+            return kind
+    return ""
+
+
+def decide_resume(
+    baseline: RunRecord, restarts: Sequence[RunRecord], source: ScriptSource
+) -> PropertyFinding:
+    """Compare runs that were killed and started again with the run that was not."""
+    if not restarts:
+        return PropertyFinding(name=RESUME, verdict="not decidable", evidence="no run was killed")
+    before = [step.parameters_before for step in baseline.ranks[0].steps]
+    undecided = ""
+    for again in restarts:
+        if again.code not in (0, TIMED_OUT) or not again.length:
+            evidence = (
+                f"the restart after a kill took {again.length} steps and exited with {again.code}"
+            )
+            return PropertyFinding(name=RESUME, verdict="refuted", evidence=evidence)
+        start = again.ranks[0].steps[0]
+        if start.parameters_before == before[0]:
+            undecided = "the restart began from the initial parameters: the script restores nothing"
+            continue
+        if start.parameters_before not in before:
+            evidence = "the restored parameters are equal to none of the run without a kill"
+            return PropertyFinding(name=RESUME, verdict="refuted", evidence=evidence)
+        offset = before.index(start.parameters_before)
+        found = _resumed_difference(baseline, again, offset)
+        if found is not None:
+            step, kind, generators = found
+            evidence = (
+                f"resumed at step {offset + 1}; step {step}: {kind} differ from the run without a kill"
+            )
+            return PropertyFinding(
+                name=RESUME,
+                verdict="refuted",
+                evidence=evidence,
+                cause=resume_cause(kind, generators, source),
+                difference=_differing_step(baseline, again, (step, step - offset), kind),
+            )
+    if undecided:
+        return PropertyFinding(name=RESUME, verdict="not decidable", evidence=undecided)
+    return PropertyFinding(name=RESUME, verdict="held", runs=len(restarts))
+
+
+def _resumed_difference(
+    baseline: RunRecord, again: RunRecord, offset: int
+) -> tuple[int, str, tuple[str, ...]] | None:
+    for a, b in zip(baseline.ranks, again.ranks, strict=True):
+        pairs = list(zip(a.steps[offset:], b.steps, strict=False))
+        restored = pairs[0]
+        generators = tuple(
+            name for name in GENERATORS if restored[0].generators[name] != restored[1].generators[name]
+        )
+        for position, (x, y) in enumerate(pairs):
+            kind = differing_state(x, y)
+            if kind:
+                return offset + position + 1, kind, generators
+    return None
+
+
+def decide_samples(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
+    """Count the samples of each complete training pass over a loader, over all ranks."""
+    return _decide_counts(runs, source, training=True)
+
+
+def decide_evaluation(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
+    """Count the samples of each complete pass over a loader outside training."""
+    return _decide_counts(runs, source, training=False)
+
+
+def _decide_counts(
+    runs: Sequence[RunRecord], source: ScriptSource, *, training: bool
+) -> PropertyFinding:
+    name = SAMPLES if training else EVALUATION
+    complete = 0
+    for run in runs:
+        seen = 0
+        for loader, epoch in _passes(run, training=training):
+            record = _loader(run.ranks, loader)
+            size = _size(run.ranks, loader)
+            if record is None or size is None or record.replacement:
+                continue
+            by_rank = [_order(rank, loader, epoch) for rank in _readers(run.ranks, loader)]
+            if not training and all(Counter(by_rank[0]) == Counter(read) for read in by_rank):
+                by_rank = by_rank[:1]  # each rank evaluates everything: redundant, and not wrong
+            counts = Counter(index for read in by_rank for index in read)
+            ended = all((loader, epoch) in rank.complete for rank in run.ranks)
+            repeated = sum(counts.values()) - len(counts)
+            missing = size - len(counts) if ended else 0
+            if repeated and not missing and not training and record.sampler == ACCELERATE:
+                evidence = f"Accelerate's sampler repeated {repeated} of {size} samples, which "
+                evidence += "`gather_for_metrics` leaves out"
+                return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
+            if repeated or missing:
+                evidence = (
+                    f"{run.name}: epoch {epoch + 1} read {sum(counts.values())} samples of "
+                    f"{size}: {repeated} repeated, {missing} missing"
+                )
+                cause = sampler_cause(record, repeated, run.size)
+                return PropertyFinding(name=name, verdict="refuted", evidence=evidence, cause=cause)
+            seen += ended or len(counts) == size
+        complete += bool(seen)
+    if complete:
+        return PropertyFinding(name=name, verdict="held", runs=complete)
+    evidence = f"no pass over a DataLoader {'with' if training else 'without'} training was complete"
+    return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
+
+
+def _passes(run: RunRecord, *, training: bool) -> list[Pass]:
+    found: dict[Pass, bool] = {}
+    for rank in run.ranks:
+        for batch in rank.delivered:
+            found[batch.loader, batch.epoch] = batch.training
+    return [key for key, value in found.items() if value == training]
+
+
+def _readers(ranks: Sequence[RankRecord], loader: LoaderKey) -> list[RankRecord]:
+    """Return the ranks that read different samples: one for each part of the global batch."""
+    found: dict[int, RankRecord] = {}
+    for number, rank in enumerate(ranks):
+        record = rank.loaders.get(loader)
+        part = None if record is None else record.part
+        found.setdefault(number if part is None else part, rank)
+    return list(found.values())
+
+
+def _size(ranks: Sequence[RankRecord], loader: LoaderKey) -> int | None:
+    """Return how many samples the loaders of all ranks are for, None if it is not known.
+
+    Ranks may have different subsets of a dataset, and read its samples together. Indices of datasets
+    that differ otherwise do not tell which samples are the same.
+    """
+    records = [rank.loaders[loader] for rank in ranks if loader in rank.loaders]
+    subsets = [record.samples for record in records if record.samples is not None]
+    if subsets and len(subsets) == len(records):
+        return len(set().union(*subsets))
+    sizes = {record.size for record in records if record.size is not None}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _batches(rank: RankRecord, loader: LoaderKey, epoch: int) -> list[DeliveredBatch]:
+    return [b for b in rank.delivered if (b.loader, b.epoch) == (loader, epoch)]
+
+
+def _loader(ranks: Sequence[RankRecord], loader: LoaderKey) -> LoaderRecord | None:
+    return next((rank.loaders[loader] for rank in ranks if loader in rank.loaders), None)
+
+
+def decide_order(runs: Sequence[RunRecord]) -> PropertyFinding:
+    """Compare the orders of the first two epochs of each training loader that shuffles."""
+    compared = 0
+    for run in runs:
+        rank = run.ranks[0]
+        shuffled = [passes for passes in _epochs(run) if rank.loaders[passes[0][0]].shuffle]
+        for first, second in (passes[:2] for passes in shuffled if len(passes) > 1):
+            orders = [_order(rank, *key) for key in (first, second)]
+            if orders[0] == orders[1] and len(orders[0]) > 2:
+                evidence = f"{run.name}: epochs 1 and 2 read the samples in the same order"
+                cause = order_cause(rank.loaders[first[0]], rank.set_epoch_calls)
+                return PropertyFinding(name=ORDER, verdict="refuted", evidence=evidence, cause=cause)
+        compared += any(len(passes) > 1 for passes in shuffled)
+    if compared:
+        return PropertyFinding(name=ORDER, verdict="held", runs=compared)
+    evidence = "no DataLoader that shuffles completed two epochs"
+    return PropertyFinding(name=ORDER, verdict="not decidable", evidence=evidence)
+
+
+def _epochs(run: RunRecord) -> list[list[Pass]]:
+    """Return the complete training passes over each loader of the first rank, in their order.
+
+    Loaders of one dataset that are built at the same place, for one pass each, count as one loader.
+    """
+    rank = run.ranks[0]
+    passes = _passes(run, training=True)
+    complete = [key for key in passes if key in rank.complete and key[0] in rank.loaders]
+    number = Counter(loader for loader, _ in complete)
+    found: dict[Any, list[Pass]] = {}
+    for loader, epoch in complete:
+        dataset = rank.loaders[loader].dataset
+        single = number[loader] == 1 and dataset is not None
+        found.setdefault((loader.place, dataset) if single else loader, []).append((loader, epoch))
+    return list(found.values())
+
+
+def _order(rank: RankRecord, loader: LoaderKey, epoch: int) -> list[Any]:
+    return [index for batch in _batches(rank, loader, epoch) for index in batch.indices]
+
+
+def decide_draws(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
+    """Look for draws from global generators while a dataset reads a sample."""
+    for run in runs:
+        for rank in run.ranks:
+            for draw in rank.draws:
+                where = "the main process" if draw.worker is None else f"worker {draw.worker}"
+                evidence = f"{run.name}: rank {rank.rank}, {where}: __getitem__ drew from the global "
+                evidence += f"{draw.generator} generator"
+                cause = draw_cause(draw, source)
+                return PropertyFinding(name=DRAWS, verdict="refuted", evidence=evidence, cause=cause)
+    used = [rank.loaders.get(b.loader) for run in runs for rank in run.ranks for b in rank.delivered]
+    unseen = any(record is not None and not record.draws_observed for record in used)
+    read = sum(any(rank.delivered for rank in run.ranks) for run in runs)
+    if read and not unseen:
+        return PropertyFinding(name=DRAWS, verdict="held", runs=read)
+    evidence = (
+        "the draws of iterable datasets and shards are not observed"
+        if unseen
+        else "no DataLoader was used whose samples can be observed"
+    )
+    return PropertyFinding(name=DRAWS, verdict="not decidable", evidence=evidence)
+
+
+def decide_replicas(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
+    """Compare the parameters of all ranks after each step."""
+    several = [run for run in runs if run.size > 1 and run.length]
+    if not several:
+        evidence = "no run had several ranks and took a step"
+        return PropertyFinding(name=REPLICAS, verdict="not decidable", evidence=evidence)
+    shared = False
+    for run in several:
+        for position in range(run.length):
+            steps = [rank.steps[position] for rank in run.ranks]
+            holders: dict[tuple[str, tuple[int, ...] | None], tuple[int, Sketch]] = {}
+            for rank, step in enumerate(steps):
+                for name, value in step.parameters.items():
+                    first, known = holders.setdefault((name, value.place), (rank, value))
+                    shared = shared or first != rank
+                    if known.checksum != value.checksum:
+                        evidence = f"{run.name}, step {step.step}: "
+                        evidence += f"{name} differs between ranks {first} and {rank}"
+                        return PropertyFinding(
+                            name=REPLICAS,
+                            verdict="refuted",
+                            evidence=evidence,
+                            cause=replica_cause(steps, source),
+                        )
+    if not shared:
+        evidence = "no two ranks hold the same part of a parameter"
+        return PropertyFinding(name=REPLICAS, verdict="not decidable", evidence=evidence)
+    return PropertyFinding(name=REPLICAS, verdict="held", runs=len(several))
+
+
+def decide_schedule(runs: Sequence[RunRecord]) -> PropertyFinding:
+    """Count the calls of each scheduler's `step` between two steps of its optimizer."""
+    scheduled = [run for run in runs if any(rank.scheduled for rank in run.ranks)]
+    for run in scheduled:
+        for rank in run.ranks:
+            for step in rank.steps:
+                if step.scheduler_steps > 1:
+                    evidence = f"{run.name}, rank {rank.rank}, before step {step.step}: "
+                    evidence += f"{step.scheduler_steps} scheduler steps in one optimizer step"
+                    cause = schedule_cause(step.scheduler_line)
+                    return PropertyFinding(
+                        name=SCHEDULE, verdict="refuted", evidence=evidence, cause=cause
+                    )
+    if scheduled:
+        return PropertyFinding(name=SCHEDULE, verdict="held", runs=len(scheduled))
+    evidence = "the script's code stepped no scheduler of torch"
+    return PropertyFinding(name=SCHEDULE, verdict="not decidable", evidence=evidence)
+
+
+def decide_files(runs: Sequence[RunRecord]) -> PropertyFinding:
+    """Look for files that several ranks replaced between the same two steps."""
+    observed = 0
+    for run in runs:
+        writers: dict[tuple[str, int], int] = {}
+        for rank in run.ranks if run.size > 1 else ():
+            for file in rank.files:
+                first = writers.setdefault((file.path, file.step), rank.rank)
+                if first != rank.rank:
+                    evidence = f"{run.name}: ranks {first} and {rank.rank} wrote {file.path} "
+                    evidence += f"after {file.step} steps"
+                    cause = file_cause(file.line)
+                    return PropertyFinding(
+                        name=FILES, verdict="refuted", evidence=evidence, cause=cause
+                    )
+        observed += bool(writers)
+    if observed:
+        return PropertyFinding(name=FILES, verdict="held", runs=observed)
+    evidence = "no run on several ranks wrote a file in its directory"
+    return PropertyFinding(name=FILES, verdict="not decidable", evidence=evidence)
+
+
+def decide_micro_batches(baseline: RunRecord, changed: RunRecord | None) -> PropertyFinding:
+    """Compare a run with more micro-batches with the first run."""
+    if changed is None:
+        evidence = "the script uses no shoal.Loader"
+        return PropertyFinding(name=MICRO_BATCHES, verdict="not decidable", evidence=evidence)
+    if changed.code not in (0, TIMED_OUT) or not changed.length:
+        evidence = "the script ends with an error with twice the micro-batches"
+        return PropertyFinding(name=MICRO_BATCHES, verdict="not decidable", evidence=evidence)
+    numbers = [
+        [loader.micro_batches for loader in run.ranks[0].loaders.values()]
+        for run in (baseline, changed)
+    ]
+    if numbers[0] == numbers[1]:
+        evidence = "the batches are too small to be split further"
+        return PropertyFinding(name=MICRO_BATCHES, verdict="not decidable", evidence=evidence)
+    largest = 0.0
+    for position in range(min(baseline.length, changed.length)):
+        kind, difference = _difference_up_to_rounding(baseline, changed, position)
+        if kind:
+            evidence = f"{changed.name}: step {position + 1}: {kind}"
+            return PropertyFinding(name=MICRO_BATCHES, verdict="refuted", evidence=evidence)
+        largest = max(largest, difference)
+    evidence = f"up to rounding: largest relative difference {largest:.1e}"
+    return PropertyFinding(name=MICRO_BATCHES, verdict="held", runs=2, evidence=evidence)
+
+
+def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
+    """Compare runs on different numbers of ranks with the first."""
+    reference, *others = runs
+    if others and all(run.size == reference.size for run in others):
+        evidence = "the script makes no process group: each rank is a separate run"
+        return PropertyFinding(name=WORLD, verdict="not decidable", evidence=evidence)
+    largest, bits = 0.0, True
+    for run in others:
+        for position in range(min(reference.length, run.length)):
+            step = run.ranks[0].steps[position]
+            kind, difference = _difference_up_to_rounding(reference, run, position)
+            if kind:
+                evidence = f"{reference.name} and {run.name}: step {step.step}: {kind}"
+                return PropertyFinding(
+                    name=WORLD,
+                    verdict="refuted",
+                    evidence=evidence,
+                    cause=world_size_cause(kind, reference, run, position, source),
+                    difference=_differing_step(reference, run, (step.step, step.step), kind),
+                )
+            largest = max(largest, difference)
+            bits = bits and run.tensors(position, "parameters") == reference.tensors(
+                position, "parameters"
+            )
+    if not others or not all(run.length for run in runs):
+        evidence = "fewer than two numbers of ranks took a step"
+        return PropertyFinding(name=WORLD, verdict="not decidable", evidence=evidence)
+    how = "equal in all bits" if bits else f"up to rounding: largest relative difference {largest:.1e}"
+    return PropertyFinding(name=WORLD, verdict="held", runs=len(runs), evidence=how)
+
+
+def _difference_up_to_rounding(a: RunRecord, b: RunRecord, position: int) -> tuple[str, float]:
+    x, y = a.ranks[0].steps[position], b.ranks[0].steps[position]
+    samples = [a.global_samples(position), b.global_samples(position)]
+    comparable = x.parameters.keys() == y.parameters.keys() and not x.sharded and not y.sharded
+    if position == 0 and comparable and x.parameters_before != y.parameters_before:
+        return "initial parameters differ", 0.0
+    if len(samples[0]) != len(samples[1]):
+        return f"{len(samples[0])} samples on {a.size} and {len(samples[1])} on {b.size} ranks", 0.0
+    if samples[0] != samples[1]:
+        return "different samples", 0.0
+    if x.lr != y.lr:
+        return f"learning rates {x.lr} and {y.lr}", 0.0
+    largest = 0.0
+    gradients = a.tensors(position, "gradients")
+    slope = ROUNDING * max((value.norm for value in gradients.values()), default=0.0)
+    for kind in ("gradients", "parameters"):
+        left, right = a.tensors(position, kind), b.tensors(position, kind)
+        scale = max((value.norm for value in left.values()), default=0.0) or 1.0
+        for name, value in left.items():
+            if kind == "parameters" and name in gradients and gradients[name].norm < slope:
+                continue  # Adam scales a gradient up that is nothing but rounding
+            other = right.get(name)
+            if other is None:
+                return f"{kind}: {name} is missing on {b.size} ranks", 0.0
+            gap = max(abs(value.norm - other.norm), abs(value.projection - other.projection)) / scale
+            if not gap <= ROUNDING:
+                return f"{kind} of {name} differ by {gap:.1e}", 0.0
+            largest = max(largest, gap)
+    return "", largest
+
+
+def cause_of(findings: Sequence[PropertyFinding]) -> list[LikelyCause]:
+    """Return the distinct causes of the refuted properties, in their order."""
+    return list(dict.fromkeys(finding.cause for finding in findings if finding.cause is not None))
