@@ -13,7 +13,7 @@ from shoal.tools.bench.scaling import study as scaling
 from shoal.tools.bench.scaling.aggregate import Repeat
 from shoal.tools.bench.scaling.configurations import StudyOptions
 from shoal.tools.bench.scaling.directory import Study, begin_study
-from shoal.tools.bench.scaling.measure import summarize
+from shoal.tools.bench.scaling.job_summary import summarize
 from shoal.util.tables import plain_console
 
 pytestmark = [pytest.mark.processes, pytest.mark.system]

@@ -28,7 +28,7 @@ from shoal.tools.bench.scaling.diagnosis import (
     diagnose_curves,
     find_causes,
 )
-from shoal.tools.bench.scaling.measure import StepTimes, summarize
+from shoal.tools.bench.scaling.job_summary import StepTimes, summarize
 from shoal.tools.bench.scaling.subject import (
     BuiltIn,
     Factory,

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from shoal.util.errors import CheckpointError
-from shoal.util.text import MASK
+from shoal.util.safe_text import MASK
 
 BLOCK = 32 << 20
 """Bytes of a request. Some stores accept at most ten thousand requests per file."""

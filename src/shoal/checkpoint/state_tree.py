@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from shoal.util.errors import CheckpointError
-from shoal.util.text import masked
+from shoal.util.safe_text import masked
 
 Tree = dict[str, Any]
 

@@ -17,7 +17,6 @@ from shoal.data.coupled import CoupledStep
 from shoal.data.feed import Feed, Fetch, PositionedSource, check_state
 from shoal.data.groups import Place
 from shoal.data.iterable_dataset import BatchSplit, StreamSource
-from shoal.data.left_out import LeftOutBatch, ends_epoch, is_left_out
 from shoal.data.loader_arguments import (
     MEASURED,
     check_epoch,
@@ -34,6 +33,7 @@ from shoal.data.orders import SampleOrder, Shuffled, ordering
 from shoal.data.prefetch import on_device
 from shoal.data.sampler import LocalBatch, RankSampler
 from shoal.data.shards import GROUPS, Lanes, ShardedDataset, counted
+from shoal.data.skipped_batches import LeftOutBatch, ends_epoch, is_left_out
 from shoal.data.speed_balance import SpeedBalance
 from shoal.data.tensor_dataset import source
 from shoal.data.token_budget import BatchSize

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.distributed.cluster_env import Commands, Placement, detect, marks_found
 from shoal.distributed.placement import integer
-from shoal.util.text import is_secret, passwords
+from shoal.util.safe_text import is_secret, passwords
 
 SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a new Python from looking for modules in the current directory."""

@@ -27,7 +27,7 @@ import orjson
 from shoal.telemetry.step_timer import PARTS, Spent, columns
 from shoal.util.clock import CLOCK
 from shoal.util.regular_file import open_to_write
-from shoal.util.text import masked
+from shoal.util.safe_text import masked
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,7 @@ from shoal.telemetry.events import Events
 from shoal.telemetry.trackers import Curves
 from shoal.util.accelerator import record, streams
 from shoal.util.errors import StepError
-from shoal.util.text import shown
+from shoal.util.safe_text import shown
 
 
 class LogQueue:

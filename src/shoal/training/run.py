@@ -23,7 +23,7 @@ from shoal.training.guards.create import create_guards, loss_guards
 from shoal.training.guards.options import Guards
 from shoal.training.logged_values import LogQueue, check_trackers, plain_values
 from shoal.training.named_states import train_states
-from shoal.training.planned_steps import planned_steps
+from shoal.training.predicted_steps import planned_steps
 from shoal.training.preemption import PreemptionHandler, StoppedExit, StopReason
 from shoal.training.progress_bar import ProgressBar
 from shoal.training.run_directory import RunDirectory, local_path

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shoal.data.step_result import StepResult
-    from shoal.training.planned_steps import PlannedSteps
+    from shoal.training.predicted_steps import PlannedSteps
     from shoal.training.run_state import RestorePoint
     from shoal.training.train_state import TrainState
 

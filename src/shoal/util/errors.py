@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.util.text import printable
+from shoal.util.safe_text import printable
 
 
 class ShoalError(Exception):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.util.text import printable
+from shoal.util.safe_text import printable
 
 _NARROW = 14
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from shoal.util.text import MASK, is_secret, masked
+from shoal.util.safe_text import MASK, is_secret, masked
 
 # Values after a name: `token=…`, `"api_key": "…"`, `--password …`. The value is examined only if the
 # name is that of a secret: it may be a name with a value itself, and a line may be long.

@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.tools.doctor.outcomes import TimedOutcome, run_together
+from shoal.tools.doctor.timed_checks import TimedOutcome, run_together
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 

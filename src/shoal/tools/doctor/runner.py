@@ -27,8 +27,8 @@ from shoal.tools.doctor.findings import (
     describe_ranks,
     failure,
 )
-from shoal.tools.doctor.outcomes import TimedOutcome
 from shoal.tools.doctor.rounds import Rounds
+from shoal.tools.doctor.timed_checks import TimedOutcome
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.packages import packages

@@ -21,7 +21,7 @@ from shoal.tools.doctor.findings import Examination
 from shoal.tools.doctor.redaction import Redactor, stand_ins
 from shoal.util.errors import LaunchError
 from shoal.util.packages import packages
-from shoal.util.text import MASK
+from shoal.util.safe_text import MASK
 from shoal.util.units import size
 
 PREFIXES = (

@@ -14,7 +14,7 @@ from shoal.tools.plan.check import RunCheck
 from shoal.tools.plan.machines import RANGES, Machine, find_machine
 from shoal.util.clock import utc_now
 from shoal.util.errors import ShoalError
-from shoal.util.text import printable
+from shoal.util.safe_text import printable
 
 FEWEST = 16
 """Measured steps that an update needs."""

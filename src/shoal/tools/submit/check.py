@@ -18,7 +18,7 @@ from shoal.tools.submit.schedulers import site_scheduler
 from shoal.tools.submit.site import Partition, Site
 from shoal.tools.submit.times import gpu_hours, spell_time
 from shoal.util.errors import LaunchError
-from shoal.util.text import MASK, is_secret, masked
+from shoal.util.safe_text import MASK, is_secret, masked
 
 _SECONDS = 60.0
 _WORKER_OPTIONS = ("--workers", "--num-workers", "--num_workers")

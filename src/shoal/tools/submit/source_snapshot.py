@@ -19,7 +19,7 @@ from typing import Any
 from shoal.telemetry.events import path_of
 from shoal.util.errors import LaunchError
 from shoal.util.packages import packages
-from shoal.util.text import is_secret, masked
+from shoal.util.safe_text import is_secret, masked
 
 LARGEST = 10 << 20
 """Larger files, in bytes, are data: Shoal links to them and does not copy them."""

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from shoal.data.batch import Batch
-from shoal.data.left_out import LeftOutBatch
+from shoal.data.skipped_batches import LeftOutBatch
 from shoal.strategies.correction import Correction
 from shoal.util.arguments import is_integer, is_number
 from shoal.util.errors import StepError

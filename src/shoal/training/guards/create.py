@@ -7,8 +7,8 @@ from typing import Protocol
 
 from shoal.data import Loader
 from shoal.telemetry.events import Events
-from shoal.training.guards.gradient_guard import GradientGuard
 from shoal.training.guards.options import Guards
+from shoal.training.guards.recomputed_gradients import GradientGuard
 from shoal.training.guards.rollback import LossGuard, Rewind
 from shoal.training.guards.state_guard import StateGuard
 from shoal.training.step import Step

@@ -15,7 +15,7 @@ from shoal.tools.bench.scaling.configurations import (
     list_curves,
     make_configuration,
 )
-from shoal.tools.bench.scaling.measure import PARTS, SlowestRank, StepTimes, measured_from
+from shoal.tools.bench.scaling.job_summary import PARTS, SlowestRank, StepTimes, measured_from
 from shoal.util.grouping import group_by
 from shoal.util.units import counted
 

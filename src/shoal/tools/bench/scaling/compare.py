@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread, scaling_points
 from shoal.tools.bench.scaling.configurations import Configuration, ScalingCurve
 from shoal.tools.bench.scaling.directory import Study
-from shoal.tools.bench.scaling.measure import SHOWN
+from shoal.tools.bench.scaling.job_summary import SHOWN
 from shoal.util.errors import LaunchError
 from shoal.util.grouping import group_by
 from shoal.util.units import counted, three_digits

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shoal.tools.bench.scaling.aggregate import ScalingPoint
 from shoal.tools.bench.scaling.configurations import ScalingCurve
-from shoal.tools.bench.scaling.measure import SHOWN
+from shoal.tools.bench.scaling.job_summary import SHOWN
 from shoal.util.grouping import group_by
 from shoal.util.units import counted
 

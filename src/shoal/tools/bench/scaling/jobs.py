@@ -23,12 +23,12 @@ from shoal.distributed.env_vars import THREADS, set_variables
 from shoal.tools.bench.scaling.aggregate import Repeat
 from shoal.tools.bench.scaling.configurations import Configuration, StudyOptions, fill_arguments
 from shoal.tools.bench.scaling.directory import Study, write_json
-from shoal.tools.bench.scaling.measure import FEWEST, StepTimes, summarize
+from shoal.tools.bench.scaling.job_summary import FEWEST, StepTimes, summarize
 from shoal.tools.bench.scaling.subject import ScriptSubject
 from shoal.tools.report import PARTS, Attempt, Reader
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
-from shoal.util.text import printable
+from shoal.util.safe_text import printable
 
 GRACE = 20.0
 """Seconds between asking a job to end and killing it."""

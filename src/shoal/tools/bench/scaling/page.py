@@ -11,7 +11,7 @@ from shoal.tools.bench.scaling.configurations import ScalingCurve
 from shoal.tools.bench.scaling.curves import WIDE, scaling_blocks, throughput_series
 from shoal.tools.bench.scaling.diagnosis import curve_labels, diagnose_curves, find_causes
 from shoal.tools.bench.scaling.directory import Study
-from shoal.tools.bench.scaling.measure import PARTS, SHOWN
+from shoal.tools.bench.scaling.job_summary import PARTS, SHOWN
 from shoal.tools.bench.scaling.subject import throughput_unit
 from shoal.tools.report import PALETTE
 from shoal.tools.report.html import Block, Figure, KeyNumbers, Page, Section, Table, Text

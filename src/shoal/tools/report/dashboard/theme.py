@@ -10,7 +10,7 @@ from rich.cells import get_character_cell_size
 from rich.text import Text
 
 from shoal.tools.report import PALETTE
-from shoal.util.text import printable
+from shoal.util.safe_text import printable
 from shoal.util.units import duration
 
 SIGNS = "━─·…▸↑↓█▁⣿"

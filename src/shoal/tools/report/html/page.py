@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from shoal.tools.report.html.csv import to_csv
-from shoal.util.text import printable
+from shoal.util.safe_text import printable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from shoal.tools.report.html.page import Plot
 from shoal.util.errors import LaunchError
-from shoal.util.text import printable
+from shoal.util.safe_text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from typing import Any
 from shoal.telemetry.clock_offset import ClockOffset, offset_at
 from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, trace_path
 from shoal.util.errors import CheckpointError
-from shoal.util.text import printable
+from shoal.util.safe_text import printable
 
 Event = dict[str, Any]
 STEPS_TRACK = 0

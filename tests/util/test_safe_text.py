@@ -16,7 +16,7 @@ from helpers.checkpoint_files import Alone
 from shoal.checkpoint import Checkpoints
 from shoal.telemetry.events import Events
 from shoal.util.errors import ShoalError
-from shoal.util.text import MASK, is_secret, masked, printable, shown
+from shoal.util.safe_text import MASK, is_secret, masked, printable, shown
 
 
 def test_terminals_show_and_do_not_obey() -> None:

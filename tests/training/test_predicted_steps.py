@@ -20,7 +20,7 @@ from helpers.small_training import squared_error, step_of
 from shoal.telemetry.events import Events, path_of, read_events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, PARTS, UPDATE, WAIT
 from shoal.tools.report import Reader, find_bottleneck
-from shoal.training.planned_steps import WARM_UP, WINDOW, PlannedSteps
+from shoal.training.predicted_steps import WARM_UP, WINDOW, PlannedSteps
 
 MODEL = "hidden=64,layers=2,heads=2,vocab=100,seq=32"
 SECOND = 10**9
