@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import get_worker_info
 
 import shoal
 from helpers.loaders import read
@@ -92,6 +93,19 @@ def test_each_process_reads_lanes_of_its_own(ranks: int, workers: int) -> None:
                 source[block]
     assert reader.yielded <= 64000 * 1.02
     assert reader.opened <= 64
+
+
+@pytest.mark.processes
+def test_a_stream_does_not_see_the_worker_that_reads_it(world: shoal.World) -> None:
+    """Streams of the hub, among others, yield only the samples of a worker if there is one."""
+
+    def divided(shard: int, start: int) -> Iterator[int]:
+        here = get_worker_info()
+        number, step = (0, 1) if here is None else (here.id, here.num_workers)
+        yield from range(10 * shard + start + number, 10 * shard + 10, step)
+
+    data = shoal.ShardedDataset(range(4), divided, lengths=[10] * 4)
+    assert sorted(read(build(world, data, num_workers=2), epochs=1)) == list(range(40))
 
 
 def test_a_million_samples_are_sought_not_read(world: shoal.World) -> None:

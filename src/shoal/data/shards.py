@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from shoal._torch.dataloader import leave_worker
 from shoal.data.map_dataset import GLOBAL_STREAM, Collate, SampleSource, draws, set_global_generators
 from shoal.data.orders import Indices
 from shoal.data.permutation import Permutation
@@ -207,6 +208,7 @@ class ShardSource(SampleSource):
             return samples
         while len(self._open) > 2 * self._stream.interleave:
             del self._open[next(iter(self._open))]
+        leave_worker()  # a stream that saw the worker would yield only the samples of its number
         return iter(self._stream.read(self._stream.shards[shard], offset))
 
     def _next(self, samples: Iterator[Any], shard: int, offset: int) -> Any:
