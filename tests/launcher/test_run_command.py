@@ -173,7 +173,6 @@ def test_prints_appear_while_the_run_goes_on(start: Start) -> None:
     assert run.end().code == 143
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("line", "code", "told"),
     [
@@ -183,7 +182,7 @@ def test_prints_appear_while_the_run_goes_on(start: Start) -> None:
         full("sys.exit(3)", 3, "ended with exit code 3"),
         full("sys.exit('no data')", 1, "no data"),
         full("os._exit(7)", 7, "ended with exit code 7"),
-        full(
+        (
             "from shoal.util.errors import DataError; raise DataError(given='a', found='b', fix='c')",
             1,
             "given: a\nfound: b\nfix:   c",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from helpers import practice_models as p
+from helpers.ranks import free_port
 
 pytestmark = pytest.mark.full
 
@@ -20,6 +21,25 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 # Plain scripts end at once: a thread of Gloo's that DDP keeps may ask for the interpreter while Python
 # ends, and abort the process. `World.close` and `shoal run` see to that for the converted ones.
+SPAWNED = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from helpers import practice_models as p
+
+def run(rank, world_size, port):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = port
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    state = p.plain_ddp()
+    if rank == 0:
+        torch.save(state, "model.pt")
+    dist.destroy_process_group()
+    os._exit(0)
+
+if __name__ == "__main__":
+    mp.spawn(run, args=(2, sys.argv[1]), nprocs=2, join=True)
+"""
+
 FROM_ENVIRONMENT = """
 import json, os, pathlib
 import torch, torch.distributed as dist
@@ -84,6 +104,11 @@ def facts(folder: Path) -> list[list[object]]:
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The converted script, run by `shoal run -n 2`."""
     return started(tmp_path_factory.mktemp("converted") / "two", CONVERTED, TWO)
+
+
+def test_row_03_spawn_on_one_machine(converted: Path, tmp_path: Path) -> None:
+    plain = started(tmp_path / "plain", SPAWNED, [sys.executable], str(free_port()))
+    p.assert_same(model(converted), model(plain))
 
 
 @pytest.mark.parametrize("command", [TWO, TORCHRUN], ids=["shoal run", "torchrun"])
