@@ -55,6 +55,27 @@ def test_collectives(ranks: Ranks) -> None:
     assert ranks.call(collectives) == [(reduced, everyone, ["from 0", "from 2"], [1, 2])] * 3
 
 
+def extremes(world: shoal.World, op: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of values of which each rank has one NaN and one infinity: what all have, and torch's own."""
+    values = torch.randn(world.size, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for rank in range(world.size):
+        values[rank, rank] = torch.nan
+        values[rank, 4 + rank] = (torch.inf, -torch.inf, torch.nan)[rank]
+    own = torch.zeros(2, 9, dtype=dtype)[:1].t()  # not contiguous
+    own.copy_(values[world.rank, :, None])
+    expected = getattr(values, f"a{op}")(0)
+    return world.all_reduce(own, op)[:, 0], expected
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_nan_on_any_rank_is_nan_on_all(op: str, ranks: Ranks) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for found, expected in ranks.call(extremes, op, dtype):
+            assert expected.isnan().sum() == 4
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 def disagree(world: shoal.World, odd: int) -> None:
     world.agree(8 if world.rank == odd else 7, "the width")
 

@@ -194,7 +194,7 @@ class World:
 
         Args:
             tensor: Tensor of the same shape and dtype on every rank, on the device of the backend.
-            op: `"sum"`, `"max"` or `"min"`. Default: `"sum"`.
+            op: `"sum"`, `"max"` or `"min"`; NaN on any rank is NaN in the result. Default: `"sum"`.
 
         Returns:
             `tensor`, which holds the result on every rank.
@@ -211,7 +211,10 @@ class World:
             )
         if not self._alone:
             self.membership.meet()
-            dist.all_reduce(tensor, operations[op], group=self.group)
+            if op == "sum" or not tensor.is_floating_point():
+                dist.all_reduce(tensor, operations[op], group=self.group)
+            else:
+                _reduce_with_nan(tensor, operations[op], self.group)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -488,3 +491,15 @@ def _line(trace: TracebackType | None) -> str:
     """Return the line of the user's file that raised the error: the outermost frame of the block."""
     frames = traceback.extract_tb(trace)
     return f", {frames[0].filename}:{frames[0].lineno}" if frames else ""
+
+
+def _reduce_with_nan(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+    """Take the maximum or minimum over ranks, with NaN where any rank has it, in one collective.
+
+    Backends compare, and all comparisons with NaN are false: Gloo loses one that is not on rank 0.
+    """
+    unknown = tensor.isnan()
+    sign = 1 if op == dist.ReduceOp.MAX else -1
+    both = torch.stack((tensor.masked_fill(unknown, 0), unknown.to(tensor.dtype) * sign))
+    dist.all_reduce(both, op, group=group)
+    tensor.copy_(both[0].masked_fill(both[1] != 0, torch.nan))
