@@ -26,6 +26,7 @@ from shoal.distributed.initialize import LAYOUT, JoinedWorld
 from shoal.distributed.layout import AXES, DATA_AXES, Layout
 from shoal.distributed.membership import Membership
 from shoal.distributed.rank_zero_first import RankZeroFirst
+from shoal.distributed.reductions import all_reduce, check_operation
 from shoal.distributed.run_log import RunLog
 from shoal.distributed.seeds import derive_seed
 from shoal.distributed.watchdog import abort
@@ -202,19 +203,10 @@ class World:
         Raises:
             AgreementError: If `op` is another operation.
         """
-        operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        if op not in operations:
-            raise AgreementError(
-                given=f"world.all_reduce(…, op={op!r})",
-                found=f"the operations are {', '.join(operations)}",
-                fix="use op='sum', and divide by world.size for a mean",
-            )
+        check_operation(op)
         if not self._alone:
             self.membership.meet()
-            if op == "sum" or not tensor.is_floating_point():
-                dist.all_reduce(tensor, operations[op], group=self.group)
-            else:
-                _reduce_with_nan(tensor, operations[op], self.group)
+            all_reduce(tensor, op, self.group)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -491,15 +483,3 @@ def _line(trace: TracebackType | None) -> str:
     """Return the line of the user's file that raised the error: the outermost frame of the block."""
     frames = traceback.extract_tb(trace)
     return f", {frames[0].filename}:{frames[0].lineno}" if frames else ""
-
-
-def _reduce_with_nan(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
-    """Take the maximum or minimum over ranks, with NaN where any rank has it, in one collective.
-
-    Backends compare, and all comparisons with NaN are false: Gloo loses one that is not on rank 0.
-    """
-    unknown = tensor.isnan()
-    sign = 1 if op == dist.ReduceOp.MAX else -1
-    both = torch.stack((tensor.masked_fill(unknown, 0), unknown.to(tensor.dtype) * sign))
-    dist.all_reduce(both, op, group=group)
-    tensor.copy_(both[0].masked_fill(both[1] != 0, torch.nan))
