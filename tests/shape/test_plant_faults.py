@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,40 @@ def test_tests_that_run_the_place_are_tried_those_of_its_package_first() -> None
     files = ["tests/data/test_batch.py", "tests/data/test_loader.py", "tests/checkpoint/test_step.py"]
     trial = Trial(fault=find_faults("src/shoal/data/loader.py", SOURCE)[0], reached=files)
     assert plant_faults.tests_to_run(trial) == [files[1], files[0], files[2]]
+
+
+class Suite(plant_faults.Copy):
+    """Tests that end as given, with the fault and without; without the broken ones, they pass."""
+
+    def __init__(self, module: Path, faulty: tuple[str, str], sound: str) -> None:
+        self.folder, self.broken = module.parents[3], set()
+        self._module, self._faulty, self._sound = module, faulty, sound
+        module.parent.mkdir(parents=True)
+        module.write_text(SOURCE)
+
+    def run(self, targets: Sequence[str]) -> tuple[str, str]:
+        if self.broken:
+            return "passed", ""
+        return (self._sound, "") if self._module.read_text() == SOURCE else self._faulty
+
+
+@pytest.mark.parametrize(
+    ("faulty", "sound", "outcome"),
+    [
+        (("passed", ""), "passed", "missed"),
+        (("caught", "test_a.py::test"), "passed", "caught"),
+        (("caught", "test_a.py::test"), "caught", "missed"),
+        (("caught", "exit code -9"), "passed", "caught"),
+        (("time", ""), "passed", "time"),
+        (("time", ""), "time", "missed"),
+    ],
+)
+def test_a_failure_counts_that_does_not_come_without_the_fault(
+    tmp_path: Path, faulty: tuple[str, str], sound: str, outcome: str
+) -> None:
+    trial = Trial(fault=find_faults("src/shoal/data/a.py", SOURCE)[0], reached=["test_a.py"])
+    plant_faults.run_trial(Suite(tmp_path / trial.fault.path, faulty, sound), trial)
+    assert trial.outcome == outcome
 
 
 def test_a_place_records_the_tests_that_run_it(tmp_path: Path) -> None:
