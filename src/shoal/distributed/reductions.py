@@ -29,8 +29,9 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup | None) -
     if op == "sum" or not tensor.is_floating_point():
         dist.all_reduce(tensor, OPERATIONS[op], group=group)
         return
-    unknown = tensor.isnan()
-    flags = unknown.to(tensor.dtype) * (1 if op == "max" else -1)
-    both = torch.stack((tensor.masked_fill(unknown, 0), flags))
+    values = tensor.detach()
+    unknown = values.isnan()
+    flags = unknown.to(values.dtype) * (1 if op == "max" else -1)
+    both = torch.stack((values.masked_fill(unknown, 0), flags))
     dist.all_reduce(both, OPERATIONS[op], group=group)
-    tensor.copy_(both[0].masked_fill(both[1] != 0, torch.nan))
+    values.copy_(both[0].masked_fill(both[1] != 0, torch.nan))
