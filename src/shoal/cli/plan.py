@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from shoal.cli.plan_options import PlanOptions, refuse_options, write_page
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.cli.plan_options import PlanOptions
     from shoal.cli.plan_try import TriedLayout
     from shoal.tools.plan.configuration import PlannedLayout, Recompute
     from shoal.tools.plan.search import Prediction
@@ -185,7 +185,6 @@ def plan(
     here, and --submit submits one.
     """
     from shoal.cli.plan_numbers import check_numbers, compare_numbers, parse_numbers
-    from shoal.cli.plan_options import PlanOptions, refuse_options
     from shoal.cli.plan_submit import check_words, submit_plan
     from shoal.tools.plan.machines import find_machine
 
@@ -265,7 +264,7 @@ def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
     if options.html is not None:
         from shoal.tools.plan.page import check_page
 
-        options.save_page(check_page(found))
+        write_page(check_page(found), options.html)
     if updated is not None:
         from shoal.tools.plan.machine_update import efficiency_changes, update_machine_file
 
@@ -327,7 +326,7 @@ def _search(options: PlanOptions) -> Sequence[Prediction]:
     if options.html is not None:
         from shoal.tools.plan.page import plan_page
 
-        options.save_page(plan_page(dimensions, machine, result, whole, answers))
+        write_page(plan_page(dimensions, machine, result, whole, answers), options.html)
     if not result.best:
         raise typer.Exit(1)
     return result.best

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shoal.cli.plan_options import AUTO
+from shoal.cli.plan_options import AUTO, PlanOptions, write_page
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.cli.plan_options import PlanOptions
     from shoal.tools.plan.fit import ModuleFit
     from shoal.tools.plan.module_search import ModuleSearch
     from shoal.tools.plan.whole_training import Training, TrainingEstimate
@@ -45,7 +44,7 @@ def plan_module(options: PlanOptions) -> Sequence[ModuleFit]:
         if whole:
             print_trainings(plain_console(), best, whole)
     if options.html is not None:
-        options.save_page(found.page(best, whole))
+        write_page(found.page(best, whole), options.html)
     if not best:
         raise typer.Exit(1)
     return best

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import typer
 
+from shoal.cli.plan_options import PlanOptions, write_page
 from shoal.util.errors import ShoalError
-
-if TYPE_CHECKING:
-    from shoal.cli.plan_options import PlanOptions
 
 _MOST = 65536
 
@@ -60,6 +57,6 @@ def compare_numbers(options: PlanOptions, numbers: Sequence[int]) -> None:
     if options.html is not None:
         from shoal.tools.plan.page import numbers_page
 
-        options.save_page(numbers_page(dimensions, machine, found))
+        write_page(numbers_page(dimensions, machine, found), options.html)
     if not any(each.best for each in found):
         raise typer.Exit(1)

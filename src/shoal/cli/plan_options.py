@@ -61,23 +61,6 @@ class PlanOptions:
             print_line(plain_console(stderr=True), sentence)
         return parse_training(measured[0])
 
-    def save_page(self, page: Page) -> None:
-        """Write a page to the directory of `--html` and print its path."""
-        from shoal.tools.report.html import save_page
-        from shoal.util.tables import plain_console, print_path
-
-        if self.html is None:
-            return
-        try:
-            path = save_page(page, self.html / "index.html")[0]
-        except OSError as error:
-            raise ShoalError(
-                given=f"--html {self.html}",
-                found=str(error),
-                fix="use a directory where you have permission",
-            ) from None
-        print_path(plain_console(stderr=True), str(path))
-
     def check(self, *, of_run: bool) -> None:
         """Raise ShoalError for wrong values, and for options that would have no effect.
 
@@ -156,3 +139,19 @@ def _check_choice(option: str, given: str, known: Sequence[str], usual: str) -> 
             found=f"it is not one of {', '.join(known)}",
             fix=f"use {option} {usual}",
         )
+
+
+def write_page(page: Page, folder: Path) -> None:
+    """Write a page to the directory of `--html` and print its path."""
+    from shoal.tools.report.html import save_page
+    from shoal.util.tables import plain_console, print_path
+
+    try:
+        path = save_page(page, folder / "index.html")[0]
+    except OSError as error:
+        raise ShoalError(
+            given=f"--html {folder}",
+            found=str(error),
+            fix="use a directory where you have permission",
+        ) from None
+    print_path(plain_console(stderr=True), str(path))
