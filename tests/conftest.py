@@ -92,19 +92,24 @@ def world() -> Iterator[shoal.World]:
 
 
 @pytest.fixture
-def start_command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+def running_commands() -> Iterator[list[Command]]:
+    """Commands that the test adds; none of their processes is left after it."""
+    commands: list[Command] = []
+    yield commands
+    for command in commands:
+        command.clean_up()
+
+
+@pytest.fixture
+def start_command(tmp_path: Path, running_commands: list[Command]) -> Callable[..., Command]:
     """Starts commands in the test's directory, or another; none of their processes is left after it."""
     from helpers.commands import Command
 
-    started: list[Command] = []
-
     def start(command: Sequence[str], folder: Path = tmp_path) -> Command:
-        started.append(Command(command, folder))
-        return started[-1]
+        running_commands.append(Command(command, folder))
+        return running_commands[-1]
 
-    yield start
-    for each in started:
-        each.clean_up()
+    return start
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_each_process_reads_lanes_of_its_own(ranks: int, workers: int) -> None:
 
 @pytest.mark.processes
 def test_a_stream_does_not_see_the_worker_that_reads_it(world: shoal.World) -> None:
-    """Streams of the hub, among others, yield only the samples of a worker if there is one."""
+    """In a worker, shards of a stream of `datasets` 5.2.0 yield only the samples of this worker."""
 
     def divided(shard: int, start: int) -> Iterator[int]:
         here = get_worker_info()

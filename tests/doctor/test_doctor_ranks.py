@@ -230,14 +230,12 @@ def test_a_rank_that_never_comes_is_named(launcher: str, tmp_path: Path) -> None
     assert "open files" in done.stdout
 
 
-def test_ranks_that_it_starts_by_itself_report_once(tmp_path: Path) -> None:
+def test_ranks_that_it_starts_by_itself_report_once(
+    tmp_path: Path, start_command: Callable[..., Command]
+) -> None:
     archive = tmp_path / "b.zip"
     words = ["-n", "2", "--quick", "--run", str(tmp_path / "run"), "--bundle", str(archive)]
-    command = Command([*SHOAL, "doctor", *words], tmp_path)
-    try:
-        done = command.end(timeout=200)
-    finally:
-        command.clean_up()
+    done = start_command([*SHOAL, "doctor", *words]).end()
     assert done.code == 0, done.err
     assert done.out.count("shoal doctor: ") == 1
     assert "on 2 ranks of 1 host" in done.out

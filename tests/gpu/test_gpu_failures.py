@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,21 +55,16 @@ Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path, device: str) -> Iterator[Start]:
+def start(tmp_path: Path, device: str, start_command: Start) -> Start:
     """A function that starts the script on two ranks, with code for rank 1 in its seventh step."""
-    commands: list[Command] = []
 
     def begin(*, forward: str = "pass", before: str = "pass") -> Command:
         text = SCRIPT.replace("DEVICE", repr(device)).replace("TIMEOUT", str(STEP_SECONDS))
         text = text.replace("LATE_IN_FORWARD", textwrap.indent(forward, 8 * " ").strip())
         (tmp_path / "script.py").write_text(text.replace("BEFORE_STEP", before))
-        command = [sys.executable, "-m", "shoal", "run", "-n", "2", "script.py"]
-        commands.append(Command(command, tmp_path))
-        return commands[-1]
+        return start_command([sys.executable, "-m", "shoal", "run", "-n", "2", "script.py"])
 
-    yield begin
-    for command in commands:
-        command.clean_up()
+    return begin
 
 
 FAILS = """

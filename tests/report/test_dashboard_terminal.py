@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +65,8 @@ BEGIN, END = b"\x1b[?2026h", b"\x1b[?2026l"
 
 
 SHELL = "bash --norc --noprofile"
+
+Start = Callable[[str, Path], Command]
 
 
 class Tmux:
@@ -155,19 +157,10 @@ def steps_in(screen: list[str]) -> int | None:
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Command]]:
-    """Commands that are ended after the test."""
-    commands: list[Command] = []
-    yield commands
-    for command in commands:
-        command.clean_up()
-
-
-def start(started: list[Command], folder: Path, script: str, run: Path) -> Command:
+def start(start_command: Callable[..., Command]) -> Start:
+    """Starts what writes the events of a run."""
     tests = str(Path(__file__).parents[1])
-    command = Command([sys.executable, "-c", script, str(run), tests], folder)
-    started.append(command)
-    return command
+    return lambda script, run: start_command([sys.executable, "-c", script, str(run), tests])
 
 
 def frames(written: bytes) -> list[bytes]:
@@ -191,15 +184,13 @@ def fills(height: int, last: str, screen: list[str]) -> bool:
     return len(screen) == height and "a · running" in screen[0] and screen[-1].startswith(last)
 
 
-def test_a_training_from_before_it_begins_until_it_is_preempted(
-    tmp_path: Path, started: list[Command]
-) -> None:
+def test_a_training_from_before_it_begins_until_it_is_preempted(tmp_path: Path, start: Start) -> None:
     run = tmp_path / "a"
     with Tmux(tmp_path, 80, 24) as terminal:
         terminal.enter("stty -g > before; echo here")
         terminal.shoal("watch", str(run))
         terminal.wait(lambda screen: "there is no such directory" in "\n".join(screen))
-        training = start(started, tmp_path, TRAINING, run)
+        training = start(TRAINING, run)
         screen = terminal.wait(lambda screen: (steps_in(screen) or 0) > 100)
         first = steps_in(screen)
         assert first is not None
@@ -225,9 +216,9 @@ def test_a_training_from_before_it_begins_until_it_is_preempted(
     assert training.end().code == 75
 
 
-def test_many_ranks_on_a_large_terminal_that_is_resized(tmp_path: Path, started: list[Command]) -> None:
+def test_many_ranks_on_a_large_terminal_that_is_resized(tmp_path: Path, start: Start) -> None:
     run = tmp_path / "a"
-    start(started, tmp_path, WRITING, run)
+    start(WRITING, run)
     with Tmux(tmp_path, 200, 50) as terminal:
         terminal.shoal("watch", str(run))
         screen = terminal.wait(lambda screen: "slowest and" in "\n".join(screen))
@@ -249,9 +240,9 @@ def test_many_ranks_on_a_large_terminal_that_is_resized(tmp_path: Path, started:
         terminal.wait(lambda screen: any("code 130" in line for line in screen))
 
 
-def test_put_aside_and_taken_up_again(tmp_path: Path, started: list[Command]) -> None:
+def test_put_aside_and_taken_up_again(tmp_path: Path, start: Start) -> None:
     run = tmp_path / "a"
-    start(started, tmp_path, WRITING, run)
+    start(WRITING, run)
     with Tmux(tmp_path, 80, 24, NO_COLOR="1") as terminal:
         terminal.shoal("watch", str(run))
         terminal.wait(lambda screen: "slowest and" in "\n".join(screen))
@@ -268,9 +259,9 @@ def test_put_aside_and_taken_up_again(tmp_path: Path, started: list[Command]) ->
         assert re.search(rb"\x1b\[[0-9;]*[34][0-9]", drawn) is None
 
 
-def test_a_dumb_terminal_gets_one_plain_page(tmp_path: Path, started: list[Command]) -> None:
+def test_a_dumb_terminal_gets_one_plain_page(tmp_path: Path, start: Start) -> None:
     run = tmp_path / "a"
-    start(started, tmp_path, WRITING, run)
+    start(WRITING, run)
     with Tmux(tmp_path, 80, 40, TERM="dumb") as terminal:
         terminal.shoal("watch", str(run), "--every", "0.5")
         terminal.wait(lambda screen: (steps_in(screen) or 0) > 30)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,19 +57,11 @@ Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, start_command: Start) -> Start:
     """Starts three workers."""
     (tmp_path / "training.py").write_text(TRAINING)
-    commands: list[Command] = []
-
-    def begin(*arguments: str) -> Command:
-        command = [sys.executable, "-m", "shoal", "run", "-n", "3", "training.py", "--", *arguments]
-        commands.append(Command(command, tmp_path))
-        return commands[-1]
-
-    yield begin
-    for command in commands:
-        command.clean_up()
+    command = [sys.executable, "-m", "shoal", "run", "-n", "3", "training.py", "--"]
+    return lambda *arguments: start_command([*command, *arguments])
 
 
 def checkpoints(folder: Path) -> list[str]:

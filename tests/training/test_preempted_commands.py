@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,17 +71,9 @@ Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, start_command: Start) -> Start:
     (tmp_path / "train.py").write_text(TRAIN)
-    commands: list[Command] = []
-
-    def begin(*command: str) -> Command:
-        commands.append(Command([sys.executable, *command], tmp_path))
-        return commands[-1]
-
-    yield begin
-    for command in commands:
-        command.clean_up()
+    return lambda *command: start_command([sys.executable, *command])
 
 
 def shoal_run(*options: str) -> list[str]:
