@@ -48,7 +48,7 @@ class KeptParameter(NamedTuple):
 class HeldParameters:
     """The trainable parameters that this rank holds, their gradients, and the losses of a batch.
 
-    The runner and the reducer both use this object.
+    The engine and the reducer both use this object.
     """
 
     def __init__(self, module: nn.Module, world: World, *, may_be_empty: bool = False) -> None:

@@ -114,6 +114,7 @@ def _begin(engine: Engine, gradients: LoopGradients, batch: Batch) -> None:
         counter.check_loop()
     engine.settle()
     gradients.begin()
+    engine.check_model()
     check_same_environment(engine.world)
     batch.compare_ranks()
     say_division(engine, len(batch), compiled=has_compiled_call(engine.module))

@@ -18,7 +18,7 @@ from shoal.distributed.layout import AXES, DATA_AXES
 from shoal.distributed.world import World
 from shoal.strategies.correction import DeviceTotals
 from shoal.strategies.dtensor import is_divided, parts, share
-from shoal.strategies.engine import SynchronousEngine
+from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters, global_norm
 from shoal.strategies.reducer import Reducer, backward_seed, sums
 from shoal.strategies.registry import engines_of
@@ -152,9 +152,9 @@ def other_gradients_kept(held: HeldParameters) -> Iterator[None]:
 
     For FSDP, whose hooks do not run if backward is called with `inputs`.
     """
-    engines = [engine for engine in engines_of(held.world) if isinstance(engine, SynchronousEngine)]
+    engines = [engine for engine in engines_of(held.world) if isinstance(engine, ReducerEngine)]
     # Not `module.parameters()`, which differ from the held ones while a module is gathered.
-    others = [engine.reducer.held for engine in engines if engine.reducer.held is not held]
+    others = [engine.held for engine in engines if engine.held is not held]
     kept = [(p, p.grad) for other in others for p in other.parameters]
     for parameter, _ in kept:
         parameter.grad = None

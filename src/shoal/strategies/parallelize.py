@@ -152,7 +152,7 @@ def _apply(strategies: Sequence[Any], module: nn.Module, world: World) -> Engine
     Those before it change the module in place: they checkpoint activations, place layers on devices,
     shard layers over the `tensor` axis, or split sequences over the `context` axis. The last one may
     change the module too (shard parameters, keep a stage), moves the modules of this rank to its
-    device, and creates the engine: a runner of the module with a reducer of its gradients.
+    device, and creates the engine, usually with a reducer of its gradients.
     """
     *before, chosen = strategies
     check_strategies(module, strategies)

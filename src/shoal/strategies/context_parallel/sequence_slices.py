@@ -209,7 +209,7 @@ class _ModelForward(_Forward):
         return output
 
     def _finds_slices(self) -> bool:
-        """Return False for compiled units, and with a plan, whose runner finds the slices."""
+        """Return False for compiled units, and with a plan, whose engine finds the slices."""
         sharded = self._view.world.layout.degree("tensor") > 1
         return not sharded and not any(map(has_compiled_call, self._module.modules()))
 

@@ -25,8 +25,8 @@ from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import mark_groups
 from shoal.strategies.compiled import RepeatedBlocks, compile_parts
+from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals, DeviceTotals
-from shoal.strategies.engine import Runner, SynchronousEngine
 from shoal.strategies.fsdp.precision import GatheredPrecision
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.mesh_reducer import (
@@ -40,14 +40,13 @@ from shoal.strategies.mesh_reducer import (
 from shoal.strategies.reducer import Reducer, backward_seed
 from shoal.strategies.task import Task
 from shoal.strategies.tensor_parallel.divided_loss import whole_loss
-from shoal.strategies.tensor_parallel.runner import check_compilable, local_runner
-from shoal.strategies.tensor_parallel.sharded_modules import division_of
+from shoal.strategies.tensor_parallel.engine import PlannedEngine, check_compilable
 from shoal.util.errors import StepError
 
 
 def fsdp_engine(
     module: nn.Module, world: World, precision: GatheredPrecision, *, whole: bool, reshard: bool
-) -> SynchronousEngine:
+) -> FSDPEngine:
     """Return the engine of a model that `divide` has sharded, which returned its `precision`.
 
     `whole` sums gradients over ranks after the last micro-batch only. `reshard` frees parameters
@@ -57,7 +56,7 @@ def fsdp_engine(
     for part in divided[:1] if reshard else divided:
         part.register_forward_pre_hook(_gather_again, prepend=True)
     reducer = FSDPReducer(HeldParameters(module, world), divided, whole)
-    return SynchronousEngine(FSDPRunner(reducer, precision, reshard))
+    return FSDPEngine(reducer, precision, reshard)
 
 
 class FSDPReducer(Reducer):
@@ -109,15 +108,12 @@ class FSDPReducer(Reducer):
         broadcast_buffers(self.held, data_group(self.held.world))
 
 
-class FSDPRunner(Runner):
-    """Runner of the module on this rank that keeps parameters outside the units gathered."""
-
-    loopable = True
+class FSDPEngine(PlannedEngine):
+    """Engine of the module on this rank that keeps parameters outside the units gathered."""
 
     def __init__(self, reducer: FSDPReducer, precision: GatheredPrecision, reshard: bool) -> None:
-        self.reducer = reducer
+        super().__init__(reducer, exact=partial(precision.under, None))
         self._precision = precision
-        self._inner = local_runner(reducer, exact=partial(precision.under, None))
         self._divided = reducer.divided
         self._reshard = reshard
 
@@ -133,7 +129,7 @@ class FSDPRunner(Runner):
         root.set_reshard_after_forward(False, recurse=False)
         try:
             with self._precision.under(autocast):
-                return self._inner.gradients(task, batch, autocast=autocast, scale=scale)
+                return super().gradients(task, batch, autocast=autocast, scale=scale)
         finally:
             root.set_reshard_after_forward(self._reshard, recurse=False)
             root.reshard()
@@ -141,7 +137,7 @@ class FSDPRunner(Runner):
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output of the module; see the contract."""
         with self._precision.under(autocast):
-            return self._inner.infer(task, micro, seed, autocast=autocast)
+            return super().infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
         """Compile each unit, or each block. Parameters are gathered outside the compiled code."""
@@ -151,16 +147,14 @@ class FSDPRunner(Runner):
                 found="TorchScript cannot call the hooks that gather the parameters",
                 fix="compile='inductor'",
             )
-        module = self.reducer.held.module
-        check_compilable(division_of(module), how)
+        check_compilable(self.division, how)
         if how == "blocks":
-            RepeatedBlocks(module).compile()
+            RepeatedBlocks(self.module).compile()
         else:
             compile_parts(self._divided[1:] or self._divided)
 
-    def check_model(self) -> None:
-        """Check the tensor-parallel plan, if there is one; see the contract."""
-        self._inner.check_model()
+    compile_with = Engine.compile_with
+    """Raise StepError: torch cannot compile the module as one unit, whose parts are gathered."""
 
 
 def divide(

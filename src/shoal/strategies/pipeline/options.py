@@ -14,7 +14,6 @@ from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.contracts import Engine
-from shoal.strategies.engine import SynchronousEngine
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.local import local_engine
 from shoal.strategies.module_patterns import find_units
@@ -165,9 +164,9 @@ class Pipeline:
                 fix="use schedule='interleaved', or install torch 2.13",
             )
         _check(model, stages, owners, splits=splits)
-        from shoal.strategies.pipeline.runner import PipelineRunner  # imports torch's pipelining
+        from shoal.strategies.pipeline.engine import PipelineEngine  # imports torch's pipelining
 
-        runner = PipelineRunner(
+        return PipelineEngine(
             model,
             world,
             outer,
@@ -176,7 +175,6 @@ class Pipeline:
             schedule=self.schedule,
             stage_strategy=self.stage_strategy,
         )
-        return SynchronousEngine(runner)
 
     def _balanced(
         self, outer: OuterGraph, example: tuple[Any, ...], ranks: int, world: World

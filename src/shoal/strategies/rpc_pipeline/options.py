@@ -12,7 +12,6 @@ from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.batch_norm import refuse_coupled
 from shoal.strategies.contracts import Engine
-from shoal.strategies.engine import SynchronousEngine
 from shoal.strategies.held_parameters import check_learns
 from shoal.strategies.local import local_engine
 from shoal.strategies.partition.assignment import crew_of, split_points
@@ -102,9 +101,9 @@ class RPCPipeline:
         refuse_coupled(model, "shoal.RPCPipeline(…)", "its stages run in threads, in any order")
         crew = crew_of([*self.stages], self.workers, world.layout.group(world.rank, "pipeline"), given)
         outer, stages = self._cut(model, given)
-        from shoal.strategies.rpc_pipeline.runner import RPCPipelineRunner  # imports torch RPC
+        from shoal.strategies.rpc_pipeline.engine import RPCPipelineEngine  # imports torch RPC
 
-        return SynchronousEngine(RPCPipelineRunner(model, world, outer, stages, crew))
+        return RPCPipelineEngine(model, world, outer, stages, crew)
 
     def _cut(self, model: nn.Module, given: str) -> tuple[OuterGraph, list[Stage]]:
         """Return the forward of the model as a graph, and its stages."""

@@ -1,4 +1,4 @@
-"""The runner of `RPCPipeline`: stages on several ranks that call each other through torch RPC.
+"""The engine of `RPCPipeline`: stages on several ranks that call each other through torch RPC.
 
 All ranks run the same micro-batches in a turn, which is a step or an inference. The rank of the last
 stage drives it: for each micro-batch a thread asks the last stage for its output, which asks the stage
@@ -29,7 +29,7 @@ from shoal.distributed.world import World
 from shoal.strategies.compiled import RepeatedBlocks, compile_parts
 from shoal.strategies.contracts import no_gradient
 from shoal.strategies.correction import AnyTotals
-from shoal.strategies.engine import Runner
+from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import mixed
 from shoal.strategies.mesh_reducer import MeshReducer
@@ -62,8 +62,8 @@ Answer: TypeAlias = tuple[ShoalError | None, Any]
 _CPU = torch.device("cpu")
 
 
-class RPCPipelineRunner(Runner):
-    """Runner of this rank's stage, on request. The driver drives the others and reports the loss."""
+class RPCPipelineEngine(ReducerEngine):
+    """Engine of this rank's stage, on request. The driver drives the others and reports the loss."""
 
     flops_unknown = "backward runs in threads of distributed autograd"
 
@@ -77,7 +77,7 @@ class RPCPipelineRunner(Runner):
     ) -> None:
         rank = world.rank
         self.module = module
-        self._world = world
+        self.world = world
         self._crew = crew
         self._number = crew.stage(rank)
         self._compiled = False
@@ -98,18 +98,18 @@ class RPCPipelineRunner(Runner):
         self._drives = rank == crew.driver
         peers, group = peers_of(world, crew)
         first = rank == peers[0]
-        self._held = HeldParameters(module, world, may_be_empty=True)
-        self.reducer = self._reducer = MeshReducer(
-            self._held,
+        self._reducer = MeshReducer(
+            HeldParameters(module, world, may_be_empty=True),
             reports_loss=self._drives,
             gradient_group=group,
             buffer_group=group,
             norm=lambda held: held.norm() if first else torch.zeros(()),
         )
+        super().__init__(self._reducer)
         self._others = [other for other in crew.everyone if other != rank]
         replica = crew.ranks[self._number].index(rank)
         self.noise_stream = f"noise of replica {replica}" if replica else "noise"
-        self._own = {id(parameter) for parameter in self._held.parameters}
+        self._own = {id(parameter) for parameter in self.held.parameters}
         self._inbox = Inbox(self._look)
         self._error: Exception | None = None
         """The error of this rank's stage in this turn; others get a description of it."""
@@ -125,7 +125,7 @@ class RPCPipelineRunner(Runner):
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
         """Run the passes through all stages, and sum over replicas; see the contract."""
-        timeline = self._world.timeline
+        timeline = self.world.timeline
         timeline.enter(FORWARD)
         factor = scale / batch.size
         work = TurnWork(
@@ -133,7 +133,7 @@ class RPCPipelineRunner(Runner):
         )
         self._prove(work)
         losses = self._take_part(work)
-        self._held.losses = [
+        self.held.losses = [
             (loss, count, micro.weight)
             for (loss, count), micro in zip(losses, batch.micros, strict=bool(losses))
         ]
@@ -190,8 +190,8 @@ class RPCPipelineRunner(Runner):
         """Do this rank's part of a turn. Return the values of all micro-batches on the driver."""
         turn = self._inbox.begin()
         self._error = None
-        line = ForwardQueue(self._crew.micros(self._world.rank, len(work.micros)))
-        before = self._world.timeline.enter(COMMUNICATION)
+        line = ForwardQueue(self._crew.micros(self.world.rank, len(work.micros)))
+        before = self.world.timeline.enter(COMMUNICATION)
         try:
             if self._drives:
                 return self._drive(work, turn, line)
@@ -200,23 +200,23 @@ class RPCPipelineRunner(Runner):
         finally:
             over = StepError(
                 given=f"a micro-batch of a {type(self.module).__name__} in a step that is over",
-                found=f"{self._crew.title(self._world.rank)} has ended it with an error",
+                found=f"{self._crew.title(self.world.rank)} has ended it with an error",
                 fix="see that rank's own error",
             )
             with self._collecting:
                 left = [each for each in self._inbox.end() if isinstance(each, ForwardRequest)]
             for job in (*left, *line.left()):
                 job.reply.set_result((over, None))
-            self._world.timeline.enter(before)
+            self.world.timeline.enter(before)
 
     def _serve(self, work: TurnWork, turn: int, line: ForwardQueue) -> None:
         """Run micro-batches through this rank's stage until the driver ends the turn."""
         failed: ShoalError | None = None
         try:
-            self._held.check_converted()
+            self.held.check_converted()
         except StepError as error:
             self._error = failed = error
-        arrived = ReadyMessage(self._world.rank, failed)
+        arrived = ReadyMessage(self.world.rank, failed)
         self._calls.ask(self._crew.driver, self._key, "post", turn, arrived)
         over = self._attend(work, line)  # only the driver gets other messages
         failure = self._error or over.error
@@ -233,7 +233,7 @@ class RPCPipelineRunner(Runner):
         )
         values: dict[int, Any] = {}
         try:
-            self._held.check_converted()
+            self.held.check_converted()
             self._await_others(work, line)
             carriers.start(len(self._crew.everyone) + 1)
             while len(values) < len(work.micros):
@@ -278,7 +278,7 @@ class RPCPipelineRunner(Runner):
 
     def _attend(self, work: TurnWork, line: ForwardQueue) -> ReadyMessage | MicroBatchDone | TurnDone:
         """Run the forward passes of this rank's stage until another message arrives, and return it."""
-        timeline = self._world.timeline
+        timeline = self.world.timeline
         while True:
             timeline.enter(BACKWARD if line.backward else COMMUNICATION)
             message = self._inbox.receive(wait=not line.ready)
@@ -310,7 +310,7 @@ class RPCPipelineRunner(Runner):
 
     def _compute(self, work: TurnWork, job: ForwardRequest) -> Any:
         """Run one micro-batch through this rank's stage and, on the last one, through the loss."""
-        device, micro = self._world.device, work.micros[job.micro]
+        device, micro = self.world.device, work.micros[job.micro]
         inputs: Inputs = {}
         if self._stage.needed:
             inputs = self._inputs(work, micro)
@@ -343,7 +343,7 @@ class RPCPipelineRunner(Runner):
     def _run(self, body: nn.Module, received: Sequence[Any], inputs: Inputs) -> Any:
         needed = (inputs[name] for name in self._stage.needed)
         values = self._counts.taken_from(received)
-        output = body(*_on(self._world.device, values), *needed)
+        output = body(*_on(self.world.device, values), *needed)
         return output if self._number == self._crew.last else self._counts.added_to(output)
 
     def _carry(self, work: TurnWork, turn: int, micro: int, carriers: MicroBatchThreads) -> Any:
@@ -359,16 +359,16 @@ class RPCPipelineRunner(Runner):
             # Always in the same order, so that sums have the same rounding.
             with carriers.turn_of(micro):
                 workers = self._crew.workers(micro)
-                away = [rank for rank in workers if rank != self._world.rank]
+                away = [rank for rank in workers if rank != self.world.rank]
                 with self._calls.telling(away, self._key, "collect", context, turn, micro):
-                    if self._world.rank in workers:
+                    if self.world.rank in workers:
                         self.collect(context, turn, micro)
         return shown
 
     def _asked(self, stage: int, turn: int, micro: int) -> Any:
         """Return the output of a stage for a micro-batch. Raise the error of the rank that failed."""
         worker = self._crew.worker(stage, micro)
-        if worker == self._world.rank:
+        if worker == self.world.rank:
             error, value = self.passed(turn, micro)
         else:
             error, value = self._calls.ask(worker, self._key, "passed", turn, micro)
@@ -414,7 +414,7 @@ class RPCPipelineRunner(Runner):
         error, output = self.called(inputs, self._crew.last, self.module.training)
         if error is not None:
             raise error
-        return _on(self._world.device, output)
+        return _on(self.world.device, output)
 
     def called(self, inputs: Inputs, stage: int, training: bool) -> Answer:
         """Return the output of `stage` for the model's inputs, computed on its rank.
@@ -434,7 +434,7 @@ class RPCPipelineRunner(Runner):
             with self._calling, torch.no_grad():
                 evaluates = self.module.training and not training
                 body = evaluating(self._stage.body) if evaluates else self._stage.body
-                return None, _on(_CPU, self._run(body, received, _on(self._world.device, inputs)))
+                return None, _on(_CPU, self._run(body, received, _on(self.world.device, inputs)))
         except Exception as caught:
             return self._described(caught), None
 
@@ -444,16 +444,16 @@ class RPCPipelineRunner(Runner):
             return error
         # `watchdog.peer_errors` recognizes this fix.
         return StepError(
-            given=f"{self._crew.title(self._world.rank)} of a {type(self.module).__name__}, on "
-            f"{self._calls.hosts[self._world.rank]}",
+            given=f"{self._crew.title(self.world.rank)} of a {type(self.module).__name__}, on "
+            f"{self._calls.hosts[self.world.rank]}",
             found=f"{type(error).__name__}: {error}",
             fix="see that rank's own error; python train.py in one process may show more",
         )
 
 
-def _call_from_here(runner: ref[RPCPipelineRunner], *args: Any, **kwargs: Any) -> Any:
+def _call_from_here(engine: ref[RPCPipelineEngine], *args: Any, **kwargs: Any) -> Any:
     """Run the model from this rank: the `forward` of the user's module."""
-    here = runner()
+    here = engine()
     if here is None:
         raise RuntimeError("the world of this model is closed")
     kind = type(here.module).__name__

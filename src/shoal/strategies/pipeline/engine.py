@@ -1,4 +1,4 @@
-"""The runner of a pipeline: torch's schedules over this rank's stages."""
+"""The engine of a pipeline: torch's schedules over this rank's stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.strategies.compiled import RepeatedBlocks, compile_parts, recomputed_
 from shoal.strategies.contracts import no_gradient
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.coupled_layers import say_draws
-from shoal.strategies.engine import Runner
+from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.eval_mode import untouched
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.fsdp.precision import GatheredPrecision
@@ -54,8 +54,8 @@ from shoal.telemetry.step_timer import BACKWARD, FORWARD, UPDATE
 from shoal.util.errors import ShoalError, StepError
 
 
-class PipelineRunner(Runner):
-    """Runner of the stages of this rank in the order of the schedule. The last stage reports the loss.
+class PipelineEngine(ReducerEngine):
+    """Engine of the stages of this rank in the order of the schedule. The last stage reports the loss.
 
     `owners` are the ranks of the stages within the pipeline. `stage_strategy` defines how FSDP shards
     the parameters of stages if the layout has an axis for it.
@@ -77,8 +77,8 @@ class PipelineRunner(Runner):
         schedule: str,
         stage_strategy: FSDP,
     ) -> None:
-        self._module = module
-        self._world = world
+        self.module = module
+        self.world = world
         self._division = division_of(module)
         _check_sharded_activations(self._division)
         self._kind = SCHEDULES[schedule]
@@ -110,14 +110,14 @@ class PipelineRunner(Runner):
         for stage in others:
             set_tables(stage.body, {}, {}, {})  # frees their memory
         self._place_parameters(stage_strategy, kept, units)
-        self._held = HeldParameters(module, world)
-        self.reducer = self._reducer = MeshReducer(
-            self._held,
+        self._reducer = MeshReducer(
+            HeldParameters(module, world),
             reports_loss=last in mine and first_along(world, "context", "tensor"),
             gradient_group=None if self._sharded else summing_group(world),
             buffer_group=data_group(world),
             norm=norm_of_parts,
         )
+        super().__init__(self._reducer)
         self._forms: dict[object, Forms] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
         self._compiled = False
@@ -132,9 +132,9 @@ class PipelineRunner(Runner):
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
         """Run the schedule, then sum gradients over replicas; see the contract."""
-        timeline = self._world.timeline
+        timeline = self.world.timeline
         timeline.enter(FORWARD)
-        self._held.check_converted()
+        self.held.check_converted()
         self._compute_in(autocast)
         inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
         self._find_slices(inputs[0], batch.micros[0], batch.seed)
@@ -155,7 +155,7 @@ class PipelineRunner(Runner):
         self._loss_of = partial(self._loss, task, batch, scale, rows)
         timeline.enter(BACKWARD)
         tensors = self._division is not None and not self._compiled
-        with other_gradients_kept(self._held), schedule_marked(timeline, tensors=tensors):
+        with other_gradients_kept(self.held), schedule_marked(timeline, tensors=tensors):
             try:
                 numbers = list(range(len(inputs)))
                 named = [{"micro": number} for number in numbers]
@@ -168,14 +168,14 @@ class PipelineRunner(Runner):
                     raise self._not_split(error) from error
                 raise
         self._check_sums(batch)
-        say_draws(self._module, self._world)
+        say_draws(self.module, self.world)
         self._reducer.reduce()
         timeline.enter(UPDATE)
         return self._reducer.totals()
 
     def _not_split(self, error: Exception) -> StepError:
         return StepError(
-            given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self._module).__name__}",
+            given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self.module).__name__}",
             found="torch failed to run backward in two parts, which only some models support: "
             f"{str(error.__cause__ or error).strip().partition(chr(10))[0]}",
             fix="use schedule='interleaved', which does not split the backward pass",
@@ -187,9 +187,9 @@ class PipelineRunner(Runner):
         inputs = self._inputs(task, micro, seed)
         if self._division is not None and not self._division.proved:
             call = partial(self._output, inputs, micro, seed)
-            self._division.prove(self._module, self._world, call, inputs)
+            self._division.prove(self.module, self.world, call, inputs)
         self._find_slices(inputs, micro, seed)
-        if not self._module.training:  # in a trial, some layers are in eval mode; a step compares them
+        if not self.module.training:  # in a trial, some layers are in eval mode; a step compares them
             self._prove(inputs, micro, seed, autocast)
         return self._output(inputs, micro, seed)
 
@@ -226,7 +226,7 @@ class PipelineRunner(Runner):
         units: Sequence[nn.Module],
     ) -> None:
         """Allocate the stages on the device, sharded if needed, with the same tensors as the module."""
-        module, world = self._module, self._world
+        module, world = self.module, self.world
         if self._sharded:
             if tied(kept, range(len(kept))) is not None:
                 raise StepError(
@@ -247,18 +247,18 @@ class PipelineRunner(Runner):
 
     def _find_slices(self, inputs: Inputs, micro: MicroBatch, seed: int) -> None:
         """Find which slices of activations a rank draws numbers for, once. Collective."""
-        slices, training = slices_of(self._module), self._module.training
+        slices, training = slices_of(self.module), self.module.training
         if slices is None or self._compiled or not training:
             return
         call = partial(self._output, inputs, micro, seed)
         # The mode of the model alone: ranks do not know the modes of the modules of other stages.
-        slices.find(self._module, self._world, call, inputs, (training,))
+        slices.find(self.module, self.world, call, inputs, (training,))
 
     def _prove(
         self, inputs: Inputs, micro: MicroBatch, seed: int, autocast: torch.dtype | None
     ) -> None:
         """Compare the stages with the original model, for the first inputs of this structure."""
-        if self._compiled and self._module.training:
+        if self._compiled and self.module.training:
             return  # compiled code draws other random numbers
         # Ranks with other samples gather sharded stages too, and may have compared them already.
         structure = None if self._sharded else inputs
@@ -278,7 +278,7 @@ class PipelineRunner(Runner):
             precision.use(autocast)
 
     def _inputs(self, task: Task, micro: MicroBatch, seed: int) -> Inputs:
-        return by_name(self._signature, *task.arguments(micro, seed), type(self._module).__name__)
+        return by_name(self._signature, *task.arguments(micro, seed), type(self.module).__name__)
 
     def _schedule(
         self, inputs: Sequence[Inputs], autocast: torch.dtype | None
@@ -306,19 +306,19 @@ class PipelineRunner(Runner):
         Uses the current mode, because layers may compute in another dtype in the other mode.
         """
         first = self._current.draws[0]
-        with untouched(self._module, inputs):
+        with untouched(self.module, inputs):
             _, forms = self._flow.run(inputs, first and Draws(first.micro, first.seed))
         return forms
 
     def _build(self, forms: Forms, micro_batches: int) -> tuple[Any, list[PipelineStage]]:
         stages: list[PipelineStage] = [
             MarkedStage(
-                self._world,
+                self.world,
                 lambda: self._current,
                 part,
                 number,
                 len(self._owners),
-                self._world.device,
+                self.world.device,
                 input_args=_examples(forms[number][0]),
                 output_args=_examples(forms[number][1]),
                 group=self._group,
@@ -335,12 +335,12 @@ class PipelineRunner(Runner):
                 scale_grads=False,
             )
         except ValueError as error:
-            ranks = self._world.layout.degree("pipeline")
+            ranks = self.world.layout.degree("pipeline")
             raise micro_batches_refused(self._name, ranks, micro_batches, error) from None
         return schedule, stages
 
     def _timed_loss(self, output: Any, number: int) -> Tensor:
-        with self._world.timeline.within(FORWARD):
+        with self.world.timeline.within(FORWARD):
             return self._loss_of(output, number)
 
     def _loss(
@@ -348,7 +348,7 @@ class PipelineRunner(Runner):
     ) -> Tensor:
         micro = batch.micros[number]
         part = self._parts[len(self._owners) - 1]
-        with mixed(self._world.device, part.autocast):
+        with mixed(self.world.device, part.autocast):
             found = part.whole(output)
             if micro.samples < rows:
                 self._sums_up = self._sums_up or any(map(_is_sum, tree_flatten(found)[0]))
@@ -356,16 +356,16 @@ class PipelineRunner(Runner):
             loss, count = task.reduce(found, micro, batch.seed)
         if not loss.requires_grad:
             raise no_gradient()
-        self._held.losses.append((loss.detach(), count, micro.weight))
+        self.held.losses.append((loss.detach(), count, micro.weight))
         return loss * (scale * micro.weight / batch.size)
 
     def _check_sums(self, batch: Batch) -> None:
         """Raise StepError if the model sums over samples of padded micro-batches, which is wrong."""
-        even = batch.size % (self._world.data_size * len(batch.micros)) == 0
-        if even or not any(self._world.gather(self._sums_up)):
+        even = batch.size % (self.world.data_size * len(batch.micros)) == 0
+        if even or not any(self.world.gather(self._sums_up)):
             return
         raise StepError(
-            given=f"a number among the outputs of a {type(self._module).__name__} in a pipeline",
+            given=f"a number among the outputs of a {type(self.module).__name__} in a pipeline",
             found="it was computed over samples that include the padding of a short micro-batch",
             fix="compute it in the loss, from outputs with a row for each sample; or use "
             "shoal.Loader(…, drop_last=True) with equal micro-batches",
