@@ -102,8 +102,6 @@ class Engine(ABC):
     reports_loss: bool = True
     """Whether the output and loss of this rank count. Of the ranks with the same samples exactly one
     reports, or each reports a slice of them. On other ranks, `infer` may return None."""
-    flops_unknown: str = ""
-    """Why FLOPs cannot be counted in the caller of the step; empty if they can."""
     independent_steps: bool = False
     """Whether each rank steps separately, so that one may fail after the others have stepped."""
     whole_batches: bool = False

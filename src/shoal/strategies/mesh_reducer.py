@@ -1,7 +1,4 @@
-"""The reducer of tensor parallelism and pipelines, whose parameters are sharded over mesh axes.
-
-FSDP sums gradients itself, and its reducer uses the functions for norm and sums from this file.
-"""
+"""The reducer of tensor parallelism and pipelines, whose parameters are sharded over mesh axes."""
 
 from __future__ import annotations
 
@@ -76,7 +73,16 @@ class MeshReducer(Reducer):
     def totals(self) -> DeviceTotals:
         """Return the sums over the world and the full norm; see the contract."""
         self.held.check()
-        return world_totals(self.held, self._norm(self.held), reports_loss=self.reports_loss)
+        norm, world = self._norm(self.held), self.held.world
+        # Not on the device of the norm, which gradients that are offloaded have on the CPU.
+        zero = torch.zeros((), dtype=torch.float64, device=world.device)
+        losses = [one for one in self.held.losses if one[2]] if self.reports_loss else []
+        self.held.losses.clear()
+        local = torch.stack((*sums(losses, zero), norm.to(zero).square()))
+        with world.timeline.within(COMMUNICATION):
+            world.all_reduce(local)
+        local[2].sqrt_()
+        return DeviceTotals(local)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise StepError if torch would mix sharded and plain parameters."""
@@ -93,21 +99,10 @@ class MeshReducer(Reducer):
                 )
 
     def synchronize(self) -> None:
-        """Broadcast the buffers of the group's first rank; see the contract."""
-        broadcast_buffers(self.held, self._buffer_group)
-
-
-def world_totals(held: HeldParameters, norm: Tensor, *, reports_loss: bool) -> DeviceTotals:
-    """Return the sums over the world, of the losses and of this rank's part of the norm."""
-    # Not on the device of the norm, which gradients that are offloaded have on the CPU.
-    zero = torch.zeros((), dtype=torch.float64, device=held.world.device)
-    losses = [one for one in held.losses if one[2]] if reports_loss else []
-    held.losses.clear()
-    local = torch.stack((*sums(losses, zero), norm.to(zero).square()))
-    with held.world.timeline.within(COMMUNICATION):
-        held.world.all_reduce(local)
-    local[2].sqrt_()
-    return DeviceTotals(local)
+        """Broadcast the buffers of the group's first rank, since they depend on the local batch."""
+        if self._buffer_group is not None:
+            for buffer in self.held.module.buffers():
+                dist.broadcast(share(buffer), group=self._buffer_group, group_src=0)
 
 
 def norm_of_parts(held: HeldParameters) -> Tensor:
@@ -137,13 +132,6 @@ def summing_group(world: World) -> dist.ProcessGroup | None:
     if world.layout.degree("context") == 1:
         return data_group(world)
     return world.group_along(*DATA_AXES, "context", name="slices")
-
-
-def broadcast_buffers(held: HeldParameters, group: dist.ProcessGroup | None) -> None:
-    """Broadcast the buffers of the first rank of `group`, since they depend on the local batch."""
-    if group is not None:
-        for buffer in held.module.buffers():
-            dist.broadcast(share(buffer), group=group, group_src=0)
 
 
 @contextmanager

@@ -162,8 +162,8 @@ class HogwildEngine(IndependentEngine):
         foreach.sub_(before, self._parameters)
         foreach.neg_(before)
         with self.world.timeline.within(COMMUNICATION):
-            found = self._commons.add(before)
-            self._commons.tick()
+            found = self._commons.add(self._worker, before)
+            self._commons.tick(self._worker)
         self._versions = self._now()
         passed = sum(found) - sum(self._read)
         self._staleness[passed] += 1
@@ -172,7 +172,7 @@ class HogwildEngine(IndependentEngine):
         """Clear the gradients and count a step, so that no worker waits for this one."""
         super().discard()
         if self._apart:
-            self._commons.tick()
+            self._commons.tick(self._worker)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Wait for all, read the parameters while no worker changes them, and average everything else.

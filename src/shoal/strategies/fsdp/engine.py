@@ -26,18 +26,17 @@ from shoal.distributed.world import World
 from shoal.strategies.comm_timing import mark_groups
 from shoal.strategies.compiled import RepeatedBlocks, compile_parts
 from shoal.strategies.contracts import Engine
-from shoal.strategies.correction import AnyTotals, DeviceTotals
+from shoal.strategies.correction import AnyTotals
 from shoal.strategies.fsdp.precision import GatheredPrecision
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.mesh_reducer import (
-    broadcast_buffers,
+    MeshReducer,
     data_group,
     first_along,
     norm_of_parts,
     other_gradients_kept,
-    world_totals,
 )
-from shoal.strategies.reducer import Reducer, backward_seed
+from shoal.strategies.reducer import backward_seed
 from shoal.strategies.task import Task
 from shoal.strategies.tensor_parallel.divided_loss import whole_loss
 from shoal.strategies.tensor_parallel.engine import PlannedEngine, check_compilable
@@ -59,16 +58,21 @@ def fsdp_engine(
     return FSDPEngine(reducer, precision, reshard)
 
 
-class FSDPReducer(Reducer):
+class FSDPReducer(MeshReducer):
     """Reducer that decides when torch's FSDP2 sums gradients, and drops those of a failed batch.
 
     `divided` are the modules that FSDP2 has sharded, the root first.
     """
 
     def __init__(self, held: HeldParameters, divided: Sequence[Any], whole: bool) -> None:
-        self.held = held
+        super().__init__(
+            held,
+            reports_loss=first_along(held.world),
+            gradient_group=None,
+            buffer_group=data_group(held.world),
+            norm=norm_of_parts,
+        )
         self.divided = divided
-        self.reports_loss = first_along(held.world)
         self._whole = whole
         self._unsummed = False
 
@@ -90,11 +94,6 @@ class FSDPReducer(Reducer):
         if last:
             self.held.print_unused()
 
-    def totals(self) -> DeviceTotals:
-        """Return the sums over the world and the full norm; see the contract."""
-        self.held.check()
-        return world_totals(self.held, norm_of_parts(self.held), reports_loss=self.reports_loss)
-
     def discard(self) -> None:
         """Clear the gradients, including those of an interrupted batch."""
         self.held.clear()
@@ -102,10 +101,6 @@ class FSDPReducer(Reducer):
             for part in self.divided:
                 drop_accumulated(part)
             self._unsummed = False
-
-    def synchronize(self) -> None:
-        """Broadcast the buffers of the first data-parallel rank; see the contract."""
-        broadcast_buffers(self.held, data_group(self.held.world))
 
 
 class FSDPEngine(PlannedEngine):

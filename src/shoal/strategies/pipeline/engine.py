@@ -12,14 +12,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from shoal._torch.dispatch import tree_flatten, tree_map
-from shoal._torch.modules import set_tables
 from shoal._torch.pipelining import failed_to_split, step_micro_batches
 from shoal.data.batch import Batch
 from shoal.data.micro import Draws, MicroBatch
 from shoal.distributed.pipeline_schedules import SCHEDULES, micro_batches_refused
 from shoal.distributed.world import World
-from shoal.strategies.activation_checkpoint import runs_again
-from shoal.strategies.compiled import RepeatedBlocks, compile_parts, recomputed_refused
 from shoal.strategies.contracts import no_gradient
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.coupled_layers import say_draws
@@ -38,12 +35,10 @@ from shoal.strategies.mesh_reducer import (
     summing_group,
 )
 from shoal.strategies.module_patterns import find_units
-from shoal.strategies.partition.check import SplitCheck
 from shoal.strategies.partition.draw_counts import DrawCounts
-from shoal.strategies.partition.inputs import Inputs, bring, by_name, hold
-from shoal.strategies.partition.members import StageRanks
-from shoal.strategies.partition.stages import OuterGraph, Stage, keep_only, tied
-from shoal.strategies.partition.unsplit import UnsplitModel
+from shoal.strategies.partition.inputs import Inputs, bring, hold
+from shoal.strategies.partition.own_stages import OwnStages
+from shoal.strategies.partition.stages import OuterGraph, Stage, tied
 from shoal.strategies.pipeline.flow import Form, Forms, StageFlow
 from shoal.strategies.pipeline.stage import StageModule, learns
 from shoal.strategies.pipeline.timed_stage import MarkedStage, StagedBatch, schedule_marked, staged
@@ -66,6 +61,8 @@ class PipelineEngine(ReducerEngine):
     inputs.
     """
 
+    reducer: MeshReducer
+
     def __init__(
         self,
         module: nn.Module,
@@ -77,13 +74,10 @@ class PipelineEngine(ReducerEngine):
         schedule: str,
         stage_strategy: FSDP,
     ) -> None:
-        self.module = module
-        self.world = world
         self._division = division_of(module)
         _check_sharded_activations(self._division)
         self._kind = SCHEDULES[schedule]
         self._name = schedule
-        self._signature = outer.signature
         self._owners = list(owners)
         self._place = world.layout.coordinate(world.rank, "pipeline")
         self._group = world.mesh["pipeline"].get_group()
@@ -97,30 +91,19 @@ class PipelineEngine(ReducerEngine):
         self._sharded = world.layout.degree("shard") > 1
         self._precisions: list[GatheredPrecision] = []
         """Those of the sharded stages of this rank."""
-        kept = [stages[number] for number in mine]
         units = find_units(module, stage_strategy.modules) if self._sharded else []
-        members = StageRanks(self._group, self._place, self._owners, world.device)
-        uncut = UnsplitModel(outer, stages, members, self._compute_alone)
-        self._proof = SplitCheck(uncut, module, world, outer.given)
-        self._recomputed = runs_again(module)
-        self._blocks = RepeatedBlocks(module)
-        self._blocks.keep_in(self._parts.values())
-        others = [stage for number, stage in enumerate(stages) if number not in mine]
-        keep_only(module, kept, others)
-        for stage in others:
-            set_tables(stage.body, {}, {}, {})  # frees their memory
-        self._place_parameters(stage_strategy, kept, units)
-        self._reducer = MeshReducer(
+        self._own = OwnStages(outer, stages, mine, self._owners, world, self._compute_alone)
+        self._place_parameters(module, world, stage_strategy, units)
+        reducer = MeshReducer(
             HeldParameters(module, world),
             reports_loss=last in mine and first_along(world, "context", "tensor"),
             gradient_group=None if self._sharded else summing_group(world),
             buffer_group=data_group(world),
             norm=norm_of_parts,
         )
-        super().__init__(self._reducer)
+        super().__init__(reducer)
         self._forms: dict[object, Forms] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
-        self._compiled = False
         self._current = StagedBatch((), 0, ())
         self._sums_up = False
         """Whether the model returned a sum over the samples of a padded micro-batch."""
@@ -136,12 +119,12 @@ class PipelineEngine(ReducerEngine):
         timeline.enter(FORWARD)
         self.held.check_converted()
         self._compute_in(autocast)
-        inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
+        inputs = [self._own.inputs(task, micro, batch.seed) for micro in batch.micros]
         self._find_slices(inputs[0], batch.micros[0], batch.seed)
         for one, micro in zip(inputs, batch.micros, strict=True):
             self._prove(one, micro, batch.seed, autocast)
         self._current = _, rows, _ = staged(
-            batch, keyed=not self._compiled
+            batch, keyed=not self._own.compiled
         )  # stages of compiled code share no counts
         for one, micro in zip(inputs, batch.micros, strict=True):
             one.update(_filled_up(one, micro.samples, rows))
@@ -154,7 +137,7 @@ class PipelineEngine(ReducerEngine):
         self._sums_up = False
         self._loss_of = partial(self._loss, task, batch, scale, rows)
         timeline.enter(BACKWARD)
-        tensors = self._division is not None and not self._compiled
+        tensors = self._division is not None and not self._own.compiled
         with other_gradients_kept(self.held), schedule_marked(timeline, tensors=tensors):
             try:
                 numbers = list(range(len(inputs)))
@@ -169,9 +152,9 @@ class PipelineEngine(ReducerEngine):
                 raise
         self._check_sums(batch)
         say_draws(self.module, self.world)
-        self._reducer.reduce()
+        self.reducer.reduce()
         timeline.enter(UPDATE)
-        return self._reducer.totals()
+        return self.reducer.totals()
 
     def _not_split(self, error: Exception) -> StepError:
         return StepError(
@@ -184,7 +167,7 @@ class PipelineEngine(ReducerEngine):
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output on the rank of the last stage, None on others. Collective."""
         self._compute_in(autocast)
-        inputs = self._inputs(task, micro, seed)
+        inputs = self._own.inputs(task, micro, seed)
         if self._division is not None and not self._division.proved:
             call = partial(self._output, inputs, micro, seed)
             self._division.prove(self.module, self.world, call, inputs)
@@ -211,22 +194,13 @@ class PipelineEngine(ReducerEngine):
                 found=found,
                 fix="use compile='inductor' with schedule='1f1b' or 'interleaved'",
             )
-        if how == "blocks":
-            self._blocks.compile()
-        else:
-            if self._recomputed:
-                raise recomputed_refused(f"compile={how!r}")
-            compile_parts(self._parts.values())
-        self._compiled = True
+        self._own.compile(how, self._parts.values())
 
     def _place_parameters(
-        self,
-        stage_strategy: FSDP,
-        kept: Sequence[Stage],
-        units: Sequence[nn.Module],
+        self, module: nn.Module, world: World, stage_strategy: FSDP, units: Sequence[nn.Module]
     ) -> None:
         """Allocate the stages on the device, sharded if needed, with the same tensors as the module."""
-        module, world = self.module, self.world
+        kept = self._own.kept
         if self._sharded:
             if tied(kept, range(len(kept))) is not None:
                 raise StepError(
@@ -248,7 +222,7 @@ class PipelineEngine(ReducerEngine):
     def _find_slices(self, inputs: Inputs, micro: MicroBatch, seed: int) -> None:
         """Find which slices of activations a rank draws numbers for, once. Collective."""
         slices, training = slices_of(self.module), self.module.training
-        if slices is None or self._compiled or not training:
+        if slices is None or self._own.compiled or not training:
             return
         call = partial(self._output, inputs, micro, seed)
         # The mode of the model alone: ranks do not know the modes of the modules of other stages.
@@ -258,12 +232,10 @@ class PipelineEngine(ReducerEngine):
         self, inputs: Inputs, micro: MicroBatch, seed: int, autocast: torch.dtype | None
     ) -> None:
         """Compare the stages with the original model, for the first inputs of this structure."""
-        if self._compiled and self.module.training:
-            return  # compiled code draws other random numbers
         # Ranks with other samples gather sharded stages too, and may have compared them already.
         structure = None if self._sharded else inputs
-        flow, draws = partial(self._output, inputs, micro, seed), partial(Draws, micro, seed)
-        self._proof.check(structure, micro.value, lambda: inputs, flow, draws, autocast)
+        flow = partial(self._output, inputs, micro, seed)
+        self._own.prove(micro, seed, lambda: inputs, flow, autocast, structure=structure)
 
     def _compute_alone(self, number: int, name: str, args: Any, kwargs: Any) -> Any:
         """Call one module of a stage as the stage does."""
@@ -276,9 +248,6 @@ class PipelineEngine(ReducerEngine):
             part.autocast = autocast
         for precision in self._precisions:
             precision.use(autocast)
-
-    def _inputs(self, task: Task, micro: MicroBatch, seed: int) -> Inputs:
-        return by_name(self._signature, *task.arguments(micro, seed), type(self.module).__name__)
 
     def _schedule(
         self, inputs: Sequence[Inputs], autocast: torch.dtype | None
