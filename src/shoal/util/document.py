@@ -1,4 +1,4 @@
-"""What a command or a report says, as values: sentences, numbers, tables and figures.
+"""The contents of a report as values: sentences, numbers, tables and figures.
 
 A `Document` is made once. `tables.print_document` writes it to a terminal, `to_json` returns its plain
 values, and `shoal.tools.report.html` makes an HTML page of it.

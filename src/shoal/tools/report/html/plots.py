@@ -148,7 +148,7 @@ def _areas(plot: AreaPlot, axes: Axes, small: bool) -> None:
 
 
 def _look(fills: Mapping[str, Fill] | None, parts: Iterable[str], part: str) -> dict[str, Any]:
-    """Return the look of the area of a part, by its place among the parts if none is given."""
+    """Return the look of the area of a part, chosen by its place among the parts without `fills`."""
     colour, hatch = fills[part] if fills else _FILLS[list(parts).index(part) % len(_FILLS)]
     return {"facecolor": colour, "hatch": hatch, "edgecolor": _PAPER, "linewidth": 0.4}
 
