@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shoal.tools.plan.search.fit import ModuleFit
     from shoal.tools.plan.search.module_search import ModuleSearch
     from shoal.tools.plan.training.whole_training import Training, TrainingEstimate
-    from shoal.tools.report.html import Page
+    from shoal.util.document import Document
 
 
 def plan_module(options: PlanOptions) -> Sequence[ModuleFit]:
@@ -57,7 +57,7 @@ class _Traced:
     best: list[ModuleFit]
     values: Callable[[list[ModuleFit]], dict[str, Any]]
     show: Callable[[list[ModuleFit]], None]
-    page: Callable[[list[ModuleFit], Sequence[TrainingEstimate]], Page]
+    page: Callable[[list[ModuleFit], Sequence[TrainingEstimate]], Document]
 
 
 def _one_layout(options: PlanOptions) -> _Traced:

@@ -20,7 +20,7 @@ from shoal.tools.plan.show.module_display import (
 from shoal.tools.plan.show.page import bars_figure, timeline_figure, training_blocks
 from shoal.tools.plan.time.traced_time import COLLECTIVES_HEAD, collective_rows
 from shoal.tools.plan.training.whole_training import TrainingEstimate
-from shoal.tools.report.html import Block, KeyNumbers, Page, Section, Table, Text
+from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Table, Text
 from shoal.util.units import duration, size
 
 _ABOUT = "shoal plan, traced on tensors without values"
@@ -28,7 +28,7 @@ _ABOUT = "shoal plan, traced on tensors without values"
 
 def module_page(
     model: str, machine: Machine, found: Sequence[ModuleFit], whole: Sequence[TrainingEstimate] = ()
-) -> Page:
+) -> Document:
     """Return the page of a traced module: memory and time of the plan, and of changes if it did not
     fit."""
     first = found[0]
@@ -40,7 +40,7 @@ def module_page(
         sections.append(Section(heading="Changes", blocks=[table]))
     if whole:
         sections.append(Section(heading="Whole training", blocks=training_blocks(found, whole)))
-    return Page(
+    return Document(
         title=f"{model} on {machine.name}",
         verdict=f"{first.plan.layout} {first.verdict}.",
         about=_ABOUT,
@@ -50,7 +50,7 @@ def module_page(
 
 def search_page(
     model: str, machine: Machine, found: ModuleSearch, whole: Sequence[TrainingEstimate] = ()
-) -> Page:
+) -> Document:
     """Return the page of a search: the fastest layouts of a module, and why others are not there."""
     sections, verdict = [], f"No layout fits: {size(machine.available)} are usable."
     if found.best:
@@ -67,13 +67,15 @@ def search_page(
     if found.rejected:
         others = Table(caption="Other layouts.", head=("layout", "why not"), rows=found.rejected)
         sections.append(Section(heading="Others", blocks=[others]))
-    return Page(title=f"{model} on {machine.name}", verdict=verdict, about=_ABOUT, sections=sections)
+    return Document(
+        title=f"{model} on {machine.name}", verdict=verdict, about=_ABOUT, sections=sections
+    )
 
 
 def _sections(labels: Sequence[str], found: Sequence[ModuleFit]) -> list[Section]:
     """Return the memory and the time of plans, and of the first in detail."""
     first = found[0]
-    memory: list[Block] = [
+    memory: list[DocumentBlock] = [
         KeyNumbers(pairs=[("needed", size(first.needed)), ("step", duration(first.step_seconds))]),
         bars_figure(
             "memory",
@@ -89,7 +91,7 @@ def _sections(labels: Sequence[str], found: Sequence[ModuleFit]) -> list[Section
         memory += _stages(first)
     parts = [{part_name(name): value for name, value in asdict(each.time).items()} for each in found]
     caption = "Predicted milliseconds of a step by part."
-    step: list[Block] = [bars_figure("step", caption, labels, parts, 1e3, "milliseconds")]
+    step: list[DocumentBlock] = [bars_figure("step", caption, labels, parts, 1e3, "milliseconds")]
     if first.plan.split_points:
         text = f"{first.plan.layout}: when each rank computes what. In the gaps, it waits."
         step.append(timeline_figure(text, [each.spans for each in first.runs]))
@@ -108,7 +110,7 @@ def _sections(labels: Sequence[str], found: Sequence[ModuleFit]) -> list[Section
     ]
 
 
-def _stages(found: ModuleFit) -> list[Block]:
+def _stages(found: ModuleFit) -> list[DocumentBlock]:
     """Return the memory of each rank of a pipeline, and where its stages begin."""
     figure = bars_figure(
         "ranks",

@@ -27,14 +27,23 @@ from shoal.tools.plan.time.spans import Span
 from shoal.tools.plan.training.whole_training import TrainingEstimate
 from shoal.tools.plan.work.configuration import PlannedLayout, PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
-from shoal.tools.report import PALETTE
-from shoal.tools.report.html import Block, Figure, KeyNumbers, Page, Section, Table, Text
-from shoal.tools.report.html.plots import Fill, Series, plot_bars, plot_lines, plot_spans
-from shoal.util.units import compact, counted, duration, size, three_digits
+from shoal.util.document import (
+    BarPlot,
+    Document,
+    DocumentBlock,
+    Figure,
+    KeyNumbers,
+    LinePlot,
+    Section,
+    Series,
+    SpanPlot,
+    Table,
+    Text,
+)
+from shoal.util.units import compact, counted, duration, size
 
 _FARTHEST = 5.0
 """The largest multiple of the longest bar at which a limit is drawn."""
-_FILLS = tuple((each.colour, each.hatch) for each in PALETTE.values())
 
 
 def plan_page(
@@ -43,7 +52,7 @@ def plan_page(
     result: SearchResult,
     trainings: Sequence[TrainingEstimate],
     answers: Sequence[WhatIf] = (),
-) -> Page:
+) -> Document:
     """Return the page of a search: the fastest configurations, their parts and memory, answers to
     questions, the training with each of them, the others."""
     sections = [Section(heading="Fastest", blocks=_fastest(model, machine, result.best))]
@@ -75,7 +84,7 @@ def plan_page(
     if result.best:
         first = result.best[0]
         verdict = f"{first.plan.layout} is the fastest: {duration(first.step.total)} per step."
-    return Page(
+    return Document(
         title=f"{compact(model.parameters)} parameters on {machine.name}",
         verdict=verdict,
         about=f"shoal plan, {result.fitting:,} of {result.tried:,} configurations fit",
@@ -83,7 +92,7 @@ def plan_page(
     )
 
 
-def check_page(found: RunCheck) -> Page:
+def check_page(found: RunCheck) -> Document:
     """Return the page of a comparison with a run."""
     rows = check_rows(found)
     table = Table(caption="A step by part.", head=CHECK_HEAD, rows=rows, right=CHECK_HEAD[1:])
@@ -91,7 +100,7 @@ def check_page(found: RunCheck) -> Page:
     measured = {each.name: each.measured for each in found.parts}
     caption = "Milliseconds of a step by part, predicted and measured."
     bars = bars_figure("step", caption, CHECK_HEAD[1:], [predicted, measured], 1e3, "milliseconds")
-    return Page(
+    return Document(
         title=f"Prediction and run: {found.plan.layout}",
         verdict=found.verdict,
         about=f"shoal plan --check, {found.steps:,} steps",
@@ -99,19 +108,19 @@ def check_page(found: RunCheck) -> Page:
     )
 
 
-def numbers_page(model: Transformer, machine: Machine, found: Sequence[NumberOfDevices]) -> Page:
+def numbers_page(model: Transformer, machine: Machine, found: Sequence[NumberOfDevices]) -> Document:
     """Return the page of a comparison of numbers of devices: throughput with its band, and a table."""
     heads, rows = numbers_table(model, found)
     best = [each.best for each in found if each.best]
     verdict = numbers_verdict(found) or "The throughput of the fastest layouts."
-    blocks: list[Block] = [_throughput(model, best)] if best else []
+    blocks: list[DocumentBlock] = [_throughput(model, best)] if best else []
     blocks.append(Table(caption="The fastest layouts.", head=heads, rows=rows, right=heads[2:]))
     blocks += [
         Text(text=f"{counted(each.devices, 'device')}: {each.reason}.")
         for each in found
         if not each.best
     ]
-    return Page(
+    return Document(
         title=f"{compact(model.parameters)} parameters on {machine.name}",
         verdict=verdict,
         about=f"shoal plan, {counted(len(found), 'number')} of devices",
@@ -135,23 +144,23 @@ def _throughput(model: Transformer, best: Sequence[Prediction]) -> Figure:
             faint=True,
         ),
     ]
-    head = ("devices", "tokens/s", "80 % from", "to")
-    rows = [
-        (f"{count:.0f}", *map(compact, values))
-        for count, *values in zip(devices, predicted, low, high, strict=True)
-    ]
     return Figure(
         name="throughput",
         caption="Tokens per second of the fastest layout on each number of devices. 80 % of measured "
         "steps of the same kinds are within the band.",
-        drawing=plot_lines(
-            lines, x="devices", y="tokens/s", log_x=True, log_y=True, ticks=sorted(set(devices))
+        drawing=LinePlot(
+            series=lines,
+            x="devices",
+            y="tokens/s",
+            log_x=True,
+            log_y=True,
+            ticks=sorted(set(devices)),
+            band=("80 % from", "to"),
         ),
-        table=Table(caption="As drawn.", head=head, rows=rows, right=head),
     )
 
 
-def _fastest(model: Transformer, machine: Machine, best: Sequence[Prediction]) -> list[Block]:
+def _fastest(model: Transformer, machine: Machine, best: Sequence[Prediction]) -> list[DocumentBlock]:
     if not best:
         return [Text(text="Use more devices, more memory, or --precision half.")]
     head, rows = fastest_table(model, machine, best)
@@ -166,7 +175,7 @@ def _fastest(model: Transformer, machine: Machine, best: Sequence[Prediction]) -
 
 def training_blocks(
     best: Sequence[PlannedLayout], trainings: Sequence[TrainingEstimate]
-) -> list[Block]:
+) -> list[DocumentBlock]:
     """Return the training in each layout, and its parts in the first."""
     head, cells = training_table(best, trainings)
     layouts = Table(caption="The training by layout.", head=head, rows=cells, right=head[1:])
@@ -194,7 +203,7 @@ def _memory(best: Sequence[Prediction], machine: Machine) -> Figure:
     return bars_figure("memory", caption, _labels(best), kinds, 1e-9, "GB", limit=limit)
 
 
-def _timeline(model: Transformer, plan: PlannedStep, machine: Machine) -> list[Block]:
+def _timeline(model: Transformer, plan: PlannedStep, machine: Machine) -> list[DocumentBlock]:
     """Return the figure of a pipeline, of its first rounds if it has many micro-batches."""
     spans: list[list[Span]] = [[] for _ in range(plan.layout.pipeline)]
     run_pipeline(model, plan, machine, spans)
@@ -204,28 +213,15 @@ def _timeline(model: Transformer, plan: PlannedStep, machine: Machine) -> list[B
 
 def timeline_figure(caption: str, ranks: Sequence[Sequence[Span]]) -> Figure:
     """Return a figure of the spans of the ranks of a pipeline, with a table of their seconds."""
-    kinds = list(dict.fromkeys(each.kind for spans in ranks for each in spans))
-    end = max((each.end for spans in ranks for each in spans), default=0.0)
-    seconds = [
-        [sum(each.end - each.start for each in spans if each.kind == kind) for kind in kinds]
-        for spans in ranks
-    ]
-    head = ("rank", *kinds, "waiting")
-    rows = [
-        (str(place), *(duration(each) for each in found), duration(max(0.0, end - sum(found))))
-        for place, found in enumerate(seconds)
-    ]
-    scaled = [[(kind, start * 1e3, stop * 1e3) for kind, start, stop in spans] for spans in ranks]
     return Figure(
         name="pipeline",
         caption=caption,
-        drawing=plot_spans(
-            [f"rank {place}" for place in range(len(ranks))],
-            scaled,
+        drawing=SpanPlot(
+            labels=[f"rank {place}" for place in range(len(ranks))],
+            spans=[[(kind, start * 1e3, stop * 1e3) for kind, start, stop in row] for row in ranks],
             x="milliseconds",
-            fills={kind: _FILLS[place % len(_FILLS)] for place, kind in enumerate(kinds)},
+            of="rank",
         ),
-        table=Table(caption="Of each rank, as drawn.", head=head, rows=rows, right=head[1:]),
     )
 
 
@@ -250,18 +246,11 @@ def bars_figure(
     """
     used = [part for part in parts[0] if any(each[part] > 0.001 * sum(each.values()) for each in parts)]
     values = {part: [each[part] * scale for each in parts] for part in used}
-    fills: dict[str, Fill] = {part: _FILLS[place % len(_FILLS)] for place, part in enumerate(used)}
-    head = ("configuration", *used)
-    rows = [
-        (label, *(three_digits(values[part][place]) for part in used))
-        for place, label in enumerate(labels)
-    ]
     longest = max(sum(each.values()) for each in parts)
     drawn = limit is not None and limit < _FARTHEST * longest
     line = ("usable memory", limit * scale) if limit is not None and drawn else None
     return Figure(
         name=name,
         caption=caption,
-        drawing=plot_bars(labels, values, x=unit, fills=fills, limit=line),
-        table=Table(caption=f"{unit}, as drawn.", head=head, rows=rows, right=head[1:]),
+        drawing=BarPlot(labels=labels, parts=values, x=unit, of="configuration", limit=line),
     )
