@@ -21,14 +21,14 @@ from shoal.util.document import (
     Text,
     to_json,
 )
-from shoal.util.tables import print_document, rendered
+from shoal.util.tables import rendered
 
 LAYOUT = "replicate=16,shard=4"
 
 
 def shown(*blocks: Text | KeyNumbers | Table | Figure, width: int = 80) -> str:
     document = Document(title="t", verdict="It holds.", sections=[Section(heading="h", blocks=blocks)])
-    return rendered(lambda console: print_document(console, document), width)
+    return rendered(document, width)
 
 
 def test_a_terminal_shows_the_verdict_then_the_blocks_that_are_not_only_for_the_page() -> None:

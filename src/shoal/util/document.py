@@ -205,7 +205,7 @@ class Figure(DocumentBlock):
 class Section:
     """A heading and the blocks below it. A terminal shows no headings."""
 
-    heading: str
+    heading: str = ""
     blocks: Sequence[DocumentBlock]
 
 
@@ -214,7 +214,7 @@ class Document:
     """Title, verdict in one sentence, sections, and the values of which JSON is made."""
 
     title: str
-    verdict: str
+    verdict: str = ""
     sections: Sequence[Section]
     values: object = None
     about: str = ""

@@ -7,7 +7,7 @@ user wrote.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -83,8 +83,9 @@ def add_row(table: Table, *cells: str) -> None:
 
 
 def print_table(console: Console, title: str, table: Table) -> None:
-    """Print a title, a table and an empty line."""
-    print_path(console, title)
+    """Print a title, if there is one, a table and an empty line."""
+    if title:
+        print_path(console, title)
     console.print(table)
     console.print()
 
@@ -116,10 +117,10 @@ def print_pairs(console: Console, title: str, pairs: Iterable[tuple[str, str]]) 
     print_table(console, title, table)
 
 
-def rendered(print_to: Callable[[Console], None], width: int) -> str:
-    """Return what a function prints to a console of this width."""
+def rendered(document: Document, width: int) -> str:
+    """Return a document as a terminal of this width shows it."""
     file = io.StringIO()
-    print_to(Console(file=file, width=width, color_system=None, highlight=False))
+    print_document(Console(file=file, width=width, color_system=None, highlight=False), document)
     return file.getvalue()
 
 
