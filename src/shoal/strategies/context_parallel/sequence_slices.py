@@ -330,7 +330,7 @@ class _GatherSlices(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise StepError(
                 given="a gradient that is differentiated again, with shoal.ContextParallel()",
-                found="slices of sequences are gathered, and the second derivative through the gathered "
+                found="slices of sequences are gathered, and a second derivative through the whole "
                 "sequence would be wrong",
                 fix="use another layout for this model, such as shard=-1",
             )
