@@ -56,7 +56,7 @@ class MeshReducer(Reducer):
         loss, count = whole_loss(self.held.module, loss, count)
         copies = self.held.world.layout.degree("context")  # of this loss; gradients of all are summed
         seed = backward_seed(loss, scale * micro.weight / size / copies)
-        torch.autograd.backward([loss], [seed], inputs=self.held.leaves())
+        torch.autograd.backward([loss], [seed], inputs=self.held.leaves(loss))
         self.held.losses.append((loss.detach(), count, micro.weight))
         if last:
             self.reduce()

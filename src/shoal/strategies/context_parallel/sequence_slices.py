@@ -327,6 +327,13 @@ class _GatherSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise StepError(
+                given="a gradient that is differentiated again, with shoal.ContextParallel()",
+                found="slices of sequences are gathered, and a second derivative through the whole "
+                "sequence would be wrong",
+                fix="use another layout for this model, such as shard=-1",
+            )
         peers: SlicePeers = ctx.peers
         length = gradient.size(1) // peers.size
         if ctx.cut_again:

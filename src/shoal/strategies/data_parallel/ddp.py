@@ -210,7 +210,7 @@ class DDPReducer(Reducer):
             )
             self._reducer.begin(roots)
         self._last, self._scale = last, scale
-        torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._leaves())
+        torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._leaves(loss))
         if last:
             self._check_reduced()
 
@@ -341,8 +341,8 @@ class DDPReducer(Reducer):
                 "parameters; freeze or convert parameters before parallelize",
             ) from None
 
-    def _leaves(self) -> list[nn.Parameter] | None:
-        leaves = self.held.leaves()
+    def _leaves(self, loss: Tensor) -> list[Tensor] | None:
+        leaves = self.held.leaves(loss)
         return None if leaves is None else [*leaves, self._tally]
 
     def _totals(self, norm: Tensor) -> AnyTotals:
