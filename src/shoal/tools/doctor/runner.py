@@ -16,7 +16,6 @@ from shoal.tools.doctor.checks import (
     filesystem,
     gpus,
     host,
-    shared_directory,
     software,
 )
 from shoal.tools.doctor.findings import (
@@ -27,8 +26,7 @@ from shoal.tools.doctor.findings import (
     describe_ranks,
     failure,
 )
-from shoal.tools.doctor.rounds import Rounds
-from shoal.tools.doctor.timed_checks import TimedOutcome
+from shoal.tools.doctor.rounds import Rounds, TimedOutcome
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.packages import packages
@@ -328,11 +326,9 @@ def _examine_all(world: World, doctor: Doctor) -> None:
         doctor.go("clock", [Check(name="clock", look=ask, judge=clocks.check_clocks)])
     if rounds.going and request.run is not None and doctor.written():
         see = partial(
-            shared_directory.try_shared_directory, request.run, store, rank=rank, size=size, limit=inner
+            filesystem.try_shared_directory, request.run, store, rank=rank, size=size, limit=inner
         )
-        doctor.go(
-            "shared", [Check(name="shared", look=see, judge=shared_directory.check_shared_directory)]
-        )
+        doctor.go("shared", [Check(name="shared", look=see, judge=filesystem.check_shared_directory)])
     if rounds.going and not request.quick:
         crowded = doctor.crowded() if world.device.type == "cpu" else []
         work = partial(compute.measure_compute, [world.device], compared=hosts[rank] not in crowded)

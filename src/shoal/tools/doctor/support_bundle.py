@@ -19,7 +19,7 @@ from shoal.telemetry.events import parse_event, paths_in
 from shoal.tools.doctor.findings import Examination, examination_document
 from shoal.tools.doctor.redaction import Redactor, stand_ins
 from shoal.util.document import to_json
-from shoal.util.errors import LaunchError
+from shoal.util.errors import LaunchError, explained
 from shoal.util.packages import packages
 from shoal.util.safe_text import MASK
 from shoal.util.tables import rendered
@@ -55,22 +55,18 @@ class Bundle:
 
         Raises LaunchError if that file exists or can't be written.
         """
-        try:
+        with explained(
+            LaunchError,
+            given=f"--bundle {path}",
+            fix="use a file that does not exist yet, in a directory that can be written",
+        ):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     self._fill(file)
             except OSError:
-                path.unlink(
-                    missing_ok=True
-                )  # an incomplete file is useless, and would block the next try
+                path.unlink(missing_ok=True)  # incomplete, it would only block the next try
                 raise
-        except OSError as error:
-            raise LaunchError(
-                given=f"--bundle {path}",
-                found=error.strerror or str(error),
-                fix="use a file that does not exist yet, in a directory that can be written",
-            ) from None
         return [f"{name} ({size(len(text.encode()))})" for name, text in self.texts.items()]
 
     def _fill(self, file: IO[bytes]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from shoal.distributed import env_vars
 from shoal.distributed.speed_hints import facts_of, speed_hints
-from shoal.tools.doctor.cgroups import own_limits
+from shoal.tools.doctor.checks.host import own_limits
 from shoal.util.document import KeyNumbers
 from shoal.util.units import binary_size
 

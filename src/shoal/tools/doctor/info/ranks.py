@@ -11,9 +11,9 @@ from itertools import groupby
 import torch
 
 from shoal.distributed.world import World
+from shoal.tools.doctor.findings import RankFacts, describe_difference
 from shoal.tools.doctor.info.machine import gpu, versions
-from shoal.util.differences import differences as find_differences
-from shoal.util.differences import spans
+from shoal.util.differences import differences, spans
 
 MOST_ROWS = 32
 """Up to this number, each rank has a row; with more, each machine has one."""
@@ -23,8 +23,6 @@ MOST_ROWS = 32
 class RankInfo:
     """One rank's information about itself."""
 
-    rank: int
-    host: str
     local_rank: int
     cores: int
     threads: int
@@ -32,24 +30,23 @@ class RankInfo:
     versions: Mapping[str, str]
 
 
-def gather(world: World) -> list[RankInfo]:
+def gather(world: World) -> list[RankFacts[RankInfo]]:
     """Return all ranks, in their order, on every rank."""
     device = str(world.device)
     if world.device.type == "cuda":
         device += f" ({gpu(world.device.index)})"
     mine = RankInfo(
-        rank=world.rank,
-        host=socket.gethostname(),
         local_rank=world.placement.local_rank,
         cores=world.placement.cores,
         threads=torch.get_num_threads(),
         device=device,
         versions=versions(),
     )
-    return list(world.gather(mine))
+    own = RankFacts(rank=world.rank, host=socket.gethostname(), facts=mine)
+    return list(world.gather(own))
 
 
-def rows(ranks: Sequence[RankInfo]) -> list[tuple[str, str, str, str, str, str]]:
+def rows(ranks: Sequence[RankFacts[RankInfo]]) -> list[tuple[str, str, str, str, str, str]]:
     """Return rank, host, local rank, cores, threads and device, by rank or, for many, by machine."""
     if len(ranks) <= MOST_ROWS:
         groups = [[one] for one in ranks]
@@ -61,10 +58,10 @@ def rows(ranks: Sequence[RankInfo]) -> list[tuple[str, str, str, str, str, str]]
         (
             spans([one.rank for one in group]),
             group[0].host,
-            spans([one.local_rank for one in group]),
-            _each([str(one.cores) for one in group]),
-            _each([str(one.threads) for one in group]),
-            _each([one.device for one in group]),
+            spans([one.facts.local_rank for one in group]),
+            _each([str(one.facts.cores) for one in group]),
+            _each([str(one.facts.threads) for one in group]),
+            _each([one.facts.device for one in group]),
         )
         for group in groups
     ]
@@ -77,12 +74,7 @@ def _each(values: Sequence[str]) -> str:
     return ", ".join(f"{value} x{times}" if times > 1 else value for value, times in counts.items())
 
 
-def differences(ranks: Sequence[RankInfo]) -> Iterator[str]:
+def version_differences(ranks: Sequence[RankFacts[RankInfo]]) -> Iterator[str]:
     """Yield a line for each version that is not the same on all ranks, with the ranks that differ."""
-    for found in find_differences([one.versions for one in ranks]):
-        for value, odd in found.others.items():
-            hosts = ", ".join(dict.fromkeys(ranks[rank].host for rank in odd))
-            yield (
-                f"{found.name} differs: {found.usual} on {found.times} of {len(ranks)} ranks, "
-                f"{value} on rank {spans(odd)} ({hosts})"
-            )
+    for found in differences([one.facts.versions for one in ranks]):
+        yield f"{found.name} differs: {describe_difference(found, ranks)}"
