@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.options import ScriptArgs
 from shoal.cli.output import show_document
 from shoal.cli.submit import script_arguments
-from shoal.cli.submit_options import ScriptArgs
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.tools.chaos.request import StormRequest
+    from shoal.tools.chaos.report import StormRequest
 
 
 def chaos(
@@ -48,8 +48,7 @@ def chaos(
     namespaces. The exit code is 1 if the storm changed the result.
     """
     from shoal.tools.chaos.faults import check_kinds
-    from shoal.tools.chaos.report import StormReport, storm_document
-    from shoal.tools.chaos.request import StormRequest
+    from shoal.tools.chaos.report import StormReport, StormRequest, storm_document
 
     _check_script(script)
     request = StormRequest(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.examples import examples
+from shoal.cli.options import examples
 from shoal.cli.output import show_document
 from shoal.util.errors import CheckpointError, explained
 

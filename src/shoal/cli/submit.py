@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.examples import examples
+from shoal.cli.options import (
+    Account,
+    Cpus,
+    Directive,
+    Force,
+    Partition,
+    Qos,
+    ScriptArgs,
+    Site,
+    examples,
+)
 from shoal.cli.output import show_document
-from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, ScriptArgs, Site
 from shoal.util.errors import LaunchError, explained
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.options import ScriptArgs
 from shoal.cli.output import show_document
 from shoal.cli.submit import script_arguments
-from shoal.cli.submit_options import ScriptArgs
 from shoal.util.errors import LaunchError
 
 

@@ -1,4 +1,4 @@
-"""The kinds of faults, and the plan of a storm: which fault happens where, drawn from a seed."""
+"""The kinds of faults, the plan of a storm, drawn from a seed, and the fewest that still fail."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.tools.chaos.containment import SCRATCH, TEMPORARY
-from shoal.tools.chaos.request import StormRequest
+from shoal.tools.chaos.report import StormRequest
 from shoal.util.errors import ShoalError
 
 START = "from shoal.tools.chaos.first_process import main; main()"

@@ -294,14 +294,14 @@ def _compute_of_all() -> Check[Any]:
 
 def examine_together(world: World, request: DoctorRequest) -> tuple[Examination | None, bool]:
     """Examine all ranks of a world, once in its life; as `examine`. Collective."""
-    from shoal.tools.doctor.checks import outages
+    from shoal.tools.doctor.checks import links
 
     hosts = world.gather(socket.gethostname())
     rounds = Rounds(world.store("shoal/doctor"), rank=world.rank, size=world.size)
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts)
-    with outages.LinkProbes(world, hosts) as watched:
+    with links.LinkProbes(world, hosts) as watched:
         _examine_all(world, doctor)
-        doctor.go("outages", [Check(name=outages.WHAT, look=watched.look, judge=outages.check_outages)])
+        doctor.go("outages", [Check(name=links.WHAT, look=watched.look, judge=links.check_outages)])
         seen = watched.look()
     rounds.end()
     cut_off = [one["host"] for one in seen if not one["over"]]

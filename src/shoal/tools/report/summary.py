@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from shoal.tools.report import SHOWN, Attempt, BottleneckReport, History, Profile
-from shoal.tools.report.attempts import describe_outcome, last_kept_steps, list_saves
-from shoal.tools.report.batch_splits import list_splits
-from shoal.tools.report.event_fields import number_in
+from shoal.tools.report.attempts import describe_outcome, last_kept_steps, list_saves, list_splits
+from shoal.tools.report.history import number_in
 from shoal.util.clock import CLOCK
 
 

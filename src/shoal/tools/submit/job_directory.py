@@ -1,4 +1,4 @@
-"""The folders of a run's jobs, `RUN/jobs/1` and so on: the script, the source, the log, the record."""
+"""The folders of a run's jobs, `RUN/jobs/1` and so on, and the list of the runs with jobs."""
 
 from __future__ import annotations
 

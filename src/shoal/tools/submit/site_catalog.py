@@ -1,4 +1,4 @@
-"""The available sites: those that come with Shoal, and the user's own."""
+"""The available sites: those that come with Shoal, and the user's own, each in a small TOML file."""
 
 from __future__ import annotations
 

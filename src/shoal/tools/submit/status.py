@@ -1,4 +1,4 @@
-"""The state of the submitted jobs of a run, and their cancellation."""
+"""The state of the submitted jobs of a run, the time that it takes to stop, and their cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the file system of the run directory: operations that checkpoints need, and its speed."""
+"""Check the file system of the run directory: operations, speed, and whether all ranks see it."""
 
 from __future__ import annotations
 

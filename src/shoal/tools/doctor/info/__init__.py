@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shoal.distributed import env_vars
 from shoal.distributed.init import init
 from shoal.tools.doctor.findings import RankFacts
-from shoal.tools.doctor.info.ranks import RankInfo, gather
+from shoal.tools.doctor.info.machine import RankInfo, gather
 from shoal.util.decision import Decision
 from shoal.util.errors import ShoalError
 from shoal.util.tables import print_document
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 from collections.abc import Mapping
 
-from shoal.tools.doctor.info.machine import machine_facts
-from shoal.tools.doctor.info.ranks import rows, version_differences
+from shoal.tools.doctor.info.machine import machine_facts, rows, version_differences
 from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Table, Text
 
 JOIN_SECONDS = 60.0

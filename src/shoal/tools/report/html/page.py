@@ -1,4 +1,4 @@
-"""A document as one HTML file."""
+"""A document as one HTML file, and its figures as further files."""
 
 from __future__ import annotations
 

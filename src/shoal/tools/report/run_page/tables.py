@@ -17,8 +17,13 @@ from shoal.tools.report import (
     BottleneckReport,
     History,
 )
-from shoal.tools.report.attempts import describe_outcome, last_kept_steps, list_saves
-from shoal.tools.report.batch_splits import has_changed, list_splits
+from shoal.tools.report.attempts import (
+    describe_outcome,
+    has_changed,
+    last_kept_steps,
+    list_saves,
+    list_splits,
+)
 from shoal.tools.report.summary import compute_rates
 from shoal.util.clock import CLOCK, local_time
 from shoal.util.document import Table

@@ -1,4 +1,4 @@
-"""Parser of squeue's output, and the meaning of its states and reasons."""
+"""Slurm's queue: states and reasons of its jobs, when a job would start, and how long others waited."""
 
 from __future__ import annotations
 
