@@ -118,7 +118,7 @@ def _report(options: DoctorOptions, found: Examination) -> int:
 
     show_document(examination_document(found), as_json=options.as_json)
     if options.bundle is not None:
-        from shoal.tools.doctor.info.documents import info_document
+        from shoal.tools.doctor.info import info_document
         from shoal.tools.doctor.support_bundle import UNWRAPPED, collect_bundle
         from shoal.util.tables import rendered
 

@@ -22,8 +22,7 @@ def run_document(history: History, verdict: BottleneckReport) -> Document:
             *_warm_up(verdict),
             tables.parts_table(newest),
             *figures.time_figures(verdict.judged),
-            tables.rank_table(newest),
-            tables.main_parts_table(newest),
+            *tables.rank_tables(newest),
         ]
         sections += [
             ("Where the time goes", time),
