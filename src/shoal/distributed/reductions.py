@@ -1,4 +1,4 @@
-"""All-reduce of a tensor, in which NaN is never lost."""
+"""All-reduce of a tensor, in which NaN is never lost and 16-bit sums are rounded once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,16 @@ def check_operation(op: str) -> None:
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> None:
     """Reduce a tensor over the ranks of a group in place, in one collective.
 
-    The maximum and the minimum are NaN where any rank has NaN. Backends compare, and all comparisons
+    Sums of 16-bit numbers are added in float32 and rounded once. Backends round after each addition,
+    so the result would depend on the number of ranks, and with Gloo even differ between them. The
+    maximum and the minimum are NaN where any rank has NaN. Backends compare, and all comparisons
     with NaN are false: Gloo loses one that is not on rank 0.
     """
+    if op == "sum" and tensor.dtype in (torch.float16, torch.bfloat16):
+        wide = tensor.detach().float()
+        dist.all_reduce(wide, group=group)
+        tensor.detach().copy_(wide)
+        return
     if op == "sum" or not tensor.is_floating_point():
         dist.all_reduce(tensor, OPERATIONS[op], group=group)
         return
