@@ -19,7 +19,7 @@ from shoal.util.document import Table as Rows
 from shoal.util.safe_text import printable
 
 _NARROW = 14
-_WIDE = 100
+_WIDE, _UNBOUNDED = 100, 100_000
 _BAR = 30
 
 
@@ -47,12 +47,22 @@ def _print_block(console: Console, block: DocumentBlock) -> None:
         case KeyNumbers():
             print_pairs(console, block.caption, block.pairs)
         case Rows():
-            shown = block.without(() if console.width >= _WIDE else block.wide)
-            print_rows(
-                console, block.caption, shown.head, shown.rows, right=block.right, whole=block.whole
-            )
+            print_table(console, block.caption, _fitting_table(console, block))
         case Figure(drawing=BarPlot() as plot):
             _print_bars(console, block.caption, plot)
+
+
+def _fitting_table(console: Console, block: Rows) -> Table:
+    least = 0 if console.width < _WIDE else len(block.wide)
+    for kept in range(len(block.wide), -1, -1):
+        shown = block.without(block.wide[kept:])
+        table = make_table(*shown.head, right=block.right, whole=block.whole)
+        for row in shown.rows:
+            add_row(table, *row)
+        free = console.options.update(width=_UNBOUNDED)
+        if kept == least or console.measure(table, options=free).maximum <= console.width:
+            break
+    return table
 
 
 def _print_bars(console: Console, caption: str, plot: BarPlot) -> None:
