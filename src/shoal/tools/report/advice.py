@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shoal.tools.report import causes
 from shoal.tools.report.breakdown import COMPUTING, LABELS
 from shoal.tools.report.causes import (
     STALLS,
@@ -91,16 +92,23 @@ def _about(
 ) -> tuple[str, str]:
     """Return a sentence on the loss in a part, and advice."""
     newest = judged[-1]
-    if part == STALLS:
-        return _about_stalls(share, history, judged)
-    if part == UNEVEN:
-        return _about_uneven(share)
-    if part == "communication":
-        return _about_links(share, newest.attempt)
-    if part == "wait":
-        return _about_data(share, newest)
-    if part == "checkpoint":
-        return _about_saves(share, newest.attempt)
+    match part:
+        case causes.STALLS:
+            return _about_stalls(share, history, judged)
+        case causes.UNEVEN:
+            return (
+                f"Ranks wait for each other in turn, {percent(share)} of the time: no rank is slower "
+                "for long, but in each step another one is.",
+                "if the samples differ in length, use batches of equal numbers of tokens: "
+                "shoal.Loader(…, batch_size=shoal.TokenBudget(lengths, 4096)); otherwise check whether "
+                "other jobs use these machines: shoal doctor",
+            )
+        case "communication":
+            return _about_links(share, newest.attempt)
+        case "wait":
+            return _about_data(share, newest)
+        case "checkpoint":
+            return _about_saves(share, newest.attempt)
     text, advice = _SHARED[part]
     return f"{text} {percent(share)} of the time{_everywhere(newest.attempt)}.", advice
 
@@ -123,16 +131,6 @@ def _about_stalls(share: float, history: History, judged: Sequence[AttemptProfil
         "find out what runs in these steps, such as garbage collection (call gc.freeze() after the "
         f"first steps), logging or file access: shoal report {history.directory} "
         f"--trace {each.newest}:{each.newest}"
-    )
-
-
-def _about_uneven(share: float) -> tuple[str, str]:
-    return (
-        f"Ranks wait for each other in turn, {percent(share)} of the time: no rank is slower for long, "
-        "but in each step another one is.",
-        "if the samples differ in length, use batches of equal numbers of tokens: shoal.Loader(…, "
-        "batch_size=shoal.TokenBudget(lengths, 4096)); otherwise check whether other jobs use these "
-        "machines: shoal doctor",
     )
 
 
