@@ -88,15 +88,10 @@ def _run(request: StormRequest) -> dict[str, Any]:
 
 
 def _check_script(script: str) -> None:
+    from shoal.launcher.entry_point import find_script
     from shoal.tools.chaos.containment import SCRATCH
 
-    path = Path(script).absolute()
-    if not path.is_file():
-        raise LaunchError(
-            given=f"shoal chaos {script}",
-            found=f"there is no file {path}",
-            fix="give the path of a Python file: shoal chaos train.py",
-        )
+    path = Path(find_script(script, "shoal chaos train.py")).absolute()
     if Path.cwd().is_relative_to(SCRATCH) or path.is_relative_to(SCRATCH):
         raise LaunchError(
             given=f"shoal chaos in {Path.cwd()}",

@@ -35,12 +35,11 @@ sites = typer.Typer(
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of the job.")]
 
 
-def _check_script(script: Path) -> Path:
+def _check_script(script: str) -> str:
     """Raise LaunchError if the script does not exist."""
-    from shoal.tools.submit.submit import check_script
+    from shoal.launcher.entry_point import find_script
 
-    check_script(script)
-    return script
+    return find_script(script, "shoal submit … train.py")
 
 
 def _check_time(ctx: typer.Context, time: str) -> str:
@@ -59,7 +58,7 @@ def _check_time(ctx: typer.Context, time: str) -> str:
 
 
 _Script = Annotated[
-    Path, typer.Argument(metavar="SCRIPT", help="A Python file.", callback=_check_script)
+    str, typer.Argument(metavar="SCRIPT", help="A Python file.", callback=_check_script)
 ]
 _Time = Annotated[
     str,
@@ -181,7 +180,7 @@ def submit(
     from shoal.tools.submit.times import parse_time
 
     request = JobRequest(
-        script=str(script),
+        script=script,
         args=tuple(script_arguments(args)),
         time=parse_time(time),
         nodes=nodes,

@@ -50,7 +50,8 @@ def listing_document(
         head=head,
         rows=rows,
         right=("position", "epoch", "ranks", "files", "size"),
-        wide=("saved", "files"),
+        whole=("layout",),
+        wide=("layout", "epoch", "saved", "files"),
     )
     wrong = [f"{entry.path.name} {each}" for entry in found for each in entry.problems]
     wrong += [f"{one.path.name}, {size(one.bytes)}: {one.what}" for one in left]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,27 +21,16 @@ DeviceSpan = tuple[int, int]
 """Start and end on one axis."""
 
 
-class TensorFiles:
+class TensorFiles(ExitStack):
     """The open files of a checkpoint. Pages are read on demand, and freed when memory is short.
 
     Remote files are copies, which are removed at the end.
     """
 
     def __init__(self, contents: CheckpointManifest) -> None:
+        super().__init__()
         self._contents = contents
-        self._stack = ExitStack()
         self._open: dict[str, Any] = {}
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
 
     def whole(self, name: str) -> Tensor:
         """Return one tensor. It may share memory with the file: copy it to keep or change it."""
@@ -99,9 +87,9 @@ class TensorFiles:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            path = self._stack.enter_context(local_file(self._contents.path / name))
+            path = self.enter_context(local_file(self._contents.path / name))
             opened = safe_open(path, framework="pt", device="cpu")
-            self._open[name] = self._stack.enter_context(opened)
+            self._open[name] = self.enter_context(opened)
         return self._open[name]
 
 

@@ -452,7 +452,8 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
 
     def program_started(process: Any, *_: Any) -> None:
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code.co_filename in (__file__, subprocess.__file__):
+        between = (__file__, call_after.__code__.co_filename, subprocess.__file__)
+        while frame is not None and frame.f_code.co_filename in between:
             frame = frame.f_back
         by_user = frame is not None and frame.f_code.co_filename.startswith(options.root)
         single = isinstance(process.args, str | bytes | os.PathLike)
