@@ -96,9 +96,10 @@ def _left_out(history: History, newest: AttemptProfile) -> Iterator[Finding]:
             f"Nothing was recorded by {rank_names(missing)}.",
             "check whether these ranks can reach the run directory",
         )
-    if newest.profile.left_out:
+    left_out = newest.profile.aligned.left_out
+    if left_out:
         yield Finding(
-            f"{rank_names(newest.profile.left_out)} recorded few steps and are left out.",
+            f"{rank_names(left_out)} recorded few steps and are left out.",
             "check whether these ranks could write (df -h)",
         )
 
