@@ -119,13 +119,14 @@ def _report(options: DoctorOptions, found: Examination) -> int:
     show_document(examination_document(found), as_json=options.as_json)
     if options.bundle is not None:
         from shoal.tools.doctor.info import info_document
-        from shoal.tools.doctor.support_bundle import UNWRAPPED, collect_bundle
+        from shoal.tools.doctor.support_bundle import UNWRAPPED, collect_bundle, write_bundle
         from shoal.util.tables import rendered
 
         described = rendered(info_document(), UNWRAPPED)
-        made = collect_bundle(
+        texts = collect_bundle(
             found, described=described, run=options.request.run, anonymous=options.anonymous
-        ).write(options.bundle)
+        )
+        made = write_bundle(texts, options.bundle)
         _progress(f"in {options.bundle}, to attach to a request; look through it first:", *made)
     return int(options.strict and found.failed)
 
