@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,22 +46,17 @@ _SHARED = {
 }
 
 
-@dataclass(frozen=True)
-class Inefficiency:
-    """A finding about a loss, and whether the loss is large enough to be reported in any case."""
-
-    finding: Finding
-    large: bool
-
-
 def losses(
     history: History,
     shares: Mapping[str, float],
     named: Sequence[Straggler],
     costs: Costs,
     judged: Sequence[AttemptProfile],
-) -> Iterator[Inefficiency]:
-    """Yield the losses in parts for which no single rank is to blame."""
+) -> Iterator[tuple[Finding, bool]]:
+    """Yield the losses in parts for which no single rank is to blame.
+
+    Each comes with whether it is large enough to be reported in any case.
+    """
     for part, share in shares.items():
         left = share if part in (STALLS, UNEVEN) else share - straggler_cost(part, named, costs)
         if part == "computing" or part in COMPUTING or left < NOTABLE:
@@ -73,7 +67,7 @@ def losses(
             text += (
                 f" Most of it is lost {describe_frequency(stalls)}: {duration(stalls.excess)} there."
             )
-        yield Inefficiency(Finding(text, advice, left), left >= LEAST.get(part, MUCH))
+        yield Finding(text, advice, left), left >= LEAST.get(part, MUCH)
 
 
 def describe_frequency(each: Stalls) -> str:
