@@ -21,8 +21,7 @@ from shoal.cli.main import app
 from shoal.telemetry import clock_offset
 from shoal.telemetry.clock_offset import ClockOffset, RoundTrip
 from shoal.telemetry.profiler import window
-from shoal.telemetry.profiler.requests import Requests
-from shoal.telemetry.profiler.window import Window
+from shoal.telemetry.profiler.window import Requests, Window
 from shoal.telemetry.step_timer import OTHER, UPDATE
 from shoal.tools.report.trace.coarse import write_coarse_trace
 from shoal.tools.report.trace.merge import merge_traces
@@ -297,6 +296,7 @@ def block(end: float, **columns: list[int]) -> dict[str, Any]:
         "step": list(range(5, 5 + count)),
         "at": [100_000 * n for n in reversed(range(count))],
         "wall": [90_000] * count,
+        "load": [0] * count,
         **columns,
     }
 
@@ -319,14 +319,6 @@ def test_steps_that_are_rounded_into_each_other_are_drawn_side_by_side(tmp_path:
     ends = {"at": [200_000, 100_000, 0], "wall": [100_003] * 3, "forward": [100_004] * 3}
     write_events(tmp_path, 0, block(10.0, wait=[0] * 3) | ends)
     assert steps_of(checked_events(write_coarse_trace(tmp_path, 5, 7)), 0).keys() == {5, 6, 7}
-
-
-def test_steps_of_the_older_format_are_drawn_too(tmp_path: Path) -> None:
-    line = {"event": "step", "t": 10.0, "step": 5, "wait": 0.01, "forward": 0.02, "backward": 0.03}
-    write_events(tmp_path, 0, line, {"event": "step", "t": 11.0})
-    events = checked_events(write_coarse_trace(tmp_path, 5, 9))
-    (step,) = [event for event in events if event["name"] == "step 5"]
-    assert step["dur"] == pytest.approx(6e4)
 
 
 def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:

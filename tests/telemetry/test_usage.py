@@ -23,8 +23,7 @@ from shoal.distributed.seeds import random_state
 from shoal.telemetry.events import Events
 from shoal.telemetry.usage.device_peaks import peak_here, peak_of
 from shoal.telemetry.usage.flops import FlopCounting
-from shoal.telemetry.usage.process import GpuMeter, Usage
-from shoal.telemetry.usage.sampler import PeriodicTask, UsageSampler, noting
+from shoal.telemetry.usage.sampler import GpuMeter, PeriodicTask, Usage, UsageSampler, noting
 from shoal.training.run_monitor import RunMonitor
 
 

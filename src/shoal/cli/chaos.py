@@ -13,6 +13,7 @@ import typer
 
 from shoal.cli.submit import script_arguments
 from shoal.cli.submit_options import ScriptArgs
+from shoal.util.arguments import check_file
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -96,12 +97,12 @@ def _check_script(script: str) -> None:
     from shoal.tools.chaos.containment import SCRATCH
 
     path = Path(script).absolute()
-    if not path.is_file():
-        raise LaunchError(
-            given=f"shoal chaos {script}",
-            found=f"there is no file {path}",
-            fix="give the path of a Python file: shoal chaos train.py",
-        )
+    check_file(
+        LaunchError,
+        f"shoal chaos {script}",
+        path,
+        fix="give the path of a Python file: shoal chaos train.py",
+    )
     if Path.cwd().is_relative_to(SCRATCH) or path.is_relative_to(SCRATCH):
         raise LaunchError(
             given=f"shoal chaos in {Path.cwd()}",

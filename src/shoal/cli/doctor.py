@@ -14,6 +14,7 @@ from shoal.tools.doctor import display
 from shoal.tools.doctor.findings import Examination
 from shoal.tools.doctor.runner import DoctorRequest, examine
 from shoal.tools.doctor.support_bundle import collect_bundle
+from shoal.util.arguments import check_integer
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.tables import plain_console
 
@@ -54,12 +55,7 @@ def diagnose(order: DoctorOptions, describe: Callable[[], str]) -> int:
 
 def diagnose_here(order: DoctorOptions, processes: int, describe: Callable[[], str]) -> int:
     """Start processes on this node and run the checks on them. Return the exit code."""
-    if processes < 1:
-        raise LaunchError(
-            given=f"-n {processes}",
-            found="a number of processes is 1 or more",
-            fix="run shoal doctor -n 2, or start one process for each GPU",
-        )
+    check_integer(LaunchError, "shoal doctor", "-n", processes, 1, usual=2)
     codes = launch(diagnose, order, describe, processes=processes)
     return max(code or 0 for code in codes)  # a rank that exited at once has returned nothing
 

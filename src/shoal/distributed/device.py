@@ -9,6 +9,7 @@ import torch
 
 from shoal.distributed.cluster_env import Placement
 from shoal.util import accelerator
+from shoal.util.arguments import check_integer
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
@@ -49,12 +50,7 @@ def choose_device(
     rank, it is the first of them. If each task sees only `count` GPUs, these are its devices for any
     local rank.
     """
-    if count < 1:
-        raise LaunchError(
-            given=f"devices_per_rank={count}",
-            found="a rank needs at least one device",
-            fix="pass devices_per_rank=2, or leave it out",
-        )
+    check_integer(LaunchError, "shoal.init", "devices_per_rank", count, 1)
     kind = accelerator.current()[0] or "cuda"
     if device is not None:
         try:

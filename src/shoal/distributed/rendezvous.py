@@ -9,7 +9,6 @@ free, and two jobs on one machine can't be mixed up.
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
 from shoal.distributed.outages import Probes
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
+from shoal.util.regular_file import appearing, write_new
 
 LONGEST = 300.0
 """Longest time in seconds for which ranks look for rank 0, the same as in torch's own stores."""
@@ -285,11 +285,8 @@ def _published(meeting: Meeting, port: int) -> Iterator[None]:
     path = _file(meeting)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write("".join(f"{host} {port}\n" for host in own_addresses()))
-        partial.rename(path)
+        with appearing(path) as partial:
+            write_new(partial, "".join(f"{host} {port}\n" for host in own_addresses()), private=True)
     except OSError as error:
         raise LaunchError(
             given=f"rank 0 publishes its address in {path.parent}",

@@ -1,4 +1,4 @@
-"""Opening of files to write: only regular ones, and never through a symbolic link.
+"""Writing of files: only regular ones, never through a symbolic link, complete when they appear.
 
 A run directory may come from someone else, with links in place of files that a run writes.
 Directories in it may be links, since users keep checkpoints on another file system that way.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -43,6 +45,20 @@ def replace(path: Path, text: str) -> None:
     partial.unlink(missing_ok=True)  # left by a killed process, or a link
     write_new(partial, text)
     partial.replace(path)
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Yield a file next to `path` to write to; rename it to `path` after the block, or remove it.
+
+    A reader of `path` sees either the old file or the complete new one.
+    """
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _refused(path: Path, why: str) -> OSError:

@@ -25,7 +25,7 @@ from shoal.util.units import age, size
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect.diff import Comparison
     from shoal.checkpoint.inspect.extract import ExtractedModel
-    from shoal.checkpoint.inspect.verify import Examined
+    from shoal.checkpoint.inspect.locate import Examined
 
 _USUAL, _WIDE = 80, 100
 _LONGEST = 200

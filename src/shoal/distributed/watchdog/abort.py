@@ -17,8 +17,7 @@ import psutil
 from shoal.distributed import env_vars
 from shoal.distributed.cluster_env import LEFT, MAY_DIE
 from shoal.distributed.watchdog import stacks
-from shoal.util.clock import CLOCK
-from shoal.util.time_limit import run_within
+from shoal.util.clock import CLOCK, run_within
 from shoal.util.user_code import is_library
 
 EXIT_CODE = 124

@@ -26,11 +26,11 @@ import psutil
 import torch.distributed as dist
 
 from shoal.distributed import objects
+from shoal.distributed.failure import SAME_STEPS, is_by_peer
 from shoal.distributed.rendezvous import listen
 from shoal.distributed.watchdog import abort, diagnosis, side_channel, stacks
 from shoal.distributed.watchdog.abort import HangReport
 from shoal.distributed.watchdog.diagnosis import HangDiagnosis, RankReport, SilentRank, WaitLimits
-from shoal.distributed.watchdog.peer_errors import SAME_STEPS, is_by_peer
 from shoal.distributed.watchdog.side_channel import PeerAddress, UnreachableError
 from shoal.telemetry import flight_recorder
 from shoal.telemetry.flight_recorder import Collective

@@ -171,8 +171,6 @@ def _sentence(
     also = [each for each in named if culprit_of(each) not in said]
     behind = list(dict.fromkeys(f"{each.place} in {LABELS[each.part]}" for each in also))
     text = f"{percent(efficient)} efficient"
-    if not any(one.attempt.measured for one in judged):
-        text = f"{percent(efficient)} computing or communicating"
     if told:
         text += ": " + ", ".join(told)
     if behind:

@@ -31,7 +31,7 @@ STEP = np.dtype(
 )
 """One step of one rank: `time` of its tick in seconds since the epoch, durations in seconds.
 
-`load` is the time to make the batch, in the worker if the loader has workers; NaN before format 3.
+`load` is the time to make the batch, in the worker if the loader has workers.
 """
 
 USAGE = np.dtype(
@@ -177,16 +177,6 @@ class Attempt:
         """The newest step that any rank has recorded."""
         ends = [int(rows.all["step"][-1]) for rows in self.steps.values() if len(rows)]
         return max(ends, default=self.first)
-
-    @property
-    def measured(self) -> bool:
-        """Whether communication was measured apart from computing, as since format 2."""
-        return any(self.format(rank) > 1 for rank in self.starts)
-
-    def format(self, rank: int) -> int:
-        """Return the format in which a rank wrote; 1 if its events do not record one."""
-        said = self.starts.get(rank, {}).get("format")
-        return said if type(said) is int else 1
 
     def workers(self, rank: int) -> int:
         """Return the number of loader workers of a rank; 0 if it has none or did not record them."""

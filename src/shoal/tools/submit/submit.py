@@ -30,6 +30,7 @@ from shoal.tools.submit.schedulers import site_scheduler
 from shoal.tools.submit.site import Site
 from shoal.tools.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
 from shoal.tools.submit.status import active_jobs
+from shoal.util.arguments import check_file
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
@@ -71,12 +72,9 @@ class SubmitOptions:
 
 def check_script(script: Path) -> None:
     """Raise LaunchError if the script does not exist."""
-    if not script.is_file():
-        raise LaunchError(
-            given=str(script),
-            found=f"there is no file {script.absolute()}",
-            fix="give the path of a Python file: shoal submit … train.py",
-        )
+    check_file(
+        LaunchError, str(script), script, fix="give the path of a Python file: shoal submit … train.py"
+    )
 
 
 def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submission:

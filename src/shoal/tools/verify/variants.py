@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.tools.verify.observations import TIMED_OUT, RunRecord, read_run
+from shoal.util.arguments import check_file
 from shoal.util.errors import LaunchError
 
 LARGE = 64 << 20
@@ -62,12 +63,12 @@ class Variant:
 def check_request(request: VerifyRequest) -> None:
     """Raise LaunchError if the script is not in the current directory or a number is not valid."""
     command = f"shoal verify {request.script}"
-    if not Path(request.script).is_file():
-        raise LaunchError(
-            given=command,
-            found=f"there is no file {Path(request.script).absolute()}",
-            fix="give the path of a Python file: shoal verify train.py",
-        )
+    check_file(
+        LaunchError,
+        command,
+        request.script,
+        fix="give the path of a Python file: shoal verify train.py",
+    )
     folder, name = os.path.split(request.script)
     inside = f"cd {shlex.quote(folder)} && shoal verify {shlex.quote(name)}"
     if Path(folder).is_absolute() or ".." in Path(folder).parts:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.tools.report.html.csv import to_csv
 from shoal.tools.report.html.page import Figure, Page, render_page
+from shoal.util.regular_file import appearing
 
 
 def save_page(page: Page, path: Path) -> list[Path]:
@@ -35,10 +35,5 @@ def _figures(page: Page) -> Iterator[Figure]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file atomically, so that a reader sees either the old or the new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with appearing(path) as aside:
         aside.write_bytes(content)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -145,5 +145,5 @@ def _taken(event: Mapping[str, Any]) -> StepSpan | None:
         type(n) in (int, float) and 0 <= n < 1e15 for n in numbers
     ):
         return None
-    # The older format lacks wall time and some parts.
+    # A block lacks what is zero in all of its steps.
     return StepSpan(event["t"], event.get("wall", sum(parts.values())), parts)
