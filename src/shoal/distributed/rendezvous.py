@@ -19,7 +19,7 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
-from shoal.distributed.outages import Probes
+from shoal.distributed.outages import Probes, address_towards
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 from shoal.util.regular_file import appearing, write_new
@@ -313,9 +313,5 @@ def own_addresses() -> list[str]:
     """Return the addresses by which other machines may call this one: of its default route, and its
     name.
     """
-    addresses = [socket.gethostname()]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # No packet is sent: connecting a datagram socket only selects a route. RFC 5737's address.
-        probe.connect(("192.0.2.1", 9))
-        addresses.insert(0, probe.getsockname()[0])
-    return addresses
+    routed = address_towards(("192.0.2.1", 9))  # of RFC 5737: by the default route
+    return [*filter(None, (routed,)), socket.gethostname()]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.distributed.cluster_env import Placement
+from shoal.distributed.outages import address_towards
 from shoal.util.arguments import check_number
 from shoal.util.errors import LaunchError
 
@@ -186,8 +187,4 @@ def why_silent(host: str, port: int) -> str:
 
 def way_to(host: str, port: int) -> str:
     """Return the address by which this machine reaches `host`, and others reach this machine."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # No packet is sent: connecting a datagram socket only selects a route.
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    return address_towards(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][4])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.distributed import env_vars, link_speed
-from shoal.distributed.backend import backend_of
+from shoal.distributed.device import backend_of
 from shoal.distributed.init import init
 from shoal.distributed.world import World
 from shoal.launcher.local import run_job
