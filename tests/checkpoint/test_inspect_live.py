@@ -142,7 +142,7 @@ def test_one_that_is_replaced_all_the_time_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save(tmp_path, 1)
-    original = locate.manifest_of
+    original = store.manifest_of
     reads: list[AnyPath] = []
 
     def replaced(path: AnyPath) -> store.Manifest:

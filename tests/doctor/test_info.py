@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from helpers.rank_facts import SHOAL, call, words
 from shoal.tools.doctor.cgroups import cgroup_limits
-from shoal.tools.doctor.info import display
+from shoal.tools.doctor.info.documents import decisions_table
 from shoal.tools.doctor.info.machine import maker, packages
 from shoal.tools.doctor.info.ranks import RankInfo, differences, rows
 from shoal.util.decision import Decision
 from shoal.util.differences import spans
+from shoal.util.document import Document, Section
+from shoal.util.tables import rendered
 
 INFO = [*SHOAL, "info"]
 
@@ -103,10 +103,7 @@ def test_ranks_that_do_not_come_are_told_as_elsewhere(rank: int, told: str, tmp_
 
 
 def printed(width: int, *made: Decision[object]) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    display.print_choices(console, made)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return rendered(Document(title="", sections=[Section(blocks=[decisions_table(made)])]), width)
 
 
 def test_lists_of_hosts_are_no_markup_and_long_words_are_folded() -> None:

@@ -76,6 +76,20 @@ def averages(loss: Tensor) -> bool | None:
     return None if reduction not in (1, 2) else reduction == 1
 
 
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the leaves of the graph of `loss` that require gradients. Only nodes have them."""
+    waiting, seen, found = [loss.grad_fn], set[Any](), []
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting.extend(before for before, _ in node.next_functions)
+    return found
+
+
 def saved_result(node: Any) -> Tensor:
     """Return the output that a node such as LogSoftmaxBackward saved for its backward.
 

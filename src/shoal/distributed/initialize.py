@@ -119,7 +119,7 @@ def join(
         told,
         virtual
         and f"exact='bits': {virtual.total} virtual ranks, 1 thread per rank, deterministic algorithms",
-        untested and f"torch {untested.value} is {untested.reason}",
+        f"torch {untested.value} is {untested.reason}" if untested else None,
     )
     return JoinedWorld(
         placement=placement,

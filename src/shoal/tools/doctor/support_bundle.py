@@ -16,12 +16,13 @@ import psutil
 
 from shoal.distributed import env_vars
 from shoal.telemetry.events import parse_event, paths_in
-from shoal.tools.doctor import display
-from shoal.tools.doctor.findings import Examination
+from shoal.tools.doctor.findings import Examination, examination_document
 from shoal.tools.doctor.redaction import Redactor, stand_ins
+from shoal.util.document import to_json
 from shoal.util.errors import LaunchError
 from shoal.util.packages import packages
 from shoal.util.safe_text import MASK
+from shoal.util.tables import rendered
 from shoal.util.units import size
 
 PREFIXES = (
@@ -33,6 +34,9 @@ PREFIXES = (
 """Prefixes of the environment variables that are included; all others are private."""
 
 LINES, TAIL = 200, 1 << 16
+UNWRAPPED = 1000
+"""The width of text in an archive that is redacted after it was laid out."""
+_COLUMNS = 100
 _MOST_LOGS, _MOST_STARTS = 20, 64
 _LOGS = ("*.log", "*.out", "*.err", "log*.txt", "hang-*.txt")
 _HOSTS = ("NODELIST", "HOST", "NODENAME")
@@ -102,9 +106,10 @@ def collect_bundle(found: Examination, *, described: str, run: Path | None, anon
         for one in found.findings
     ]
     told = replace(found, findings=tuple(lines), hosts=tuple(map(redactor.text, found.hosts)))
+    report = examination_document(told)
     texts = {
-        "report.txt": display.examination_text(told),
-        "report.json": json.dumps(told.plain(), indent=1, ensure_ascii=False),
+        "report.txt": rendered(report, _COLUMNS),
+        "report.json": to_json(report),
         "info.txt": redactor.text(described),
         "packages.txt": "".join(f"{name}=={version}\n" for name, version in sorted(packages().items())),
         "environment.txt": "".join(f"{name}={value}\n" for name, value in sorted(variables.items())),

@@ -93,7 +93,7 @@ def print_study(study: Study, console: Console) -> None:
             print_rows(console, table.caption, table.head, table.rows, right=table.right)
     path = study.path / CSV
     path.write_text(to_csv(format.csv_table(found, word, each).lines))
-    written = save_page(study_page(study, found, notes), study.path / PAGE)
+    written = save_page(study_page(study, found, notes), study.path / PAGE, option="-o DIR")
     print_line(console, f"{written[0]}, with plots and {path.name} next to it")
 
 
@@ -174,5 +174,5 @@ def compare_studies(first: Study, second: Study, out: Path, console: Console) ->
     print_line(
         console, *(f"they differ in {line}" for line in comparing.study_differences(first, second))
     )
-    written = save_page(compare_page(first, second, found, called), out / PAGE)
+    written = save_page(compare_page(first, second, found, called), out / PAGE, option="-o DIR")
     print_line(console, str(written[0]))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.distributed import env_vars
 from shoal.distributed.init import init
-from shoal.tools.doctor.info import display
-from shoal.tools.doctor.info.machine import describe
-from shoal.tools.doctor.info.ranks import gather
+from shoal.tools.doctor.info.documents import info_document
+from shoal.tools.doctor.info.ranks import RankInfo, gather
+from shoal.util.decision import Decision
 from shoal.util.errors import ShoalError
+from shoal.util.tables import print_document
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,19 +29,13 @@ def print_info(console: Console) -> None:
     try:
         placement = env_vars.placement()
     except ShoalError:
-        display.print_machine(console, describe())
-        display.print_launchers(console, env_vars.launcher_variables())
+        print_document(console, info_document(launchers=env_vars.launcher_variables()))
         raise
+    decisions: Sequence[Decision[object]] = placement.choices
+    ranks: list[RankInfo] = []
     try:
         with init(prepare_timeout=JOIN_SECONDS) as world:
-            ranks, choices = gather(world), world.decisions
-    except ShoalError:
+            ranks, decisions = gather(world), world.decisions
+    finally:
         if placement.rank == 0:
-            display.print_machine(console, describe())
-            display.print_choices(console, placement.choices)
-        raise
-    if placement.rank == 0:
-        display.print_machine(console, describe())
-        display.print_choices(console, choices)
-        if len(ranks) > 1:
-            display.print_ranks(console, ranks)
+            print_document(console, info_document(decisions=decisions, ranks=ranks))

@@ -10,7 +10,6 @@ import socket
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 
 import psutil
@@ -19,6 +18,7 @@ import torch
 from shoal.distributed import env_vars
 from shoal.distributed.speed_hints import facts_of, speed_hints
 from shoal.tools.doctor.cgroups import own_limits
+from shoal.util.document import KeyNumbers
 from shoal.util.units import binary_size
 
 EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi", "gpu")
@@ -28,28 +28,20 @@ PROGRAMS = ("torchrun", "srun", "mpirun", "mpiexec", "jsrun", "flux")
 
 _VERSION_SECONDS = 2.0
 
-Rows = list[tuple[str, str]]
-"""Lines of two columns: name and value."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class MachineInfo:
-    """The information as lines for printing."""
-
-    versions: Rows
-    hardware: Rows
-    packages: Rows
-    programs: Rows
-
-
-def describe() -> MachineInfo:
-    """Return the information about this machine; it takes a fraction of a second."""
-    return MachineInfo(
-        versions=[*versions().items(), ("system", platform.platform()), ("host", socket.gethostname())],
-        hardware=_hardware(),
-        packages=list(packages()),
-        programs=[(name, whose) for name in PROGRAMS if (whose := _whose(name))],
-    )
+def machine_facts() -> list[KeyNumbers]:
+    """Return the hardware and software of this machine; it takes a fraction of a second."""
+    system = [("system", platform.platform()), ("host", socket.gethostname())]
+    programs = [(name, whose) for name in PROGRAMS if (whose := _whose(name))]
+    return [
+        KeyNumbers(caption="Versions", pairs=[*versions().items(), *system]),
+        KeyNumbers(caption="Hardware, as this process may use it", pairs=_hardware()),
+        KeyNumbers(caption="Optional packages", pairs=list(packages())),
+        KeyNumbers(
+            caption="Launchers on PATH",
+            pairs=programs or [("none", "shoal run -n N SCRIPT needs none")],
+        ),
+    ]
 
 
 def versions() -> dict[str, str]:
@@ -64,7 +56,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def _hardware() -> Rows:
+def _hardware() -> list[tuple[str, str]]:
     cores, total = len(os.sched_getaffinity(0)), psutil.cpu_count() or 1
     memory = psutil.virtual_memory()
     quota, ceiling = own_limits()

@@ -1,97 +1,23 @@
-"""The contents of a page as plain values, and their HTML."""
+"""A document as one HTML file."""
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib import resources
-from typing import TypeAlias
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from shoal.tools.report.html.csv import to_csv
+from shoal.tools.report.html.plots import Plot
+from shoal.util.document import Document
 from shoal.util.safe_text import printable
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """A paragraph; `advice` is the next action or command."""
-
-    text: str
-    advice: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyNumbers:
-    """The key numbers at the top: names and values."""
-
-    pairs: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Rows of strings. The columns listed in `right` hold numbers."""
-
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    right: Sequence[str] = ()
-
-    @property
-    def lines(self) -> list[Sequence[str]]:
-        """The head and the rows."""
-        return [self.head, *self.rows]
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A figure drawn by `plots`: for the page, wide and for a phone; and as files."""
-
-    wide: str
-    narrow: str
-    svg: str
-    png: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A drawing with the same numbers as a table, for readers who can't see it.
-
-    `name` is the name of its files, without suffix; it is unique within a page.
-    """
-
-    name: str
-    caption: str
-    drawing: Plot
-    table: Table
-
-
-Block: TypeAlias = Text | KeyNumbers | Table | Figure
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A heading and the blocks below it."""
-
-    heading: str
-    blocks: Sequence[Block]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """A page: its title, the verdict in one sentence, and the sections."""
-
-    title: str
-    verdict: str
-    sections: Sequence[Section]
-    about: str = ""
-
-
-def render_page(page: Page) -> str:
-    """Return the page as one HTML file. All strings are escaped; only drawings are not."""
+def render_page(document: Document, plots: Mapping[str, Plot]) -> str:
+    """Return the document as one HTML file. All strings are escaped; only drawings are not."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -102,12 +28,15 @@ def render_page(page: Page) -> str:
     environment.filters |= {
         "kind": lambda block: type(block).__name__,
         "inline": _inline,
-        "data": _data,
+        "base64": lambda content: base64.b64encode(content).decode(),
+        "csv": lambda table: to_csv(table.lines).encode(),
     }
     here = resources.files(__package__)
     template = environment.from_string(here.joinpath("page.html.jinja").read_text(encoding="utf-8"))
     style = here.joinpath("page.css").read_text(encoding="utf-8")
-    return template.render(page=page, style=Markup(style))
+    return template.render(
+        page=document, sections=document.shown("page"), plots=plots, style=Markup(style)
+    )
 
 
 def _shown(value: object) -> object:
@@ -118,10 +47,3 @@ def _shown(value: object) -> object:
 def _inline(svg: str, prefix: str) -> Markup:
     """Return a drawing as a part of the page, with ids that are unique in it."""
     return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg))
-
-
-def _data(figure: Figure, kind: str) -> str:
-    """Return a file of a figure as a data URL for download."""
-    if kind == "png":
-        return "data:image/png;base64," + base64.b64encode(figure.drawing.png).decode()
-    return "data:text/csv;base64," + base64.b64encode(to_csv(figure.table.lines).encode()).decode()

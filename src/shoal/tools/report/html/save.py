@@ -1,37 +1,42 @@
-"""A page and its figures as files."""
+"""A document and its figures as files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.tools.report.html.csv import to_csv
-from shoal.tools.report.html.page import Figure, Page, render_page
+from shoal.tools.report.html.page import render_page
+from shoal.tools.report.html.plots import draw
+from shoal.util.document import Document
+from shoal.util.errors import LaunchError
 from shoal.util.regular_file import appearing
 
 
-def save_page(page: Page, path: Path) -> list[Path]:
-    """Write the page to `path`, and next to it each figure as PNG, SVG and CSV; return all paths.
+def save_page(document: Document, path: Path, *, option: str) -> list[Path]:
+    """Write a document as HTML to `path`, and next to it each figure as PNG, SVG and CSV.
 
-    The directory is created if necessary. Raises OSError if it can't be written.
+    The directory is created if necessary. Returns all paths. Raises LaunchError, with the command-line
+    option that sets the path, if it can't be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     written = [path]
-    for figure in _figures(page):
-        for ending, content in (
-            ("png", figure.drawing.png),
-            ("svg", figure.drawing.svg.encode()),
-            ("csv", to_csv(figure.table.lines).encode()),
-        ):
-            written.append(path.with_name(f"{figure.name}.{ending}"))
-            _replace(written[-1], content)
-    _replace(path, render_page(page).encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # before drawing the figures, which is slow
+        plots = {figure.name: draw(figure.drawing) for figure in document.figures()}
+        for figure in document.figures():
+            plot = plots[figure.name]
+            table = to_csv(figure.drawing.table().lines)
+            files = {"png": plot.png, "svg": plot.svg.encode(), "csv": table.encode()}
+            for ending, content in files.items():
+                written.append(path.with_name(f"{figure.name}.{ending}"))
+                _replace(written[-1], content)
+        _replace(path, render_page(document, plots).encode())
+    except OSError as error:
+        raise LaunchError(
+            given=f"a page in {path}",
+            found=str(error),
+            fix=f"write where you have permission: {option}",
+        ) from None
     return written
-
-
-def _figures(page: Page) -> Iterator[Figure]:
-    for section in page.sections:
-        yield from (block for block in section.blocks if isinstance(block, Figure))
 
 
 def _replace(path: Path, content: bytes) -> None:

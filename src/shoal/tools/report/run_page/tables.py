@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from shoal.tools.report import (
 )
 from shoal.tools.report.attempts import describe_outcome, last_kept_steps, list_saves
 from shoal.tools.report.batch_splits import has_changed, list_splits
-from shoal.tools.report.html import Table
 from shoal.tools.report.summary import compute_rates
 from shoal.util.clock import CLOCK, local_time
+from shoal.util.document import Table
 from shoal.util.grouping import group_by
 from shoal.util.units import age, bandwidth, duration, percent, size
 
@@ -138,6 +138,7 @@ def rank_table(one: AttemptProfile, most: int = MOST) -> Table:
         rows.append([str(rank), host, *cells, f"{1e3 * sum(times.values()):.4g}"])
     labels = [LABELS[part] for part in there]
     return Table(
+        only="page",
         caption=caption,
         head=["rank", "host", *labels, "all"],
         rows=rows,
@@ -145,8 +146,8 @@ def rank_table(one: AttemptProfile, most: int = MOST) -> Table:
     )
 
 
-def main_parts_table(one: AttemptProfile, most: int) -> Table:
-    """Return the same in few columns, for narrow screens."""
+def main_parts_table(one: AttemptProfile, most: int = 16) -> Table:
+    """Return the same in few columns and for fewer ranks, for a terminal; nothing for a single rank."""
     groups = {
         "computing": ("forward", "backward", "update"),
         "comm.": ("communication",),
@@ -162,9 +163,10 @@ def main_parts_table(one: AttemptProfile, most: int) -> Table:
         sums = [sum(times[part] for part in parts) for parts in groups.values()]
         rows.append([str(rank), one.attempt.host(rank) or "", *(f"{1e3 * each:.3g}" for each in sums)])
     return Table(
+        only="terminal",
         caption=f"Milliseconds per step, by rank{of}",
         head=["rank", "host", *groups],
-        rows=rows,
+        rows=rows if len(one.profile.ranks) > 1 else [],
         right=["rank", *groups],
     )
 
@@ -245,6 +247,7 @@ def collectives_table(attempt: Attempt) -> Table:
         )
     bandwidths = ["algorithm", "bus"]
     return Table(
+        only="page",
         caption="Collectives per rank: mean of all ranks; bandwidth of the rank that came last",
         head=["kind", "group", "ranks", "backend", "calls", "bytes", "time", *bandwidths, "times are"],
         rows=rows,
@@ -271,7 +274,11 @@ def usage_table(attempt: Attempt) -> Table:
         )
     head = ["rank", "host", "process", "device", "power", "energy", "device in use", "cores in use"]
     return Table(
-        caption="Peak memory; mean power and use", head=head, rows=rows, right=["rank", *head[2:]]
+        only="page",
+        caption="Peak memory; mean power and use",
+        head=head,
+        rows=rows,
+        right=["rank", *head[2:]],
     )
 
 
@@ -299,6 +306,7 @@ def saves_table(history: History) -> Table:
         for each in list_saves(attempt)
     ]
     return Table(
+        only="page",
         caption="Saves" if len(rows) <= MOST else f"The last {MOST} of {len(rows):,} saves",
         head=["step", "training blocked", "took", "longest at", "bytes", "outcome"],
         rows=rows[-MOST:],
@@ -326,6 +334,7 @@ def attempts_table(history: History, verdict: BottleneckReport) -> Table:
     return Table(
         caption="Attempts of the run",
         head=["began", "ranks", "steps", "repeated", "warm-up", "end"],
+        wide=["warm-up"],
         rows=rows,
         right=["ranks", "steps", "repeated", "warm-up"],
     )
@@ -357,7 +366,13 @@ def placement_table(attempt: Attempt) -> Table:
         said = (start.get(name, "") for name in ("device", "device_name", "cores", "pid", "torch"))
         rows.append([str(rank), attempt.host(rank) or "", *(_cut(str(each)) for each in said)])
     head = ["rank", "host", "device", "device name", "cores", "process", "torch"]
-    return Table(caption="Ranks and hosts", head=head, rows=rows, right=["rank", "cores", "process"])
+    return Table(
+        only="page",
+        caption="Ranks and hosts",
+        head=head,
+        rows=rows,
+        right=["rank", "cores", "process"],
+    )
 
 
 def settings_table(attempt: Attempt) -> Table:
@@ -365,7 +380,7 @@ def settings_table(attempt: Attempt) -> Table:
     start: Mapping[str, Any] = next(iter(attempt.starts.values()), {})
     rows = [[name, _plain(start[name])] for name in (*_SETTINGS, *_VERSIONS) if name in start]
     rows += [[f"config {name}", text] for name, text in _flat(start.get("config"))]
-    return Table(caption="Configuration and versions", head=["name", "value"], rows=rows)
+    return Table(only="page", caption="Configuration and versions", head=["name", "value"], rows=rows)
 
 
 def _flat(tree: object, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -385,8 +400,3 @@ def _plain(value: object) -> str:
 
 def _cut(text: str, most: int = 500) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
-
-
-def round_values(values: Sequence[float] | Any) -> list[str]:
-    """Return numbers formatted for tables of figures."""
-    return [f"{value:.6g}" for value in values]
