@@ -1,4 +1,4 @@
-"""The checkpoints at a path: a run directory, a directory of them, or one; and their verification."""
+"""The checkpoints at a path: of a run directory, of a directory of checkpoints, or one of them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
-from shoal.checkpoint import tensor_index
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import is_named, step_of
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, inspect_checkpoint
 from shoal.checkpoint.object_store import RemoteError, RemotePath
 from shoal.checkpoint.paths import AnyPath, open_file
-from shoal.checkpoint.store import MANIFEST, DamageError, Manifest, manifest_of, read_manifest
+from shoal.checkpoint.store import MANIFEST, DamageError, Manifest, manifest_of
+from shoal.checkpoint.tensor_index import STATE, read_tensor_index
 from shoal.util.errors import CheckpointError
+
+R = TypeVar("R")
+
+_TRIES = 5
+"""The number of searches for a checkpoint that a live run renames, replaces or removes."""
+
+USUAL = "checkpoints"
+"""The directory of the checkpoints in a run directory."""
 
 THREADS = 8
 """The number of reading threads; more gain little and slow down other users of the file system."""
-
-
-def manifest(path: AnyPath) -> Manifest:
-    """Return the manifest of a checkpoint, checked against the step in its name. Raises DamageError."""
-    if is_named(path):
-        return manifest_of(path)
-    try:
-        return read_manifest(path)
-    except RemoteError:
-        raise
-    except OSError as error:
-        raise DamageError(str(error)) from None
 
 
 class Examined(NamedTuple):
@@ -45,7 +41,7 @@ class Examined(NamedTuple):
 def examine(path: AnyPath, *, read: bool) -> Examined:
     """Examine a checkpoint; it has no problems if it is complete. With `read`, read its files."""
     try:
-        said = manifest(path)
+        said = manifest_of(path)
     except DamageError as damage:
         return Examined(path, None, [str(damage)])
     names = sorted(said.files)
@@ -57,22 +53,13 @@ def examine(path: AnyPath, *, read: bool) -> Examined:
     listed = [f"{name} {reason}" for name, reason in zip(names, found, strict=True) if reason]
     if read and not listed:
         try:
-            with open_file(path / tensor_index.STATE) as file:
-                tensor_index.read_tensor_index(file.read(), said)
+            with open_file(path / STATE) as file:
+                read_tensor_index(file.read(), said)
         except RemoteError:
             raise
         except (DamageError, OSError) as error:
             listed = [str(error)]
     return Examined(path, said, listed)
-
-
-R = TypeVar("R")
-
-_TRIES = 5
-"""The number of searches for a checkpoint that a live run renames, replaces or removes."""
-
-USUAL = "checkpoints"
-"""The directory of the checkpoints in a run directory."""
 
 
 def is_checkpoint(path: AnyPath) -> bool:
