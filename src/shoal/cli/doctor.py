@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.options import AsJson
 from shoal.cli.output import show_document
 from shoal.util.arguments import check_integer
 from shoal.util.errors import LaunchError, ShoalError
@@ -49,7 +50,7 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Skip the measurements of compute and links.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
     bundle: Annotated[
         Path | None,
         typer.Option(metavar="FILE.zip", help="Write an archive for support."),
