@@ -119,15 +119,13 @@ class PlannedRunner(Runner):
             slices.find(self._module, self._world, call, micro.value)
 
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output, and check the plan the first time, even if the sharded model fails."""
+        """Return the output; the first time, check the plan before."""
+        with self._exact():
+            call = partial(self._local.infer, task, micro, seed, autocast=None)
+            self._division.prove(self._module, self._world, call, micro.value)
         self._find_slices(task, micro, seed)
-        try:
-            with self._draws_of_slices():
-                output = self._local.infer(task, micro, seed, autocast=autocast)
-        except Exception:
-            self.check_model()
-            raise
-        self.check_model()
+        with self._draws_of_slices():
+            output = self._local.infer(task, micro, seed, autocast=autocast)
         say_draws(self._module, self._world)
         return output
 
