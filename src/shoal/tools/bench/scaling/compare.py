@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.tools.bench.scaling import format
 from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread, scaling_points
 from shoal.tools.bench.scaling.configurations import Configuration, ScalingCurve
+from shoal.tools.bench.scaling.diagnosis import curve_labels
 from shoal.tools.bench.scaling.directory import Study
+from shoal.tools.bench.scaling.figures import line_figure, parts_figure, spread_lines
 from shoal.tools.bench.scaling.job_summary import SHOWN
+from shoal.tools.bench.scaling.subject import throughput_unit
+from shoal.util.document import Document, Figure, Section, Table, Text, to_plain
 from shoal.util.errors import LaunchError
 from shoal.util.grouping import group_by
 from shoal.util.units import counted, three_digits
@@ -44,7 +49,7 @@ class Pair:
 
 def require_same_work(first: Study, second: Study) -> None:
     """Raise LaunchError with the differences if the studies did different work."""
-    before, after = first.options.plain(), second.options.plain()
+    before, after = to_plain(first.options), to_plain(second.options)
     differ = [
         f"{text}: {before[name]!r} and {after[name]!r}"
         for name, text in MUST.items()
@@ -67,7 +72,7 @@ def study_differences(first: Study, second: Study) -> list[str]:
         for name in dict.fromkeys((*first.machine, *second.machine))
         if first.machine.get(name) != second.machine.get(name)
     ]
-    before, after = first.options.plain(), second.options.plain()
+    before, after = to_plain(first.options), to_plain(second.options)
     known = ("threads", "steps", "warmup", "rounds")
     found += [
         f"{name}: {before[name]} and {after[name]}" for name in known if before[name] != after[name]
@@ -154,3 +159,92 @@ def _scatter(pair: Pair, part: str) -> float:
 
 def _told(rows: Sequence[ScalingPoint]) -> str:
     return " and ".join(dict.fromkeys(f"{row.curve} on {row.processes}" for row in rows)) or "nothing"
+
+
+def compare_document(first: Study, second: Study) -> Document:
+    """Return the comparison of two studies.
+
+    Raises LaunchError if they did different work, or have no configuration in common.
+    """
+    pairs = match_studies(first, second)
+    called = first.path.resolve().name, second.path.resolve().name
+    if called[0] == called[1]:
+        called = str(first.path), str(second.path)
+    word, each = throughput_unit(first.options.subject)
+    names = curve_labels(list(dict.fromkeys(pair.curve for pair in pairs)))
+    verdict, *rest = (
+        f"{names[pair.curve]}: {describe_pair(pair, *called)}." for pair in largest_pairs(pairs)
+    )
+    differences = [Text(text=f"{line}.") for line in study_differences(first, second)]
+    if differences:
+        differences = [Text(text="The studies differ in:", only="terminal"), *differences]
+    return Document(
+        title=f"{called[0]} and {called[1]}: {first.options.model}",
+        verdict=verdict,
+        about="shoal bench compare",
+        sections=[
+            Section(
+                heading="Ratios",
+                blocks=[*(Text(text=text) for text in rest), _ratios(pairs, names, called, word, each)],
+            ),
+            Section(heading="Throughput", blocks=_overlaid(pairs, names, called, word, each)),
+            Section(heading="Where a step's time goes", blocks=[_beside(pairs, names, called)]),
+            Section(
+                heading="Differences",
+                blocks=differences or [Text(text="None known.", only="page")],
+            ),
+        ],
+    )
+
+
+def _ratios(
+    pairs: Sequence[Pair],
+    names: Mapping[ScalingCurve, str],
+    called: tuple[str, str],
+    word: str,
+    each: int,
+) -> Table:
+    head = ("curve", "n", *(f"{name} {word}/s" for name in called), "ratio")
+    rows = [
+        (
+            names[pair.curve],
+            str(pair.configuration.processes),
+            *(format.format_spread(row.rate, each) for row in (pair.first, pair.second) if row.rate),
+            format.format_range(pair.ratio, 1),
+        )
+        for pair in pairs
+    ]
+    caption = (
+        f"{called[1]} by {called[0]}: throughput on n processes, and its ratio (lowest to highest)"
+    )
+    return Table(caption=caption, head=head, rows=rows, right=head[1:])
+
+
+def _overlaid(
+    pairs: Sequence[Pair],
+    names: Mapping[ScalingCurve, str],
+    called: tuple[str, str],
+    word: str,
+    each: int,
+) -> list[Figure]:
+    found = []
+    for scaling, own in group_by(pairs, lambda pair: pair.curve.scaling).items():
+        curves: dict[str, list[ScalingPoint]] = {}
+        for pair in own:
+            for name, row in zip(called, (pair.first, pair.second), strict=True):
+                curves.setdefault(f"{name}: {names[pair.curve]}", []).append(row)
+        caption = f"{word.capitalize()} per second against processes, {scaling} scaling."
+        lines = spread_lines(curves, lambda row: row.rate, each)
+        found.append(line_figure(f"compared-{scaling}", caption, lines, f"{word}/s"))
+    return found
+
+
+def _beside(
+    pairs: Sequence[Pair], names: Mapping[ScalingCurve, str], called: tuple[str, str]
+) -> Figure:
+    labelled = {
+        f"{pair.configuration.processes} {names[pair.curve]}: {name}": row
+        for pair in pairs
+        for name, row in zip(called, (pair.first, pair.second), strict=True)
+    }
+    return parts_figure("compared-parts", labelled, "Milliseconds of a step by part, side by side.")

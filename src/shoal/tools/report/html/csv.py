@@ -22,7 +22,7 @@ def to_csv(rows: Iterable[Sequence[object]]) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows, all with the columns of the first, to the file of `--csv`.
+    """Write rows, all with the columns of the first, to a CSV file.
 
     Raises LaunchError if that fails.
     """
@@ -30,7 +30,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         path.write_text(to_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
     except OSError as error:
         raise LaunchError(
-            given=f"--csv {path}", found=f"{error.strerror}", fix="use another file"
+            given=f"the table {path}", found=f"{error.strerror}", fix="use another file"
         ) from None
 
 
