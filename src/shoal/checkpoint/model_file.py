@@ -1,26 +1,11 @@
-"""Files of a model's tensors, which are complete when they appear."""
+"""Files of a model's tensors."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-
-
-@contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """Yield a file next to `path` to write to; rename it to `path` after the block, or remove it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def save_pickled(tensors: dict[str, Any], path: Path) -> None:

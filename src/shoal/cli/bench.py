@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli import bench_machine
-from shoal.cli.examples import examples
-from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, Site
+from shoal.cli.options import Account, Cpus, Directive, Force, Partition, Qos, Site, examples
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -226,11 +225,10 @@ def _require_local(model: str, asked: ClusterRequest, *, dry: bool) -> None:
         )
 
 
-_Directory = Annotated[Path, typer.Argument(metavar="STUDY", help="A study's directory.")]
-
-
 @benches.command(epilog=examples("shoal bench collect studies/resnet50"))
-def collect(study: _Directory) -> None:
+def collect(
+    study: Annotated[Path, typer.Argument(metavar="STUDY", help="A study's directory.")],
+) -> None:
     """Show the results of a submitted study.
 
     It lists jobs that are waiting, running or ended without a result, and exits with 1 while
@@ -242,18 +240,18 @@ def collect(study: _Directory) -> None:
     raise typer.Exit(int(not studies.collect_study(load_study(study))))
 
 
-_First = Annotated[Path, typer.Argument(metavar="A", help="A study's directory.")]
-_Second = Annotated[Path, typer.Argument(metavar="B", help="The directory of another study.")]
-_Out = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--out", metavar="DIR", help="Directory of the page (default: B/compared-with-A)."
-    ),
-]
-
-
 @benches.command(epilog=examples("shoal bench compare studies/a studies/b"))
-def compare(first: _First, second: _Second, *, out: _Out = None) -> None:
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A study's directory.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The directory of another study.")],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", metavar="DIR", help="Directory of the page (default: B/compared-with-A)."
+        ),
+    ] = None,
+) -> None:
     """Compare two studies of one model."""
     from shoal.tools.bench.scaling import study as studies
     from shoal.tools.bench.scaling.directory import load_study

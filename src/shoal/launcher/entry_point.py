@@ -106,14 +106,14 @@ class Module:
             exec(code, module.__dict__)
 
 
-def find_script(path: str) -> str:
-    """Return the path if it is a file. Raises LaunchError."""
+def find_script(path: str, command: str = "shoal run -n 2 script.py") -> str:
+    """Return the path if it is a file. Raises LaunchError, with a command that takes one."""
     if not os.path.isfile(path):
         full = os.path.abspath(path)
         raise LaunchError(
             given=path,
             found=f"{full} is a directory" if os.path.isdir(path) else f"there is no file {full}",
-            fix="give the path of a Python file: shoal run -n 2 script.py",
+            fix=f"give the path of a Python file: {command}",
         )
     return path
 

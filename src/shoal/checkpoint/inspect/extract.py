@@ -12,9 +12,10 @@ import torch
 
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, Reference
 from shoal.checkpoint.inspect.tensor_reader import TensorFiles, blocks
-from shoal.checkpoint.model_file import appearing, save_pickled
+from shoal.checkpoint.model_file import save_pickled
 from shoal.checkpoint.state_tree import DTYPES
 from shoal.util.errors import CheckpointError
+from shoal.util.regular_file import appearing
 
 ENDINGS = (".safetensors", ".pt")
 

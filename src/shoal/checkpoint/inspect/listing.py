@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +44,8 @@ class Leftover:
 
 def entries(folder: AnyPath, *, verify: bool) -> Iterator[CheckpointEntry]:
     """Yield the checkpoints in a directory, oldest first; `verify` reads all of their files."""
-    for found in examine_all(folder, _oldest_first, read=verify):
+    for found in examine_all(folder, lambda each: candidates(each)[::-1], read=verify):
         yield _entry(found)
-
-
-def _oldest_first(folder: AnyPath) -> Sequence[AnyPath]:
-    return candidates(folder)[::-1]
 
 
 def leftovers(folder: AnyPath) -> list[Leftover]:

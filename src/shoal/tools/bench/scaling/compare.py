@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shoal.tools.bench.scaling import format
 from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread, scaling_points
-from shoal.tools.bench.scaling.configurations import Configuration, ScalingCurve
+from shoal.tools.bench.scaling.configurations import ScalingCurve
 from shoal.tools.bench.scaling.diagnosis import curve_labels
 from shoal.tools.bench.scaling.directory import Study
 from shoal.tools.bench.scaling.figures import line_figure, parts_figure, spread_lines
@@ -30,16 +30,17 @@ class Pair:
     """The same configuration in both studies.
 
     `ratio` is the second's throughput divided by the first's. Its bounds are the extremes over all
-    pairs of repeats, since the studies have no rounds in common. `changes` are the second's additional
-    seconds of a step by part.
+    pairs of repeats, since the studies have no rounds in common.
     """
 
-    curve: ScalingCurve
-    configuration: Configuration
     first: ScalingPoint
     second: ScalingPoint
     ratio: Spread
-    changes: dict[str, float]
+
+    @property
+    def curve(self) -> ScalingCurve:
+        """The curve in both."""
+        return self.second.curve
 
     @property
     def clear(self) -> bool:
@@ -111,39 +112,29 @@ def match_points(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) 
             low=row.rate.low / other.rate.high,
             high=row.rate.high / other.rate.low,
         )
-        ours, theirs = row.parts or {}, other.parts or {}
-        changes = {part: ours[part] - theirs.get(part, 0.0) for part in ours}
-        found.append(
-            Pair(
-                curve=row.curve,
-                configuration=row.configuration,
-                first=other,
-                second=row,
-                ratio=ratio,
-                changes=changes,
-            )
-        )
+        found.append(Pair(first=other, second=row, ratio=ratio))
     return found
 
 
 def largest_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     """Return the pair of each curve with the most processes."""
     by_curve = group_by(pairs, lambda pair: pair.curve).values()
-    return [max(own, key=lambda pair: pair.configuration.processes) for own in by_curve]
+    return [max(own, key=lambda pair: pair.second.processes) for own in by_curve]
 
 
 def describe_pair(pair: Pair, first: str, second: str) -> str:
     """Return `octo gives 1.25x of quad at 4 processes: 12 ms less forward, 3 ms less optimizer`."""
-    many = counted(pair.configuration.processes, "process", "es")
+    many = counted(pair.second.processes, "process", "es")
     what = f"{second} gives {pair.ratio.median:.2f}x of {first} at {many}"
     if not pair.clear:
         what += f" ({pair.ratio.low:.2f} to {pair.ratio.high:.2f}, so no clear difference)"
-    total = sum((pair.first.parts or {}).values())
-    great = sorted(pair.changes.items(), key=lambda item: -abs(item[1]))[:TOLD]
+    before, after = pair.first.parts or {}, pair.second.parts or {}
+    changes = {part: seconds - before.get(part, 0.0) for part, seconds in after.items()}
+    great = sorted(changes.items(), key=lambda item: -abs(item[1]))[:TOLD]
     told = [
         f"{three_digits(abs(seconds) * 1e3)} ms {'more' if seconds > 0 else 'less'} {SHOWN[part]}"
         for part, seconds in great
-        if abs(seconds) >= max(LEAST * total, _scatter(pair, part))
+        if abs(seconds) >= max(LEAST * pair.first.mean, _scatter(pair, part))
     ]
     return what + (": " + ", ".join(told) if told and pair.clear else "")
 
@@ -208,7 +199,7 @@ def _ratios(
     rows = [
         (
             names[pair.curve],
-            str(pair.configuration.processes),
+            str(pair.second.processes),
             *(format.format_spread(row.rate, each) for row in (pair.first, pair.second) if row.rate),
             format.format_range(pair.ratio, 1),
         )
@@ -243,7 +234,7 @@ def _beside(
     pairs: Sequence[Pair], names: Mapping[ScalingCurve, str], called: tuple[str, str]
 ) -> Figure:
     labelled = {
-        f"{pair.configuration.processes} {names[pair.curve]}: {name}": row
+        f"{pair.second.processes} {names[pair.curve]}: {name}": row
         for pair in pairs
         for name, row in zip(called, (pair.first, pair.second), strict=True)
     }

@@ -29,7 +29,7 @@ from shoal.tools.bench.scaling.configurations import (
 )
 from shoal.util.clock import CLOCK
 from shoal.util.document import to_plain
-from shoal.util.errors import CheckpointError
+from shoal.util.errors import CheckpointError, explained
 from shoal.util.packages import versions
 from shoal.util.plain import from_plain
 from shoal.util.regular_file import replace
@@ -95,21 +95,15 @@ def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | 
     study = plan_study(path, options, machine)
     if (path / FILE).exists():
         return study
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        plain = {
-            "format": FORMAT,
-            "began": study.began,
-            "options": to_plain(options),
-            "machine": dict(study.machine),
-        }
-        write_json(path / FILE, plain)
-    except OSError as error:
-        raise CheckpointError(
-            given=f"a study in {path}",
-            found=str(error),
-            fix="use a directory with write permission: --study DIR",
-        ) from None
+    content = {
+        "format": FORMAT,
+        "began": study.began,
+        "options": to_plain(options),
+        "machine": dict(study.machine),
+    }
+    fix = "use a directory with write permission: --study DIR"
+    with explained(CheckpointError, given=f"a study in {path}", fix=fix):
+        write_json(path / FILE, content)
     return study
 
 
@@ -190,15 +184,10 @@ def _is_missing(path: Path, *, failed: bool) -> bool:
 
 
 def _repeat(path: Path) -> Repeat:
-    try:
+    fix = f"rm {path}, and run the study again: it repeats this job"
+    with explained(CheckpointError, given=f"the result {path}", fix=fix, errors=(OSError, ValueError)):
         found: Repeat = from_plain(Repeat, json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            given=str(path),
-            found=f"not a result of a job: {type(error).__name__}: {error}",
-            fix=f"rm {path}, and run the study again: it repeats this job",
-        ) from None
-    return found
+        return found
 
 
 def _check_same(study: Study, options: StudyOptions, machine: Mapping[str, str]) -> None:

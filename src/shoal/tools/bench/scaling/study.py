@@ -19,7 +19,6 @@ from shoal.tools.bench.scaling.directory import Study, begin_study, load_study, 
 from shoal.tools.bench.scaling.document import study_document
 from shoal.tools.bench.scaling.subject import throughput_unit
 from shoal.tools.report.html import save_page, write_csv
-from shoal.tools.submit.display import print_script
 from shoal.tools.submit.site import Site
 from shoal.tools.submit.submit import Submission
 from shoal.tools.submit.times import spell_time
@@ -93,7 +92,7 @@ def submit_study(
     chosen = submission.plan_jobs if dry else submission.submit_jobs
     for allocation, done in chosen(path, options, asked, site):
         if dry:
-            print_script(plain_console(), done)
+            plain_console().out(done.script, end="", highlight=False)
         numbers += done.jobs
         print_line(console, f"job {', '.join(done.jobs)}".rstrip() + f": {_size(allocation, done)}")
         notes |= dict.fromkeys(done.notes)
