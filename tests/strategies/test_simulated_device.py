@@ -18,7 +18,7 @@ ONE_READ = {"item in shoal/strategies/correction.py:read": 3}
 """Loss, count and norm, in one transfer before the optimizer step."""
 OFFLOADED = {
     "copy sim to cpu in shoal/strategies/comm_timing.py:marked": 26,  # of gradients, by FSDP2
-    "copy cpu to sim in shoal/strategies/mesh_reducer.py:world_totals": 1,  # of their norm
+    "copy cpu to sim in shoal/strategies/mesh_reducer.py:totals": 1,  # of their norm
     **ONE_READ,
 }
 EVALUATED = {

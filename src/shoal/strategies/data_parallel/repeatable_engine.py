@@ -1,4 +1,4 @@
-"""Gradients of virtual ranks that another rank computes too, for the comparison of both."""
+"""The engine of `exact="bits"`, whose gradients other ranks compute too, for a comparison of both."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from shoal.data.micro import MicroBatch
 from shoal.strategies.contracts import PartialSums
 from shoal.strategies.data_parallel.fixed_order import FixedOrderReducer
 from shoal.strategies.eval_mode import random_states_kept
-from shoal.strategies.local import LocalRunner
+from shoal.strategies.local import LocalEngine
 from shoal.strategies.task import Task
 
 
-class Recomputation:
-    """Computes the partial sums of any rank, with the same bits as that rank.
+class RepeatableEngine(LocalEngine):
+    """Engine that computes the partial sums of any rank, with the same bits as that rank.
 
     `names` has the names of the parameters, in the order of the sums.
     """
 
-    def __init__(self, runner: LocalRunner, reducer: FixedOrderReducer) -> None:
-        self._runner = runner
-        self._reducer = reducer
-        held = reducer.held
-        names = {id(parameter): name for name, parameter in held.module.named_parameters()}
-        self.names = [names[id(parameter)] for parameter in held.parameters]
+    reducer: FixedOrderReducer
+
+    def __init__(self, reducer: FixedOrderReducer) -> None:
+        super().__init__(reducer)
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self.names = [names[id(parameter)] for parameter in self.held.parameters]
 
     @contextmanager
     def observed(self, observer: Callable[[PartialSums], None]) -> Iterator[None]:
         """Call `observer` with the partial sums of this rank in the batch inside the block."""
-        self._reducer.observer = observer
+        self.reducer.observer = observer
         try:
             yield
         finally:
-            self._reducer.observer = None
+            self.reducer.observer = None
 
     def compute(
         self, rank: int, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
@@ -47,13 +47,12 @@ class Recomputation:
 
         Gradients, random states and the statistics that layers record stay as they are.
         """
-        held = self._reducer.held
-        coupled = held.world.service(CoupledStep)
+        coupled = self.world.service(CoupledStep)
 
         def passes() -> Iterator[tuple[Tensor, MicroBatch]]:
             for micro in batch.micros_of(rank):
                 with coupled.processing(micro):
-                    yield self._runner.loss(task, micro, batch.seed, autocast)[0], micro
+                    yield self.loss(task, micro, batch.seed, autocast)[0], micro
 
-        with random_states_kept(held.module), coupled.recording_nothing():
-            return self._reducer.partial_sums(passes(), batch.size, scale)
+        with random_states_kept(self.module), coupled.recording_nothing():
+            return self.reducer.partial_sums(passes(), batch.size, scale)

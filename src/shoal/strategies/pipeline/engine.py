@@ -1,4 +1,4 @@
-"""The runner of a pipeline: torch's schedules over this rank's stages."""
+"""The engine of a pipeline: torch's schedules over this rank's stages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from shoal._torch.dispatch import tree_flatten, tree_map
-from shoal._torch.modules import set_tables
 from shoal._torch.pipelining import failed_to_split, step_micro_batches
 from shoal.data.batch import Batch
 from shoal.data.micro import Draws, MicroBatch
 from shoal.distributed.pipeline_schedules import SCHEDULES, micro_batches_refused
 from shoal.distributed.world import World
-from shoal.strategies.activation_checkpoint import runs_again
-from shoal.strategies.compiled import RepeatedBlocks, compile_parts, recomputed_refused
 from shoal.strategies.contracts import no_gradient
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.coupled_layers import say_draws
-from shoal.strategies.engine import Runner
+from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.eval_mode import untouched
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.fsdp.precision import GatheredPrecision
@@ -38,12 +35,10 @@ from shoal.strategies.mesh_reducer import (
     summing_group,
 )
 from shoal.strategies.module_patterns import find_units
-from shoal.strategies.partition.check import SplitCheck
 from shoal.strategies.partition.draw_counts import DrawCounts
-from shoal.strategies.partition.inputs import Inputs, bring, by_name, hold
-from shoal.strategies.partition.members import StageRanks
-from shoal.strategies.partition.stages import OuterGraph, Stage, keep_only, tied
-from shoal.strategies.partition.unsplit import UnsplitModel
+from shoal.strategies.partition.inputs import Inputs, bring, hold
+from shoal.strategies.partition.own_stages import OwnStages
+from shoal.strategies.partition.stages import OuterGraph, Stage, tied
 from shoal.strategies.pipeline.flow import Form, Forms, StageFlow
 from shoal.strategies.pipeline.stage import StageModule, learns
 from shoal.strategies.pipeline.timed_stage import MarkedStage, StagedBatch, schedule_marked, staged
@@ -54,8 +49,8 @@ from shoal.telemetry.step_timer import BACKWARD, FORWARD, UPDATE
 from shoal.util.errors import ShoalError, StepError
 
 
-class PipelineRunner(Runner):
-    """Runner of the stages of this rank in the order of the schedule. The last stage reports the loss.
+class PipelineEngine(ReducerEngine):
+    """Engine of the stages of this rank in the order of the schedule. The last stage reports the loss.
 
     `owners` are the ranks of the stages within the pipeline. `stage_strategy` defines how FSDP shards
     the parameters of stages if the layout has an axis for it.
@@ -65,6 +60,8 @@ class PipelineRunner(Runner):
     tensors between stages. A forward pass of one micro-batch finds them for each new shape of the
     inputs.
     """
+
+    reducer: MeshReducer
 
     def __init__(
         self,
@@ -77,13 +74,10 @@ class PipelineRunner(Runner):
         schedule: str,
         stage_strategy: FSDP,
     ) -> None:
-        self._module = module
-        self._world = world
         self._division = division_of(module)
         _check_sharded_activations(self._division)
         self._kind = SCHEDULES[schedule]
         self._name = schedule
-        self._signature = outer.signature
         self._owners = list(owners)
         self._place = world.layout.coordinate(world.rank, "pipeline")
         self._group = world.mesh["pipeline"].get_group()
@@ -97,30 +91,19 @@ class PipelineRunner(Runner):
         self._sharded = world.layout.degree("shard") > 1
         self._precisions: list[GatheredPrecision] = []
         """Those of the sharded stages of this rank."""
-        kept = [stages[number] for number in mine]
         units = find_units(module, stage_strategy.modules) if self._sharded else []
-        members = StageRanks(self._group, self._place, self._owners, world.device)
-        uncut = UnsplitModel(outer, stages, members, self._compute_alone)
-        self._proof = SplitCheck(uncut, module, world, outer.given)
-        self._recomputed = runs_again(module)
-        self._blocks = RepeatedBlocks(module)
-        self._blocks.keep_in(self._parts.values())
-        others = [stage for number, stage in enumerate(stages) if number not in mine]
-        keep_only(module, kept, others)
-        for stage in others:
-            set_tables(stage.body, {}, {}, {})  # frees their memory
-        self._place_parameters(stage_strategy, kept, units)
-        self._held = HeldParameters(module, world)
-        self.reducer = self._reducer = MeshReducer(
-            self._held,
+        self._own = OwnStages(outer, stages, mine, self._owners, world, self._compute_alone)
+        self._place_parameters(module, world, stage_strategy, units)
+        reducer = MeshReducer(
+            HeldParameters(module, world),
             reports_loss=last in mine and first_along(world, "context", "tensor"),
             gradient_group=None if self._sharded else summing_group(world),
             buffer_group=data_group(world),
             norm=norm_of_parts,
         )
+        super().__init__(reducer)
         self._forms: dict[object, Forms] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
-        self._compiled = False
         self._current = StagedBatch((), 0, ())
         self._sums_up = False
         """Whether the model returned a sum over the samples of a padded micro-batch."""
@@ -132,16 +115,16 @@ class PipelineRunner(Runner):
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
         """Run the schedule, then sum gradients over replicas; see the contract."""
-        timeline = self._world.timeline
+        timeline = self.world.timeline
         timeline.enter(FORWARD)
-        self._held.check_converted()
+        self.held.check_converted()
         self._compute_in(autocast)
-        inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
+        inputs = [self._own.inputs(task, micro, batch.seed) for micro in batch.micros]
         self._find_slices(inputs[0], batch.micros[0], batch.seed)
         for one, micro in zip(inputs, batch.micros, strict=True):
             self._prove(one, micro, batch.seed, autocast)
         self._current = _, rows, _ = staged(
-            batch, keyed=not self._compiled
+            batch, keyed=not self._own.compiled
         )  # stages of compiled code share no counts
         for one, micro in zip(inputs, batch.micros, strict=True):
             one.update(_filled_up(one, micro.samples, rows))
@@ -154,8 +137,8 @@ class PipelineRunner(Runner):
         self._sums_up = False
         self._loss_of = partial(self._loss, task, batch, scale, rows)
         timeline.enter(BACKWARD)
-        tensors = self._division is not None and not self._compiled
-        with other_gradients_kept(self._held), schedule_marked(timeline, tensors=tensors):
+        tensors = self._division is not None and not self._own.compiled
+        with other_gradients_kept(self.held), schedule_marked(timeline, tensors=tensors):
             try:
                 numbers = list(range(len(inputs)))
                 named = [{"micro": number} for number in numbers]
@@ -168,14 +151,14 @@ class PipelineRunner(Runner):
                     raise self._not_split(error) from error
                 raise
         self._check_sums(batch)
-        say_draws(self._module, self._world)
-        self._reducer.reduce()
+        say_draws(self.module, self.world)
+        self.reducer.reduce()
         timeline.enter(UPDATE)
-        return self._reducer.totals()
+        return self.reducer.totals()
 
     def _not_split(self, error: Exception) -> StepError:
         return StepError(
-            given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self._module).__name__}",
+            given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self.module).__name__}",
             found="torch failed to run backward in two parts, which only some models support: "
             f"{str(error.__cause__ or error).strip().partition(chr(10))[0]}",
             fix="use schedule='interleaved', which does not split the backward pass",
@@ -184,12 +167,12 @@ class PipelineRunner(Runner):
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output on the rank of the last stage, None on others. Collective."""
         self._compute_in(autocast)
-        inputs = self._inputs(task, micro, seed)
+        inputs = self._own.inputs(task, micro, seed)
         if self._division is not None and not self._division.proved:
             call = partial(self._output, inputs, micro, seed)
-            self._division.prove(self._module, self._world, call, inputs)
+            self._division.prove(self.module, self.world, call, inputs)
         self._find_slices(inputs, micro, seed)
-        if not self._module.training:  # in a trial, some layers are in eval mode; a step compares them
+        if not self.module.training:  # in a trial, some layers are in eval mode; a step compares them
             self._prove(inputs, micro, seed, autocast)
         return self._output(inputs, micro, seed)
 
@@ -211,22 +194,13 @@ class PipelineRunner(Runner):
                 found=found,
                 fix="use compile='inductor' with schedule='1f1b' or 'interleaved'",
             )
-        if how == "blocks":
-            self._blocks.compile()
-        else:
-            if self._recomputed:
-                raise recomputed_refused(f"compile={how!r}")
-            compile_parts(self._parts.values())
-        self._compiled = True
+        self._own.compile(how, self._parts.values())
 
     def _place_parameters(
-        self,
-        stage_strategy: FSDP,
-        kept: Sequence[Stage],
-        units: Sequence[nn.Module],
+        self, module: nn.Module, world: World, stage_strategy: FSDP, units: Sequence[nn.Module]
     ) -> None:
         """Allocate the stages on the device, sharded if needed, with the same tensors as the module."""
-        module, world = self._module, self._world
+        kept = self._own.kept
         if self._sharded:
             if tied(kept, range(len(kept))) is not None:
                 raise StepError(
@@ -247,23 +221,21 @@ class PipelineRunner(Runner):
 
     def _find_slices(self, inputs: Inputs, micro: MicroBatch, seed: int) -> None:
         """Find which slices of activations a rank draws numbers for, once. Collective."""
-        slices, training = slices_of(self._module), self._module.training
-        if slices is None or self._compiled or not training:
+        slices, training = slices_of(self.module), self.module.training
+        if slices is None or self._own.compiled or not training:
             return
         call = partial(self._output, inputs, micro, seed)
         # The mode of the model alone: ranks do not know the modes of the modules of other stages.
-        slices.find(self._module, self._world, call, inputs, (training,))
+        slices.find(self.module, self.world, call, inputs, (training,))
 
     def _prove(
         self, inputs: Inputs, micro: MicroBatch, seed: int, autocast: torch.dtype | None
     ) -> None:
         """Compare the stages with the original model, for the first inputs of this structure."""
-        if self._compiled and self._module.training:
-            return  # compiled code draws other random numbers
         # Ranks with other samples gather sharded stages too, and may have compared them already.
         structure = None if self._sharded else inputs
-        flow, draws = partial(self._output, inputs, micro, seed), partial(Draws, micro, seed)
-        self._proof.check(structure, micro.value, lambda: inputs, flow, draws, autocast)
+        flow = partial(self._output, inputs, micro, seed)
+        self._own.prove(micro, seed, lambda: inputs, flow, autocast, structure=structure)
 
     def _compute_alone(self, number: int, name: str, args: Any, kwargs: Any) -> Any:
         """Call one module of a stage as the stage does."""
@@ -276,9 +248,6 @@ class PipelineRunner(Runner):
             part.autocast = autocast
         for precision in self._precisions:
             precision.use(autocast)
-
-    def _inputs(self, task: Task, micro: MicroBatch, seed: int) -> Inputs:
-        return by_name(self._signature, *task.arguments(micro, seed), type(self._module).__name__)
 
     def _schedule(
         self, inputs: Sequence[Inputs], autocast: torch.dtype | None
@@ -306,19 +275,19 @@ class PipelineRunner(Runner):
         Uses the current mode, because layers may compute in another dtype in the other mode.
         """
         first = self._current.draws[0]
-        with untouched(self._module, inputs):
+        with untouched(self.module, inputs):
             _, forms = self._flow.run(inputs, first and Draws(first.micro, first.seed))
         return forms
 
     def _build(self, forms: Forms, micro_batches: int) -> tuple[Any, list[PipelineStage]]:
         stages: list[PipelineStage] = [
             MarkedStage(
-                self._world,
+                self.world,
                 lambda: self._current,
                 part,
                 number,
                 len(self._owners),
-                self._world.device,
+                self.world.device,
                 input_args=_examples(forms[number][0]),
                 output_args=_examples(forms[number][1]),
                 group=self._group,
@@ -335,12 +304,12 @@ class PipelineRunner(Runner):
                 scale_grads=False,
             )
         except ValueError as error:
-            ranks = self._world.layout.degree("pipeline")
+            ranks = self.world.layout.degree("pipeline")
             raise micro_batches_refused(self._name, ranks, micro_batches, error) from None
         return schedule, stages
 
     def _timed_loss(self, output: Any, number: int) -> Tensor:
-        with self._world.timeline.within(FORWARD):
+        with self.world.timeline.within(FORWARD):
             return self._loss_of(output, number)
 
     def _loss(
@@ -348,7 +317,7 @@ class PipelineRunner(Runner):
     ) -> Tensor:
         micro = batch.micros[number]
         part = self._parts[len(self._owners) - 1]
-        with mixed(self._world.device, part.autocast):
+        with mixed(self.world.device, part.autocast):
             found = part.whole(output)
             if micro.samples < rows:
                 self._sums_up = self._sums_up or any(map(_is_sum, tree_flatten(found)[0]))
@@ -356,16 +325,16 @@ class PipelineRunner(Runner):
             loss, count = task.reduce(found, micro, batch.seed)
         if not loss.requires_grad:
             raise no_gradient()
-        self._held.losses.append((loss.detach(), count, micro.weight))
+        self.held.losses.append((loss.detach(), count, micro.weight))
         return loss * (scale * micro.weight / batch.size)
 
     def _check_sums(self, batch: Batch) -> None:
         """Raise StepError if the model sums over samples of padded micro-batches, which is wrong."""
-        even = batch.size % (self._world.data_size * len(batch.micros)) == 0
-        if even or not any(self._world.gather(self._sums_up)):
+        even = batch.size % (self.world.data_size * len(batch.micros)) == 0
+        if even or not any(self.world.gather(self._sums_up)):
             return
         raise StepError(
-            given=f"a number among the outputs of a {type(self._module).__name__} in a pipeline",
+            given=f"a number among the outputs of a {type(self.module).__name__} in a pipeline",
             found="it was computed over samples that include the padding of a short micro-batch",
             fix="compute it in the loss, from outputs with a row for each sample; or use "
             "shoal.Loader(…, drop_last=True) with equal micro-batches",

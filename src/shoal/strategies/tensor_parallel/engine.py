@@ -1,4 +1,4 @@
-"""The runner and the engine of a model whose layers are sharded by a plan."""
+"""The engine of a model whose layers are sharded by a plan."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from shoal.strategies.comm_timing import tensors_awaited
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.coupled_layers import say_draws
-from shoal.strategies.engine import Runner, SynchronousEngine
 from shoal.strategies.held_parameters import HeldParameters
-from shoal.strategies.local import LocalRunner
+from shoal.strategies.local import LocalEngine
 from shoal.strategies.mesh_reducer import (
     MeshReducer,
     data_group,
@@ -39,102 +38,97 @@ from shoal.util.errors import StepError
 Exact: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
-def tensor_parallel_engine(module: nn.Module, world: World) -> SynchronousEngine:
+def tensor_parallel_engine(module: nn.Module, world: World) -> PlannedEngine:
     """Return the engine of a model with sharded layers, which sums gradients over replicas."""
-    reducer = MeshReducer(
-        HeldParameters(module, world),
-        reports_loss=first_along(world),
-        gradient_group=summing_group(world),
-        buffer_group=data_group(world),
-        norm=norm_of_parts,
+    return PlannedEngine(
+        MeshReducer(
+            HeldParameters(module, world),
+            reports_loss=first_along(world),
+            gradient_group=summing_group(world),
+            buffer_group=data_group(world),
+            norm=norm_of_parts,
+        )
     )
-    return SynchronousEngine(local_runner(reducer))
 
 
-def local_runner(reducer: Reducer, exact: Exact = nullcontext) -> Runner:
-    """Return the local runner for the module of `reducer`, with or without a plan.
+class PlannedEngine(LocalEngine):
+    """Engine that checks a plan on the first batch, and computes losses of sharded logits in parts.
 
     In the context `exact` the module computes with parameters in their own dtype.
-    """
-    division = division_of(reducer.held.module)
-    runner = LocalRunner(reducer)
-    return runner if division is None else PlannedRunner(runner, division, exact)
-
-
-class PlannedRunner(Runner):
-    """Runner that checks a plan on the first batch, and computes losses of sharded logits in parts.
 
     torch's `loss_parallel` skips the backward of every log-softmax over sharded classes, because the
     backward of the negative log-likelihood does both. A loss that uses a log-softmax in another way
     would be right, with wrong gradients. It raises StepError.
     """
 
-    loopable = True
-
-    def __init__(self, runner: LocalRunner, division: ShardedLayers, exact: Exact) -> None:
+    def __init__(self, reducer: Reducer, exact: Exact = nullcontext) -> None:
+        super().__init__(reducer)
+        self.division = division_of(self.module)
+        """The layers of the plan; None if there is no plan, as with FSDP alone."""
         self._exact = exact
-        self.reducer = runner.reducer
-        self._local = runner
-        self._division = division
-        self._module = runner.reducer.held.module
-        self._world = runner.reducer.held.world
 
     def compile(self, how: str) -> None:
         """Compile as in one process, if torch can compile the layers of the plan."""
-        check_compilable(self._division, how)
-        self._local.compile(how)
+        check_compilable(self.division, how)
+        super().compile(how)
 
     def compile_with(self, compiler: Compiler) -> None:
         """Compile as in one process, if torch can compile the layers of the plan."""
-        check_compilable(self._division, "inductor")
-        self._local.compile_with(compiler)
+        check_compilable(self.division, "inductor")
+        super().compile_with(compiler)
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
         """Run as on one process, with sharded logits if the plan has them; see the contract."""
+        division = self.division
+        if division is None:
+            return super().gradients(task, batch, autocast=autocast, scale=scale)
         self._find_slices(task, batch.micros[0], batch.seed)
         with ExitStack() as stack:
-            if not self._local.compiled:  # compiled code cannot be marked
-                stack.enter_context(tensors_awaited(self._world.timeline))
-                stack.enter_context(self._draws_of_slices())
-            if self._division.logits:
-                stack.enter_context(self._division.logits_kept())
+            if not self.compiled:  # compiled code cannot be marked
+                stack.enter_context(tensors_awaited(self.world.timeline))
+                stack.enter_context(self._draws_of_slices(division))
+            if division.logits:
+                stack.enter_context(division.logits_kept())
                 stack.enter_context(_divided_losses())
-            totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
-        say_draws(self._module, self._world)
+            totals = super().gradients(task, batch, autocast=autocast, scale=scale)
+        say_draws(self.module, self.world)
         return totals
 
-    def _draws_of_slices(self) -> AbstractContextManager[object]:
-        slices = slices_of(self._module)
-        known = slices is not None and slices.known and self._division.sequence
+    def _draws_of_slices(self, division: ShardedLayers) -> AbstractContextManager[object]:
+        slices = slices_of(self.module)
+        known = slices is not None and slices.known and division.sequence
         return DTensorDraws() if known else nullcontext()
 
     def _find_slices(self, task: Task, micro: MicroBatch, seed: int) -> None:
-        slices = slices_of(self._module)
-        if slices is None or self._local.compiled or not self._module.training:
+        slices = slices_of(self.module)
+        if slices is None or self.compiled or not self.module.training:
             return
-        call = partial(self._local.infer, task, micro, seed, autocast=None)
+        call = partial(super().infer, task, micro, seed, autocast=None)
         with self._exact():
-            slices.find(self._module, self._world, call, micro.value)
+            slices.find(self.module, self.world, call, micro.value)
 
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output, and check the plan the first time, even if the sharded model fails."""
+        if self.division is None:
+            return super().infer(task, micro, seed, autocast=autocast)
         self._find_slices(task, micro, seed)
         try:
-            with self._draws_of_slices():
-                output = self._local.infer(task, micro, seed, autocast=autocast)
+            with self._draws_of_slices(self.division):
+                output = super().infer(task, micro, seed, autocast=autocast)
         except Exception:
             self.check_model()
             raise
         self.check_model()
-        say_draws(self._module, self._world)
+        say_draws(self.module, self.world)
         return output
 
     def check_model(self) -> None:
-        """Check the plan once; see the contract."""
-        with self._exact():
-            self._division.prove(self._module, self._world)
+        """Check the plan once, if there is one; see the contract."""
+        if self.division is not None:
+            with self._exact():
+                self.division.prove(self.module, self.world)
 
 
 def check_compilable(division: ShardedLayers | None, how: str) -> None:
