@@ -152,8 +152,9 @@ def mean_loss(output: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, int]:
 def penalty_in_loss(layers: nn.Module, x: Tensor, reduction: str) -> Tensor:
     """A penalty that the loss function computes, as those of GANs are written."""
     x = x.detach().requires_grad_()
-    slope = torch.autograd.grad(layers(x).sum(), x, create_graph=True)[0]
-    found: Tensor = getattr((slope.norm(dim=1) - 1).square(), reduction)()
+    y = layers(x)
+    slope = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+    found: Tensor = getattr((slope.norm(dim=1) - 1).square() + y[:, 0], reduction)()
     return found
 
 
