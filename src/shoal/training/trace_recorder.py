@@ -144,7 +144,6 @@ class Recorder:
             recording.profiler.stop()
             path = trace_path(self._folder, self._world.rank, recording.window)
             try:
-                self._folder.mkdir(exist_ok=True)
                 with appearing(path) as part:
                     recording.profiler.export_chrome_trace(str(part))
                 self._forget_others(recording.window)

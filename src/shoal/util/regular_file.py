@@ -51,8 +51,9 @@ def replace(path: Path, text: str) -> None:
 def appearing(path: Path) -> Iterator[Path]:
     """Yield a file next to `path` to write to; rename it to `path` after the block, or remove it.
 
-    A reader of `path` sees either the old file or the complete new one.
+    So a reader sees either the old or the new file, and two processes may write it at once.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield partial

@@ -33,8 +33,7 @@ def main() -> None:
         report = run_storm(request, Path.cwd(), SCRATCH / "shoal-chaos")
         sys.stdout.write(json.dumps(report.as_json()))
     except ShoalError as error:
-        content = {"given": error.given, "found": error.found, "fix": error.fix}
-        sys.stdout.write(json.dumps(content))
+        sys.stdout.write(json.dumps(error.texts))
     finally:
         end_processes()
         shutil.rmtree(SCRATCH / "shoal-chaos", ignore_errors=True)

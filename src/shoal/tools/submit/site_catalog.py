@@ -82,9 +82,9 @@ def choose(name: str | None, host: str | None = None) -> Decision[Site]:
     """
     if name is not None:
         return Decision(what="site", value=load(find_entry(name)), reason=GIVEN)
-    if env_vars.site():
-        reason = f"{GIVEN}: {env_vars.SITE}={env_vars.site()}"
-        return Decision(what="site", value=load(find_entry(env_vars.site())), reason=reason)
+    if own := env_vars.variable(env_vars.SITE):
+        reason = f"{GIVEN}: {env_vars.SITE}={own}"
+        return Decision(what="site", value=load(find_entry(own)), reason=reason)
     host = socket.gethostname() if host is None else host
     for entry in entries().values():
         site = load(entry)

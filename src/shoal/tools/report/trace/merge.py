@@ -72,7 +72,6 @@ def merge_traces(run: str | Path, first: int, last: int) -> Path:
 
 def write_trace(folder: Path, window: Window, events: Iterable[Event]) -> Path:
     """Write events as a trace, one by one, since there may be millions."""
-    folder.mkdir(exist_ok=True)
     path = folder / f"steps-{window.first}-{window.last}.json.gz"
     with (
         appearing(path) as part,
