@@ -15,6 +15,7 @@ import pytest
 from helpers.rank_facts import SHOAL, call, grave, seen, words
 from shoal.distributed.link_speed import LinkMeasurements
 from shoal.tools.doctor.checks import clocks, compute, filesystem, gpus, host, links, placement
+from shoal.tools.doctor.checks.compute import find_slow
 from shoal.tools.doctor.checks.software import Software, check_software, describe_sources
 from shoal.tools.doctor.findings import (
     CheckResult,
@@ -27,7 +28,6 @@ from shoal.tools.doctor.findings import (
     ok,
     warning,
 )
-from shoal.tools.doctor.outliers import find_slow
 from shoal.tools.doctor.runner import DoctorRequest, examine_alone
 from shoal.util.differences import differences
 from shoal.util.tables import rendered

@@ -256,7 +256,7 @@ def test_many_ranks_are_shown_by_the_slowest(tmp_path: Path) -> None:
     plant = Plant(part="forward", ranks=[70], seconds=5e-3)
     history = read_history(write(tmp_path, simulate(80, 64, [plant])))
     one = judged(history)
-    table = tables.rank_table(one)
+    table, _ = tables.rank_tables(one)
     assert len(table.rows) == tables.MOST
     assert "70" in [row[0] for row in table.rows]
     assert "of 80 that waited least" in table.caption

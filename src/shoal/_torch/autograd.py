@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,9 +76,9 @@ def averages(loss: Tensor) -> bool | None:
     return None if reduction not in (1, 2) else reduction == 1
 
 
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the leaves of the graph of `loss` that require gradients. Only nodes have them."""
-    waiting, seen, found = [loss.grad_fn], set[Any](), []
+def leaves_of(losses: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves of the graph of `losses` that require gradients. Only nodes have them."""
+    waiting, seen, found = [each.grad_fn for each in losses], set[Any](), []
     while waiting:
         node: Any = waiting.pop()
         if node is None or node in seen:

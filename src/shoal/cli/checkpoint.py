@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.examples import examples
+from shoal.cli.options import examples
 from shoal.cli.output import show_document
-from shoal.util.errors import CheckpointError
+from shoal.util.errors import CheckpointError, explained
 
 if TYPE_CHECKING:
     from shoal.checkpoint import AnyPath
@@ -160,17 +159,11 @@ def _place(text: str) -> AnyPath:
     return path_from(text)
 
 
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
+def _readable(path: str) -> AbstractContextManager[None]:
     """Convert errors of the file system to CheckpointErrors."""
     from shoal.checkpoint import is_url, masked_url
 
-    try:
-        yield
-    except OSError as error:
-        here = "check that you may read and write there (ls -ld), and that there is room (df -h)"
-        raise CheckpointError(
-            given=masked_url(path),
-            found=str(error),
-            fix="check that fsspec can access it with your credentials" if is_url(path) else here,
-        ) from None
+    fix = "check that you may read and write there (ls -ld), and that there is room (df -h)"
+    if is_url(path):
+        fix = "check that fsspec can access it with your credentials"
+    return explained(CheckpointError, given=masked_url(path), fix=fix)

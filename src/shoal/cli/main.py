@@ -14,10 +14,9 @@ from shoal.cli import submit as jobs
 from shoal.cli.chaos import chaos
 from shoal.cli.checkpoint import checkpoints
 from shoal.cli.doctor import doctor
-from shoal.cli.examples import examples
+from shoal.cli.options import SCRIPT_LAST, ScriptArgs, examples
 from shoal.cli.plan import plan
 from shoal.cli.report import report
-from shoal.cli.submit_options import SCRIPT_LAST, ScriptArgs
 from shoal.cli.usage import report_all_problems
 from shoal.cli.verify import verify
 from shoal.util.errors import LaunchError, ShoalError

@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from shoal.util.document import Document
 
 
-def show_document(document: Document, *, as_json: bool = False, html: Path | None = None) -> None:
+def show_document(
+    document: Document, *, as_json: bool = False, html: Path | None = None, stderr: bool = False
+) -> None:
     """Write the page to `html`, a file, if given; print the document, or its values as JSON.
+
+    With `stderr`, it is not printed on standard output.
 
     Raises LaunchError if the page can't be written.
     """
@@ -26,4 +30,4 @@ def show_document(document: Document, *, as_json: bool = False, html: Path | Non
     if as_json:
         typer.echo(to_json(document))
     else:
-        print_document(plain_console(), document)
+        print_document(plain_console(stderr=stderr), document)

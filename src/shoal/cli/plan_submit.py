@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from shoal.cli.options import SCRIPT_LAST
 from shoal.cli.submit import submit
-from shoal.cli.submit_options import SCRIPT_LAST
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.options import AsJson, ScriptArgs
 from shoal.cli.output import show_document
 from shoal.cli.submit import script_arguments
-from shoal.cli.submit_options import ScriptArgs
 from shoal.util.errors import LaunchError
 
 
@@ -39,7 +39,7 @@ def verify(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML page.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check if restarts or ranks change the results.
 
@@ -47,7 +47,7 @@ def verify(
     observes it. The exit code is 1 if a property is refuted.
     """
     from shoal.tools.verify.audit import audit_script
-    from shoal.tools.verify.display import audit_document
+    from shoal.tools.verify.document import audit_document
     from shoal.tools.verify.variants import VerifyRequest, check_request
     from shoal.util.tables import plain_console, print_path
 

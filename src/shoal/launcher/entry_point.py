@@ -107,9 +107,9 @@ class Module:
             exec(code, module.__dict__)
 
 
-def find_script(path: str) -> str:
-    """Return the path if it is a file. Raises LaunchError."""
-    check_file(LaunchError, path, path, fix="give the path of a Python file: shoal run -n 2 script.py")
+def find_script(path: str, command: str = "shoal run -n 2 script.py") -> str:
+    """Return the path if it is a file. Raises LaunchError, with a command that takes one."""
+    check_file(LaunchError, path, path, fix=f"give the path of a Python file: {command}")
     return path
 
 

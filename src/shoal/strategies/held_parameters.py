@@ -121,8 +121,8 @@ class HeldParameters:
                 + ", ".join(sorted(name or "the model" for name in resized))
             )
 
-    def leaves(self, loss: Tensor) -> list[Tensor] | None:
-        """Return the leaves to pass to backward of `loss` as `inputs`, or None if that is not needed.
+    def leaves(self, *losses: Tensor) -> list[Tensor] | None:
+        """Return the leaves to pass to backward of `losses` as `inputs`, or None if that is not needed.
 
         With several models, the loss of one may run through another (a GAN's generator through the
         discriminator), whose parameters must not learn from it. Leaves that are no parameters are
@@ -132,7 +132,7 @@ class HeldParameters:
         if len(engines_of(self.world)) == 1:
             return None
         own = [p for p in self.parameters if p.requires_grad]  # some may have been frozen since
-        return [*own, *(leaf for leaf in leaves_of(loss) if not isinstance(leaf, nn.Parameter))]
+        return [*own, *(leaf for leaf in leaves_of(losses) if not isinstance(leaf, nn.Parameter))]
 
     def check(self) -> None:
         """Raise StepError if the set of trainable parameters has changed since the beginning."""

@@ -241,18 +241,18 @@ def step_columns(block: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     for name in ("loss", "counted", "size"):
         if name in block:
             columns[name] = _column(block[name], count)
-    columns["load"] = durations(block["load"], count, 1e6)
+    columns["load"] = _durations(block["load"], count)
     for name in _TIMES:
         if name in block:
-            columns[name] = durations(block[name], count, 1e6)
+            columns[name] = _durations(block[name], count)
     return columns
 
 
-def durations(values: object, count: int, per_second: float = 1.0) -> NDArray[np.float64]:
-    """Return durations in seconds; 0 for invalid ones. Raise ValueError if there are not `count`."""
+def _durations(values: object, count: int) -> NDArray[np.float64]:
+    """Return durations in seconds from microseconds; 0 for invalid ones."""
     import numpy as np
 
-    found = _column(values, count) / per_second
+    found = _column(values, count) / 1e6
     if not (found.min(initial=0) >= 0 and found.max(initial=0) <= _LONG_AGO):  # also if one is NaN
         found = np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0).clip(0.0, _LONG_AGO)
     return found

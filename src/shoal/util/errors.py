@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from shoal.util.safe_text import printable
@@ -39,6 +41,21 @@ class ShoalError(Exception):
     def texts(self) -> dict[str, str]:
         """The arguments of an equal error, as JSON can hold them."""
         return {"given": self.given, "found": self.found, "fix": self.fix}
+
+
+@contextmanager
+def explained(
+    kind: type[ShoalError],
+    *,
+    given: str,
+    fix: str,
+    errors: type[Exception] | tuple[type[Exception], ...] = OSError,
+) -> Iterator[None]:
+    """Convert errors of a block, such as those of the file system, to a ShoalError with their text."""
+    try:
+        yield
+    except errors as error:
+        raise kind(given=given, found=str(error), fix=fix) from None
 
 
 class LaunchError(ShoalError):

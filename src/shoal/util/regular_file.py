@@ -1,4 +1,4 @@
-"""Writing of files: only regular ones, never through a symbolic link, complete when they appear.
+"""Files to write: only regular ones, never through a symbolic link, and complete when they appear.
 
 A run directory may come from someone else, with links in place of files that a run writes.
 Directories in it may be links, since users keep checkpoints on another file system that way.

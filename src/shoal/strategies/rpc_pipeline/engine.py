@@ -234,8 +234,7 @@ class RPCPipelineEngine(ReducerEngine):
         self, received: Sequence[Tensor], roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> None:
         """Run backward to the parameters of this rank and to the received tensors."""
-        leaves = self.held.leaves()
-        inputs = None if leaves is None else [*leaves, *received]
+        inputs = self.held.leaves(*roots)  # and the received tensors, which are no parameters
         pairs = zip(roots, gradients, strict=True)
         known = [(root, each.to(root.device)) for root, each in pairs if each is not None]
         if known and inputs != []:

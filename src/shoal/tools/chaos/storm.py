@@ -24,12 +24,10 @@ import psutil
 from shoal.checkpoint.store import Manifest
 from shoal.tools.chaos.containment import StormDisk
 from shoal.tools.chaos.control import ActionRequest, ControlDirectory, Notice
-from shoal.tools.chaos.faults import KINDS, Fault, Survey, plan_faults
+from shoal.tools.chaos.faults import KINDS, Fault, Survey, plan_faults, shrink
 from shoal.tools.chaos.final_state import checkpoint_directories, digest_end, latest_checkpoint
 from shoal.tools.chaos.rank import START
-from shoal.tools.chaos.report import InjectedFault, StormReport
-from shoal.tools.chaos.request import StormRequest
-from shoal.tools.chaos.shrink import shrink
+from shoal.tools.chaos.report import InjectedFault, StormReport, StormRequest
 from shoal.tools.verify.variants import copy_directory
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
@@ -196,27 +194,27 @@ def _run_again(command: Sequence[str], home: Path) -> list[tuple[float, str]]:
 
 def _perform(request: ActionRequest, launcher: int, disk: StormDisk, seed: int) -> None:
     """Inject a fault that a rank can't inject by itself, or end one."""
-    action, pid = request.action, request.pid
-    if action == "kill-launcher":
-        os.kill(launcher, signal.SIGKILL)
-    elif action == "kill-all":
-        end_processes()
-    elif action == "bit-flip":
-        flip_bit(disk.path, random.Random(f"{seed} {request.number}"))
-        end_processes()
-    elif action == "remove-checkpoint":
-        end_processes()
-        for path, _ in replaceable_checkpoints(disk.path):
-            shutil.rmtree(path)
-    elif action == "stop":
-        os.kill(pid, signal.SIGSTOP)
-        threading.Timer(STOP_SECONDS, _continue, (pid,)).start()
-    elif action == "disk-full":
-        disk.fill()
-    elif action == "inodes-full":
-        disk.fill_inodes()
-    else:
-        disk.restore()
+    match request.action:
+        case "kill-launcher":
+            os.kill(launcher, signal.SIGKILL)
+        case "kill-all":
+            end_processes()
+        case "bit-flip":
+            flip_bit(disk.path, random.Random(f"{seed} {request.number}"))
+            end_processes()
+        case "remove-checkpoint":
+            end_processes()
+            for path, _ in replaceable_checkpoints(disk.path):
+                shutil.rmtree(path)
+        case "stop":
+            os.kill(request.pid, signal.SIGSTOP)
+            threading.Timer(STOP_SECONDS, _continue, (request.pid,)).start()
+        case "disk-full":
+            disk.fill()
+        case "inodes-full":
+            disk.fill_inodes()
+        case _:
+            disk.restore()
 
 
 def _continue(pid: int) -> None:

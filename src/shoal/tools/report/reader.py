@@ -114,42 +114,41 @@ class Reader:
         return {rank: path for rank, path in found.items() if self._only in (None, rank)}
 
     def _take(self, file: _File, lines: list[bytes]) -> None:
-        for line in lines:
-            event = parse_event(line, brief=True)
-            known = event is not None or not line.strip()
-            if event is not None:
-                try:
-                    self._event(file, event)
-                except MALFORMED:
-                    known = False
-            if not known:
+        for line in filter(bytes.strip, lines):
+            try:
+                self._event(file, parse_event(line, brief=True))
+            except MALFORMED:
                 self.history.skipped += 1
         self._shorten(file)
 
-    def _event(self, file: _File, event: dict[str, Any]) -> None:
+    def _event(self, file: _File, event: Event | None) -> None:
+        if event is None:
+            raise ValueError("not an event")
         kind, time = event["event"], float(event.get("t", 0.0))
-        if kind == "start":
-            began = float(event.get("began", time))
-            if not np.isfinite(began):
-                raise ValueError("an attempt without a start time")
-            file.attempt = self.history.attempt(began, after=file.attempt)
-            file.attempt.starts[file.rank] = event
-            file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
-            file.waiting.clear()
-        elif kind == "steps":
-            self._steps(file, event["name"], step_columns(event))
-        elif kind == "usage":
-            _add_usage(self._attempt(file), file.rank, event)
-        elif kind == "collectives":
-            _add_traffic(self._attempt(file), file.rank, event)
-        elif kind == "restore" or file.attempt is None:
-            file.waiting.append(event)
-        elif kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
-            file.attempt.events.append((file.rank, event))
+        match kind:
+            case "start":
+                began = float(event.get("began", time))
+                if not np.isfinite(began):
+                    raise ValueError("an attempt without a start time")
+                file.attempt = self.history.attempt(began, after=file.attempt)
+                file.attempt.starts[file.rank] = event
+                file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
+                file.waiting.clear()
+            case "steps":
+                self._steps(file, event)
+            case "usage":
+                _add_usage(self._attempt(file), file.rank, event)
+            case "collectives":
+                _add_traffic(self._attempt(file), file.rank, event)
+            case _ if kind == "restore" or file.attempt is None:
+                file.waiting.append(event)
+            case _ if kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
+                file.attempt.events.append((file.rank, event))
         if file.attempt is not None and abs(time) < NEVER:
             file.attempt.seen = max(file.attempt.seen, time)
 
-    def _steps(self, file: _File, name: object, columns: Mapping[str, Array]) -> None:
+    def _steps(self, file: _File, block: Event) -> None:
+        name, columns = block["name"], step_columns(block)
         if not isinstance(name, str):
             raise TypeError("a Step without a name")
         attempt, name = self._attempt(file), name[:200]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 
-from shoal.tools.submit.slurm.queue_time import ask_queue_time
+from shoal.tools.submit.slurm.queue import ask_queue_time
 from shoal.util.clock import CLOCK
 from shoal.util.errors import ShoalError
 from shoal.util.units import duration

@@ -6,7 +6,6 @@ a page has one.
 
 from __future__ import annotations
 
-from shoal.tools.report.html.csv import to_csv, write_csv
-from shoal.tools.report.html.save import save_page
+from shoal.tools.report.html.page import save_page, to_csv, write_csv
 
 __all__ = ["save_page", "to_csv", "write_csv"]

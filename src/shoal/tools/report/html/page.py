@@ -1,19 +1,45 @@
-"""A document as one HTML file."""
+"""A document as one HTML file, and its figures as further files."""
 
 from __future__ import annotations
 
 import base64
+import csv
+import io
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from shoal.tools.report.html.csv import to_csv
-from shoal.tools.report.html.plots import Plot
+from shoal.tools.report.html.plots import Plot, draw
 from shoal.util.document import Document
+from shoal.util.errors import LaunchError, explained
+from shoal.util.regular_file import appearing
 from shoal.util.safe_text import printable
+
+
+def save_page(document: Document, path: Path, *, option: str) -> list[Path]:
+    """Write a document as HTML to `path`, and next to it each figure as PNG, SVG and CSV.
+
+    The directory is created if necessary. Returns all paths. Raises LaunchError, with the command-line
+    option that sets the path, if it can't be written.
+    """
+    files: dict[Path, bytes] = {}
+    with explained(
+        LaunchError, given=f"a page in {path}", fix=f"write where you have permission: {option}"
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)  # before drawing the figures, which is slow
+        plots = {figure.name: draw(figure.drawing) for figure in document.figures()}
+        for figure in document.figures():
+            plot, table = plots[figure.name], to_csv(figure.drawing.table().lines)
+            parts = {"png": plot.png, "svg": plot.svg.encode(), "csv": table.encode()}
+            files |= {path.with_name(f"{figure.name}.{end}"): part for end, part in parts.items()}
+        for file, content in (files | {path: render_page(document, plots).encode()}).items():
+            with appearing(file) as partial:
+                partial.write_bytes(content)
+    return [path, *files]
 
 
 def render_page(document: Document, plots: Mapping[str, Plot]) -> str:
@@ -47,3 +73,41 @@ def _shown(value: object) -> object:
 def _inline(svg: str, prefix: str) -> Markup:
     """Return a drawing as a part of the page, with ids that are unique in it."""
     return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg))
+
+
+def to_csv(rows: Iterable[Sequence[object]]) -> str:
+    """Return rows as CSV; the first row has the names of the columns.
+
+    A string that a spreadsheet would interpret as a formula gets an apostrophe in front.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows(_harmless(row) for row in rows)
+    return text.getvalue()
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows, all with the columns of the first, to the file of `--csv`.
+
+    Raises LaunchError if that fails.
+    """
+    try:
+        path.write_text(to_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
+    except OSError as error:
+        raise LaunchError(
+            given=f"--csv {path}", found=f"{error.strerror}", fix="use another file"
+        ) from None
+
+
+def _harmless(row: Sequence[object]) -> list[object]:
+    return [f"'{cell}" if isinstance(cell, str) and _is_formula(cell) else cell for cell in row]
+
+
+def _is_formula(cell: str) -> bool:
+    if cell[:1] not in ("=", "+", "-", "@", "\t", "\r"):
+        return False
+    try:
+        float(cell)
+    except ValueError:
+        return True
+    return False

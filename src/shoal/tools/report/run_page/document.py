@@ -21,9 +21,9 @@ def run_document(history: History, verdict: BottleneckReport) -> Document:
         time = [
             *_warm_up(verdict),
             tables.parts_table(newest),
-            *figures.time_figures(verdict.judged),
-            tables.rank_table(newest),
-            tables.main_parts_table(newest),
+            figures.rank_figure(newest),
+            figures.step_figure(verdict.judged),
+            *tables.rank_tables(newest),
         ]
         sections += [
             ("Where the time goes", time),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,13 @@ from shoal.tools.report import (
     BottleneckReport,
     History,
 )
-from shoal.tools.report.attempts import describe_outcome, last_kept_steps, list_saves
-from shoal.tools.report.batch_splits import has_changed, list_splits
+from shoal.tools.report.attempts import (
+    describe_outcome,
+    has_changed,
+    last_kept_steps,
+    list_saves,
+    list_splits,
+)
 from shoal.tools.report.summary import compute_rates
 from shoal.util.clock import CLOCK, local_time
 from shoal.util.document import Table
@@ -26,6 +32,14 @@ from shoal.util.units import age, bandwidth, duration, percent, size
 
 MOST = 64
 """Maximum number of rows of a table of ranks; of more ranks the slowest are shown."""
+_MOST_LINES = 16
+_MAIN_PARTS = {
+    "computing": ("forward", "backward", "update"),
+    "comm.": ("communication",),
+    "waiting": ("waiting",),
+    "data": ("wait", "transfer"),
+    "rest": ("checkpoint", "evaluation", "other"),
+}
 _VERSIONS = ("shoal", "torch", "python", "device", "device_name", "launcher")
 _SETTINGS = ("layout", "strategy", "precision", "parameters", "batch_size", "epoch_size")
 
@@ -123,50 +137,30 @@ def ranks_to_show(one: AttemptProfile, most: int = MOST) -> list[int]:
     return sorted(found.ranks[place] for place in np.argsort(waiting, kind="stable")[:most])
 
 
-def rank_table(one: AttemptProfile, most: int = MOST) -> Table:
-    """Return the time of a step by rank and part, in milliseconds."""
+def rank_tables(one: AttemptProfile) -> list[Table]:
+    """Return the time of a step by rank and part, in milliseconds; in few columns for a terminal."""
     there = [part for part in SHOWN if one.profile.mean[SHOWN.index(part)].max() > 0]
-    shown = ranks_to_show(one, most)
-    caption = "Milliseconds per step, by rank"
-    if len(shown) < len(one.profile.ranks):
-        caption += f": the {len(shown)} of {len(one.profile.ranks)} that waited least for others"
+    whole = _rank_table(one, {LABELS[part]: (part,) for part in there} | {"all": SHOWN}, MOST)
+    short = _rank_table(one, _MAIN_PARTS, _MOST_LINES)
+    single = len(one.profile.ranks) == 1
+    return [
+        replace(whole, only="page"),
+        replace(short, only="terminal", rows=[] if single else short.rows),
+    ]
+
+
+def _rank_table(one: AttemptProfile, groups: Mapping[str, Sequence[str]], most: int) -> Table:
+    shown, ranks = ranks_to_show(one, most), one.profile.ranks
+    of = "" if len(shown) == len(ranks) else f": the {len(shown)} of {len(ranks)} that waited least"
     rows = []
     for rank in shown:
         times = one.profile.of_rank(rank)
-        host = one.attempt.host(rank) or ""
-        cells = [f"{1e3 * times[part]:.3g}" for part in there]
-        rows.append([str(rank), host, *cells, f"{1e3 * sum(times.values()):.4g}"])
-    labels = [LABELS[part] for part in there]
-    return Table(
-        only="page",
-        caption=caption,
-        head=["rank", "host", *labels, "all"],
-        rows=rows,
-        right=["rank", *labels, "all"],
-    )
-
-
-def main_parts_table(one: AttemptProfile, most: int = 16) -> Table:
-    """Return the same in few columns and for fewer ranks, for a terminal; nothing for a single rank."""
-    groups = {
-        "computing": ("forward", "backward", "update"),
-        "comm.": ("communication",),
-        "waiting": ("waiting",),
-        "data": ("wait", "transfer"),
-        "rest": ("checkpoint", "evaluation", "other"),
-    }
-    shown = ranks_to_show(one, most)
-    of = "" if len(shown) == len(one.profile.ranks) else f", the {len(shown)} that waited least"
-    rows = []
-    for rank in shown:
-        times = one.profile.of_rank(rank)
-        sums = [sum(times[part] for part in parts) for parts in groups.values()]
+        sums = (sum(times[part] for part in parts) for parts in groups.values())
         rows.append([str(rank), one.attempt.host(rank) or "", *(f"{1e3 * each:.3g}" for each in sums)])
     return Table(
-        only="terminal",
         caption=f"Milliseconds per step, by rank{of}",
         head=["rank", "host", *groups],
-        rows=rows if len(one.profile.ranks) > 1 else [],
+        rows=rows,
         right=["rank", *groups],
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.tools.verify.audit import AuditReport
 from shoal.tools.verify.properties import cause_of
-from shoal.util.document import Document, KeyNumbers, Section, Table, Text
+from shoal.util.document import Document, KeyNumbers, Section, Table, Text, to_plain
 
 
 def audit_document(report: AuditReport) -> Document:
@@ -33,5 +33,8 @@ def audit_document(report: AuditReport) -> Document:
             Section(heading="Causes", blocks=causes),
             Section(heading="Runs", blocks=[*notes, runs]),
         ],
-        values=report.as_json(),
+        values={
+            **to_plain(report),
+            "findings": [{**to_plain(each), "answer": each.answer} for each in report.findings],
+        },
     )

@@ -1,4 +1,4 @@
-"""Options of several commands: `shoal run`, `submit` and `bench scaling --submit`."""
+"""Options and examples of several commands."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ SCRIPT_LAST = {
 ScriptArgs = Annotated[
     list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 Site = Annotated[
     str | None,
     typer.Option(
@@ -42,3 +43,8 @@ Directive = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Submit despite failed checks.")]
+
+
+def examples(*commands: str) -> str:
+    """Return the epilog of a command's help with these command lines, one paragraph each."""
+    return "\n\n".join(("Examples:", *(f"  {command}" for command in commands)))
