@@ -21,7 +21,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
 from shoal.distributed.outages import Probes, address_towards
 from shoal.util.clock import CLOCK
-from shoal.util.errors import LaunchError
+from shoal.util.errors import LaunchError, explained
 from shoal.util.regular_file import appearing, write_new
 
 LONGEST = 300.0
@@ -280,16 +280,14 @@ def _published(meeting: Meeting, port: int) -> Iterator[None]:
         yield
         return
     path = _file(meeting)
-    try:
+    with explained(
+        LaunchError,
+        given=f"rank 0 publishes its address in {path.parent}",
+        fix=f"export {DIRECTORY}=DIR (shared by all hosts), or MASTER_ADDR and MASTER_PORT",
+    ):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # only the user may list it
         with appearing(path) as partial:
             write_new(partial, "".join(f"{host} {port}\n" for host in own_addresses()), private=True)
-    except OSError as error:
-        raise LaunchError(
-            given=f"rank 0 publishes its address in {path.parent}",
-            found=str(error),
-            fix=f"export {DIRECTORY}=DIR (shared by all hosts), or MASTER_ADDR and MASTER_PORT",
-        ) from None
     try:
         yield
     finally:
