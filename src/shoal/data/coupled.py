@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.data.groups import HeldGroup, MicroGroups, groups_of
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import DATA_AXES
-from shoal.distributed.objects import all_reduce
+from shoal.distributed.reductions import all_reduce
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:

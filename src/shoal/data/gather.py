@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.data.micro import CURRENT_MICRO, MicroBatch
 from shoal.distributed import objects
-from shoal.distributed.objects import all_reduce
+from shoal.distributed.reductions import all_reduce
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ def main() -> None:
         report = run_storm(request, Path.cwd(), SCRATCH / "shoal-chaos")
         sys.stdout.write(json.dumps(asdict(report)))
     except ShoalError as error:
-        content = {"given": error.given, "found": error.found, "fix": error.fix}
-        sys.stdout.write(json.dumps(content))
+        sys.stdout.write(json.dumps(error.texts))
     finally:
         end_processes()
         shutil.rmtree(SCRATCH / "shoal-chaos", ignore_errors=True)

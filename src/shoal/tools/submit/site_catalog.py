@@ -193,8 +193,8 @@ def choose(name: str | None, host: str | None = None) -> Decision[Site]:
     Default of `host`: the name of this machine.
     """
     reason = GIVEN
-    if name is None and env_vars.site():
-        name, reason = env_vars.site(), f"{GIVEN}: {env_vars.SITE}={env_vars.site()}"
+    if name is None and (own := env_vars.variable(env_vars.SITE)):
+        name, reason = own, f"{GIVEN}: {env_vars.SITE}={own}"
     if name is None:
         host = socket.gethostname() if host is None else host
         name, reason = PLAIN, f"no site has {host} among its hosts"
