@@ -44,7 +44,7 @@ def _rebuild(kind: type[ShoalError], given: str, found: str, fix: str, where: st
 
 
 @contextmanager
-def explained(
+def raised_as(
     kind: type[ShoalError],
     *,
     given: str,
