@@ -44,7 +44,7 @@ class ShoalError(Exception):
 
 
 @contextmanager
-def explained(
+def raised_as(
     kind: type[ShoalError],
     *,
     given: str,

@@ -17,7 +17,7 @@ from shoal.tools.submit.schedulers import find_scheduler
 from shoal.tools.submit.site import Partition, Qos, Site
 from shoal.tools.submit.times import parse_time
 from shoal.util.decision import GIVEN, Decision
-from shoal.util.errors import LaunchError, explained
+from shoal.util.errors import LaunchError, raised_as
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ def entries() -> dict[str, SiteEntry]:
         name = file.name.removesuffix(".toml")
         found[name] = SiteEntry(name=name, file=f"shoal's own {file.name}", text=file.read_text())
     for path in sorted(folder().glob("*.toml")):
-        with explained(
+        with raised_as(
             LaunchError,
             given=f"the site in {path}",
             fix="repair it, or move it elsewhere: each file NAME.toml in this directory describes a "
