@@ -37,7 +37,7 @@ SUBMIT = ("submit", "--site", "lab", "--time", "1:00:00", "--nodes", "2")
 
 
 def test_a_job_is_submitted_in_the_words_of_its_scheduler(pool: Fakes) -> None:
-    assert "job pool:7: 2 nodes, 2 process(es), 01:00:00" in done(*SUBMIT, "train.py")
+    assert "job pool:7: 2 nodes, 2 processes, 01:00:00" in done(*SUBMIT, "train.py")
     script = Path("runs/train/jobs/1/job.sh").resolve()
     assert pool.calls() == [["pool-submit", str(script)]]
     text = script.read_text()

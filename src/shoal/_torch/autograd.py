@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,20 @@ def averages(loss: Tensor) -> bool | None:
         return getattr(node, "_saved_self_sym_numel", 0) > 1 or None
     reduction = getattr(node, "_saved_reduction", 0)
     return None if reduction not in (1, 2) else reduction == 1
+
+
+def leaves_of(losses: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves of the graph of `losses` that require gradients. Only nodes have them."""
+    waiting, seen, found = [each.grad_fn for each in losses], set[Any](), []
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting.extend(before for before, _ in node.next_functions)
+    return found
 
 
 def saved_result(node: Any) -> Tensor:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.options import ScriptArgs
+from shoal.cli.output import show_document
 from shoal.cli.submit import script_arguments
-from shoal.cli.submit_options import ScriptArgs
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.tools.chaos.request import StormRequest
+    from shoal.tools.chaos.report import StormRequest
 
 
 def chaos(
@@ -46,11 +47,8 @@ def chaos(
     The script trains in a shoal.Run. It runs in copies of the current directory, inside Linux
     namespaces. The exit code is 1 if the storm changed the result.
     """
-    from shoal.tools.chaos.display import print_storm
     from shoal.tools.chaos.faults import check_kinds
-    from shoal.tools.chaos.report import StormReport
-    from shoal.tools.chaos.request import StormRequest
-    from shoal.util.tables import plain_console
+    from shoal.tools.chaos.report import StormReport, StormRequest, storm_document
 
     _check_script(script)
     request = StormRequest(
@@ -64,10 +62,7 @@ def chaos(
         shrinks=shrink,
     )
     report = StormReport.from_json(_run(request))
-    if as_json:
-        typer.echo(json.dumps(report.as_json(), indent=2))
-    else:
-        print_storm(plain_console(), report)
+    show_document(storm_document(report), as_json=as_json)
     raise typer.Exit(int(bool(report.problem)))
 
 

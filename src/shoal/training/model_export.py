@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shoal._torch.modules import bare
 from shoal.checkpoint import Agreement
 from shoal.checkpoint.collective_errors import explained
 from shoal.checkpoint.model_file import appearing, save_pickled
@@ -25,7 +26,6 @@ from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.to_device import move, tensors_in
 from shoal.distributed.world import World
 from shoal.strategies import engine_of, known_engine
-from shoal.strategies.compiled import bare
 from shoal.strategies.device_placement.multi_device import span_of
 from shoal.strategies.dtensor import divided, shared_like, whole
 from shoal.strategies.eval_mode import evaluation

@@ -103,7 +103,7 @@ class RunMonitor:
         if self._ticks == _COUNTED_TICK:
             for name, step in self._steps.items():
                 self._counted[name] = step.number, FlopCounting()
-                if not step.compiled and not step.engine.flops_unknown:
+                if not step.compiled:
                     step.counting = self._counted[name][1]
         elif self._counted:
             self._conclude()
@@ -150,8 +150,4 @@ class RunMonitor:
     def _why_not(self, step: TrainState, counting: FlopCounting) -> str:
         if step.compiled:
             return "the operations of compiled code can't be counted"
-        return (
-            step.engine.flops_unknown
-            or counting.failed
-            or "a custom training loop does not compute in a Step"
-        )
+        return counting.failed or "a custom training loop does not compute in a Step"

@@ -16,7 +16,7 @@ from shoal.checkpoint.paths import local_file
 from shoal.checkpoint.store import DamageError
 from shoal.checkpoint.tensor_index import Chunk, TensorEntry
 from shoal.checkpoint.tensors import check_piece
-from shoal.util.errors import CheckpointError
+from shoal.util.errors import CheckpointError, explained
 
 DeviceSpan = tuple[int, int]
 """Start and end on one axis."""
@@ -54,14 +54,13 @@ class TensorFiles:
         Raises CheckpointError if a file does not hold the data that the table describes.
         """
         row = self._contents.tensors[name]
-        try:
+        with explained(
+            CheckpointError,
+            given=f"{name} of the checkpoint {self._contents.path}",
+            fix=f"shoal checkpoint verify {self._contents.path}",
+            errors=(SafetensorError, OSError, DamageError),
+        ):
             pieces = list(self._pieces(row, spans))
-        except (SafetensorError, OSError, DamageError) as error:
-            raise CheckpointError(
-                given=f"{name} of the checkpoint {self._contents.path}",
-                found=str(error),
-                fix=f"shoal checkpoint verify {self._contents.path}",
-            ) from None
         if len(pieces) == 1:
             return pieces[0][1]
         joined = torch.empty([end - start for start, end in spans], dtype=getattr(torch, row.dtype))

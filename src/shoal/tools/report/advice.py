@@ -19,9 +19,8 @@ from shoal.tools.report.causes import (
     straggler_cost,
 )
 from shoal.tools.report.history import Attempt, History
-from shoal.tools.report.loader_speed import Loading, loader_speed_of
 from shoal.tools.report.stalls import Stalls
-from shoal.tools.report.stragglers import NOTABLE, Straggler
+from shoal.tools.report.stragglers import NOTABLE, Loading, Straggler, loader_speed_of
 from shoal.util.units import bandwidth, counted, duration, percent
 
 MUCH = 0.1

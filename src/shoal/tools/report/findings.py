@@ -8,8 +8,7 @@ from dataclasses import replace
 from shoal.tools.report.advice import losses
 from shoal.tools.report.breakdown import COMPUTING, LABELS
 from shoal.tools.report.causes import AttemptProfile, Costs, Culprit, Finding, culprit_of, rank_names
-from shoal.tools.report.event_fields import integer_in, number_in, text_in
-from shoal.tools.report.history import Event, History
+from shoal.tools.report.history import Event, History, integer_in, number_in, text_in
 from shoal.tools.report.stragglers import Straggler
 from shoal.util.grouping import group_by
 from shoal.util.units import duration

@@ -8,10 +8,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shoal.tools.verify.observations import TIMED_OUT, RunRecord, read_run
+from shoal.tools.verify.observations import TIMED_OUT, ObserverOptions, RunRecord, read_run
 from shoal.util.errors import LaunchError
 
 LARGE = 64 << 20
@@ -95,16 +95,19 @@ def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None =
         copy_directory(Path.cwd(), home)
     folder = home.parent / f"records-{len(list(home.parent.glob('records-*')))}"
     folder.mkdir()
+    observer = ObserverOptions(
+        folder=str(folder),
+        root=str(home),
+        stop_after=variant.trace_at or request.steps,
+        trace_at=variant.trace_at,
+        kill_at=variant.kill_at,
+        micro_batches=variant.micro_batches,
+    )
     order = {
         "path": request.script,
         "args": request.args,
-        "folder": str(folder),
-        "root": str(home),
-        "stop_after": variant.trace_at or request.steps,
-        "trace_at": variant.trace_at,
-        "kill_at": variant.kill_at,
+        "observer": asdict(observer),
         "reverse_files": variant.reverse_files,
-        "micro_batches": variant.micro_batches,
         "processes": variant.size,
     }
     (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")

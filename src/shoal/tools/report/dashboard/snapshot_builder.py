@@ -31,7 +31,7 @@ from shoal.tools.report.dashboard.snapshot import (
     Slowest,
     Snapshot,
 )
-from shoal.tools.report.event_fields import integer_in
+from shoal.tools.report.history import integer_in
 from shoal.util.clock import CLOCK, local_time
 from shoal.util.errors import CheckpointError
 
