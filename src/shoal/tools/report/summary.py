@@ -29,7 +29,7 @@ class StepRates:
 
 def compute_rates(attempt: Attempt, found: Profile) -> StepRates:
     """Return seconds per step, samples per second, and the fraction of the device's peak FLOPS."""
-    step = float(found.average(found.wall).mean())
+    step = found.seconds
     samples = float(found.average(found.samples)) / step if step > 0 else 0.0
     counts = found.counted[np.isfinite(found.counted)]
     counted = float(counts.mean()) / step if len(counts) and step > 0 else None
