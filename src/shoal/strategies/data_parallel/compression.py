@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal._torch import foreach
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, joined, put_back
+from shoal.util.arguments import is_integer
 from shoal.util.errors import StepError
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -51,7 +52,7 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         for option, value, least in (("rank", self.rank, 1), ("warmup_steps", self.warmup_steps, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_integer(value, least=least):
                 raise StepError(
                     given=f"shoal.PowerSGD({option}={value!r})",
                     found=f"{option} is an integer, {least} or more",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.distributed.pipeline_action import PipelineAction
-from shoal.distributed.pipeline_schedules import action_lists
+from shoal.distributed.pipeline_schedules import PipelineAction, action_lists
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.time.layer_time import compute_seconds
 from shoal.tools.plan.time.spans import Span
