@@ -25,6 +25,7 @@ from shoal._torch.graphs import (
     copy_graph,
     copy_of_example,
     fake_like,
+    generate_loop,
     graphs_in,
     is_checkpoint,
     modules_around,
@@ -32,7 +33,6 @@ from shoal._torch.graphs import (
     returns_tensors,
     tracing_mode,
 )
-from shoal._torch.inductor import generate_loop
 from shoal.data.micro import CURRENT_DRAWS
 from shoal.strategies.random_draws import philox
 from shoal.strategies.random_draws.draws import (
