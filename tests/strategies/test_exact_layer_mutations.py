@@ -24,9 +24,9 @@ from helpers.reference import SEED, TOLERANCE, Trained, distance, together
 from shoal.data import coupled
 from shoal.data.groups import MicroGroups, groups_of
 from shoal.data.micro import Draws
-from shoal.strategies.partition.draw_counts import DrawCounts
+from shoal.strategies.partition.own_stages import DrawCounts
 from shoal.strategies.pipeline import engine
-from shoal.strategies.pipeline.timed_stage import StagedBatch, staged
+from shoal.strategies.pipeline.stage import StagedBatch, staged
 from shoal.strategies.random_draws import draws, graphs, philox
 from shoal.strategies.random_draws.layouts import Layouts
 from shoal.strategies.random_draws.slices import Slices
