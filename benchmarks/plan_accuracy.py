@@ -28,12 +28,12 @@ from typing import Any, cast
 from plan_bands import Case, print_bands
 from plan_peers import Predict, find_peers
 from shoal.distributed.layout import Layout
-from shoal.tools.plan.bands import step_kind
 from shoal.tools.plan.calibration import fit_efficiency
-from shoal.tools.plan.configuration import PlannedStep, Recompute
-from shoal.tools.plan.machines import Efficiency, Machine, find_machine
-from shoal.tools.plan.model import Transformer
-from shoal.tools.plan.step_time import estimate_step
+from shoal.tools.plan.machine.machines import Efficiency, Machine, find_machine
+from shoal.tools.plan.time.bands import step_kind
+from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.transformer import Transformer
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ from helpers.planned_models import UNet, classes, values
 from shoal._torch.dispatch import TorchDispatchMode
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.layer_time import Work, compute_seconds
-from shoal.tools.plan.machines import Machine
-from shoal.tools.plan.measure import LinkRates, machine_toml, measure_machine
-from shoal.tools.plan.trace import trace_step
-from shoal.tools.plan.traced_work import operation_work
+from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.machine.measure import LinkRates, machine_toml, measure_machine
+from shoal.tools.plan.time.layer_time import Work, compute_seconds
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.trace import trace_step
+from shoal.tools.plan.work.traced_work import operation_work
 
 
 class Bottleneck(nn.Module):

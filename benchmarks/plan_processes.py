@@ -47,10 +47,10 @@ import shoal
 from helpers.planned_models import Transformer, values, words
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.machines import Machine, find_machine
-from shoal.tools.plan.trace import planned_strategies, trace_step
-from shoal.tools.plan.traced_time import mean_time, run_ranks, step_seconds
+from shoal.tools.plan.machine.machines import Machine, find_machine
+from shoal.tools.plan.time.traced_time import mean_time, run_ranks, step_seconds
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.trace import planned_strategies, trace_step
 
 WIDTH, HIDDEN, BLOCKS, BATCH = 256, 2048, 8, 32
 FORWARD = 0.02

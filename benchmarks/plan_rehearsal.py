@@ -28,8 +28,8 @@ from pathlib import Path
 
 from shoal.distributed.cluster_env import expand_hosts
 from shoal.telemetry.events import read_events
-from shoal.tools.plan.failure_trace import read_trace
-from shoal.tools.plan.rehearsal import Fleet, rehearse
+from shoal.tools.plan.training.failure_trace import read_trace
+from shoal.tools.plan.training.rehearsal import Fleet, rehearse
 from shoal.training.save_policy import YoungDaly
 
 REPOSITORY = Path(__file__).resolve().parents[1]

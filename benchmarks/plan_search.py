@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 
 from shoal.distributed.pipeline_schedules import action_lists
-from shoal.tools.plan.bounds import memory_bytes, step_bounds
-from shoal.tools.plan.candidates import Candidates, find_candidates
-from shoal.tools.plan.configuration import ANY_PRECISION, FORMATS
-from shoal.tools.plan.machines import Machine, find_machine
-from shoal.tools.plan.model import Transformer, parse_model
-from shoal.tools.plan.search import predict, search_plans
+from shoal.tools.plan.machine.machines import Machine, find_machine
+from shoal.tools.plan.search.bounds import memory_bytes, step_bounds
+from shoal.tools.plan.search.candidates import Candidates, find_candidates
+from shoal.tools.plan.search.search import predict, search_plans
+from shoal.tools.plan.work.configuration import ANY_PRECISION, FORMATS
+from shoal.tools.plan.work.transformer import Transformer, parse_model
 
 BATCH = 2048
 

@@ -94,7 +94,7 @@ def write(folder: Path, ranks: int, steps: int) -> int:
             "event": "start",
             "t": 1.7e9,
             "began": 1.7e9,
-            "format": 2,
+            "format": 3,
             "rank": rank,
             "size": ranks,
             "host": f"node{rank // 4:02}",

@@ -20,7 +20,8 @@ import time
 import torch
 from torch import nn
 
-from shoal.tools.verify.hooks import ObserverOptions, install_hooks
+from shoal.tools.verify.hooks import install_hooks
+from shoal.tools.verify.observations import ObserverOptions
 from spread import quartiles
 
 WAYS = ("plain", "hooks", "operations")

@@ -14,8 +14,7 @@ import pytest
 
 from shoal.tools.doctor import support_bundle
 from shoal.tools.doctor.findings import Examination, failure, ok
-from shoal.tools.doctor.redaction import Redactor, stand_ins
-from shoal.tools.doctor.support_bundle import LINES, Bundle, collect_bundle
+from shoal.tools.doctor.support_bundle import LINES, Bundle, Redactor, collect_bundle, stand_ins
 from shoal.util.errors import LaunchError
 
 # Each is planted where one finds it, and must be nowhere in the archive.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -17,14 +16,12 @@ import numpy as np
 import torch
 import torch._dynamo  # optimizers import it at their first step
 
-from shoal.tools.verify.observed_run import ObservedScript
+from shoal.tools.verify.observed_run import ObservedScript, read_order
 
 
 def fork_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int:
     """Do what `variants.start_ranks` does, except for the hash seed."""
-    order = json.loads((folder / "order.json").read_text())
-    size = order.pop("processes")
-    job = ObservedScript(**{**order, "args": tuple(order["args"])})
+    job, size = read_order(folder / "order.json")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -21,8 +21,8 @@ from helpers.planned_models import MODELS, SAMPLES, Built, classes
 from helpers.ranks import Ranks
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.configuration import PlannedStep, Recompute
-from shoal.tools.plan.trace import TracedMemory, trace_step
+from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.trace import TracedMemory, trace_step
 from shoal.util.errors import ShoalError
 
 WITHIN = 0.05

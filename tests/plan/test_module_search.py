@@ -12,8 +12,8 @@ import shoal
 from helpers.cli import shoal as command
 from helpers.planned_models import MODELS
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.machines import Machine, find_machine
-from shoal.tools.plan.module_search import ModuleSearch, module_layouts, search_module
+from shoal.tools.plan.machine.machines import Machine, find_machine
+from shoal.tools.plan.search.module_search import ModuleSearch, module_layouts, search_module
 from shoal.util.errors import ShoalError
 
 SCRIPT = """

@@ -16,11 +16,11 @@ from helpers.cli import shoal as command
 from helpers.clocks import ManualClock
 from helpers.planned_models import Transformer, values, words
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.layer_time import Work, compute_seconds
-from shoal.tools.plan.machines import RANGES, find_machine
-from shoal.tools.plan.operation_times import OperationTimes, fit_operations, time_operations
-from shoal.tools.plan.traced_work import TracedWork
+from shoal.tools.plan.machine.machines import RANGES, find_machine
+from shoal.tools.plan.machine.operation_times import OperationTimes, fit_operations, time_operations
+from shoal.tools.plan.time.layer_time import Work, compute_seconds
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util.errors import ShoalError
 
 PLAN = PlannedStep(
@@ -33,8 +33,8 @@ PLAN = PlannedStep(
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.tools.plan.operation_times._SECONDS", 0.0)
-    monkeypatch.setattr("shoal.tools.plan.measure._SECONDS", 0.0)
+    monkeypatch.setattr("shoal.tools.plan.machine.operation_times._SECONDS", 0.0)
+    monkeypatch.setattr("shoal.tools.plan.machine.measure._SECONDS", 0.0)
 
 
 def transformer() -> Workload:
@@ -182,8 +182,12 @@ def test_the_command_measures_a_model(short: None, tmp_path: Path) -> None:
 def test_wrong_options_are_reported_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], found: str
 ) -> None:
-    monkeypatch.setattr("shoal.tools.plan.measure._fastest", lambda *_: pytest.fail("it measured"))
-    monkeypatch.setattr("shoal.tools.plan.operation_times.init", lambda *_: pytest.fail("it measured"))
+    monkeypatch.setattr(
+        "shoal.tools.plan.machine.measure._fastest", lambda *_: pytest.fail("it measured")
+    )
+    monkeypatch.setattr(
+        "shoal.tools.plan.machine.operation_times.init", lambda *_: pytest.fail("it measured")
+    )
     rates = () if found == "can't be measured" else ("--link", "1", "--network", "1")
     error = plan_error("bench", "machine", *options, *rates)
     assert found in error.found

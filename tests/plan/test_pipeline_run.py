@@ -13,13 +13,13 @@ from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_action import PipelineAction
 from shoal.distributed.pipeline_schedules import SCHEDULES, action_lists
 from shoal.strategies.pipeline.schedules import timetable
-from shoal.tools.plan import pipeline_run
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.machines import find_machine
-from shoal.tools.plan.memory import held_micro_batches
-from shoal.tools.plan.model import Transformer
-from shoal.tools.plan.pipeline_run import run_pipeline, simulate_actions
-from shoal.tools.plan.step_time import estimate_step
+from shoal.tools.plan.machine.machines import find_machine
+from shoal.tools.plan.memory.estimate import held_micro_batches
+from shoal.tools.plan.time import pipeline_run
+from shoal.tools.plan.time.pipeline_run import run_pipeline, simulate_actions
+from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import StepError
 
 

@@ -13,13 +13,13 @@ import shoal
 from shoal.distributed.layout import AXES, Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.strategies.pipeline.schedules import timetable
-from shoal.tools.plan.bounds import memory_bytes, step_bounds
-from shoal.tools.plan.candidates import find_candidates
-from shoal.tools.plan.configuration import FORMATS, PlannedStep, Recompute
-from shoal.tools.plan.machines import Machine, find_machine
-from shoal.tools.plan.memory import estimate_memory
-from shoal.tools.plan.model import Transformer, parse_model
-from shoal.tools.plan.search import Prediction, predict, search_plans
+from shoal.tools.plan.machine.machines import Machine, find_machine
+from shoal.tools.plan.memory.estimate import estimate_memory
+from shoal.tools.plan.search.bounds import memory_bytes, step_bounds
+from shoal.tools.plan.search.candidates import find_candidates
+from shoal.tools.plan.search.search import Prediction, predict, search_plans
+from shoal.tools.plan.work.configuration import FORMATS, PlannedStep, Recompute
+from shoal.tools.plan.work.transformer import Transformer, parse_model
 from shoal.util.errors import ShoalError, StepError
 
 MODEL = Transformer(hidden=1024, layers=4, heads=8, vocab=5000, seq=512)

@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal._torch.dispatch import TorchDispatchMode
 from shoal.distributed.layout import Layout
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.layer_time import backward_work, layer_work
-from shoal.tools.plan.machines import find_machine
-from shoal.tools.plan.model import Transformer
-from shoal.tools.plan.products import alignment_factor, tiled_flops
-from shoal.tools.plan.step_time import estimate_step, slowest
+from shoal.tools.plan.machine.machines import find_machine
+from shoal.tools.plan.time.layer_time import backward_work, layer_work
+from shoal.tools.plan.time.step_time import estimate_step, slowest
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.products import alignment_factor, tiled_flops
+from shoal.tools.plan.work.transformer import Transformer
 
 A100 = find_machine("a100-80")
 MODEL = Transformer(hidden=1024, layers=4, heads=8, vocab=50304, seq=1024)

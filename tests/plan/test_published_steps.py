@@ -9,14 +9,14 @@ from typing import cast
 import pytest
 
 from shoal.distributed.layout import Layout
-from shoal.tools.plan.bands import step_band
 from shoal.tools.plan.calibration import Case, fit_efficiency
-from shoal.tools.plan.configuration import PlannedStep, Recompute
-from shoal.tools.plan.machines import find_machine
-from shoal.tools.plan.memory import stage_activations
-from shoal.tools.plan.model import Transformer
-from shoal.tools.plan.pipeline_run import run_pipeline
-from shoal.tools.plan.step_time import estimate_step
+from shoal.tools.plan.machine.machines import find_machine
+from shoal.tools.plan.memory.estimate import stage_activations
+from shoal.tools.plan.time.bands import step_band
+from shoal.tools.plan.time.pipeline_run import run_pipeline
+from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.transformer import Transformer
 
 A100 = find_machine("a100-80")
 

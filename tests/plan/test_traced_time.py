@@ -15,14 +15,14 @@ from helpers.cli import shoal as command
 from helpers.planned_models import MODELS
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.collectives import RankGroup, collective_seconds
-from shoal.tools.plan.configuration import PlannedStep, Recompute
-from shoal.tools.plan.fit import ModuleFit, fit_plan, trace_pipeline
-from shoal.tools.plan.layer_time import Work, compute_seconds
-from shoal.tools.plan.machines import Efficiency, Machine
-from shoal.tools.plan.trace import TracedStep, trace_step
-from shoal.tools.plan.traced_time import collective_totals, run_ranks, step_seconds
-from shoal.tools.plan.traced_work import TracedCollective, TracedSegment, TracedWork
+from shoal.tools.plan.machine.machines import Efficiency, Machine
+from shoal.tools.plan.search.fit import ModuleFit, fit_plan, trace_pipeline
+from shoal.tools.plan.time.collectives import RankGroup, collective_seconds
+from shoal.tools.plan.time.layer_time import Work, compute_seconds
+from shoal.tools.plan.time.traced_time import collective_totals, run_ranks, step_seconds
+from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.trace import TracedStep, trace_step
+from shoal.tools.plan.work.traced_work import TracedCollective, TracedSegment, TracedWork
 from shoal.util.errors import ShoalError
 
 CPU = Machine(

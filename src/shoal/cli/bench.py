@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli import bench_machine
-from shoal.cli.examples import examples
-from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, Site
+from shoal.cli.options import Account, Cpus, Directive, Force, Partition, Qos, Site, examples
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from shoal.util.errors import LaunchError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shoal.tools.plan.layer_time import Work
+    from shoal.tools.plan.time.layer_time import Work
 
 _MICRO_BATCH = 8
 _CAUSES = "The model is too small, or other programs use the machine."
@@ -214,9 +214,9 @@ def machine(
     model. The result has the form of the catalogue.
     """
     from shoal.tools.bench.import_target import require_alone
-    from shoal.tools.plan.fit import named_workload
-    from shoal.tools.plan.measure import check_rates, machine_toml, measure_machine, read_rates
-    from shoal.tools.plan.operation_times import fit_operations, time_operations, unlikely_efficiencies
+    from shoal.tools.plan.machine import operation_times
+    from shoal.tools.plan.machine.measure import check_rates, machine_toml, measure_machine, read_rates
+    from shoal.tools.plan.search.fit import named_workload
 
     _check_machine_options(name, model, micro_batch, out)
     rates = read_rates(comm or [], link, network)
@@ -225,9 +225,11 @@ def machine(
     if model:
         require_alone("shoal bench machine --model")
         samples = micro_batch or _MICRO_BATCH
-        kinds = time_operations(model, named_workload(model, samples), samples).kinds()
-    found = fit_operations(measure_machine(name, rates, devices or rates.per_node), kinds)
-    for kind in unlikely_efficiencies(found, kinds):
+        kinds = operation_times.time_operations(model, named_workload(model, samples), samples).kinds()
+    found = operation_times.fit_operations(
+        measure_machine(name, rates, devices or rates.per_node), kinds
+    )
+    for kind in operation_times.unlikely_efficiencies(found, kinds):
         value = f"{getattr(found.efficiency, kind):g}"
         typer.echo(f"Warning: {kind} is at the limit of its range, {value}. {_CAUSES}", err=True)
     text = machine_toml(found)

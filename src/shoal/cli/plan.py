@@ -15,8 +15,8 @@ from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.cli.plan_try import TriedLayout
-    from shoal.tools.plan.configuration import PlannedLayout, Recompute
-    from shoal.tools.plan.search import Prediction
+    from shoal.tools.plan.search.search import Prediction
+    from shoal.tools.plan.work.configuration import PlannedLayout, Recompute
 
 
 _Model = Annotated[
@@ -186,7 +186,7 @@ def plan(
     """
     from shoal.cli.plan_numbers import check_numbers, compare_numbers, parse_numbers
     from shoal.cli.plan_submit import check_words, submit_plan
-    from shoal.tools.plan.machines import find_machine
+    from shoal.tools.plan.machine.machines import find_machine
 
     check_words(submit, tried, top, words or ())
     numbers = parse_numbers(devices)
@@ -244,8 +244,8 @@ def _updated_file(machine: str, check: Path | None) -> str:
 def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
     """Compare the prediction for a run with its measured steps, and update a machine file."""
     from shoal.tools.plan.check import check_run
-    from shoal.tools.plan.display import check_values, print_check
-    from shoal.tools.plan.model import parse_model
+    from shoal.tools.plan.show.display import check_values, print_check
+    from shoal.tools.plan.work.transformer import parse_model
     from shoal.util.tables import plain_console, print_line
 
     machine = options.machine
@@ -262,11 +262,11 @@ def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
     else:
         print_check(plain_console(), found)
     if options.html is not None:
-        from shoal.tools.plan.page import check_page
+        from shoal.tools.plan.show.page import check_page
 
         write_page(check_page(found), options.html)
     if updated is not None:
-        from shoal.tools.plan.machine_update import efficiency_changes, update_machine_file
+        from shoal.tools.plan.machine.update import efficiency_changes, update_machine_file
 
         changes = efficiency_changes(found, machine)
         update_machine_file(updated, run, changes)
@@ -278,7 +278,9 @@ def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
 def _search(options: PlanOptions) -> Sequence[Prediction]:
     """Print the fastest configurations and return them; exit with 1 if none fits."""
     from shoal.cli.plan_try import print_tried, tried_values, try_layouts
-    from shoal.tools.plan.display import (
+    from shoal.tools.plan.search.search import search_plans
+    from shoal.tools.plan.search.what_if import answer_what_if, changed_machine
+    from shoal.tools.plan.show.display import (
         answer_values,
         print_answers,
         print_result,
@@ -287,9 +289,7 @@ def _search(options: PlanOptions) -> Sequence[Prediction]:
         training_values,
         trainings_on,
     )
-    from shoal.tools.plan.model import parse_model
-    from shoal.tools.plan.search import search_plans
-    from shoal.tools.plan.what_if import answer_what_if, changed_machine
+    from shoal.tools.plan.work.transformer import parse_model
     from shoal.util.tables import plain_console
 
     dimensions, machine = parse_model(options.model), options.machine
@@ -324,7 +324,7 @@ def _search(options: PlanOptions) -> Sequence[Prediction]:
         if whole:
             print_trainings(plain_console(), result.best, whole)
     if options.html is not None:
-        from shoal.tools.plan.page import plan_page
+        from shoal.tools.plan.show.page import plan_page
 
         write_page(plan_page(dimensions, machine, result, whole, answers), options.html)
     if not result.best:

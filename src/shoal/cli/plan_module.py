@@ -13,16 +13,16 @@ from shoal.cli.plan_options import AUTO, PlanOptions, write_page
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.tools.plan.fit import ModuleFit
-    from shoal.tools.plan.module_search import ModuleSearch
-    from shoal.tools.plan.whole_training import Training, TrainingEstimate
-    from shoal.tools.report.html import Page
+    from shoal.tools.plan.search.fit import ModuleFit
+    from shoal.tools.plan.search.module_search import ModuleSearch
+    from shoal.tools.plan.training.whole_training import Training, TrainingEstimate
+    from shoal.util.document import Document
 
 
 def plan_module(options: PlanOptions) -> Sequence[ModuleFit]:
     """Print the traced memory and time, and return the plans that fit; exit with 1 if none does."""
     from shoal.cli.plan_try import TriedLayout, print_tried, tried_values, try_layouts
-    from shoal.tools.plan.display import print_trainings, training_values, trainings_on
+    from shoal.tools.plan.show.display import print_trainings, training_values, trainings_on
     from shoal.util.tables import plain_console
 
     asked = _asked_training(options)
@@ -57,14 +57,14 @@ class _Traced:
     best: list[ModuleFit]
     values: Callable[[list[ModuleFit]], dict[str, Any]]
     show: Callable[[list[ModuleFit]], None]
-    page: Callable[[list[ModuleFit], Sequence[TrainingEstimate]], Page]
+    page: Callable[[list[ModuleFit], Sequence[TrainingEstimate]], Document]
 
 
 def _one_layout(options: PlanOptions) -> _Traced:
     """Trace the given layout, and changes with which it fits."""
-    from shoal.tools.plan.fit import fit_module, named_workload, plan_of
-    from shoal.tools.plan.module_display import fit_values, print_fit
-    from shoal.tools.plan.module_page import module_page
+    from shoal.tools.plan.search.fit import fit_module, named_workload, plan_of
+    from shoal.tools.plan.show.module_display import fit_values, print_fit
+    from shoal.tools.plan.show.module_page import module_page
     from shoal.util.tables import plain_console
 
     plan = plan_of(
@@ -90,10 +90,10 @@ def _one_layout(options: PlanOptions) -> _Traced:
 
 def _search(options: PlanOptions) -> _Traced:
     """Trace all layouts. Raises ShoalError for split points, which belong to one of them."""
-    from shoal.tools.plan.fit import named_workload
-    from shoal.tools.plan.module_display import print_search, search_values
-    from shoal.tools.plan.module_page import search_page
-    from shoal.tools.plan.module_search import search_module
+    from shoal.tools.plan.search.fit import named_workload
+    from shoal.tools.plan.search.module_search import search_module
+    from shoal.tools.plan.show.module_display import print_search, search_values
+    from shoal.tools.plan.show.module_page import search_page
     from shoal.util.tables import plain_console, print_line
 
     if options.split_points:

@@ -42,8 +42,8 @@ def check_numbers(devices: str, model: str, options: Mapping[str, object]) -> No
 
 def compare_numbers(options: PlanOptions, numbers: Sequence[int]) -> None:
     """Print the fastest layout on each number of devices; exit with 1 if none fits on any."""
-    from shoal.tools.plan.device_numbers import numbers_values, print_numbers, search_numbers
-    from shoal.tools.plan.model import parse_model
+    from shoal.tools.plan.search.device_numbers import numbers_values, print_numbers, search_numbers
+    from shoal.tools.plan.work.transformer import parse_model
     from shoal.util.tables import plain_console
 
     dimensions, machine = parse_model(options.model), options.machine
@@ -55,7 +55,7 @@ def compare_numbers(options: PlanOptions, numbers: Sequence[int]) -> None:
     else:
         print_numbers(plain_console(), dimensions, machine, found)
     if options.html is not None:
-        from shoal.tools.plan.page import numbers_page
+        from shoal.tools.plan.show.page import numbers_page
 
         write_page(numbers_page(dimensions, machine, found), options.html)
     if not any(each.best for each in found):

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from shoal.cli.options import SCRIPT_LAST
 from shoal.cli.submit import submit
-from shoal.cli.submit_options import SCRIPT_LAST
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.cli.plan_options import PlanOptions
-    from shoal.tools.plan.configuration import PlannedLayout, PlannedStep
+    from shoal.tools.plan.work.configuration import PlannedLayout, PlannedStep
 
 _EXAMPLE = "--submit 1 -- --time 20:00:00 train.py --layout {layout}"
 _TRIED = "--try 3 -- train.py --layout {layout} --run {run} --steps {steps}"

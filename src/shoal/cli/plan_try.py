@@ -20,8 +20,8 @@ from shoal.util.units import counted, duration
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shoal.tools.plan.configuration import PlannedLayout
-    from shoal.tools.plan.machines import Machine
+    from shoal.tools.plan.machine.machines import Machine
+    from shoal.tools.plan.work.configuration import PlannedLayout
 
 _Layout = TypeVar("_Layout", bound="PlannedLayout")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,15 @@ from typing import Any
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import TRASH
 from shoal.checkpoint.filesystem import Files
-from shoal.checkpoint.inspect.locate import candidates, examine_all, examine_listed, no_directory
+from shoal.checkpoint.inspect.locate import (
+    Examined,
+    candidates,
+    examine,
+    examine_all,
+    examine_listed,
+    no_directory,
+)
 from shoal.checkpoint.inspect.manifest import simplify
-from shoal.checkpoint.inspect.verify import Examined, examine
 from shoal.checkpoint.paths import AnyPath, size_of
 from shoal.checkpoint.store import MANIFEST
 
@@ -44,12 +50,8 @@ class Leftover:
 
 def entries(folder: AnyPath, *, verify: bool) -> Iterator[CheckpointEntry]:
     """Yield the checkpoints in a directory, oldest first; `verify` reads all of their files."""
-    for found in examine_all(folder, _oldest_first, read=verify):
+    for found in examine_all(folder, lambda each: candidates(each)[::-1], read=verify):
         yield _entry(found)
-
-
-def _oldest_first(folder: AnyPath) -> Sequence[AnyPath]:
-    return candidates(folder)[::-1]
 
 
 def leftovers(folder: AnyPath) -> list[Leftover]:

@@ -50,20 +50,12 @@ _JUMP = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DisturbedScript:
+class DisturbedScript(Script):
     """A script that a rank runs under faults. Those that have happened before are left out."""
 
-    path: str
-    args: tuple[str, ...]
     control: str
     faults: tuple[dict[str, Any], ...]
     lasting: int
-    safe_path: bool = False
-
-    @property
-    def name(self) -> str:
-        """The script's name in messages."""
-        return self.path
 
     def run(self) -> None:
         """Install the hooks and run the script as `__main__`."""
@@ -74,8 +66,7 @@ class DisturbedScript:
         ]
         injector = FaultInjector(control, placement().rank, faults, self.lasting)
         injector.install()
-        injector.note_start()
-        Script(path=self.path, args=self.args).run()
+        super().run()
 
 
 class FaultInjector:
@@ -95,7 +86,7 @@ class FaultInjector:
         self._nested = False
 
     def install(self) -> None:
-        """Set the hooks. Files are those of checkpoints; other files are not observed."""
+        """Set the hooks on steps and on the files of checkpoints, and write a notice."""
         for name in OPERATIONS:
             setattr(Files, name, self._observed(name, getattr(Files, name)))
         start, tick = Checkpoints.start, Run.tick
@@ -113,9 +104,6 @@ class FaultInjector:
 
         setattr(Checkpoints, "start", started)  # noqa: B010
         setattr(Run, "tick", ticked)  # noqa: B010
-
-    def note_start(self) -> None:
-        """Write a notice that this rank is about to run the script."""
         self._tell("start", 0, "")
 
     def _after_step(self, step: int) -> None:

@@ -24,12 +24,10 @@ import psutil
 from shoal.checkpoint.store import Manifest
 from shoal.tools.chaos.containment import StormDisk
 from shoal.tools.chaos.control import ActionRequest, ControlDirectory, Notice
-from shoal.tools.chaos.faults import KINDS, Fault, Survey, plan_faults
+from shoal.tools.chaos.faults import KINDS, Fault, Survey, plan_faults, shrink
 from shoal.tools.chaos.final_state import checkpoint_directories, digest_end, latest_checkpoint
 from shoal.tools.chaos.rank import START
-from shoal.tools.chaos.report import InjectedFault, StormReport
-from shoal.tools.chaos.request import StormRequest
-from shoal.tools.chaos.shrink import shrink
+from shoal.tools.chaos.report import InjectedFault, StormReport, StormRequest
 from shoal.tools.verify.variants import copy_directory
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError

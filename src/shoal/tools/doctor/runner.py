@@ -16,7 +16,6 @@ from shoal.tools.doctor.checks import (
     filesystem,
     gpus,
     host,
-    shared_directory,
     software,
 )
 from shoal.tools.doctor.findings import (
@@ -27,8 +26,7 @@ from shoal.tools.doctor.findings import (
     describe_ranks,
     failure,
 )
-from shoal.tools.doctor.rounds import Rounds
-from shoal.tools.doctor.timed_checks import TimedOutcome
+from shoal.tools.doctor.rounds import Rounds, TimedOutcome
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.packages import packages
@@ -296,14 +294,14 @@ def _compute_of_all() -> Check[Any]:
 
 def examine_together(world: World, request: DoctorRequest) -> tuple[Examination | None, bool]:
     """Examine all ranks of a world, once in its life; as `examine`. Collective."""
-    from shoal.tools.doctor.checks import outages
+    from shoal.tools.doctor.checks import links
 
     hosts = world.gather(socket.gethostname())
     rounds = Rounds(world.store("shoal/doctor"), rank=world.rank, size=world.size)
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts)
-    with outages.LinkProbes(world, hosts) as watched:
+    with links.LinkProbes(world, hosts) as watched:
         _examine_all(world, doctor)
-        doctor.go("outages", [Check(name=outages.WHAT, look=watched.look, judge=outages.check_outages)])
+        doctor.go("outages", [Check(name=links.WHAT, look=watched.look, judge=links.check_outages)])
         seen = watched.look()
     rounds.end()
     cut_off = [one["host"] for one in seen if not one["over"]]
@@ -328,11 +326,9 @@ def _examine_all(world: World, doctor: Doctor) -> None:
         doctor.go("clock", [Check(name="clock", look=ask, judge=clocks.check_clocks)])
     if rounds.going and request.run is not None and doctor.written():
         see = partial(
-            shared_directory.try_shared_directory, request.run, store, rank=rank, size=size, limit=inner
+            filesystem.try_shared_directory, request.run, store, rank=rank, size=size, limit=inner
         )
-        doctor.go(
-            "shared", [Check(name="shared", look=see, judge=shared_directory.check_shared_directory)]
-        )
+        doctor.go("shared", [Check(name="shared", look=see, judge=filesystem.check_shared_directory)])
     if rounds.going and not request.quick:
         crowded = doctor.crowded() if world.device.type == "cpu" else []
         work = partial(compute.measure_compute, [world.device], compared=hosts[rank] not in crowded)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.machines import Efficiency, Machine, limited_efficiency
-from shoal.tools.plan.model import Transformer
-from shoal.tools.plan.step_time import estimate_step
+from shoal.tools.plan.machine.machines import Efficiency, Machine, limited_efficiency
+from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.transformer import Transformer
 
 Case = tuple[Transformer, PlannedStep, Machine]
 _PRIOR = 0.02

@@ -10,11 +10,11 @@ import numpy as np
 
 from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
-from shoal.tools.plan.bands import BANDS, step_kind
-from shoal.tools.plan.configuration import PlannedStep, Recompute
-from shoal.tools.plan.machines import Machine
-from shoal.tools.plan.model import Transformer
-from shoal.tools.plan.step_time import StepEstimate, estimate_step
+from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.time.bands import BANDS, step_kind
+from shoal.tools.plan.time.step_time import StepEstimate, estimate_step
+from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.transformer import Transformer
 from shoal.tools.report import LABELS, SHOWN, Attempt, profile, read_history
 from shoal.util.errors import ShoalError
 

@@ -19,9 +19,8 @@ from shoal.tools.report.causes import (
     straggler_cost,
 )
 from shoal.tools.report.history import Attempt, History
-from shoal.tools.report.loader_speed import Loading, loader_speed_of
 from shoal.tools.report.stalls import Stalls
-from shoal.tools.report.stragglers import NOTABLE, Straggler
+from shoal.tools.report.stragglers import NOTABLE, Loading, Straggler, loader_speed_of
 from shoal.util.units import bandwidth, counted, duration, percent
 
 MUCH = 0.1
@@ -69,7 +68,7 @@ def losses(
             continue
         text, advice = _about(part, left, history, judged)
         stalls = next((each for one in judged for each in one.stalls if each.part == part), None)
-        if stalls is not None and stalls.cost > 0.5 * left * _step(judged[-1]):
+        if stalls is not None and stalls.cost > 0.5 * left * judged[-1].profile.seconds:
             text += (
                 f" Most of it is lost {describe_frequency(stalls)}: {duration(stalls.excess)} there."
             )
@@ -81,10 +80,6 @@ def describe_frequency(each: Stalls) -> str:
     if each.period is not None:
         return f"every {each.period:,} steps"
     return f"at step {each.newest:,}" if each.count == 1 else f"in {each.count:,} steps"
-
-
-def _step(one: AttemptProfile) -> float:
-    return float(one.profile.average(one.profile.wall).mean())
 
 
 def _about(
@@ -139,7 +134,7 @@ def _about_uneven(share: float) -> tuple[str, str]:
 
 def _about_data(share: float, one: AttemptProfile) -> tuple[str, str]:
     text = f"Ranks wait for data {percent(share)} of the time{_everywhere(one.attempt)}"
-    found = loader_speed_of(one.attempt, one.profile)
+    found = loader_speed_of(one.profile)
     if found is None:
         return f"{text}.", "use more workers, or reduce work per sample: shoal.Loader(…, num_workers=N)"
     batch = duration(found.seconds)

@@ -14,9 +14,8 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.telemetry.events import path_of
 from shoal.tools.submit.job import Job, JobCommand
-from shoal.tools.submit.scheduler import Scheduler
+from shoal.tools.submit.scheduler import Scheduler, Shell, quote_word, quote_words
 from shoal.tools.submit.schedulers import site_scheduler
-from shoal.tools.submit.shell_words import Shell, quote_word, quote_words
 from shoal.tools.submit.site import Site
 
 _FIRST_PORT, _PORTS = 10001, 10000

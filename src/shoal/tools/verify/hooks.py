@@ -11,9 +11,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import wraps
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,14 +37,15 @@ from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.sampler import LocalBatch
 from shoal.tools.verify.checksums import checksum_generators, checksum_state, sketch
-from shoal.tools.verify.clipping import observe_clipping
 from shoal.tools.verify.observations import (
     DeliveredBatch,
     DrawRecord,
     LoaderKey,
     LoaderRecord,
+    ObserverOptions,
     WrittenFile,
 )
+from shoal.tools.verify.observed_calls import call_after, observe_clipping, observe_written_files
 from shoal.tools.verify.operation_trace import OperationTrace, plain_name, user_module
 from shoal.tools.verify.shoal_loaders import (
     Source,
@@ -59,7 +60,6 @@ from shoal.tools.verify.torch_loaders import (
     innermost_index,
     subset_indices,
 )
-from shoal.tools.verify.written_files import observe_written_files
 
 LAYERS = {
     "dropout": ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "MultiheadAttention"),
@@ -70,22 +70,6 @@ MAKER_OF_STATE = "torch/distributed/checkpoint/state_dict.py"
 READS_STDIN = "reads standard input"
 STARTS = "starts processes itself"
 LAUNCHERS = ("python", "torchrun", "accelerate")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObserverOptions:
-    """The directory of the records, the script's root, and the steps at which ranks end.
-
-    The operations of step `trace_at` are recorded too. Each shoal.Loader gets `micro_batches` times as
-    many micro-batches.
-    """
-
-    folder: str
-    root: str
-    stop_after: int
-    kill_at: int | None = None
-    trace_at: int | None = None
-    micro_batches: int = 1
 
 
 class Observer:
@@ -423,24 +407,11 @@ def _rate(layer: Any) -> float:
     return float(rate)
 
 
-def _after(owner: Any, name: str, call: Callable[..., None]) -> None:
-    """Call `call` with the arguments of a method after each of its calls."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def method(*arguments: Any, **named: Any) -> Any:
-        result = original(*arguments, **named)
-        call(*arguments)
-        return result
-
-    setattr(owner, name, method)
-
-
 def observe_loaders(observer: Observer) -> None:
     """Observe the samples of each shoal.Loader."""
     for kind in (PositionedSource, StreamSource):
-        _after(kind, "__init__", lambda source, *_: observer.source_built(source))
-        _after(kind, "consumed", observer.local_batch_consumed)
+        call_after(kind, "__init__", lambda source, *_: observer.source_built(source))
+        call_after(kind, "consumed", observer.local_batch_consumed)
 
 
 def install_hooks(options: ObserverOptions, rank: int) -> None:
@@ -450,7 +421,7 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
     register_module_forward_hook(observer.forward_ends)
     register_optimizer_step_pre_hook(observer.before_step)
     register_optimizer_step_post_hook(observer.after_step)
-    _after(DataLoader, "__init__", lambda loader, *_: observer.loader_built(loader))
+    call_after(DataLoader, "__init__", lambda loader, *_: observer.loader_built(loader))
     observe_batches(observer.pass_started, observer.batch_delivered, observer.pass_ended)
     observe_loaders(observer)
     observe_clipping(observer.gradients_clipped)
@@ -462,26 +433,27 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
         if not source.seed_transforms:  # else its draws belong to samples
             observer.watch_dataset(type(dataset))
 
-    _after(MapStyleDataset, "__init__", source_built)
-    _after(DistributedSampler, "set_epoch", lambda *_: observer.write_event("set_epoch"))
+    call_after(MapStyleDataset, "__init__", source_built)
+    call_after(DistributedSampler, "set_epoch", lambda *_: observer.write_event("set_epoch"))
 
     def scheduled(scheduler: Any, *_: Any) -> None:
         caller = sys._getframe(2).f_code.co_filename  # a scheduler's constructor also calls step
         if caller.startswith(options.root):
             observer.scheduler_stepped(scheduler)
 
-    _after(LRScheduler, "step", scheduled)
+    call_after(LRScheduler, "step", scheduled)
 
     def process_started(_process: Any) -> None:
         frame: FrameType | None = sys._getframe(2)
         if frame is not None and "dataloader" not in frame.f_code.co_filename:
             observer.write_event("note", text=f"{STARTS} ({observer.user_line()})")
 
-    _after(BaseProcess, "start", process_started)
+    call_after(BaseProcess, "start", process_started)
 
     def program_started(process: Any, *_: Any) -> None:
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code.co_filename in (__file__, subprocess.__file__):
+        between = (__file__, call_after.__code__.co_filename, subprocess.__file__)
+        while frame is not None and frame.f_code.co_filename in between:
             frame = frame.f_back
         by_user = frame is not None and frame.f_code.co_filename.startswith(options.root)
         single = isinstance(process.args, str | bytes | os.PathLike)
@@ -489,6 +461,6 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
         if by_user and any(name in program for name in LAUNCHERS):
             observer.write_event("note", text=f"{STARTS} ({observer.user_line()})")
 
-    _after(subprocess.Popen, "__init__", program_started)
+    call_after(subprocess.Popen, "__init__", program_started)
     sys.stdin = _NoInput(observer)
     observer.begin_trace()

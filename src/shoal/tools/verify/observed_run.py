@@ -14,50 +14,36 @@ from pathlib import Path
 from shoal.distributed.env_vars import placement
 from shoal.launcher.entry_point import Script
 from shoal.launcher.local import run_job
+from shoal.tools.verify.observations import ObserverOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObservedScript:
+class ObservedScript(Script):
     """A script that a rank runs under observation."""
 
-    path: str
-    args: tuple[str, ...]
-    folder: str
-    root: str
-    stop_after: int
-    kill_at: int | None
+    observer: ObserverOptions
     reverse_files: bool
-    trace_at: int | None = None
-    micro_batches: int = 1
-    safe_path: bool = False
-
-    @property
-    def name(self) -> str:
-        """The script's name in messages."""
-        return self.path
 
     def run(self) -> None:
         """Install the hooks and run the script as `__main__`."""
-        from shoal.tools.verify.hooks import ObserverOptions, install_hooks
-        from shoal.tools.verify.listing_order import reverse_listings
+        from shoal.tools.verify.hooks import install_hooks
+        from shoal.tools.verify.observed_calls import reverse_listings
 
-        options = ObserverOptions(
-            folder=self.folder,
-            root=self.root,
-            stop_after=self.stop_after,
-            kill_at=self.kill_at,
-            trace_at=self.trace_at,
-            micro_batches=self.micro_batches,
-        )
-        install_hooks(options, placement().rank)
+        install_hooks(self.observer, placement().rank)
         if self.reverse_files:
             reverse_listings()
-        Script(path=self.path, args=self.args).run()
+        super().run()
+
+
+def read_order(path: Path) -> tuple[ObservedScript, int]:
+    """Return the script of an order, and the number of ranks."""
+    order = json.loads(path.read_text(encoding="utf-8"))
+    processes: int = order.pop("processes")
+    plain = {"args": tuple(order["args"]), "observer": ObserverOptions(**order["observer"])}
+    return ObservedScript(**{**order, **plain}), processes
 
 
 def main() -> None:
     """Run the order and exit with the code of its ranks."""
-    order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    processes = order.pop("processes")
-    job = ObservedScript(**{**order, "args": tuple(order["args"])})
+    job, processes = read_order(Path(sys.argv[1]))
     sys.exit(run_job(job, processes=processes).code)

@@ -8,10 +8,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shoal.tools.verify.observations import TIMED_OUT, RunRecord, read_run
+from shoal.launcher.entry_point import find_script
+from shoal.tools.verify.observations import TIMED_OUT, ObserverOptions, RunRecord, read_run
 from shoal.util.errors import LaunchError
 
 LARGE = 64 << 20
@@ -62,12 +63,7 @@ class Variant:
 def check_request(request: VerifyRequest) -> None:
     """Raise LaunchError if the script is not in the current directory or a number is not valid."""
     command = f"shoal verify {request.script}"
-    if not Path(request.script).is_file():
-        raise LaunchError(
-            given=command,
-            found=f"there is no file {Path(request.script).absolute()}",
-            fix="give the path of a Python file: shoal verify train.py",
-        )
+    find_script(request.script, "shoal verify train.py")
     folder, name = os.path.split(request.script)
     inside = f"cd {shlex.quote(folder)} && shoal verify {shlex.quote(name)}"
     if Path(folder).is_absolute() or ".." in Path(folder).parts:
@@ -95,16 +91,19 @@ def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None =
         copy_directory(Path.cwd(), home)
     folder = home.parent / f"records-{len(list(home.parent.glob('records-*')))}"
     folder.mkdir()
+    observer = ObserverOptions(
+        folder=str(folder),
+        root=str(home),
+        stop_after=variant.trace_at or request.steps,
+        trace_at=variant.trace_at,
+        kill_at=variant.kill_at,
+        micro_batches=variant.micro_batches,
+    )
     order = {
         "path": request.script,
         "args": request.args,
-        "folder": str(folder),
-        "root": str(home),
-        "stop_after": variant.trace_at or request.steps,
-        "trace_at": variant.trace_at,
-        "kill_at": variant.kill_at,
+        "observer": asdict(observer),
         "reverse_files": variant.reverse_files,
-        "micro_batches": variant.micro_batches,
         "processes": variant.size,
     }
     (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")

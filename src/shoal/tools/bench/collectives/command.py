@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.distributed import env_vars, link_speed
-from shoal.distributed.backend import backend_of
+from shoal.distributed.device import backend_of
 from shoal.distributed.init import init
 from shoal.distributed.world import World
 from shoal.launcher.local import run_job
@@ -33,6 +33,7 @@ from shoal.tools.bench.processor import processor_name
 from shoal.tools.bench.scaling.interrupt import InterruptFlag
 from shoal.tools.report.html import write_csv
 from shoal.util import accelerator
+from shoal.util.arguments import check_choice, check_integer, check_number
 from shoal.util.clock import CLOCK, utc_now
 from shoal.util.errors import LaunchError
 from shoal.util.tables import plain_console, print_line, print_path
@@ -245,22 +246,15 @@ def _names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
     """Return names from a list with commas, in the order of `known`; raise LaunchError for others."""
     given = [name.strip() for name in text.split(",") if name.strip()]
     for name in given:
-        if name not in known:
-            raise LaunchError(
-                given=f"{option} {text}",
-                found=f"{name!r} is not one of {', '.join(known)}",
-                fix=f"{option} {known[-1] if option == '--backend' else known[0]}",
-            )
+        check_choice(LaunchError, "shoal bench comm", option, name, known)
     return tuple(name for name in known if name in given)
 
 
 def _check_numbers(repeats: int, seconds: float) -> None:
-    if repeats < 1 or not 0 < seconds <= 86400:
-        raise LaunchError(
-            given=f"--repeats {repeats} --seconds {seconds:g}",
-            found="--repeats must be 1 or more, and --seconds above 0 and at most a day",
-            fix="pass --repeats 20 --seconds 30",
-        )
+    check_integer(LaunchError, "shoal bench comm", "--repeats", repeats, 1, usual=20)
+    check_number(
+        LaunchError, "shoal bench comm", "--seconds", seconds, most=86400.0, above=True, usual=30.0
+    )
 
 
 def _check_folder(path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import types
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -17,6 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from shoal.telemetry.collective_stats import bus_factor
 from shoal.util.errors import ShoalError
+from shoal.util.regular_file import appearing
 
 FORMAT, VERSION = "shoal machine", 1
 LEAST_POINTS = 3
@@ -151,13 +151,11 @@ def machine_json(machine: MachineFile) -> str:
 
 def write_machine_file(machine: MachineFile, path: Path) -> None:
     """Write a machine file atomically."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(machine)}, indent=1)
     try:
-        partial.write_text(text + "\n")
-        partial.replace(path)
+        with appearing(path) as partial:
+            partial.write_text(text + "\n")
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ShoalError(
             given=str(path),
             found=f"it can't be written: {error.strerror}",

@@ -28,6 +28,7 @@ from shoal.tools.bench.scaling.models import make_model, one_batch
 from shoal.tools.bench.scaling.subject import ScriptSubject, parse_subject
 from shoal.tools.report.html import write_csv
 from shoal.util import accelerator
+from shoal.util.arguments import check_integer, check_number
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.grouping import group_by
@@ -57,12 +58,8 @@ class CompileOptions:
 
 def benchmark_modes(asked: CompileOptions) -> int:
     """Measure, print, and return the exit code. Raises LaunchError for invalid options."""
-    if asked.batch < 1 or not 0 < asked.seconds <= 86400:
-        raise LaunchError(
-            given=f"--batch {asked.batch} --seconds {asked.seconds:g}",
-            found="--batch must be 1 or more, and --seconds above 0 and at most a day",
-            fix="pass --batch 32 --seconds 10",
-        )
+    check_integer(LaunchError, "shoal bench modes", "--batch", asked.batch, 1, usual=32)
+    check_number(LaunchError, "shoal bench modes", "--seconds", asked.seconds, above=True, most=86400)
     require_alone("shoal bench modes")
     screen = plain_console(stderr=True)
     world = init()

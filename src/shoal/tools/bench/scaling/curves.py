@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from shoal.tools.bench.scaling import format
 from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread
 from shoal.tools.bench.scaling.configurations import ScalingCurve
-from shoal.tools.report.html import Block, Figure, Table
-from shoal.tools.report.html.plots import Series, plot_lines
+from shoal.util.document import DocumentBlock, Figure, LinePlot, Series
 from shoal.util.grouping import group_by
-from shoal.util.units import counted, three_digits
+from shoal.util.units import counted
 
 WIDE = 8
 """Axes are logarithmic for more processes than this."""
@@ -18,9 +17,11 @@ WIDE = 8
 Names = Mapping[ScalingCurve, str]
 
 
-def scaling_blocks(rows: Sequence[ScalingPoint], names: Names, word: str, each: int) -> list[Block]:
+def scaling_blocks(
+    rows: Sequence[ScalingPoint], names: Names, word: str, each: int
+) -> list[DocumentBlock]:
     """Return a table of each curve, then its plots, for each kind of scaling."""
-    blocks: list[Block] = []
+    blocks: list[DocumentBlock] = []
     for scaling in dict.fromkeys(row.curve.scaling for row in rows):
         own = [row for row in rows if row.curve.scaling == scaling and row.rate is not None]
         if own:
@@ -66,10 +67,16 @@ def _throughput(
         name=f"throughput-{scaling}",
         caption=f"{word.capitalize()} per second against processes, {scaling} scaling: the median of "
         "the rounds, with a band from the slowest to the fastest.",
-        drawing=plot_lines(
-            drawn, x="processes", y=f"{word}/s", log_x=wide, log_y=wide, ticks=sizes, zero=True
+        drawing=LinePlot(
+            series=drawn,
+            x="processes",
+            y=f"{word}/s",
+            log_x=wide,
+            log_y=wide,
+            ticks=sizes,
+            zero=True,
+            band=("slowest", "fastest"),
         ),
-        table=_numbers(rows, names, f"{word}/s", "rate", each),
     )
 
 
@@ -89,31 +96,19 @@ def _iteration(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figu
                 points=True,
             )
         )
-    head = ("curve", "processes", "ms/step", "synchronization ms", "without it ms")
-    cells = [
-        (
-            names[row.curve],
-            str(row.processes),
-            *(
-                three_digits(value * 1e3)
-                for value in (row.mean, row.synchronisation, row.mean - row.synchronisation)
-            ),
-        )
-        for row in rows
-    ]
     return Figure(
         name=f"iteration-{scaling}",
         caption=f"Milliseconds per step against processes, {scaling} scaling: the mean of a typical "
         "process. The band below a line is the time inside collectives, including waiting.",
-        drawing=plot_lines(
-            drawn,
+        drawing=LinePlot(
+            series=drawn,
             x="processes",
             y="milliseconds per step",
             log_x=sizes[-1] > WIDE,
             ticks=sizes,
             zero=True,
+            band=("without collectives", "all"),
         ),
-        table=Table(caption="Milliseconds, as drawn.", head=head, rows=cells, right=head[1:]),
     )
 
 
@@ -129,23 +124,17 @@ def _speedup(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figure
         name=f"speedup-{scaling}",
         caption=f"Speed-up over {counted(least, 'process', 'es')} of the same curve, {scaling} "
         "scaling: the median of the rounds, with a band from the lowest to the highest.",
-        drawing=plot_lines(
-            drawn, x="processes", y="speed-up", log_x=wide, log_y=wide, ticks=sizes, zero=True
+        drawing=LinePlot(
+            series=drawn,
+            x="processes",
+            y="speed-up",
+            log_x=wide,
+            log_y=wide,
+            ticks=sizes,
+            zero=True,
+            band=("lowest", "highest"),
         ),
-        table=_numbers(rows, names, "speed-up", "speedup", 1),
     )
-
-
-def _numbers(rows: Sequence[ScalingPoint], names: Names, what: str, name: str, scale: int) -> Table:
-    head = ("curve", "processes", what, "lowest", "highest")
-    cells = []
-    for row in rows:
-        value: Spread | None = getattr(row, name)
-        if value is not None:
-            ends = (value.median, value.low, value.high)
-            numbers = [three_digits(end * scale) for end in ends]
-            cells.append((names[row.curve], str(row.processes), *numbers))
-    return Table(caption=f"{what}, as drawn.", head=head, rows=cells, right=head[1:])
 
 
 def _rate(row: ScalingPoint) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread
 from shoal.tools.bench.scaling.configurations import ScalingCurve
 from shoal.tools.bench.scaling.job_summary import PARTS
-from shoal.tools.report.html import Table
+from shoal.util.document import Table
 from shoal.util.units import three_digits
 
 ChosenInterface = Callable[[Spread, float], str]

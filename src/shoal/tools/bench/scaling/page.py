@@ -14,10 +14,18 @@ from shoal.tools.bench.scaling.directory import Study
 from shoal.tools.bench.scaling.job_summary import PARTS, SHOWN
 from shoal.tools.bench.scaling.subject import throughput_unit
 from shoal.tools.report import PALETTE
-from shoal.tools.report.html import Block, Figure, KeyNumbers, Page, Section, Table, Text
-from shoal.tools.report.html.plots import plot_bars, plot_lines
 from shoal.util.clock import utc_time
-from shoal.util.units import three_digits
+from shoal.util.document import (
+    BarPlot,
+    Document,
+    DocumentBlock,
+    Figure,
+    KeyNumbers,
+    LinePlot,
+    Section,
+    Table,
+    Text,
+)
 
 LEAST = 0.001
 """Minimum fraction of a step for a part to be drawn."""
@@ -28,7 +36,7 @@ FIELDS = ("processes", "scalings", "backends", "strategies", "precisions", "ways
 COUNTS = ("batch", "steps", "warmup", "rounds", "threads", "limit")
 
 
-def study_page(study: Study, rows: Sequence[ScalingPoint], notes: Sequence[str]) -> Page:
+def study_page(study: Study, rows: Sequence[ScalingPoint], notes: Sequence[str]) -> Document:
     """Return the page of a study, from the measured rows and the notes on them."""
     word, each = throughput_unit(study.options.subject)
     told = diagnose_curves(rows)
@@ -42,7 +50,7 @@ def study_page(study: Study, rows: Sequence[ScalingPoint], notes: Sequence[str])
         Section(heading="Circumstances", blocks=_circumstances(study)),
     ]
     began = utc_time(study.began, "%Y-%m-%d %H:%M UTC")
-    return Page(
+    return Document(
         title=f"How {study.options.model} scales",
         verdict=first + told[0][1],
         about=f"shoal bench scaling, started {began} on {study.where}",
@@ -55,8 +63,8 @@ def _diagnosis(
     told: Sequence[tuple[ScalingCurve, str]],
     names: Mapping[ScalingCurve, str],
     notes: Sequence[str],
-) -> list[Block]:
-    blocks: list[Block] = [Text(text=f"{names[curve]}: {text}.") for curve, text in told]
+) -> list[DocumentBlock]:
+    blocks: list[DocumentBlock] = [Text(text=f"{names[curve]}: {text}.") for curve, text in told]
     blocks += [Text(text=f"{note[:1].upper()}{note[1:]}.") for note in notes]
     lost = []
     for row in rows:
@@ -86,7 +94,7 @@ def _base(rows: Sequence[ScalingPoint], row: ScalingPoint) -> ScalingPoint | Non
     return next((r for r in rows if r.curve == row.curve and r.configuration == row.base), None)
 
 
-def _time(rows: Sequence[ScalingPoint], names: Mapping[ScalingCurve, str]) -> list[Block]:
+def _time(rows: Sequence[ScalingPoint], names: Mapping[ScalingCurve, str]) -> list[DocumentBlock]:
     labelled: dict[str, ScalingPoint] = {}
     for row in rows:
         if row.parts is not None:
@@ -107,22 +115,19 @@ def parts_figure(name: str, labelled: Mapping[str, ScalingPoint], caption: str) 
         if any(parts.get(part, 0.0) >= LEAST * sum(parts.values()) > 0 for parts in given)
     ]
     values = {SHOWN[part]: [max(0.0, parts.get(part, 0.0)) * 1e3 for parts in given] for part in used}
-    head = ("processes and curve", *values)
-    table = [
-        (label, *(three_digits(values[part][place]) for part in values))
-        for place, label in enumerate(labelled)
-    ]
-    return Figure(
-        name=name,
-        caption=caption,
-        drawing=plot_bars(list(labelled), values, x="milliseconds of a step", fills=FILLS),
-        table=Table(caption="Milliseconds, as drawn.", head=head, rows=table, right=head[1:]),
+    drawing = BarPlot(
+        labels=list(labelled),
+        parts=values,
+        x="milliseconds of a step",
+        of="processes and curve",
+        fills=FILLS,
     )
+    return Figure(name=name, caption=caption, drawing=drawing)
 
 
-def _tables(rows: Sequence[ScalingPoint], word: str, each: int) -> list[Block]:
+def _tables(rows: Sequence[ScalingPoint], word: str, each: int) -> list[DocumentBlock]:
     head = format.curve_headers(word)
-    blocks: list[Block] = [
+    blocks: list[DocumentBlock] = [
         Table(
             caption=str(curve),
             head=head,
@@ -142,7 +147,7 @@ def _tables(rows: Sequence[ScalingPoint], word: str, each: int) -> list[Block]:
     return [*blocks, Text(text=words)]
 
 
-def _circumstances(study: Study) -> list[Block]:
+def _circumstances(study: Study) -> list[DocumentBlock]:
     options = study.options.plain()
     asked = [(name, ", ".join(map(str, options[name]))) for name in FIELDS]
     asked += [(name, str(options[name])) for name in COUNTS]
@@ -157,7 +162,9 @@ def _circumstances(study: Study) -> list[Block]:
     ]
 
 
-def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tuple[str, str]) -> Page:
+def compare_page(
+    first: Study, second: Study, pairs: Sequence[Pair], called: tuple[str, str]
+) -> Document:
     """Return the page of two studies, from the pairs that both have measured, with their names."""
     word, each = throughput_unit(first.options.subject)
     names = curve_labels(list(dict.fromkeys(pair.curve for pair in pairs)))
@@ -169,7 +176,7 @@ def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tup
     cells = ratio_cells(pairs, names, each)
     caption = "Throughput of both, and the ratio of the second to the first (lowest to highest)."
     ratios = Table(caption=caption, head=head, rows=cells, right=head[1:])
-    return Page(
+    return Document(
         title=f"{called[0]} and {called[1]}: {first.options.model}",
         verdict=told[0],
         about="shoal bench compare",
@@ -206,8 +213,8 @@ def _overlaid(
     word: str,
     each: int,
     called: tuple[str, str],
-) -> list[Block]:
-    blocks: list[Block] = []
+) -> list[DocumentBlock]:
+    blocks: list[DocumentBlock] = []
     for scaling in dict.fromkeys(pair.curve.scaling for pair in pairs):
         own = [pair for pair in pairs if pair.curve.scaling == scaling]
         drawn = []
@@ -216,28 +223,19 @@ def _overlaid(
             for name, rows in zip(called, both, strict=True):
                 drawn.append(throughput_series(f"{name}: {names[curve]}", rows, each))
         sizes = sorted({pair.configuration.processes for pair in own})
-        head = ("processes", "study and curve", f"{word}/s")
-        cells = [
-            (f"{size:g}", line.label, three_digits(value or 0.0))
-            for line in drawn
-            for size, value in zip(line.x, line.y, strict=True)
-        ]
         wide = sizes[-1] > WIDE
         blocks.append(
             Figure(
                 name=f"compared-{scaling}",
                 caption=f"{word.capitalize()} per second against processes, {scaling} scaling.",
-                drawing=plot_lines(
-                    drawn,
+                drawing=LinePlot(
+                    series=drawn,
                     x="processes",
                     y=f"{word}/s",
                     log_x=wide,
                     log_y=wide,
                     ticks=sizes,
                     zero=True,
-                ),
-                table=Table(
-                    caption="Throughput, as drawn.", head=head, rows=cells, right=("processes", head[2])
                 ),
             )
         )

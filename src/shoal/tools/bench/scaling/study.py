@@ -22,7 +22,6 @@ from shoal.tools.bench.scaling.directory import Study, begin_study, load_study, 
 from shoal.tools.bench.scaling.page import compare_page, ratio_cells, study_page
 from shoal.tools.bench.scaling.subject import throughput_unit
 from shoal.tools.report.html import save_page, to_csv
-from shoal.tools.submit.display import print_script
 from shoal.tools.submit.site import Site
 from shoal.tools.submit.submit import Submission
 from shoal.tools.submit.times import spell_time
@@ -93,7 +92,7 @@ def print_study(study: Study, console: Console) -> None:
             print_rows(console, table.caption, table.head, table.rows, right=table.right)
     path = study.path / CSV
     path.write_text(to_csv(format.csv_table(found, word, each).lines))
-    written = save_page(study_page(study, found, notes), study.path / PAGE)
+    written = save_page(study_page(study, found, notes), study.path / PAGE, option="-o DIR")
     print_line(console, f"{written[0]}, with plots and {path.name} next to it")
 
 
@@ -101,7 +100,7 @@ def print_planned_jobs(path: Path, options: StudyOptions, asked: ClusterRequest,
     """Print the batch scripts that `submit` would submit, with their names on stderr."""
     console, notes = plain_console(stderr=True), dict[str, None]()
     for allocation, done in submission.plan_jobs(path, options, asked, site):
-        print_script(plain_console(), done)
+        plain_console().out(done.script, end="", highlight=False)
         print_line(console, f"job: {_size(allocation, done)}")
         notes |= dict.fromkeys(done.notes)
     print_line(console, *(f"note: {note}" for note in notes))
@@ -174,5 +173,5 @@ def compare_studies(first: Study, second: Study, out: Path, console: Console) ->
     print_line(
         console, *(f"they differ in {line}" for line in comparing.study_differences(first, second))
     )
-    written = save_page(compare_page(first, second, found, called), out / PAGE)
+    written = save_page(compare_page(first, second, found, called), out / PAGE, option="-o DIR")
     print_line(console, str(written[0]))

@@ -1,0 +1,122 @@
+"""A step of a pipeline, simulated from the actions of its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.distributed.pipeline_action import PipelineAction
+from shoal.distributed.pipeline_schedules import action_lists
+from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.time.layer_time import compute_seconds
+from shoal.tools.plan.time.spans import Span
+from shoal.tools.plan.time.step_time import head_work, layer_pass, table_work
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.transformer import Transformer
+
+_ROUNDS = 6
+"""Rounds of as many micro-batches as ranks that are simulated. Each further one takes the time that the
+rank with the output layer computes. For folded schedules, the step is up to 0.5 % too long."""
+
+ACTIONS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+}
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """The seconds for which the rank with the output layer waits, and the micro-batches that are held.
+
+    `held` is that of the rank that holds most. A stage of several on a rank counts as this part of one.
+    """
+
+    bubble: float
+    held: float
+
+
+def run_pipeline(
+    model: Transformer,
+    plan: PlannedStep,
+    machine: Machine,
+    spans: Sequence[list[Span]] | None = None,
+) -> PipelineRun:
+    """Simulate the schedule of a plan with the predicted times of its stages.
+
+    Messages take no time here. `spans` are empty lists, one for each rank, to which its actions are
+    added. Raises ShoalError if the schedule does not support the micro-batches.
+    """
+    ranks, stages, count = plan.layout.pipeline, plan.stages, plan.micro_batches
+    layer = layer_pass(model, plan, machine)
+    layers = model.layers / (ranks * stages)
+    head = compute_seconds(head_work(model, plan, machine.units), plan, machine)
+    head += compute_seconds(table_work(model, plan), plan, machine)
+    backward = layers * (layer.total - layer.forward_total)
+    weights = layers * layer.backward.products / 2
+    usual = {
+        "F": layers * layer.forward_total,
+        "B": backward,
+        "I": backward - weights,
+        "W": weights,
+    }
+    # The output layer has one product in forward and two in backward.
+    parts = {"F": 1, "B": 2, "I": 1, "W": 1}
+    last = {kind: seconds + parts[kind] * head.total / 3 for kind, seconds in usual.items()}
+    rounds = count // ranks
+    simulated = count if rounds <= _ROUNDS else _ROUNDS * (count // rounds)
+    orders = action_lists(plan.schedule, ranks, stages, simulated)
+    durations = [usual] * (ranks * stages - 1) + [last]
+    seconds, held = simulate_actions(orders, durations, spans)
+    busy = simulated * (stages * layers * layer.total + head.total)
+    all_held = held == simulated * stages
+    return PipelineRun(bubble=max(0.0, seconds - busy), held=count if all_held else held / stages)
+
+
+def simulate_actions(
+    orders: Sequence[Sequence[PipelineAction]],
+    seconds: Sequence[Mapping[str, float]],
+    spans: Sequence[list[Span]] | None = None,
+) -> tuple[float, int]:
+    """Return the seconds of a step, and the largest number of passes whose activations a rank holds.
+
+    Each rank takes its actions in order, each as soon as those that it needs have ended. `seconds` are
+    those of each kind of action, for each stage. Activations are held until the gradients of weights.
+    The actions of each rank are added to `spans`.
+    """
+    last = len(seconds) - 1
+    forward: dict[tuple[int, int], float] = {}
+    backward: dict[tuple[int, int], float] = {}
+    clocks, places = [0.0] * len(orders), [0] * len(orders)
+    held, most = [0] * len(orders), 0
+    advanced = True
+    while advanced:
+        advanced = False
+        for rank, order in enumerate(orders):
+            now, place = clocks[rank], places[rank]
+            while place < len(order):
+                kind, stage, micro = order[place]
+                ready: float | None = 0.0
+                if kind == "F" and stage:
+                    ready = forward.get((stage - 1, micro))
+                elif kind in "BI" and stage < last:
+                    ready = backward.get((stage + 1, micro))
+                if ready is None:
+                    break
+                began = max(now, ready)
+                now = began + seconds[stage][kind]
+                if spans is not None:
+                    spans[rank].append(Span(ACTIONS[kind], began, now))
+                if kind == "F":
+                    forward[stage, micro] = now
+                    held[rank] += 1
+                    most = max(most, held[rank])
+                else:
+                    held[rank] -= kind != "I"
+                    if kind != "W":
+                        backward[stage, micro] = now
+                place += 1
+                advanced = True
+            clocks[rank], places[rank] = now, place
+    return max(clocks), most

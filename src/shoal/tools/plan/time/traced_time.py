@@ -1,0 +1,306 @@
+"""Seconds of a traced step: the work of ranks, and the collectives and messages that they wait for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+
+from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.show.display import bar, part_name
+from shoal.tools.plan.time.collectives import RankGroup, collective_seconds
+from shoal.tools.plan.time.core_sharing import Computation, RankProcess, SharedCores
+from shoal.tools.plan.time.layer_time import ComputeSeconds, compute_seconds
+from shoal.tools.plan.time.spans import Span, add_span
+from shoal.tools.plan.time.step_time import CONTENTION, slowest
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.traced_work import TracedCollective, TracedSegment
+from shoal.util.tables import print_line, print_rows
+from shoal.util.units import duration, size
+
+COLLECTIVES_HEAD = ("operation", "calls", "bytes", "time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedTime:
+    """Seconds of one optimizer step of a traced module, by part. They add up to `total`."""
+
+    products: float
+    convolutions: float
+    attention: float
+    memory: float
+    """Element-wise operations, and the operands of products."""
+    launch: float
+    """Between operations, and for the host."""
+    optimizer: float
+    """The update of the parameters."""
+    communication: float
+    """Waiting for collectives, and computing more slowly while they run."""
+    bubble: float
+    """Waiting for messages of other pipeline stages, and at the end for the last stage."""
+    stragglers: float
+    """Waiting for the slowest device."""
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return float(sum(asdict(self).values()))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by the parts that a run measures."""
+        passes = self.products + self.convolutions + self.attention + self.memory + self.launch
+        return {
+            "forward and backward": passes,
+            "optimizer": self.optimizer,
+            "communication and waiting": self.communication + self.bubble + self.stragglers,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRun:
+    """The predicted step of a rank: its seconds, and when it computes what."""
+
+    time: TracedTime
+    spans: tuple[Span, ...]
+
+
+@dataclass(kw_only=True)
+class CollectiveTotal:
+    """All calls of one kind of collective in a step. Seconds are those without other ones."""
+
+    calls: int = 0
+    count: int = 0
+    seconds: float = 0.0
+
+
+def step_seconds(segments: Sequence[TracedSegment], plan: PlannedStep, machine: Machine) -> TracedTime:
+    """Return the predicted time of a traced step of a rank that is alone or in no pipeline."""
+    return run_ranks([segments], plan, machine)[0].time
+
+
+def mean_time(one: TracedTime, others: TracedTime, every: int) -> TracedTime:
+    """Return the mean time of steps, of which one in `every` takes the first time."""
+    rest = asdict(others)
+    mean = {name: value + (rest[name] - value) * (1 - 1 / every) for name, value in asdict(one).items()}
+    return TracedTime(**mean)
+
+
+def run_ranks(
+    ranks: Sequence[Sequence[TracedSegment]], plan: PlannedStep, machine: Machine
+) -> list[RankRun]:
+    """Return the predicted step of each rank of one pipeline.
+
+    A rank waits for a message where it first reads it. The step ends when the last rank has finished.
+    On a CPU, the ranks that compute at a moment share the cores.
+    """
+    size = plan.layout.size
+    pipeline = _Pipeline(plan)
+    timelines = [_Timeline(machine, place, pipeline) for place in range(len(ranks))]
+    group = RankGroup(len(ranks), max(1, pipeline.stride))
+    processes = [each.run(found) for each, found in zip(timelines, ranks, strict=True)]
+    SharedCores(machine, size, group, processes).run()
+    end = max(each.now for each in timelines)
+    spread = machine.efficiency.spread * slowest(size)
+    return [RankRun(time=each.time(end, spread), spans=tuple(each.spans)) for each in timelines]
+
+
+class _Pipeline:
+    """Messages and common collectives of the ranks of a pipeline."""
+
+    def __init__(self, plan: PlannedStep) -> None:
+        self.plan = plan
+        self.arrivals: dict[tuple[int, int, int], float] = {}
+        """When each message arrives, or its transfer can begin, by sender, receiver and number."""
+        self.calls: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        """When each rank calls the collectives of all stages, by their order."""
+        ranks = plan.layout.group(0, "pipeline")
+        self.stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
+
+    def meets(self, one: TracedCollective) -> bool:
+        """Return whether all stages take part in a collective that they wait for."""
+        group = one.group
+        spans = 0 < group.stride <= self.stride < group.stride * group.size
+        return spans and one.wait != "update"
+
+
+class _Timeline:
+    """One rank that computes, and a network that runs one collective after the other."""
+
+    def __init__(self, machine: Machine, place: int, pipeline: _Pipeline) -> None:
+        self.machine = machine
+        self.place = place
+        self.now = self.waited = 0.0
+        self.work = ComputeSeconds()
+        self.optimizer = 0.0
+        self.spans: list[Span] = []
+        self._pipeline = pipeline
+        self._meetings = 0
+        self._network = 0.0
+        self._prefetching = 0.0
+        """The moment from which the next parameters may be gathered."""
+        self._previous: TracedCollective | None = None
+        self._running: list[tuple[TracedCollective, float]] = []
+        self._idle = 0.0
+        """Seconds in which they run and the rank waits."""
+
+    def run(self, segments: Sequence[TracedSegment]) -> RankProcess:
+        """Compute all segments."""
+        for segment in segments:
+            if segment.moment == "update":
+                self.wait()
+            yield from self.compute(segment)
+            one = segment.collective
+            if one is not None and one.operation == "send":
+                self._pipeline.arrivals[self.place, one.peer, one.message] = self._sent(one)
+            elif one is not None and one.operation == "recv":
+                while (sent := (one.peer, self.place, one.message)) not in self._pipeline.arrivals:
+                    yield None
+                self._wait_until(self._arrival(one, self._pipeline.arrivals[sent]))
+            elif one is not None:
+                if self._pipeline.meets(one):
+                    calls = self._pipeline.calls[self._meetings]
+                    calls[self.place] = self.now
+                    self._meetings += 1
+                    while len(calls) < self._pipeline.plan.layout.pipeline:
+                        yield None
+                    self._wait_until(max(calls.values()))
+                self.begin(one, alone=not segment.work.operations)
+        self.wait()
+
+    def compute(self, segment: TracedSegment) -> RankProcess:
+        """Compute the work of a segment on cores that other ranks use too."""
+        found = compute_seconds(segment.work, self._pipeline.plan, self.machine)
+        begun = self.now
+        self.now = yield Computation(begun, found.total)
+        if segment.moment == "update":
+            self.optimizer += self.now - begun
+        elif found.total:
+            self.work += found * ((self.now - begun) / found.total)
+        add_span(self.spans, Span(segment.moment, begun, self.now))
+
+    def time(self, end: float, spread: float) -> TracedTime:
+        """Return the seconds by part of a step that ends at `end`.
+
+        The slowest device needs the fraction `spread` more for its computation.
+        """
+        work = self.work
+        busy = work.total + self.optimizer
+        return TracedTime(
+            products=work.products,
+            convolutions=work.convolutions,
+            attention=work.attention,
+            memory=work.memory,
+            launch=work.launch + work.host,
+            optimizer=self.optimizer,
+            # The difference of equal sums may be a residue of rounding.
+            communication=max(0.0, round(self.now - self.waited - busy, 12)),
+            bubble=self.waited + end - self.now,
+            stragglers=spread * busy,
+        )
+
+    def _sent(self, message: TracedCollective) -> float:
+        """Return when a message arrives; with Gloo, when its transfer can begin."""
+        if self.machine.cores is not None:
+            return self.now
+        self._network = max(self._network, self.now) + self._seconds(message)
+        return self._network
+
+    def _arrival(self, message: TracedCollective, sent: float) -> float:
+        """Return when a message has arrived: Gloo transfers it after the receiver has asked for it."""
+        if self.machine.cores is None:
+            return sent
+        return max(self.now, sent) + self._seconds(message)
+
+    def _wait_until(self, moment: float) -> None:
+        self.waited += max(0.0, moment - self.now)
+        self.now = max(self.now, moment)
+
+    def begin(self, collective: TracedCollective, *, alone: bool) -> None:
+        """Call a collective; `alone` says that no operation lies between the previous one and it."""
+        seconds = self._seconds(collective)
+        previous, self._previous = self._previous, collective
+        streams = collective.wait == "stream" and self.machine.cores is None
+        if streams and collective.operation == "all_gather":
+            # FSDP gathers the next parameters while it computes with the current ones.
+            self._network = max(self._network, self._prefetching) + seconds
+            waited = max(0.0, self._network - self.now)
+            self.now += waited + self._slowed(collective, max(0.0, seconds - waited))
+            self._prefetching = self.now
+            return
+        # HSDP sums over replicas on the stream on which it has reduced over shards.
+        follows = alone and previous is not None and previous.operation == "reduce_scatter"
+        reduces = streams and (collective.operation == "reduce_scatter" or follows)
+        if reduces or collective.wait == "update":
+            self._network = max(self._network, self.now) + seconds
+            self._running.append((collective, seconds))
+        else:
+            self._idle += max(0.0, self._network - self.now)
+            self.now = self._network = max(self._network, self.now) + seconds
+
+    def wait(self) -> None:
+        """Wait for all collectives."""
+        waited = max(0.0, self._network - self.now)
+        idle = self._idle + waited
+        slow = sum(self._slowed(each, seconds) for each, seconds in self._running)
+        total = sum(seconds for _, seconds in self._running)
+        self.now += waited
+        if total > idle:
+            self.now += slow * (1 - idle / total)
+        self._running, self._idle = [], 0.0
+
+    def _seconds(self, one: TracedCollective) -> float:
+        return _seconds(one, self._pipeline.plan, self.machine)
+
+    def _slowed(self, collective: TracedCollective, seconds: float) -> float:
+        """Return the seconds by which a collective delays the computation that it overlaps."""
+        if self.machine.cores is None:
+            return CONTENTION * seconds
+        inside = collective.group.per_node(self.machine.devices) == collective.group.size
+        return seconds if inside else 0.0  # within a node, cores copy the bytes
+
+
+def collective_totals(
+    segments: Sequence[TracedSegment], plan: PlannedStep, machine: Machine
+) -> dict[str, CollectiveTotal]:
+    """Return the collectives of a traced step by operation."""
+    found: defaultdict[str, CollectiveTotal] = defaultdict(CollectiveTotal)
+    for segment in segments:
+        if (one := segment.collective) is not None:
+            total = found[one.operation]
+            total.calls += 1
+            total.count += one.count
+            total.seconds += _seconds(one, plan, machine)
+    return dict(found)
+
+
+def _seconds(one: TracedCollective, plan: PlannedStep, machine: Machine) -> float:
+    """Return the seconds of a collective that all ranks call, or of a message."""
+    shared = machine.shared(min(plan.layout.size, machine.devices))
+    operation = "send" if one.operation == "recv" else one.operation
+    return collective_seconds(operation, one.count, one.group, shared)
+
+
+def print_traced_time(
+    console: Console, found: TracedTime, collectives: Mapping[str, CollectiveTotal]
+) -> None:
+    """Print the seconds of a step by part, and its collectives."""
+    print_line(console, f"A step takes {duration(found.total)}.", "")
+    parts = [
+        (part_name(name), duration(value), bar(value / found.total))
+        for name, value in asdict(found).items()
+        if value
+    ]
+    print_rows(console, "Step of a rank", ("part", "time", ""), parts, right=("time",))
+    if rows := collective_rows(collectives):
+        print_rows(console, "Collectives", COLLECTIVES_HEAD, rows, right=COLLECTIVES_HEAD[1:])
+
+
+def collective_rows(collectives: Mapping[str, CollectiveTotal]) -> list[tuple[str, ...]]:
+    """Return the calls, bytes and seconds of each kind of collective as text."""
+    return [
+        (name.replace("_", "-"), f"{one.calls:,}", size(one.count), duration(one.seconds))
+        for name, one in collectives.items()
+    ]
