@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import Batch
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.micro import MicroBatch
 from shoal.strategies.contracts import PartialSums
 from shoal.strategies.data_parallel.fixed_order import FixedOrderReducer

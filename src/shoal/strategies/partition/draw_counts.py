@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.data.micro import CURRENT_DRAWS
-from shoal.strategies.coupled_layers import DROPOUTS
+from shoal.strategies.coupling.notice import DROPOUTS
 from shoal.strategies.partition.stages import Stage, draws_itself
 from shoal.strategies.random_draws.draws import name_of
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from shoal.data.batch import Batch
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.micro import Drawing, Draws, MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import neighbours_awaited, tensors_awaited
