@@ -75,7 +75,7 @@ class _Trial:
 
     It runs in two modes, without gradients, with all layers in eval mode that couple samples in a known
     way. In training mode, the other layers run as they train. In quiet mode, dropout is off and draws
-    are constants; an engine that runs only complete steps is in eval mode instead.
+    are constants; with an engine that runs only complete steps, the model is in eval mode instead.
     """
 
     def __init__(
@@ -254,10 +254,12 @@ class _Trial:
             stack.enter_context(values_kept(part.value))
             if quiet:
                 stack.enter_context(self._calm())
-                stack.enter_context(constant_draws())
+                if self._engine.loop is not None:
+                    stack.enter_context(constant_draws())
             observed = Observed()
             if self.observes:
-                before = self._observed[0].after if number in AGAIN else {}
+                whole = self._observed.get(0)
+                before = whole.after if whole and number in AGAIN else {}
                 stack.enter_context(observed.running(self._model, part.samples, before))
             self._outputs[number] = self._engine.infer(
                 self._task, part, self._batch.seed, autocast=self._autocast
