@@ -22,9 +22,9 @@ from shoal.data.batch import IN_A_LOOP, Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import is_covered, refuse_coupled
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals, DeviceTotals, Factor, Totals
+from shoal.strategies.coupling.batch_norm import is_covered, refuse_coupled
 from shoal.strategies.data_parallel import choose_compression, compression
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, finished
 from shoal.strategies.data_parallel.compression import Compress

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from shoal._torch.c10d import all_gather_tensor
 from shoal.data.batch import Batch, Count
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.micro import MicroBatch
 from shoal.distributed.virtual_ranks import VirtualRanks, virtual_ranks_of
-from shoal.strategies.batch_norm import is_covered
 from shoal.strategies.contracts import PartialSums
 from shoal.strategies.correction import Totals
+from shoal.strategies.coupling.batch_norm import is_covered
 from shoal.strategies.data_parallel.gradient_buffers import BufferPool, GradientBuffers, SingleGradients
 from shoal.strategies.data_parallel.summation_tree import TreeSum, subtrees
 from shoal.strategies.eval_mode import random_states_kept

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from shoal._torch import foreach
 from shoal.data.batch import Batch
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import Factor, Totals
+from shoal.strategies.coupling.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, joined, put_back
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import LocalEngine

@@ -15,7 +15,7 @@ from shoal.data.micro import CURRENT_DRAWS, Draws, MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.compiled import RepeatedBlocks, compile_parts, recomputed_refused
-from shoal.strategies.coupled_layers import DROPOUTS
+from shoal.strategies.coupling.notice import DROPOUTS
 from shoal.strategies.partition.check import SplitCheck
 from shoal.strategies.partition.inputs import Inputs, by_name
 from shoal.strategies.partition.stages import OuterGraph, Stage, draws_itself, keep_only

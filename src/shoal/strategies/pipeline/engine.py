@@ -19,7 +19,7 @@ from shoal.distributed.pipeline_schedules import SCHEDULES, micro_batches_refuse
 from shoal.distributed.world import World
 from shoal.strategies.contracts import no_gradient
 from shoal.strategies.correction import AnyTotals
-from shoal.strategies.coupled_layers import say_draws
+from shoal.strategies.coupling.notice import say_draws
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.eval_mode import untouched
 from shoal.strategies.fsdp.engine import GatheredPrecision

@@ -15,7 +15,7 @@ from shoal._torch.autograd import is_view
 from shoal._torch.dispatch import TreeSpec, tree_flatten, tree_unflatten
 from shoal._torch.modules import call_uncompiled
 from shoal.data.batch import Batch
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.micro import Drawing, Draws, MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import neighbours_awaited, tensors_awaited
