@@ -33,7 +33,7 @@ from measuring import (
     show,
     since_start,
 )
-from shoal.telemetry.usage.device_peaks import peak_here
+from shoal.telemetry.usage.flops import peak_here
 
 
 class Block(nn.Module):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.output import show_document
+from shoal.util.arguments import check_integer
 from shoal.util.errors import LaunchError, ShoalError
 
 if TYPE_CHECKING:
@@ -82,12 +83,7 @@ def doctor(
     )
     if processes is None:
         raise typer.Exit(_diagnose(options))
-    if processes < 1:
-        raise LaunchError(
-            given=f"-n {processes}",
-            found="a number of processes is 1 or more",
-            fix="run shoal doctor -n 2, or start one process for each GPU",
-        )
+    check_integer(LaunchError, "shoal doctor", "-n", processes, 1, usual=2)
     codes = launch(_diagnose, options, processes=processes)
     raise typer.Exit(max(code or 0 for code in codes))  # a rank that exited at once returned nothing
 

@@ -24,7 +24,6 @@ class RunLog:
         self._record: Record | None = None
         self._earlier: list[tuple[WeakMethod[Record], Path]] = []
         self._newest: dict[str, WeakMethod[Record]] = {}
-        self._replaced: list[WeakMethod[Record]] = []
 
     @property
     def attached(self) -> bool:
@@ -36,15 +35,12 @@ class RunLog:
         if self._record is not None and self.directory is not None:
             self._earlier.append((WeakMethod(self._record), self.directory))
         self._record, self.directory = record, directory
-        path = os.path.realpath(directory)
-        self._replaced = [each for each in self._replaced if each() not in (record, None)]
-        if path in self._newest and self._newest[path]() != record:
-            self._replaced.append(self._newest[path])
-        self._newest[path] = WeakMethod(record)
+        self._newest[os.path.realpath(directory)] = WeakMethod(record)
 
-    def is_newest(self, record: Record) -> bool:
-        """Return whether no run was opened in the same directory after the one with this method."""
-        return all(each() != record for each in self._replaced)
+    def is_newest(self, record: Record, directory: Path) -> bool:
+        """Return whether no run was opened in the directory after the one with this method."""
+        newest = self._newest.get(os.path.realpath(directory))
+        return newest is None or newest() == record
 
     def detach(self, record: Record) -> None:
         """Disconnect from the run with this method, which is closed, and return to the one before."""

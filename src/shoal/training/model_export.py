@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal._torch.modules import bare
 from shoal.checkpoint import Agreement
 from shoal.checkpoint.collective_errors import explained
-from shoal.checkpoint.model_file import save_pickled
+from shoal.checkpoint.inspect.extract import save_pickled
 from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.to_device import move, tensors_in
 from shoal.distributed.world import World
@@ -103,6 +103,7 @@ def export(
     def save() -> None:
         if not world.is_rank_zero:
             return
+        path.parent.mkdir(parents=True, exist_ok=True)
         with appearing(path) as partial, evaluation(model), torch.no_grad():
             if path.suffix in _STATES:
                 _STATES[path.suffix](_held(state, path, world), partial)

@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shoal.distributed.world import World
 from shoal.telemetry.clock_offset import ClockOffset, measure_offset
-from shoal.telemetry.profiler.requests import Requests
-from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, trace_path
+from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Requests, Window, trace_path
 from shoal.telemetry.step_timer import OTHER
 from shoal.util.clock import CLOCK
 from shoal.util.regular_file import appearing

@@ -16,7 +16,7 @@ from shoal.util.units import age, counted, size
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect.diff import Comparison
     from shoal.checkpoint.inspect.extract import ExtractedModel
-    from shoal.checkpoint.inspect.verify import Examined
+    from shoal.checkpoint.inspect.locate import Examined
 
 _LONGEST = 200
 

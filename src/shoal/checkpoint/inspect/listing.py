@@ -11,9 +11,15 @@ from typing import Any
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import TRASH
 from shoal.checkpoint.filesystem import Files
-from shoal.checkpoint.inspect.locate import candidates, examine_all, examine_listed, no_directory
+from shoal.checkpoint.inspect.locate import (
+    Examined,
+    candidates,
+    examine,
+    examine_all,
+    examine_listed,
+    no_directory,
+)
 from shoal.checkpoint.inspect.manifest import simplify
-from shoal.checkpoint.inspect.verify import Examined, examine
 from shoal.checkpoint.paths import AnyPath, size_of
 from shoal.checkpoint.store import MANIFEST
 

@@ -14,7 +14,7 @@ from shoal.checkpoint.inspect.manifest import CheckpointManifest
 from shoal.checkpoint.paths import local_file
 from shoal.checkpoint.store import DamageError
 from shoal.checkpoint.tensor_index import Chunk, TensorEntry
-from shoal.checkpoint.tensors import check_piece
+from shoal.checkpoint.tensors import read_piece
 from shoal.util.errors import CheckpointError, explained
 
 DeviceSpan = tuple[int, int]
@@ -75,15 +75,8 @@ class TensorFiles(ExitStack):
             yield where, self._read(row, chunk, common)
 
     def _read(self, row: TensorEntry, chunk: Chunk, spans: Sequence[DeviceSpan]) -> Tensor:
-        file = self._file(chunk.file)
-        sizes = [stop - start for start, stop in spans]
-        if sizes == list(chunk.sizes):
-            value = file.get_tensor(chunk.key)
-        else:
-            inside = zip(spans, chunk.offsets, strict=True)
-            value = file.get_slice(chunk.key)[tuple(slice(a - at, b - at) for (a, b), at in inside)]
-        check_piece(value, sizes, row.dtype)
-        return torch.view_as_complex(value) if getattr(torch, row.dtype).is_complex else value
+        inside = [(a - at, b - at) for (a, b), at in zip(spans, chunk.offsets, strict=True)]
+        return read_piece(self._file(chunk.file), chunk.key, chunk.sizes, inside, row.dtype)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

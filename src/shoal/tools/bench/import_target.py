@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from shoal.distributed import env_vars
+from shoal.util.arguments import check_file
 from shoal.util.errors import LaunchError, ShoalError
 
 
@@ -121,10 +122,7 @@ def _target_error(given: str, error: Exception | SystemExit) -> LaunchError:
 def _imported(place: str, text: str) -> ModuleType:
     if place.endswith(".py"):
         path = Path(place)
-        if not path.is_file():
-            raise LaunchError(
-                given=text, found=f"there is no file {path.absolute()}", fix="use the path of a script"
-            )
+        check_file(LaunchError, text, path, fix="use the path of a script")
         return _loaded(path, text)
     folder = str(Path.cwd())
     if folder not in sys.path:

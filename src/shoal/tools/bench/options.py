@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from shoal.util.arguments import check_choice, check_number
 from shoal.util.errors import LaunchError
 from shoal.util.units import binary_size
 
@@ -21,15 +22,12 @@ def parse_words(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def check_names(option: str, given: Sequence[str], known: Sequence[str], example: str) -> None:
-    """Raise LaunchError for the first name that is not known."""
-    for name in given:
-        if name not in known:
-            raise LaunchError(
-                given=f"{option} {','.join(given)}",
-                found=f"{name!r} is not one of {', '.join(known)}",
-                fix=example,
-            )
+def parse_choices(call: str, option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of a list. Raises LaunchError for one that is not known."""
+    words = parse_words(text)
+    for word in words:
+        check_choice(LaunchError, call, option, word, known)
+    return words
 
 
 def parse_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
@@ -47,25 +45,12 @@ def parse_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def check_count(option: str, count: int, least: int = 1) -> None:
-    """Raise LaunchError for a count below `least`."""
-    if count < least:
-        raise LaunchError(
-            given=f"{option} {count}", found=f"it must be {least} or more", fix=f"{option} {least}"
-        )
-
-
-def check_seconds(option: str, seconds: float) -> None:
+def check_seconds(call: str, option: str, seconds: float) -> None:
     """Raise LaunchError for a time that is not above 0 and at most a day."""
-    if not 0 < seconds <= 86400:
-        raise LaunchError(
-            given=f"{option} {seconds:g}",
-            found="it must be above 0 seconds and at most a day",
-            fix=f"{option} 30",
-        )
+    check_number(LaunchError, call, option, seconds, most=86400.0, above=True, usual=30.0)
 
 
-def check_file(option: str, path: Path | None) -> None:
+def check_output(option: str, path: Path | None) -> None:
     """Raise LaunchError for the path of a directory, or of a file that the user can't write."""
     if path is None or (not path.is_dir() and os.access(path.parent, os.W_OK)):
         return

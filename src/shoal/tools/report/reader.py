@@ -260,7 +260,7 @@ def _add(attempt: Attempt, rank: int, name: str, columns: Mapping[str, Array]) -
     added = rows.append(len(columns["step"]))
     if "size" in columns:
         columns = {**columns, "size": np.clip(np.nan_to_num(columns["size"]), 0, 2**31 - 128)}
-    for column in ("loss", "counted", "load"):
+    for column in ("loss", "counted"):
         added[column] = np.nan
     with np.errstate(over="ignore"):  # a loss that float32 can't hold becomes infinite
         for column, values in columns.items():

@@ -10,6 +10,7 @@ from shoal.tools.submit.job import Job, JobRequest
 from shoal.tools.submit.scheduler import SchedulerProfile
 from shoal.tools.submit.schedulers import site_scheduler
 from shoal.tools.submit.site import Partition, Qos, Site
+from shoal.util.arguments import check_choice
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
@@ -74,12 +75,7 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
 
 def _launcher(name: str | None, scheduler: SchedulerProfile) -> str:
     known = scheduler.launchers
-    if name not in (None, *known):
-        raise LaunchError(
-            given=f"--launcher {name}",
-            found=f"the launchers are {', '.join(known)}",
-            fix=f"use --launcher {known[0]}, which is part of every {scheduler.title}",
-        )
+    check_choice(LaunchError, "shoal submit", "--launcher", name or known[0], known)
     return name or known[0]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from shoal.data.balance_rule import (
+from shoal.data.speed_balance import (
     LEAST_GAIN,
     WINDOWS,
     Shares,
