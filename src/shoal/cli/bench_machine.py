@@ -13,7 +13,7 @@ from shoal.util.errors import LaunchError, explained
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shoal.tools.plan.time.layer_time import Work
+    from shoal.tools.plan.work.segments import Work
 
 _MICRO_BATCH = 8
 _CAUSES = "The model is too small, or other programs use the machine."

@@ -3,67 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-
-from rich.console import Console
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.show.display import bar, part_name
-from shoal.tools.plan.time.collectives import RankGroup, collective_seconds
+from shoal.tools.plan.time.collectives import collective_seconds
 from shoal.tools.plan.time.core_sharing import Computation, RankProcess, SharedCores
-from shoal.tools.plan.time.layer_time import ComputeSeconds, compute_seconds
-from shoal.tools.plan.time.spans import Span, add_span
+from shoal.tools.plan.time.rates import ComputeSeconds, compute_seconds
+from shoal.tools.plan.time.seconds import Span, StepParts, add_span
 from shoal.tools.plan.time.step_time import CONTENTION, slowest
 from shoal.tools.plan.work.configuration import PlannedStep
-from shoal.tools.plan.work.traced_work import TracedCollective, TracedSegment
-from shoal.util.tables import print_line, print_rows
-from shoal.util.units import duration, size
-
-COLLECTIVES_HEAD = ("operation", "calls", "bytes", "time")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TracedTime:
-    """Seconds of one optimizer step of a traced module, by part. They add up to `total`."""
-
-    products: float
-    convolutions: float
-    attention: float
-    memory: float
-    """Element-wise operations, and the operands of products."""
-    launch: float
-    """Between operations, and for the host."""
-    optimizer: float
-    """The update of the parameters."""
-    communication: float
-    """Waiting for collectives, and computing more slowly while they run."""
-    bubble: float
-    """Waiting for messages of other pipeline stages, and at the end for the last stage."""
-    stragglers: float
-    """Waiting for the slowest device."""
-
-    @property
-    def total(self) -> float:
-        """All seconds."""
-        return float(sum(asdict(self).values()))
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The seconds by the parts that a run measures."""
-        passes = self.products + self.convolutions + self.attention + self.memory + self.launch
-        return {
-            "forward and backward": passes,
-            "optimizer": self.optimizer,
-            "communication and waiting": self.communication + self.bubble + self.stragglers,
-        }
+from shoal.tools.plan.work.segments import RankGroup, Segment, StepCollective
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRun:
     """The predicted step of a rank: its seconds, and when it computes what."""
 
-    time: TracedTime
+    time: StepParts
     spans: tuple[Span, ...]
 
 
@@ -76,21 +33,19 @@ class CollectiveTotal:
     seconds: float = 0.0
 
 
-def step_seconds(segments: Sequence[TracedSegment], plan: PlannedStep, machine: Machine) -> TracedTime:
+def step_seconds(segments: Sequence[Segment], plan: PlannedStep, machine: Machine) -> StepParts:
     """Return the predicted time of a traced step of a rank that is alone or in no pipeline."""
     return run_ranks([segments], plan, machine)[0].time
 
 
-def mean_time(one: TracedTime, others: TracedTime, every: int) -> TracedTime:
+def mean_time(one: StepParts, others: StepParts, every: int) -> StepParts:
     """Return the mean time of steps, of which one in `every` takes the first time."""
-    rest = asdict(others)
-    mean = {name: value + (rest[name] - value) * (1 - 1 / every) for name, value in asdict(one).items()}
-    return TracedTime(**mean)
+    rest = others.parts
+    mean = {name: value + (rest[name] - value) * (1 - 1 / every) for name, value in one.parts.items()}
+    return StepParts(mean)
 
 
-def run_ranks(
-    ranks: Sequence[Sequence[TracedSegment]], plan: PlannedStep, machine: Machine
-) -> list[RankRun]:
+def run_ranks(ranks: Sequence[Sequence[Segment]], plan: PlannedStep, machine: Machine) -> list[RankRun]:
     """Return the predicted step of each rank of one pipeline.
 
     A rank waits for a message where it first reads it. The step ends when the last rank has finished.
@@ -119,7 +74,7 @@ class _Pipeline:
         ranks = plan.layout.group(0, "pipeline")
         self.stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
-    def meets(self, one: TracedCollective) -> bool:
+    def meets(self, one: StepCollective) -> bool:
         """Return whether all stages take part in a collective that they wait for."""
         group = one.group
         spans = 0 < group.stride <= self.stride < group.stride * group.size
@@ -141,12 +96,12 @@ class _Timeline:
         self._network = 0.0
         self._prefetching = 0.0
         """The moment from which the next parameters may be gathered."""
-        self._previous: TracedCollective | None = None
-        self._running: list[tuple[TracedCollective, float]] = []
+        self._previous: StepCollective | None = None
+        self._running: list[tuple[StepCollective, float]] = []
         self._idle = 0.0
         """Seconds in which they run and the rank waits."""
 
-    def run(self, segments: Sequence[TracedSegment]) -> RankProcess:
+    def run(self, segments: Sequence[Segment]) -> RankProcess:
         """Compute all segments."""
         for segment in segments:
             if segment.moment == "update":
@@ -170,7 +125,7 @@ class _Timeline:
                 self.begin(one, alone=not segment.work.operations)
         self.wait()
 
-    def compute(self, segment: TracedSegment) -> RankProcess:
+    def compute(self, segment: Segment) -> RankProcess:
         """Compute the work of a segment on cores that other ranks use too."""
         found = compute_seconds(segment.work, self._pipeline.plan, self.machine)
         begun = self.now
@@ -181,34 +136,31 @@ class _Timeline:
             self.work += found * ((self.now - begun) / found.total)
         add_span(self.spans, Span(segment.moment, begun, self.now))
 
-    def time(self, end: float, spread: float) -> TracedTime:
+    def time(self, end: float, spread: float) -> StepParts:
         """Return the seconds by part of a step that ends at `end`.
 
         The slowest device needs the fraction `spread` more for its computation.
         """
         work = self.work
         busy = work.total + self.optimizer
-        return TracedTime(
-            products=work.products,
-            convolutions=work.convolutions,
-            attention=work.attention,
-            memory=work.memory,
-            launch=work.launch + work.host,
-            optimizer=self.optimizer,
+        parts = vars(work) | {
+            "launch": work.launch + work.host,
+            "optimizer": self.optimizer,
             # The difference of equal sums may be a residue of rounding.
-            communication=max(0.0, round(self.now - self.waited - busy, 12)),
-            bubble=self.waited + end - self.now,
-            stragglers=spread * busy,
-        )
+            "communication": max(0.0, round(self.now - self.waited - busy, 12)),
+            "bubble": self.waited + end - self.now,
+            "stragglers": spread * busy,
+        }
+        return StepParts({name: value for name, value in parts.items() if name != "host"})
 
-    def _sent(self, message: TracedCollective) -> float:
+    def _sent(self, message: StepCollective) -> float:
         """Return when a message arrives; with Gloo, when its transfer can begin."""
         if self.machine.cores is not None:
             return self.now
         self._network = max(self._network, self.now) + self._seconds(message)
         return self._network
 
-    def _arrival(self, message: TracedCollective, sent: float) -> float:
+    def _arrival(self, message: StepCollective, sent: float) -> float:
         """Return when a message has arrived: Gloo transfers it after the receiver has asked for it."""
         if self.machine.cores is None:
             return sent
@@ -218,7 +170,7 @@ class _Timeline:
         self.waited += max(0.0, moment - self.now)
         self.now = max(self.now, moment)
 
-    def begin(self, collective: TracedCollective, *, alone: bool) -> None:
+    def begin(self, collective: StepCollective, *, alone: bool) -> None:
         """Call a collective; `alone` says that no operation lies between the previous one and it."""
         seconds = self._seconds(collective)
         previous, self._previous = self._previous, collective
@@ -251,10 +203,10 @@ class _Timeline:
             self.now += slow * (1 - idle / total)
         self._running, self._idle = [], 0.0
 
-    def _seconds(self, one: TracedCollective) -> float:
+    def _seconds(self, one: StepCollective) -> float:
         return _seconds(one, self._pipeline.plan, self.machine)
 
-    def _slowed(self, collective: TracedCollective, seconds: float) -> float:
+    def _slowed(self, collective: StepCollective, seconds: float) -> float:
         """Return the seconds by which a collective delays the computation that it overlaps."""
         if self.machine.cores is None:
             return CONTENTION * seconds
@@ -263,7 +215,7 @@ class _Timeline:
 
 
 def collective_totals(
-    segments: Sequence[TracedSegment], plan: PlannedStep, machine: Machine
+    segments: Sequence[Segment], plan: PlannedStep, machine: Machine
 ) -> dict[str, CollectiveTotal]:
     """Return the collectives of a traced step by operation."""
     found: defaultdict[str, CollectiveTotal] = defaultdict(CollectiveTotal)
@@ -276,31 +228,8 @@ def collective_totals(
     return dict(found)
 
 
-def _seconds(one: TracedCollective, plan: PlannedStep, machine: Machine) -> float:
+def _seconds(one: StepCollective, plan: PlannedStep, machine: Machine) -> float:
     """Return the seconds of a collective that all ranks call, or of a message."""
     shared = machine.shared(min(plan.layout.size, machine.devices))
     operation = "send" if one.operation == "recv" else one.operation
-    return collective_seconds(operation, one.count, one.group, shared)
-
-
-def print_traced_time(
-    console: Console, found: TracedTime, collectives: Mapping[str, CollectiveTotal]
-) -> None:
-    """Print the seconds of a step by part, and its collectives."""
-    print_line(console, f"A step takes {duration(found.total)}.", "")
-    parts = [
-        (part_name(name), duration(value), bar(value / found.total))
-        for name, value in asdict(found).items()
-        if value
-    ]
-    print_rows(console, "Step of a rank", ("part", "time", ""), parts, right=("time",))
-    if rows := collective_rows(collectives):
-        print_rows(console, "Collectives", COLLECTIVES_HEAD, rows, right=COLLECTIVES_HEAD[1:])
-
-
-def collective_rows(collectives: Mapping[str, CollectiveTotal]) -> list[tuple[str, ...]]:
-    """Return the calls, bytes and seconds of each kind of collective as text."""
-    return [
-        (name.replace("_", "-"), f"{one.calls:,}", size(one.count), duration(one.seconds))
-        for name, one in collectives.items()
-    ]
+    return float(collective_seconds(operation, one.count, one.group, shared))
