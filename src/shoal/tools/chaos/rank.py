@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import resource
 import signal
-import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.checkpoint import Checkpoints, Files
 from shoal.distributed.env_vars import placement
-from shoal.launcher.entry_point import Script
-from shoal.launcher.local import run_job
 from shoal.tools.chaos.control import ControlDirectory, Notice
 from shoal.tools.chaos.faults import KINDS, PLACES, Fault
+from shoal.tools.verify.patches import call_around, call_before
 from shoal.training.run import Run
 from shoal.util.clock import CLOCK, jump_clock
 
-START = "from shoal.tools.chaos.rank import main; main()"
-"""Not `-m`: ranks must find its classes under the module's name, not under `__main__`."""
+HOOKS = "shoal.tools.chaos.rank:inject_faults"
 OPERATIONS = (
     "make_directory",
     "create",
@@ -49,33 +44,16 @@ _LARGE = 1 << 40
 _JUMP = 3600.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class DisturbedScript:
-    """A script that a rank runs under faults. Those that have happened before are left out."""
-
-    path: str
-    args: tuple[str, ...]
-    control: str
-    faults: tuple[dict[str, Any], ...]
-    lasting: int
-    safe_path: bool = False
-
-    @property
-    def name(self) -> str:
-        """The script's name in messages."""
-        return self.path
-
-    def run(self) -> None:
-        """Install the hooks and run the script as `__main__`."""
-        control = ControlDirectory(Path(self.control))
-        happened = control.injected()  # also in earlier attempts of the same launcher
-        faults = [
-            fault for fault in (Fault(**each) for each in self.faults) if fault.number not in happened
-        ]
-        injector = FaultInjector(control, placement().rank, faults, self.lasting)
-        injector.install()
-        injector.note_start()
-        Script(path=self.path, args=self.args).run()
+def inject_faults(options: Mapping[str, Any]) -> None:
+    """Inject the faults of this rank that have not happened yet into the script that it will run."""
+    control = ControlDirectory(Path(options["control"]))
+    happened = control.injected()  # also in earlier attempts of the same launcher
+    faults = [
+        fault for fault in (Fault(**each) for each in options["faults"]) if fault.number not in happened
+    ]
+    injector = FaultInjector(control, placement().rank, faults, options["lasting"])
+    injector.install()
+    injector.note_start()
 
 
 class FaultInjector:
@@ -97,22 +75,13 @@ class FaultInjector:
     def install(self) -> None:
         """Set the hooks. Files are those of checkpoints; other files are not observed."""
         for name in OPERATIONS:
-            setattr(Files, name, self._observed(name, getattr(Files, name)))
-        start, tick = Checkpoints.start, Run.tick
+            call_around(Files, name, partial(self._observed, name))
+        call_before(Checkpoints, "start", self._begin_save)
+        call_before(Run, "tick", lambda run, *_, **__: self._after_step(run.step))
 
-        @wraps(start)
-        def started(checkpoints: Checkpoints, step: int, *args: Any, **kwargs: Any) -> Any:
-            checkpoints.background.wait()  # operations until now belong to the save before
-            self._saving, self._counts = step, Counter()
-            return start(checkpoints, step, *args, **kwargs)
-
-        @wraps(tick)
-        def ticked(run: Run, *args: Any, **kwargs: Any) -> None:
-            self._after_step(run.step)
-            tick(run, *args, **kwargs)
-
-        setattr(Checkpoints, "start", started)  # noqa: B010
-        setattr(Run, "tick", ticked)  # noqa: B010
+    def _begin_save(self, checkpoints: Checkpoints, step: int, *_: Any, **__: Any) -> None:
+        checkpoints.background.wait()  # operations until now belong to the save before
+        self._saving, self._counts = step, Counter()
 
     def note_start(self) -> None:
         """Write a notice that this rank is about to run the script."""
@@ -149,30 +118,27 @@ class FaultInjector:
         else:
             register_optimizer_step_pre_hook(inject)
 
-    def _observed(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(operation)
-        def observed(files: Files, *args: Any) -> Any:
-            if self._saving < 0 or self._nested:
-                return operation(files, *args)
-            label = self._next_label(name, args)
-            self._tell("save", self._saving, label)
-            due = [f for f in self._faults if (f.step, f.operation) == (self._saving, label)]
-            if due and name == "write":
-                half = len(args[1]) // 2
-                operation(files, args[0], args[1][:half])
-                args[0].flush()
-                args = (args[0], args[1][half:])
-            for fault in due:
-                self._faults.remove(fault)
-                self._inject(fault, self._saving)
-            # Whether a directory exists depends on which rank was faster.
-            self._nested = name == "make_directory"
-            try:
-                return operation(files, *args)
-            finally:
-                self._nested = False
-
-        return observed
+    def _observed(self, name: str, operation: Callable[..., Any], files: Files, *args: Any) -> Any:
+        """Run a file operation, after the faults that are due at it."""
+        if self._saving < 0 or self._nested:
+            return operation(files, *args)
+        label = self._next_label(name, args)
+        self._tell("save", self._saving, label)
+        due = [f for f in self._faults if (f.step, f.operation) == (self._saving, label)]
+        if due and name == "write":
+            half = len(args[1]) // 2
+            operation(files, args[0], args[1][:half])
+            args[0].flush()
+            args = (args[0], args[1][half:])
+        for fault in due:
+            self._faults.remove(fault)
+            self._inject(fault, self._saving)
+        # Whether a directory exists depends on which rank was faster.
+        self._nested = name == "make_directory"
+        try:
+            return operation(files, *args)
+        finally:
+            self._nested = False
 
     def _next_label(self, name: str, args: tuple[Any, ...]) -> str:
         what = getattr(args[0], "name", "") if args else ""
@@ -213,11 +179,3 @@ class FaultInjector:
                 pid=os.getpid(),
             )
         )
-
-
-def main() -> None:
-    """Run the order, as `shoal run` does, and exit with the code of its ranks."""
-    order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    processes, restarts = order.pop("processes"), order.pop("restarts")
-    job = DisturbedScript(**{**order, "args": tuple(order["args"]), "faults": tuple(order["faults"])})
-    sys.exit(run_job(job, processes=processes, restarts=restarts).code)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,10 +24,11 @@ from shoal.tools.chaos.containment import StormDisk
 from shoal.tools.chaos.control import ActionRequest, ControlDirectory, Notice
 from shoal.tools.chaos.faults import KINDS, Fault, Survey, plan_faults
 from shoal.tools.chaos.final_state import checkpoint_directories, digest_end, latest_checkpoint
-from shoal.tools.chaos.rank import START
+from shoal.tools.chaos.rank import HOOKS
 from shoal.tools.chaos.report import InjectedFault, StormReport
 from shoal.tools.chaos.request import StormRequest
 from shoal.tools.chaos.shrink import shrink
+from shoal.tools.verify.hooked_script import order_command
 from shoal.tools.verify.variants import copy_directory
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
@@ -131,32 +130,35 @@ class Storm:
         faults: Sequence[Fault],
         lasting: int,
     ) -> StormAttempt:
-        order = {
+        order: dict[str, Any] = {
             "path": self._request.script,
             "args": self._request.args,
-            "control": str(control.path),
-            "faults": [asdict(fault) for fault in faults],
-            "lasting": lasting,
             "processes": self._request.processes,
-            "restarts": 0,
+            "hooks": HOOKS,
+            "options": {
+                "control": str(control.path),
+                "faults": [asdict(fault) for fault in faults],
+                "lasting": lasting,
+            },
         }
+        again = {**order, "options": {**order["options"], "faults": []}}
         home, seed = disk.path / "work", self._request.seed
 
         def perform(request: ActionRequest, launcher: int) -> Sequence[tuple[float, str]]:
             if request.action == "second-launcher":
-                return _run_again(order_command({**order, "faults": []}, folder, "again"), home)
+                return _run_again(_command(again, folder), home)
             _perform(request, launcher, disk, seed)
             return ()
 
         return run_attempt(order, folder, home, self._request.limit, perform)
 
 
-def order_command(order: Mapping[str, Any], folder: Path, name: str = "order") -> list[str]:
-    """Return the command of one start of a script, which an order describes (`rank.main`)."""
-    (folder / f"{name}.json").write_text(json.dumps(order))
+def _command(order: Mapping[str, Any], folder: Path) -> list[str]:
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
-    return ["env", f"TMPDIR={temporary}", sys.executable, "-c", START, str(folder / f"{name}.json")]
+    return order_command(
+        order, folder / f"order-{len(list(folder.glob('*.json')))}.json", TMPDIR=str(temporary)
+    )
 
 
 def run_attempt(
@@ -167,16 +169,16 @@ def run_attempt(
     perform: Callable[[ActionRequest, int], Sequence[tuple[float, str]]],
     look: Callable[[], object] = lambda: None,
 ) -> StormAttempt:
-    """Start a script in `home`, and perform the actions that its ranks ask for, until it ends.
+    """Run an order in `home`, and perform the actions that its ranks ask for, until it ends.
 
     `perform` gets a request and the process of the launcher, and returns lines for the output; `look`
     is called repeatedly. Ends all descendants of this process.
     """
-    control = ControlDirectory(Path(order["control"]))
+    control = ControlDirectory(Path(order["options"]["control"]))
     for request in control.requests():
         control.finish_request(request)
     process = subprocess.Popen(
-        order_command(order, folder),
+        _command(order, folder),
         cwd=home,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -70,25 +70,32 @@ def file_order_cause(source: ScriptSource) -> LikelyCause:
     )
 
 
+MISSING_STATE = {
+    "optimizer states": ("optimizer state", "save and load `optimizer.state_dict()`"),
+    "learning rates": ("scheduler state", "save and load `scheduler.state_dict()`"),
+    "samples": (
+        "loader position",
+        "save epoch and batch, and skip the batches that were trained with",
+    ),
+    "gradients": ("generator state", "save and restore the states of these generators: {}"),
+    "buffers": (
+        "buffers",
+        "save `model.state_dict()`, which includes buffers, after synchronizing them",
+    ),
+}
+"""By the state that differs first after a restart: the state that the checkpoint lacks, the change."""
+
+
 def resume_cause(kind: str, generators: Sequence[str], source: ScriptSource) -> LikelyCause | None:
     """Return which state the checkpoint lacks."""
-    line = source.line("save", "save_pretrained", "save_state")
-    if kind == "optimizer states":
-        change = "save and load `optimizer.state_dict()`"
-        return LikelyCause(name="optimizer state not in the checkpoint", line=line, change=change)
-    if kind == "learning rates":
-        change = "save and load `scheduler.state_dict()`"
-        return LikelyCause(name="scheduler state not in the checkpoint", line=line, change=change)
-    if kind == "samples":
-        change = "save epoch and batch, and skip the batches that were trained with"
-        return LikelyCause(name="loader position not in the checkpoint", line=line, change=change)
-    if kind == "gradients" and generators:
-        change = f"save and restore the states of these generators: {', '.join(generators)}"
-        return LikelyCause(name="generator state not in the checkpoint", line=line, change=change)
-    if kind == "buffers":
-        change = "save `model.state_dict()`, which includes buffers, after synchronizing them"
-        return LikelyCause(name="buffers not in the checkpoint", line=line, change=change)
-    return None
+    if kind not in MISSING_STATE or (kind == "gradients" and not generators):
+        return None
+    state, change = MISSING_STATE[kind]
+    return LikelyCause(
+        name=f"{state} not in the checkpoint",
+        line=source.line("save", "save_pretrained", "save_state"),
+        change=change.format(", ".join(generators)),
+    )
 
 
 def sampler_cause(loader: LoaderRecord, repeated: int, size: int) -> LikelyCause | None:

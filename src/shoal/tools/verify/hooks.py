@@ -11,10 +11,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import wraps
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -36,6 +35,7 @@ from shoal.data.feed import PositionedSource
 from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.sampler import LocalBatch
+from shoal.distributed.env_vars import placement
 from shoal.tools.verify.checksums import checksum_generators, checksum_state, sketch
 from shoal.tools.verify.clipping import observe_clipping
 from shoal.tools.verify.observations import (
@@ -46,6 +46,7 @@ from shoal.tools.verify.observations import (
     WrittenFile,
 )
 from shoal.tools.verify.operation_trace import OperationTrace, plain_name, user_module
+from shoal.tools.verify.patches import call_after, call_around
 from shoal.tools.verify.shoal_loaders import (
     Source,
     consumed_samples,
@@ -77,7 +78,8 @@ class ObserverOptions:
     """The directory of the records, the script's root, and the steps at which ranks end.
 
     The operations of step `trace_at` are recorded too. Each shoal.Loader gets `micro_batches` times as
-    many micro-batches.
+    many micro-batches. `reverse_files` lists directories in reverse: scripts must not depend on the
+    file system's order.
     """
 
     folder: str
@@ -86,6 +88,7 @@ class ObserverOptions:
     kill_at: int | None = None
     trace_at: int | None = None
     micro_batches: int = 1
+    reverse_files: bool = False
 
 
 class Observer:
@@ -189,14 +192,13 @@ class Observer:
             return  # library datasets do not draw
         line = f"{os.path.relpath(code.co_filename, self.options.root)}:{code.co_firstlineno}"
 
-        @wraps(original)
-        def observed(dataset: Any, *index: Any, **named: Any) -> Any:
+        def observed(read: Any, *arguments: Any, **named: Any) -> Any:
             before = checksum_generators()
-            value = original(dataset, *index, **named)
+            value = read(*arguments, **named)
             self._note_draws(before, line)
             return value
 
-        kind.__getitem__ = observed
+        call_around(kind, "__getitem__", observed)
 
     def _note_draws(self, before: dict[str, str], line: str) -> None:
         info = get_worker_info()
@@ -423,24 +425,16 @@ def _rate(layer: Any) -> float:
     return float(rate)
 
 
-def _after(owner: Any, name: str, call: Callable[..., None]) -> None:
-    """Call `call` with the arguments of a method after each of its calls."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def method(*arguments: Any, **named: Any) -> Any:
-        result = original(*arguments, **named)
-        call(*arguments)
-        return result
-
-    setattr(owner, name, method)
-
-
 def observe_loaders(observer: Observer) -> None:
     """Observe the samples of each shoal.Loader."""
     for kind in (PositionedSource, StreamSource):
-        _after(kind, "__init__", lambda source, *_: observer.source_built(source))
-        _after(kind, "consumed", observer.local_batch_consumed)
+        call_after(kind, "__init__", lambda source, *_: observer.source_built(source))
+        call_after(kind, "consumed", observer.local_batch_consumed)
+
+
+def observe_script(options: Mapping[str, Any]) -> None:
+    """Observe the script that this rank is about to run."""
+    install_hooks(ObserverOptions(**options), placement().rank)
 
 
 def install_hooks(options: ObserverOptions, rank: int) -> None:
@@ -450,38 +444,41 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
     register_module_forward_hook(observer.forward_ends)
     register_optimizer_step_pre_hook(observer.before_step)
     register_optimizer_step_post_hook(observer.after_step)
-    _after(DataLoader, "__init__", lambda loader, *_: observer.loader_built(loader))
+    call_after(DataLoader, "__init__", lambda loader, *_: observer.loader_built(loader))
     observe_batches(observer.pass_started, observer.batch_delivered, observer.pass_ended)
     observe_loaders(observer)
     observe_clipping(observer.gradients_clipped)
     observe_written_files(options.root, observer.file_written)
     if options.micro_batches > 1:
         multiply_micro_batches(options.micro_batches)
+    if options.reverse_files:  # Path.iterdir and shutil are built on it
+        call_around(os, "listdir", lambda listed, *arguments: listed(*arguments)[::-1])
 
     def source_built(source: MapStyleDataset, dataset: Any, *_: Any) -> None:
         if not source.seed_transforms:  # else its draws belong to samples
             observer.watch_dataset(type(dataset))
 
-    _after(MapStyleDataset, "__init__", source_built)
-    _after(DistributedSampler, "set_epoch", lambda *_: observer.write_event("set_epoch"))
+    call_after(MapStyleDataset, "__init__", source_built)
+    call_after(DistributedSampler, "set_epoch", lambda *_: observer.write_event("set_epoch"))
 
     def scheduled(scheduler: Any, *_: Any) -> None:
         caller = sys._getframe(2).f_code.co_filename  # a scheduler's constructor also calls step
         if caller.startswith(options.root):
             observer.scheduler_stepped(scheduler)
 
-    _after(LRScheduler, "step", scheduled)
+    call_after(LRScheduler, "step", scheduled)
 
     def process_started(_process: Any) -> None:
         frame: FrameType | None = sys._getframe(2)
         if frame is not None and "dataloader" not in frame.f_code.co_filename:
             observer.write_event("note", text=f"{STARTS} ({observer.user_line()})")
 
-    _after(BaseProcess, "start", process_started)
+    call_after(BaseProcess, "start", process_started)
 
     def program_started(process: Any, *_: Any) -> None:
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code.co_filename in (__file__, subprocess.__file__):
+        between = __file__, call_after.__code__.co_filename, subprocess.__file__
+        while frame is not None and frame.f_code.co_filename in between:
             frame = frame.f_back
         by_user = frame is not None and frame.f_code.co_filename.startswith(options.root)
         single = isinstance(process.args, str | bytes | os.PathLike)
@@ -489,6 +486,6 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
         if by_user and any(name in program for name in LAUNCHERS):
             observer.write_event("note", text=f"{STARTS} ({observer.user_line()})")
 
-    _after(subprocess.Popen, "__init__", program_started)
+    call_after(subprocess.Popen, "__init__", program_started)
     sys.stdin = _NoInput(observer)
     observer.begin_trace()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any, NamedTuple, TypeAlias
 
 from shoal.data.feed import PositionedSource
@@ -12,6 +11,7 @@ from shoal.data.orders import WeightedSampling
 from shoal.data.sampler import LocalBatch
 from shoal.data.shards import ShardSource
 from shoal.tools.verify.observations import LoaderKey, LoaderRecord
+from shoal.tools.verify.patches import call_around
 from shoal.util.errors import DataError
 
 Source: TypeAlias = PositionedSource | StreamSource
@@ -77,14 +77,11 @@ def consumed_samples(source: Source, batch: LocalBatch) -> ConsumedSamples:
 
 def multiply_micro_batches(factor: int) -> None:
     """Give each Loader `factor` times as many micro-batches, unless its batches are too small."""
-    kind: Any = Loader
-    original = kind.__init__
 
-    @wraps(original)
-    def built(self: Any, *arguments: Any, micro_batches: int = 1, **named: Any) -> None:
+    def built(begin: Any, *arguments: Any, micro_batches: int = 1, **named: Any) -> None:
         try:
-            original(self, *arguments, micro_batches=factor * micro_batches, **named)
+            begin(*arguments, micro_batches=factor * micro_batches, **named)
         except DataError:
-            original(self, *arguments, micro_batches=micro_batches, **named)
+            begin(*arguments, micro_batches=micro_batches, **named)
 
-    kind.__init__ = built
+    call_around(Loader, "__init__", built)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
 import subprocess
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shoal.tools.verify.hooked_script import order_command
 from shoal.tools.verify.observations import TIMED_OUT, RunRecord, read_run
 from shoal.util.errors import LaunchError
 
@@ -19,8 +19,7 @@ LARGE = 64 << 20
 MOST_RANKS = 1024
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "node_modules", "venv")
 LINES = 25
-START = "from shoal.tools.verify.observed_run import main; main()"
-"""Not `-m`: ranks must find its classes under the module's name, not under `__main__`."""
+HOOKS = "shoal.tools.verify.hooks:observe_script"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +94,7 @@ def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None =
         copy_directory(Path.cwd(), home)
     folder = home.parent / f"records-{len(list(home.parent.glob('records-*')))}"
     folder.mkdir()
-    order = {
-        "path": request.script,
-        "args": request.args,
+    options = {
         "folder": str(folder),
         "root": str(home),
         "stop_after": variant.trace_at or request.steps,
@@ -105,25 +102,28 @@ def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None =
         "kill_at": variant.kill_at,
         "reverse_files": variant.reverse_files,
         "micro_batches": variant.micro_batches,
-        "processes": variant.size,
     }
-    (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
-    code = start_ranks(folder, home, hash_seed=variant.hash_seed, limit=request.limit)
+    order = {
+        "path": request.script,
+        "args": request.args,
+        "processes": variant.size,
+        "hooks": HOOKS,
+        "options": options,
+    }
+    command = order_command(order, folder / "order.json", PYTHONHASHSEED=str(variant.hash_seed))
+    code = start_ranks(command, home, folder / "output.txt", request.limit)
     return read_run(folder, name=variant.name, size=variant.size, code=code)
 
 
-def start_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int:
-    """Run the order in `folder` and return its exit code, TIMED_OUT after `limit` seconds."""
-    # `env` sets the seed before Python starts, and leaves this process's environment alone.
-    command = ["env", f"PYTHONHASHSEED={hash_seed}", sys.executable]
-    command += ["-c", START, str(folder / "order.json")]
-    with (folder / "output.txt").open("wb") as output:
+def start_ranks(command: Sequence[str], home: Path, output: Path, limit: float) -> int:
+    """Run the command of an order, and return its exit code, TIMED_OUT after `limit` seconds."""
+    with output.open("wb") as file:
         try:
             return subprocess.run(
                 command,
                 cwd=home,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 timeout=limit,
                 check=False,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
+
+from shoal.tools.verify.patches import call_before
 
 Written = Callable[[str], None]
 CACHES = ("__pycache__", ".lock")
@@ -37,15 +38,4 @@ def observe_written_files(root: str, written: Written) -> None:
             note(values[1])
 
     sys.addaudithook(audited)
-    _call_before(torch, "save", lambda obj=None, f=None, *_, **__: note(f))
-
-
-def _call_before(owner: Any, name: str, call: Callable[..., None]) -> None:
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def function(*arguments: Any, **named: Any) -> Any:
-        call(*arguments, **named)
-        return original(*arguments, **named)
-
-    setattr(owner, name, function)
+    call_before(torch, "save", lambda obj=None, f=None, *_, **__: note(f))
