@@ -35,7 +35,7 @@ from shoal.strategies.asynchronous.hogwild import HogwildEngine
 from shoal.strategies.contracts import Engine
 from shoal.strategies.data_parallel.ddp import DDPReducer
 from shoal.strategies.data_parallel.local_sgd import AveragingEngine
-from shoal.strategies.engine import SynchronousEngine
+from shoal.strategies.engine import ReducerEngine
 
 RATE, BATCH = 3e-3, 64
 LM_BATCH, CONTEXT, WIDTH, LAYERS, BYTES = 16, 64, 64, 2, 400_000
@@ -136,7 +136,7 @@ def sent(engine: Engine, steps: int) -> float:
     """Return the bytes that a rank has sent, counted as `Wire` counts them."""
     if isinstance(engine, AveragingEngine):
         return engine.sent
-    reducer = engine.reducer if isinstance(engine, SynchronousEngine) else None
+    reducer = engine.reducer if isinstance(engine, ReducerEngine) else None
     if not isinstance(reducer, DDPReducer):
         return 0.0
     if reducer.options.compression is not None:

@@ -36,7 +36,6 @@ from shoal.tools.chaos.containment import contain
 from shoal.tools.chaos.control import ActionRequest, ControlDirectory, Notice
 from shoal.tools.chaos.faults import Fault
 from shoal.tools.chaos.final_state import digest_end, latest_checkpoint
-from shoal.tools.chaos.rank import HOOKS
 from shoal.tools.chaos.storm import end_processes, run_attempt
 
 EPOCHS = 5
@@ -152,14 +151,11 @@ class DisturbedTraining:
         order = {
             "path": str(SCRIPT),
             "args": self._case.args,
+            "control": str(control.path),
+            "faults": [asdict(fault) for fault in faults],
+            "lasting": 1,
             "processes": size,
             "restarts": restarts,
-            "hooks": HOOKS,
-            "options": {
-                "control": str(control.path),
-                "faults": [asdict(fault) for fault in faults],
-                "lasting": 1,
-            },
         }
         victim, delay = self._draw.randrange(size), self._draw.uniform(0, LONGEST_START)
         due: float | None = None

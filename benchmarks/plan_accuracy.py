@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from harness import finish, parse, show
+from plan_calibration import fit_efficiency
 from plan_peers import Predict, find_peers
 from shoal.distributed.layout import Layout
-from shoal.tools.plan.bands import step_kind
-from shoal.tools.plan.calibration import fit_efficiency
-from shoal.tools.plan.configuration import PlannedStep, Recompute
-from shoal.tools.plan.machines import Efficiency, Machine, find_machine
-from shoal.tools.plan.model import Transformer
-from shoal.tools.plan.step_time import estimate_step
+from shoal.tools.plan.machine.machines import Efficiency, Machine, find_machine
+from shoal.tools.plan.time.bands import step_kind
+from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.transformer import Transformer
 
 COVERED, FOLDS = 0.8, 5
 
@@ -216,7 +216,7 @@ def gpt(number: dict[str, int], vocab: int) -> Transformer:
 
 def predicted(row: Row, efficiency: Efficiency | None = None) -> float:
     machine = row.machine if efficiency is None else replace(row.machine, efficiency=efficiency)
-    return estimate_step(row.model, row.plan, machine).total
+    return float(estimate_step(row.model, row.plan, machine).total)
 
 
 def band_cases(name: str, rows: Sequence[Row], times: Sequence[float]) -> list[Case]:

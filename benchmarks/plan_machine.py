@@ -30,12 +30,13 @@ from resnet import network
 from shoal._torch.dispatch import TorchDispatchMode
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.layer_time import Work, compute_seconds
-from shoal.tools.plan.machines import Machine
-from shoal.tools.plan.measure import LinkRates, machine_toml, measure_machine
-from shoal.tools.plan.trace import trace_step
-from shoal.tools.plan.traced_work import operation_work
+from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.machine.measure import LinkRates, machine_toml, measure_machine
+from shoal.tools.plan.time.rates import compute_seconds
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.segments import Work
+from shoal.tools.plan.work.trace import trace_step
+from shoal.tools.plan.work.traced_work import operation_work
 
 
 def resnet50() -> nn.Module:

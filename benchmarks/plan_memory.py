@@ -24,9 +24,9 @@ from helpers.planned_models import MODELS
 from helpers.ranks import Ranks
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.fit import trace_pipeline
-from shoal.tools.plan.machines import find_machine
+from shoal.tools.plan.machine.machines import find_machine
+from shoal.tools.plan.search.fit import trace_pipeline
+from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.util.errors import ShoalError
 
 LAYOUTS = ["replicate=1", "replicate=2", "shard=2", "tensor=2", "context=2", "pipeline=2"]

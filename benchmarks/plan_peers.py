@@ -25,11 +25,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.layer_time import layer_products
-from shoal.tools.plan.machines import Machine
-from shoal.tools.plan.memory import stage_parameters
-from shoal.tools.plan.model import Transformer
+from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.memory.estimate import stage_parameters
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.layers import layer_products
+from shoal.tools.plan.work.transformer import Transformer
 
 Predict = Callable[[Transformer, PlannedStep, Machine], float]
 EFFICIENCIES = tuple(number / 100 for number in range(30, 101, 2))

@@ -47,10 +47,10 @@ from harness import finish, parse, show
 from helpers.planned_models import Transformer, values, words
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.machines import Machine, find_machine
-from shoal.tools.plan.trace import planned_strategies, trace_step
-from shoal.tools.plan.traced_time import mean_time, run_ranks, step_seconds
+from shoal.tools.plan.machine.machines import Machine, find_machine
+from shoal.tools.plan.time.simulation import mean_time, run_ranks, step_seconds
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.trace import planned_strategies, trace_step
 
 WIDTH, HIDDEN, BLOCKS, BATCH = 256, 2048, 8, 32
 FORWARD = 0.02
@@ -184,7 +184,7 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
             for rank in plan.layout.group(0, "pipeline")
         ]
         segments = [each.segments for each in ranks]
-        return max(each.time.total for each in run_ranks(segments, plan, machine))
+        return float(max(each.time.total for each in run_ranks(segments, plan, machine)))
     strategy = shoal.LocalSGD(sync_every=AVERAGING)
     steps = [
         trace_step(
@@ -196,7 +196,7 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
         for averaging in (True, False)
     ]
     one, others = (step_seconds(each.segments, plan, machine) for each in steps)
-    return mean_time(one, others, AVERAGING).total
+    return float(mean_time(one, others, AVERAGING).total)
 
 
 def run_rank(model: str, layout: str, steps: int, file: Path) -> None:

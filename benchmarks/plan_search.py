@@ -18,12 +18,13 @@ from functools import partial
 from harness import finish, parse, show
 from harness import machine as here
 from shoal.distributed.pipeline_schedules import action_lists
-from shoal.tools.plan.bounds import memory_bytes, step_bounds
-from shoal.tools.plan.candidates import Candidates, find_candidates
-from shoal.tools.plan.configuration import ANY_PRECISION, FORMATS
-from shoal.tools.plan.machines import Machine, find_machine
-from shoal.tools.plan.model import Transformer, parse_model
-from shoal.tools.plan.search import predict, search_plans
+from shoal.tools.plan.machine.machines import Machine, find_machine
+from shoal.tools.plan.memory.estimate import estimate_memory
+from shoal.tools.plan.search.candidates import Candidates, find_candidates
+from shoal.tools.plan.search.search import predict, search_plans
+from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.work.configuration import ANY_PRECISION, FORMATS
+from shoal.tools.plan.work.transformer import Transformer, parse_model
 
 BATCH = 2048
 
@@ -43,9 +44,8 @@ def screened(model: Transformer, machine: Machine, devices: int, precision: str)
     """Return all configurations, after the memory and the bounds of those that fit."""
     precisions = tuple(FORMATS) if precision == ANY_PRECISION else (precision,)
     candidates = find_candidates(model, machine, devices, BATCH, precisions)
-    fits = memory_bytes(model, candidates) <= machine.available
-    if fits.any():
-        step_bounds(model, machine, candidates.where(fits))
+    fits = estimate_memory(model, candidates).total <= machine.available
+    estimate_step(model, candidates.where(fits), machine)
     return candidates
 
 
@@ -73,9 +73,9 @@ def main() -> None:
         candidates = find_candidates(model, machine, devices, 64, ("mixed",))
         every = (predict(model, candidates.plan(each), machine) for each in range(len(candidates.rows)))
         fits = [each for each in every if each.memory.total <= machine.available]
-        best = sorted((each.step.total, each.memory.total) for each in fits)[:5]
+        best = sorted((each.time.total, each.memory.total) for each in fits)[:5]
         found = search_plans(model, machine, devices, 64)
-        same = [(each.step.total, each.memory.total) for each in found.best] == best
+        same = [(each.time.total, each.memory.total) for each in found.best] == best
         print(f"{devices} devices: the exhaustive search has {'the same' if same else 'OTHER'} best")
     finish(given, {"plan_search": rows})
 

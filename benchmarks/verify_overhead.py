@@ -19,7 +19,8 @@ import torch
 import shoal
 from harness import alternate, finish, machine, parse, show, time_rows, time_steps
 from loops import Transformer, adamw, sampled, sequences, train
-from shoal.tools.verify.hooks import ObserverOptions, install_hooks
+from shoal.tools.verify.hooks import install_hooks
+from shoal.tools.verify.observations import ObserverOptions
 
 WAYS = ("plain", "hooks", "operations")
 WORDS, WARM_UP = 128, 2

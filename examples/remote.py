@@ -1,4 +1,4 @@
-"""A model whose stages are on several ranks and call each other by torch RPC.
+"""A model whose stages are on several ranks and send each other messages by torch RPC.
 
 python examples/remote.py
 shoal run -n 2 examples/remote.py

@@ -194,10 +194,8 @@ def directive(name: str) -> str:
 
 def write_page(page: Page) -> str:
     """Return the text of one page."""
-    rows = [f"| [`shoal.{name}`](#shoal.{name}) | {summary(name)} |" for name in page.names]
-    table = "\n".join(("| name | summary |", "|---|---|", *rows))
     sections = "\n\n".join(directive(name) for name in page.names)
-    return f"# {page.title}\n\n{page.introduction}\n\n{table}\n\n{sections}\n"
+    return f"# {page.title}\n\n{page.introduction}\n\n{sections}\n"
 
 
 def write_index() -> str:

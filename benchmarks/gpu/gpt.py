@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import shoal
 from measuring import alternate, cells_of, figures_of, parse_options, print_figures, show, since_start
-from shoal.telemetry.usage.device_peaks import peak_here
+from shoal.telemetry.usage.flops import peak_here
 
 from harness import ratios, spread  # isort: skip
 

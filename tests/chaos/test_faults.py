@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.tools.chaos.faults import KINDS, Fault, Survey, check_kinds, plan_faults
-from shoal.tools.chaos.shrink import shrink
+from shoal.tools.chaos.faults import KINDS, Fault, Survey, check_kinds, plan_faults, shrink
 from shoal.util.errors import LaunchError
 
 SURVEY = Survey(

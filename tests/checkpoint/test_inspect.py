@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -20,8 +19,9 @@ import shoal
 from helpers.checkpoint_files import Alone, checkpoint, flip, truncate
 from helpers.killed_training import same
 from shoal.checkpoint import Checkpoints
-from shoal.checkpoint.inspect import diff, display, extract, locate, manifest
+from shoal.checkpoint.inspect import diff, documents, extract, locate, manifest
 from shoal.util import units
+from shoal.util.document import Text
 from shoal.util.errors import CheckpointError
 
 VALUES = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
@@ -326,8 +326,8 @@ def test_all_kinds_of_differences(tmp_path: Path) -> None:
     code, out = checkpoint("diff", tmp_path / "a", tmp_path / "b")
     text = words(out)
     assert code == 1
-    assert f"Only in {tmp_path}/a/step-1: gone" in text
-    assert f"Only in {tmp_path}/b/step-1: new" in text
+    assert re.search(rf"Only in {tmp_path}/a/step-1 tensor ─+ gone Only in", text)
+    assert re.search(rf"Only in {tmp_path}/b/step-1 tensor ─+ new Tensors of another", text)
     assert " dtype float32 2 x 3 float16 2 x 3" in text
     assert " shape float32 2 x 3 float32 3 x 2" in text
     assert "lr 0.1 0.2 n 1 (none) m (none) 1" in text
@@ -427,9 +427,8 @@ def test_a_checkpoint_that_a_live_run_renames_is_found_again(tmp_path: Path) -> 
     assert (found.path, found.problems) == (final, [])
     shutil.rmtree(final)
     assert locate.examine_listed(final, read=True) is None
-    with (tmp_path / "out").open("w") as out:
-        display.verdict(Console(file=out, width=200), found)
-    assert (tmp_path / "out").read_text() == f"{final}: complete (step 8)\n"
+    said = documents.verdict_document(found).sections[0].blocks
+    assert list(said) == [Text(text=f"{final}: complete (step 8)", whole=True)]
 
 
 def test_a_checkpoint_that_is_damaged_and_there_is_an_error(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import threading
@@ -12,12 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from helpers.rank_facts import SHOAL, call, grave, seen, words
 from shoal.distributed.link_speed import LinkMeasurements
-from shoal.tools.doctor import display
 from shoal.tools.doctor.checks import clocks, compute, filesystem, gpus, host, links, placement
+from shoal.tools.doctor.checks.compute import find_slow
 from shoal.tools.doctor.checks.software import Software, check_software, describe_sources
 from shoal.tools.doctor.findings import (
     CheckResult,
@@ -25,13 +23,14 @@ from shoal.tools.doctor.findings import (
     RankFacts,
     Severity,
     describe_ranks,
+    examination_document,
     failure,
     ok,
     warning,
 )
-from shoal.tools.doctor.outliers import find_slow
 from shoal.tools.doctor.runner import DoctorRequest, examine_alone
 from shoal.util.differences import differences
+from shoal.util.tables import rendered
 
 GIB = 2**30
 DOCTOR = [*SHOAL, "doctor"]
@@ -109,11 +108,9 @@ def test_the_verdict_comes_first_and_the_gravest_line_next() -> None:
 
 def test_hostile_names_are_shown_and_not_obeyed() -> None:
     for width in (60, 80, 120):
-        console = Console(file=io.StringIO(), width=width, color_system=None)
         text = "node[01-03] [red]x[/] \x1b[31m" + "Z" * 200
-        display.print_examination(console, examination(failure("host", text, f"ping {text}")))
-        assert isinstance(console.file, io.StringIO), width
-        shown = console.file.getvalue()
+        found = examination(failure("host", text, f"ping {text}"))
+        shown = rendered(examination_document(found), width)
         assert max(map(len, shown.splitlines()[1:])) <= width
         assert "\x1b" not in shown, width
         assert "\\x1b" in shown, width

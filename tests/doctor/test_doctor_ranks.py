@@ -91,14 +91,12 @@ def no_rename(world: shoal.World, stack: ExitStack) -> None:
 def another_disk(world: shoal.World, stack: ExitStack) -> None:
     """A folder of the same name that is no shared one."""
     if world.rank == ODD:
-        stack.enter_context(patch("shoal.tools.doctor.checks.shared_directory._TEXT", "another"))
+        stack.enter_context(patch("shoal.tools.doctor.checks.filesystem._TEXT", "another"))
 
 
 def no_lock(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
-        stack.enter_context(
-            patch("shoal.tools.doctor.checks.shared_directory.fcntl.lockf", lambda *_: None)
-        )
+        stack.enter_context(patch("shoal.tools.doctor.checks.filesystem.fcntl.lockf", lambda *_: None))
 
 
 def slow_device(world: shoal.World, stack: ExitStack) -> None:

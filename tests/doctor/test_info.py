@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from helpers.rank_facts import SHOAL, call, words
-from shoal.tools.doctor.cgroups import cgroup_limits
-from shoal.tools.doctor.info import display
-from shoal.tools.doctor.info.machine import maker, packages
-from shoal.tools.doctor.info.ranks import RankInfo, differences, rows
+from shoal.tools.doctor.checks.host import cgroup_limits
+from shoal.tools.doctor.findings import RankFacts
+from shoal.tools.doctor.info import decisions_table
+from shoal.tools.doctor.info.machine import RankInfo, maker, packages, rows, version_differences
 from shoal.util.decision import Decision
 from shoal.util.differences import spans
+from shoal.util.document import Document, Section
+from shoal.util.tables import rendered
 
 INFO = [*SHOAL, "info"]
 
@@ -103,10 +103,7 @@ def test_ranks_that_do_not_come_are_told_as_elsewhere(rank: int, told: str, tmp_
 
 
 def printed(width: int, *made: Decision[object]) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    display.print_choices(console, made)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return rendered(Document(title="", sections=[Section(blocks=[decisions_table(made)])]), width)
 
 
 def test_lists_of_hosts_are_no_markup_and_long_words_are_folded() -> None:
@@ -116,16 +113,15 @@ def test_lists_of_hosts_are_no_markup_and_long_words_are_folded() -> None:
     assert text.count("x") == 100
 
 
-def rank(number: int, *, host: str = "a", **versions: str) -> RankInfo:
-    return RankInfo(
-        rank=number,
-        host=host,
+def rank(number: int, *, host: str = "a", **versions: str) -> RankFacts[RankInfo]:
+    facts = RankInfo(
         local_rank=number % 8,
         cores=4,
         threads=4,
         device=f"cuda:{number % 2}",
         versions={"torch": "2.13.0", **versions},
     )
+    return RankFacts(rank=number, host=host, facts=facts)
 
 
 def test_few_ranks_have_a_row_each_and_many_one_for_each_machine() -> None:
@@ -138,9 +134,9 @@ def test_few_ranks_have_a_row_each_and_many_one_for_each_machine() -> None:
 
 def test_ranks_that_differ_are_named() -> None:
     same = [rank(number) for number in range(4)]
-    assert list(differences(same)) == []
+    assert list(version_differences(same)) == []
     odd = [*same[:2], rank(2, host="b", torch="2.11.0"), same[3]]
-    (line,) = differences(odd)
+    (line,) = version_differences(odd)
     assert line == "torch differs: 2.13.0 on 3 of 4 ranks, 2.11.0 on rank 2 (b)"
 
 

@@ -30,9 +30,9 @@ OUTAGE = 4.0
 HELD = """
 import os, sys, time
 from pathlib import Path
-from shoal.tools.doctor.checks import host, outages
+from shoal.tools.doctor.checks import host, links
 
-look, begin = host.describe_memory, outages.LinkProbes.__enter__
+look, begin = host.describe_memory, links.LinkProbes.__enter__
 def held():
     Path("here-" + os.environ["RANK"]).touch()
     while not Path("go").exists():
@@ -51,7 +51,7 @@ def seen(links):
     threading.Thread(target=tell, daemon=True).start()
     return found
 
-host.describe_memory, outages.LinkProbes.__enter__ = held, seen
+host.describe_memory, links.LinkProbes.__enter__ = held, seen
 sys.argv = ["shoal", "doctor", "--quick", "--limit", sys.argv[1]]
 from shoal.cli.main import main
 main()

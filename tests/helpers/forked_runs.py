@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,12 +16,12 @@ import numpy as np
 import torch
 import torch._dynamo  # optimizers import it at their first step
 
-from shoal.tools.verify.hooked_script import HookedScript, read_order
+from shoal.tools.verify.observed_run import ObservedScript, read_order
 
 
-def fork_ranks(command: Sequence[str], home: Path, output: Path, limit: float) -> int:
+def fork_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int:
     """Do what `variants.start_ranks` does, except for the hash seed."""
-    job, size, _ = read_order(Path(command[-1]))
+    job, size = read_order(folder / "order.json")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -30,7 +29,7 @@ def fork_ranks(command: Sequence[str], home: Path, output: Path, limit: float) -
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            _run_rank(job, home, output, rank, size, port)
+            _run_rank(job, home, folder / "output.txt", rank, size, port)
         ranks.append(pid)
     deadline = time.monotonic() + limit
     code = 0
@@ -50,7 +49,9 @@ def fork_ranks(command: Sequence[str], home: Path, output: Path, limit: float) -
     return code
 
 
-def _run_rank(job: HookedScript, home: Path, output: Path, rank: int, size: int, port: int) -> NoReturn:
+def _run_rank(
+    job: ObservedScript, home: Path, output: Path, rank: int, size: int, port: int
+) -> NoReturn:
     code = 1
     try:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -23,7 +23,7 @@ from shoal.checkpoint import AnyPath, Checkpoints, async_save
 from shoal.distributed.seeds import random_state
 from shoal.strategies import engine_of
 from shoal.strategies.data_parallel.ddp import DDPReducer
-from shoal.strategies.engine import SynchronousEngine
+from shoal.strategies.engine import ReducerEngine
 
 SAMPLES = 41
 BATCH = 12  # the last batch of an epoch has 5 samples
@@ -125,7 +125,7 @@ def parallel(world: shoal.World, dropout: float) -> nn.Module:
 def buckets(world: shoal.World) -> int:
     """How many buckets the gradients are reduced in."""
     engine = engine_of(parallel(world, 0.3))
-    assert isinstance(engine, SynchronousEngine)
+    assert isinstance(engine, ReducerEngine)
     assert isinstance(engine.reducer, DDPReducer)
     return len(engine.reducer._reducer._reducer._get_zeros_like_grad_buckets())
 

@@ -16,7 +16,7 @@ import shoal
 from shoal.strategies import engine_of
 from shoal.strategies.correction import Totals
 from shoal.strategies.dtensor import whole
-from shoal.strategies.engine import SynchronousEngine
+from shoal.strategies.engine import ReducerEngine
 
 SEED = 0
 LEARNING_RATE = 1e-3
@@ -198,7 +198,7 @@ def train(
 
 def mutate(mutation: str, world: shoal.World, engine: Any) -> None:
     """Break the engine in one way that a user would not notice."""
-    assert isinstance(engine, SynchronousEngine)
+    assert isinstance(engine, ReducerEngine)
     reducer = engine.reducer
     whole, backward = reducer.totals, reducer.backward
 

@@ -37,7 +37,7 @@ SUBMIT = ("submit", "--site", "lab", "--time", "1:00:00", "--nodes", "2")
 
 
 def test_a_job_is_submitted_in_the_words_of_its_scheduler(pool: Fakes) -> None:
-    assert "job pool:7: 2 nodes, 2 process(es), 01:00:00" in done(*SUBMIT, "train.py")
+    assert "job pool:7: 2 nodes, 2 processes, 01:00:00" in done(*SUBMIT, "train.py")
     script = Path("runs/train/jobs/1/job.sh").resolve()
     assert pool.calls() == [["pool-submit", str(script)]]
     text = script.read_text()
@@ -65,7 +65,7 @@ def test_status_cancel_and_a_second_submission(pool: Fakes) -> None:
 
 def test_what_the_scheduler_does_not_have_is_an_error(pool: Fakes) -> None:
     error = refused(*SUBMIT, "--launcher", "srun", "train.py")
-    assert "the launchers are pool-run, mpirun" in error.found
+    assert "--launcher is one of pool-run, mpirun" in error.found
     pool.set("pool-submit", code=1, err="no more today\n")
     error = refused(*SUBMIT, "train.py")
     assert (error.found, Path("runs").exists()) == ("no more today", False)

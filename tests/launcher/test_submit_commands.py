@@ -31,7 +31,7 @@ def submitted(*arguments: str) -> str:
 def test_a_job_is_submitted_and_told_about(fakes: Fakes) -> None:
     said = submitted("--nodes", "2", "--gpus-per-node", "4", "train.py", "--", "--token", "hunter2")
     assert fakes.calls() == [["sbatch", "--parsable", str(Path("runs/train/jobs/1/job.sh").resolve())]]
-    assert "job 42: 2 nodes with 4 GPUs, 8 process(es), 01:00:00, at most 8 GPU-hours" in said
+    assert "job 42: 2 nodes with 4 GPUs, 8 processes, 01:00:00, at most 8 GPU-hours" in said
     for command in ("shoal logs -f runs/train", "shoal status runs/train", "shoal cancel runs/train"):
         assert command in said
     folder = Path("runs/train/jobs/1")
@@ -64,7 +64,7 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(fakes: Fakes) -> None:
     assert done.stdout.startswith("#!/bin/bash\n")
     assert "source/train.py 'a b')\n" in done.stdout  # and no line is folded
     assert "note:" not in done.stdout
-    size = "job: 2 nodes with 4 GPUs, 8 process(es), 01:00:00, at most 8 GPU-hours\n"
+    size = "job: 2 nodes with 4 GPUs, 8 processes, 01:00:00, at most 8 GPU-hours\n"
     assert done.stderr.startswith(size)
     unknown = "this site (plain) is unknown: GPUs, partitions and times are not checked"
     assert f"note: {unknown}\n" in done.stderr
@@ -121,7 +121,7 @@ def test_what_can_not_work_is_refused_and_leaves_nothing(fakes: Fakes) -> None:
     for arguments, found in (
         ([], "no time limit"),
         (["--time=1h"], "it is not a duration"),
-        (["--time=1:00:00", "--launcher", "aprun"], "the launchers are srun, torchrun, mpirun"),
+        (["--time=1:00:00", "--launcher", "aprun"], "--launcher is one of srun, torchrun, mpirun"),
         (["--time=1:00:00", "--site", "nowhere"], "the sites are jean-zay, plain"),
         (["--time=1:00:00", "--gpus-per-node", "4", "-n", "1"], "3 GPU-hours of 4"),
         (["--time=1:00:00", "--run", "."], "train.py is in it"),
@@ -248,7 +248,7 @@ def test_how_a_job_is(fakes: Fakes) -> None:
     (Path("runs/train/jobs/1/ends")).write_text(f"42 3 137 {time.time():.0f}\n")
     said = shoal("status", "runs/train").output
     assert "killed by signal 9" in said
-    assert "after 3 requeue(s)" in said
+    assert "after 3 requeues" in said
 
 
 @pytest.mark.full
@@ -334,7 +334,7 @@ def test_a_script_and_a_file_of_a_site_that_can_not_be_read(
 
 def test_words_of_the_list_of_sites_stay_whole(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = shoal("sites", "ls").output
-    for columns, files in ((60, False), (89, False), (90, True)):
+    for columns, files in ((60, False), (99, False), (100, True)):
         monkeypatch.setenv("COLUMNS", str(columns))
         narrow = shoal("sites", "ls").output
         assert {word for word in narrow.split() if word.strip("─")} <= set(wide.split())

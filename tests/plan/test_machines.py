@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.tools.plan.machines import find_machine, machine_catalogue
-from shoal.tools.plan.model import MODELS, parse_model
+from shoal.tools.plan.machine.machines import find_machine, machine_catalogue
+from shoal.tools.plan.work.transformer import MODELS, parse_model
 from shoal.util.errors import ShoalError
 
 FILE = """[mine]

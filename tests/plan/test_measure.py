@@ -12,9 +12,10 @@ from shoal.tools.bench.collectives.machine_file import (
     Point,
     write_machine_file,
 )
-from shoal.tools.plan.collectives import RankGroup, collective_seconds
-from shoal.tools.plan.machines import RANGES, find_machine, machine_catalogue
-from shoal.tools.plan.measure import machine_toml, measure_machine, read_rates
+from shoal.tools.plan.machine.machines import RANGES, find_machine, machine_catalogue
+from shoal.tools.plan.machine.measure import machine_toml, measure_machine, read_rates
+from shoal.tools.plan.time.collectives import collective_seconds
+from shoal.tools.plan.work.segments import RankGroup
 from shoal.util.errors import ShoalError
 
 SMALL, LARGE = 1_000, 200_001_000
@@ -57,7 +58,7 @@ def collectives(path: Path, hosts: tuple[str, ...], **largest: float) -> Path:
 
 @pytest.fixture
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.tools.plan.measure._SECONDS", 0.0)
+    monkeypatch.setattr("shoal.tools.plan.machine.measure._SECONDS", 0.0)
 
 
 @pytest.mark.full

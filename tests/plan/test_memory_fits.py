@@ -18,9 +18,9 @@ from helpers.planned_models import Attention, Built, Residual, classes, convolut
 from helpers.ranks import Ranks
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.configuration import PlannedStep, Recompute
-from shoal.tools.plan.fit import SMALL_MARGIN, margin_of
-from shoal.tools.plan.trace import trace_step
+from shoal.tools.plan.search.fit import SMALL_MARGIN, margin_of
+from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.trace import trace_step
 
 SAMPLES = 32
 
@@ -156,7 +156,7 @@ def measured_case(world: shoal.World, layout: str, number: int, folder: str) -> 
 def allowed(layout: str, number: int) -> float:
     _, built, plan = random_case(random.Random(number), layout)
     traced = trace_step(lambda: Workload(*built), plan).memory.total
-    return (1 + margin_of(plan.layout)) * traced + SMALL_MARGIN
+    return float((1 + margin_of(plan.layout)) * traced + SMALL_MARGIN)
 
 
 @pytest.mark.full

@@ -16,11 +16,12 @@ from helpers.cli import shoal as command
 from helpers.clocks import ManualClock
 from helpers.planned_models import Transformer, values, words
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.configuration import PlannedStep
-from shoal.tools.plan.layer_time import Work, compute_seconds
-from shoal.tools.plan.machines import RANGES, find_machine
-from shoal.tools.plan.operation_times import OperationTimes, fit_operations, time_operations
-from shoal.tools.plan.traced_work import TracedWork
+from shoal.tools.plan.machine.machines import RANGES, find_machine
+from shoal.tools.plan.machine.operation_times import OperationTimes, fit_operations, time_operations
+from shoal.tools.plan.time.rates import compute_seconds
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.segments import Work
+from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util.errors import ShoalError
 
 PLAN = PlannedStep(
@@ -33,8 +34,8 @@ PLAN = PlannedStep(
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.tools.plan.operation_times._SECONDS", 0.0)
-    monkeypatch.setattr("shoal.tools.plan.measure._SECONDS", 0.0)
+    monkeypatch.setattr("shoal.tools.plan.machine.operation_times._SECONDS", 0.0)
+    monkeypatch.setattr("shoal.tools.plan.machine.measure._SECONDS", 0.0)
 
 
 def transformer() -> Workload:
@@ -174,7 +175,7 @@ def test_the_command_measures_a_model(short: None, tmp_path: Path) -> None:
     [
         (("--model", "nowhere.py:build"), "no file"),
         (("--micro-batch", "4"), "no --model"),
-        (("-o", "nowhere/mine.toml"), "not a directory"),
+        (("-o", "nowhere/mine.toml"), "no directory"),
         (("-o", "/"), "it is a directory"),
         (("--model", "resnet-small:size=8,blocks=1"), "can't be measured"),
     ],
@@ -182,8 +183,12 @@ def test_the_command_measures_a_model(short: None, tmp_path: Path) -> None:
 def test_wrong_options_are_reported_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], found: str
 ) -> None:
-    monkeypatch.setattr("shoal.tools.plan.measure._fastest", lambda *_: pytest.fail("it measured"))
-    monkeypatch.setattr("shoal.tools.plan.operation_times.init", lambda *_: pytest.fail("it measured"))
+    monkeypatch.setattr(
+        "shoal.tools.plan.machine.measure._fastest", lambda *_: pytest.fail("it measured")
+    )
+    monkeypatch.setattr(
+        "shoal.tools.plan.machine.operation_times.init", lambda *_: pytest.fail("it measured")
+    )
     rates = () if found == "can't be measured" else ("--link", "1", "--network", "1")
     error = plan_error("bench", "machine", *options, *rates)
     assert found in error.found

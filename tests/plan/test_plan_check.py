@@ -8,9 +8,9 @@ import pytest
 from helpers.cli import plan_error, shoal
 from helpers.synthetic_runs import simulate, write
 from shoal.tools.plan.check import check_run
-from shoal.tools.plan.machines import RANGES, find_machine
-from shoal.tools.plan.model import parse_model
-from shoal.tools.plan.step_time import estimate_step
+from shoal.tools.plan.machine.machines import RANGES, find_machine
+from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.work.transformer import parse_model
 from shoal.util.errors import ShoalError
 
 MODEL = "hidden=512,layers=4,heads=8,vocab=1000,seq=128"

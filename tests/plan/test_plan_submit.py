@@ -22,7 +22,7 @@ def test_the_second_layout_is_submitted(fakes: Fakes) -> None:
     pipeline = ("--schedule={schedule}", "--stages={stages}")
     done = shoal(*PLAN, "--submit", "2", "--", *words, *pipeline)
     assert done.exit_code == 0, done.exception
-    assert "job 42: 2 nodes with 8 GPUs, 16 process(es), 01:00:00" in done.output
+    assert "job 42: 2 nodes with 8 GPUs, 16 processes, 01:00:00" in done.output
     rows = done.output[done.output.index("Fastest") : done.output.index("The strategy")].splitlines()
     layouts = [line.split()[0] for line in rows if line.startswith(("replicate=", "shard="))]
     script = Path("runs/train/jobs/1/job.sh").read_text()

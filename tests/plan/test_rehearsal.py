@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from helpers.cli import shoal
-from shoal.tools.plan.failure_trace import FleetEvent, read_trace, time_between_failures
-from shoal.tools.plan.rehearsal import Fleet, FleetTime, rehearse
-from shoal.tools.plan.whole_training import Training, simulate_training
+from shoal.tools.plan.training.failure_trace import FleetEvent, read_trace, time_between_failures
+from shoal.tools.plan.training.rehearsal import Fleet, FleetTime, rehearse
+from shoal.tools.plan.training.whole_training import Training, simulate_training
 from shoal.util.errors import ShoalError
 
 FLEET = Fleet(nodes=2, least=2, restarts=3, wait=600, start=5.0, restart=20.0, save=1.0, interval=10.0)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from helpers.cli import plan_error, shoal
-from shoal.tools.plan.machines import find_machine
-from shoal.tools.plan.what_if import changed_machine
+from shoal.tools.plan.machine.machines import find_machine
+from shoal.tools.plan.search.what_if import changed_machine
 from shoal.util.errors import ShoalError
 
 A100 = find_machine("a100-80")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.cli import shoal
-from shoal.tools.plan.whole_training import (
+from shoal.tools.plan.training.whole_training import (
     Training,
     estimate_training,
     parse_training,

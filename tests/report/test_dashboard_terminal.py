@@ -175,7 +175,7 @@ def check_drawn_quietly(written: bytes, least: int) -> None:
     assert len(drawn) >= least
     for frame in drawn:
         assert ERASED.search(frame) is None
-        assert frame.startswith(b"\x1b[H")
+        assert frame.startswith(b"\x1b[1;1H")
         assert frame.endswith(END)
 
 

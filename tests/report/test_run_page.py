@@ -17,9 +17,19 @@ from typer.testing import CliRunner, Result
 from helpers.synthetic_runs import BEGAN, Plant, lines, simulate, write, write_two_steps
 from shoal.cli.main import app
 from shoal.tools.report import History, attempts, read_history
-from shoal.tools.report.html import Block, Table, Text, plots, to_csv
-from shoal.tools.report.html.page import Page, Section, render_page
+from shoal.tools.report.html import plots, to_csv
+from shoal.tools.report.html.page import render_page
 from shoal.tools.report.run_page import tables
+from shoal.util.document import (
+    AreaPlot,
+    Document,
+    DocumentBlock,
+    LinePlot,
+    Section,
+    Series,
+    Table,
+    Text,
+)
 from shoal.util.errors import CheckpointError, LaunchError
 
 PLANTS = [
@@ -232,21 +242,21 @@ def test_an_empty_run_has_a_page(tmp_path: Path) -> None:
 def test_where_nothing_may_be_written_it_says_what_to_type(run: Path) -> None:
     (run / "report").write_text("in the way")
     result = shoal("report", run)
-    assert isinstance(result.exception, CheckpointError)
+    assert isinstance(result.exception, LaunchError)
     assert "-o DIR" in result.exception.fix
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(LaunchError, match=re.escape("pip install '.[report]' in your Shoal checkout")):
-        plots.plot_lines([plots.Series(label="a", x=[1], y=[1])], x="x", y="y")
+        plots.draw(LinePlot(series=[Series(label="a", x=[1], y=[1])], x="x", y="y"))
 
 
 def test_many_ranks_are_shown_by_the_slowest(tmp_path: Path) -> None:
     plant = Plant(part="forward", ranks=[70], seconds=5e-3)
     history = read_history(write(tmp_path, simulate(80, 64, [plant])))
     one = judged(history)
-    table = tables.rank_table(one)
+    table, _ = tables.rank_tables(one)
     assert len(table.rows) == tables.MOST
     assert "70" in [row[0] for row in table.rows]
     assert "of 80 that waited least" in table.caption
@@ -265,9 +275,9 @@ def test_formulas_are_harmless_in_spreadsheets() -> None:
 
 def test_texts_of_a_page_are_escaped() -> None:
     table = Table(caption=HOSTILE, head=[HOSTILE], rows=[[HOSTILE]])
-    blocks: list[Block] = [Text(text=HOSTILE, advice=HOSTILE), table]
-    page = Page(title=HOSTILE, verdict=HOSTILE, sections=[Section(heading=HOSTILE, blocks=blocks)])
-    html = render_page(page)
+    blocks: list[DocumentBlock] = [Text(text=HOSTILE, advice=HOSTILE), table]
+    page = Document(title=HOSTILE, verdict=HOSTILE, sections=[Section(heading=HOSTILE, blocks=blocks)])
+    html = render_page(page, {})
     assert "<img" not in html
     assert "\x1b" not in html
     Checked(html)
@@ -275,13 +285,12 @@ def test_texts_of_a_page_are_escaped() -> None:
 
 def test_of_a_run_with_one_step_the_parts_are_drawn() -> None:
     """An area over one place would have no width, a line through one point no length."""
-    area = plots.plot_areas(
-        [3.0], {"a": [1.0]}, x="step", y="ms", fills={"a": (plots.COLOURS[0], "")}
-    ).wide
+    fills = {"a": (plots.COLOURS[0], "")}
+    area = plots.draw(AreaPlot(xs=[3.0], parts={"a": [1.0]}, x="step", y="ms", fills=fills)).wide
     found = re.search(rf'<path d="([^"]*)"[^>]*style="[^"]*fill: {plots.COLOURS[0]}', area)
     assert found is not None
     places = [float(x) for x in re.findall(r"[ML] ([\d.]+)", found[1])]
     assert max(places) - min(places) > 100
-    line = plots.Series(label="a", x=[3.0], y=[1.0])
-    drawn = plots.plot_lines([line], x="step", y="ms").wide
+    line = Series(label="a", x=[3.0], y=[1.0])
+    drawn = plots.draw(LinePlot(series=[line], x="step", y="ms")).wide
     assert re.search(rf'<use [^>]*style="fill: {plots.COLOURS[0]}', drawn)

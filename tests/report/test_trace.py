@@ -21,9 +21,9 @@ from shoal.cli.main import app
 from shoal.telemetry import clock_offset
 from shoal.telemetry.clock_offset import ClockOffset, RoundTrip
 from shoal.telemetry.profiler import window
-from shoal.telemetry.profiler.requests import Requests
-from shoal.telemetry.profiler.window import Window
+from shoal.telemetry.profiler.window import Requests, Window
 from shoal.telemetry.step_timer import OTHER, UPDATE
+from shoal.tools.report import read_history
 from shoal.tools.report.trace.coarse import write_coarse_trace
 from shoal.tools.report.trace.merge import merge_traces
 from shoal.tools.report.trace.request import make_timeline
@@ -297,8 +297,13 @@ def block(end: float, **columns: list[int]) -> dict[str, Any]:
         "step": list(range(5, 5 + count)),
         "at": [100_000 * n for n in reversed(range(count))],
         "wall": [90_000] * count,
+        "load": [0] * count,
         **columns,
     }
+
+
+def coarse(run: Path, first: int, last: int) -> list[dict[str, Any]]:
+    return checked_events(write_coarse_trace(read_history(run), Window(first, last)))
 
 
 def test_steps_that_nobody_recorded_are_drawn_from_their_parts(tmp_path: Path) -> None:
@@ -306,7 +311,7 @@ def test_steps_that_nobody_recorded_are_drawn_from_their_parts(tmp_path: Path) -
     start = {"event": "start", "t": 0.0, "host": "node1"}
     write_events(tmp_path, 0, block(10.0, wait=[10_000, 0], forward=[30_000, 30_000]))
     write_events(tmp_path, 1, start, block(10.0 + late, wait=[0, 0], forward=[80_000, 80_000]))
-    events = checked_events(write_coarse_trace(tmp_path, 5, 6))
+    events = coarse(tmp_path, 5, 6)
     assert steps_of(events, 0) == pytest.approx({5: 0.0, 6: 1e5}, abs=1.0)
     assert steps_of(events, 1) == pytest.approx(steps_of(events, 0), abs=1.0)
     drawn = [(e["pid"], e["name"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == 1]
@@ -318,15 +323,7 @@ def test_steps_that_nobody_recorded_are_drawn_from_their_parts(tmp_path: Path) -
 def test_steps_that_are_rounded_into_each_other_are_drawn_side_by_side(tmp_path: Path) -> None:
     ends = {"at": [200_000, 100_000, 0], "wall": [100_003] * 3, "forward": [100_004] * 3}
     write_events(tmp_path, 0, block(10.0, wait=[0] * 3) | ends)
-    assert steps_of(checked_events(write_coarse_trace(tmp_path, 5, 7)), 0).keys() == {5, 6, 7}
-
-
-def test_steps_of_the_older_format_are_drawn_too(tmp_path: Path) -> None:
-    line = {"event": "step", "t": 10.0, "step": 5, "wait": 0.01, "forward": 0.02, "backward": 0.03}
-    write_events(tmp_path, 0, line, {"event": "step", "t": 11.0})
-    events = checked_events(write_coarse_trace(tmp_path, 5, 9))
-    (step,) = [event for event in events if event["name"] == "step 5"]
-    assert step["dur"] == pytest.approx(6e4)
+    assert steps_of(coarse(tmp_path, 5, 7), 0).keys() == {5, 6, 7}
 
 
 def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:
@@ -339,7 +336,7 @@ def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:
     record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[ClockOffset(0, 0, 0)])
     assert "of 1 rank" in make_timeline(str(tmp_path), "5:6")
     with pytest.raises(CheckpointError, match="no such steps"):
-        write_coarse_trace(tmp_path, 30, 40)
+        coarse(tmp_path, 30, 40)
     with pytest.raises(CheckpointError, match="is not a run directory"):
         make_timeline(str(tmp_path / "events"), "5:6")
 
@@ -366,10 +363,10 @@ def test_a_run_that_went_back_is_asked_for_steps_that_it_takes_again(tmp_path: P
 def test_no_time_in_a_coarse_timeline_is_below_zero_or_none(tmp_path: Path) -> None:
     early = block(10.0, wait=[10_000] * 2) | {"wall": [90_000] * 2}
     earlier = block(10.0, wait=[10_000] * 2) | {"wall": [99_000] * 2}
-    broken = {"event": "step", "t": 10.0, "name": "step", "step": 7, "wait": float("nan")}
+    broken = early | {"t": 1e300}
     write_events(tmp_path, 0, early, broken)
-    write_events(tmp_path, 1, earlier, broken | {"wait": -1.0})
-    events = checked_events(write_coarse_trace(tmp_path, 5, 7))
+    write_events(tmp_path, 1, earlier | {"forward": [-1, float("nan")]}, broken)
+    events = coarse(tmp_path, 5, 7)
     assert steps_of(events, 0).keys() == steps_of(events, 1).keys() == {5, 6}
 
 

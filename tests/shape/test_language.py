@@ -6,7 +6,7 @@ from pathlib import Path
 
 import check_language as checker
 
-PAGE_WORDS = 1500
+PAGE_WORDS, WORDS = 1500, 100_000
 
 
 def found(path: Path, text: str) -> list[str]:
@@ -55,3 +55,8 @@ def test_no_page_is_longer_than_the_limit(repository: Path) -> None:
         and (words := count_words(path.read_text())) > PAGE_WORDS
     }
     assert long == {}
+
+
+def test_the_pages_together_are_no_longer_than_the_limit(repository: Path) -> None:
+    """Every run of characters counts, also marks and cells of tables."""
+    assert sum(len(path.read_text().split()) for path in (repository / "docs").rglob("*.md")) <= WORDS

@@ -19,7 +19,7 @@ from helpers.ranks import RankError, Ranks
 from shoal.strategies.context_parallel import sequence_slices, ulysses
 from shoal.strategies.data_parallel import ddp
 from shoal.strategies.dtensor import whole
-from shoal.strategies.tensor_parallel import runner
+from shoal.strategies.tensor_parallel import engine
 
 pytestmark = pytest.mark.processes
 
@@ -84,7 +84,7 @@ def mutate(patch: pytest.MonkeyPatch, mutation: str) -> None:
     if mutation == "a gather without its factor":
         patch.setattr(sequence_slices._GatherSlices, "backward", staticmethod(bare_slice))
     elif mutation == "sums over samples alone":
-        patch.setattr(runner, "summing_group", lambda world: None)
+        patch.setattr(engine, "summing_group", lambda world: None)
     elif mutation == "every rank counts":
         always = property(lambda _: True, lambda *_: None)
         patch.setattr(ddp.DDPReducer, "reports_loss", always, raising=False)

@@ -312,7 +312,7 @@ def synchronisations(world: shoal.World, micro_batches: int, raw: bool) -> tuple
         batch.compare_ranks()
         for _ in batch:
             before = sequence._get_sequence_number_for_group()
-            output = task.forward(engine.runner.call, batch.micro, batch.seed)
+            output = task.forward(engine.call, batch.micro, batch.seed)
             value, count = task.reduce(output, batch.micro, batch.seed)
             if raw:
                 batch.backward(total=value, count=count, model=model)

@@ -25,7 +25,7 @@ from shoal.data import coupled
 from shoal.data.groups import MicroGroups, groups_of
 from shoal.data.micro import Draws
 from shoal.strategies.partition.draw_counts import DrawCounts
-from shoal.strategies.pipeline import runner
+from shoal.strategies.pipeline import engine
 from shoal.strategies.pipeline.timed_stage import StagedBatch, staged
 from shoal.strategies.random_draws import draws, graphs, philox
 from shoal.strategies.random_draws.layouts import Layouts
@@ -165,7 +165,7 @@ def without_counts(counts: DrawCounts, received: Any) -> Any:
 
 MISTAKES_IN_STAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "none": nullcontext,
-    "key of another micro-batch": lambda: patch.object(runner, "staged", of_the_first_micro_batch),
+    "key of another micro-batch": lambda: patch.object(engine, "staged", of_the_first_micro_batch),
     "site without the prefix of the stage": lambda: with_key(
         lambda seed, site: (seed, re.sub(r"blocks\.\d+\.", "", site))
     ),

@@ -15,7 +15,7 @@ import shoal
 from helpers.ranks import Ranks
 from shoal.strategies import engine_of
 from shoal.strategies.data_parallel.ddp import DDPReducer
-from shoal.strategies.engine import SynchronousEngine
+from shoal.strategies.engine import ReducerEngine
 
 pytestmark = pytest.mark.processes
 
@@ -76,7 +76,7 @@ def through_shoal(world: shoal.World, directory: str, static: bool, compiles: bo
     forward = torch.compile(model, backend="aot_eager") if compiles else model
     shoal.parallelize(forward, world, shoal.DDP(bucket_cap_mb=BUCKET_MB, static_graph=static))
     engine = engine_of(model)
-    assert isinstance(engine, SynchronousEngine)
+    assert isinstance(engine, ReducerEngine)
     assert isinstance(engine.reducer, DDPReducer)
     task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), 0.1), task)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ import shoal
 from shoal.distributed.watchdog.stacks import communication, stack
 from shoal.strategies.partition.assignment import crew_of, split_points
 from shoal.strategies.partition.inputs import evaluating
-from shoal.strategies.rpc_pipeline.messages import ForwardQueue, ForwardRequest, Inbox, TurnDone
-from shoal.strategies.rpc_pipeline.threads import MicroBatchThreads
+from shoal.strategies.rpc_pipeline.messages import Inbox, PassQueue, StagePass, TurnDone
 from shoal.util.errors import LayoutError, StepError
 
 CALLS = ("first", "blocks.0", "drop", "blocks.1", "head")
@@ -126,78 +124,71 @@ def test_every_micro_batch_has_one_worker_of_each_stage() -> None:
         for rank in ranks:
             assert crew.stage(rank) == stage
             assert {crew.worker(stage, micro) for micro in crew.micros(rank, 7)} <= {rank}
-    assert crew.workers(1) == (11, 10, 12)
+    assert [crew.worker(stage, 1) for stage in range(3)] == [11, 10, 12]
     assert crew.title(15) == "rank 15 (stage 'c')"
 
 
-def job(micro: int) -> ForwardRequest:
-    return ForwardRequest(micro, (), Future())
-
-
-def done(line: ForwardQueue) -> list[int]:
-    """The micro-batches that can be taken through now."""
+def run(line: PassQueue) -> list[str]:
+    """The passes that can run now."""
     taken = []
     while line.ready:
-        taken.append(line.take().micro)
-    return taken
+        taken.append(line.take())
+    assert line.take() is None
+    return [f"{each.kind}{each.micro}" for each in taken if each is not None]
 
 
-def test_jobs_are_done_in_the_order_of_their_micro_batches() -> None:
-    line = ForwardQueue(range(1, 8, 2))
-    taken = []
-    for micro in (5, 1, 7, 3):
-        line.add(job(micro))
-        taken.append(done(line))
-    assert taken == [[], [1], [], [3, 5, 7]]
-    assert line.left() == []
+def arrive(line: PassQueue, *passes: str) -> list[str]:
+    for each in passes:
+        line.add(StagePass(each[0], int(each[1:]), ()))
+    return run(line)
 
 
-def test_jobs_that_are_never_done_are_left() -> None:
-    line = ForwardQueue(range(4))
-    for micro in (0, 2, 3):
-        line.add(job(micro))
-    assert done(line) == [0]
-    assert [each.micro for each in line.left()] == [2, 3]
-    assert not ForwardQueue(range(0)).ready
+def test_passes_run_in_the_order_of_their_micro_batches() -> None:
+    line = PassQueue(range(1, 8, 2), ahead=9, backward=False)
+    assert [arrive(line, each) for each in ("F5", "F1", "F7", "F3")] == [
+        [],
+        ["F1"],
+        [],
+        ["F3", "F5", "F7"],
+    ]
+    assert line.over
+    assert PassQueue(range(0), ahead=1, backward=True).over
 
 
-def test_jobs_wait_while_backwards_run() -> None:
-    line = ForwardQueue(range(3))
-    line.add(job(0))
-    line.add(job(1))
-    assert line.take().micro == 0
-    line.mark(0, over=False)
-    line.mark(2, over=False)
-    assert (line.backward, line.ready) == (True, False)
-    line.mark(0, over=True)
-    assert (line.backward, line.ready) == (True, False)
-    line.mark(2, over=True)
-    assert (line.backward, line.ready) == (False, True)
+def test_a_backward_pass_runs_before_forward_passes() -> None:
+    line = PassQueue(range(3), ahead=9, backward=True)
+    assert arrive(line, "F0", "F1") == ["F0", "F1"]
+    assert arrive(line, "F2", "B1") == ["F2"]
+    assert not line.over
+    assert arrive(line, "B0") == ["B0", "B1"]
+    assert arrive(line, "B2") == ["B2"]
+    assert line.over
 
 
-def test_a_backward_that_is_over_does_not_begin_again() -> None:
-    """What a stage hands on as it received it has its gradient last."""
-    line = ForwardQueue(range(2))
-    line.add(job(0))
-    line.mark(1, over=True)
-    line.mark(1, over=False)
-    assert (line.backward, line.ready) == (False, True)
+def test_few_micro_batches_are_between_their_passes() -> None:
+    """Each keeps its activations."""
+    line = PassQueue(range(4), ahead=2, backward=True)
+    assert arrive(line, "F0", "F1", "F2", "F3") == ["F0", "F1"]
+    assert arrive(line, "B0") == ["B0", "F2"]
+    assert arrive(line, "B2") == []
+    assert arrive(line, "B1") == ["B1", "B2", "F3"]
 
 
 def test_messages_wait_for_their_turn_and_none_comes_after_it() -> None:
     looked: list[None] = []
     inbox = Inbox(lambda: looked.append(None))
-    assert inbox.post(2, TurnDone(None))
+    inbox.post(2, TurnDone(0, None))
     assert inbox.begin() == 1
-    first, late = job(0), job(1)
-    assert inbox.post(1, first)
+    first = StagePass("F", 0, ())
+    inbox.post(1, first)
     assert inbox.receive() is first
     assert inbox.receive(wait=False) is None
-    assert inbox.post(1, late)
-    assert inbox.end() == [late]
-    assert not inbox.post(1, job(2))
+    inbox.post(1, first)
+    inbox.end()
+    inbox.post(1, first)
     assert inbox.begin() == 2
-    assert inbox.receive() == TurnDone(None)
+    assert inbox.receive() == TurnDone(0, None)
+    assert inbox.receive(wait=False) is None
     assert looked == []
 
 
@@ -213,7 +204,7 @@ def test_a_rank_without_messages_looks_whether_others_live_and_counts_as_waiting
         found = communication(stack(sys._current_frames().get(waiting.ident or 0)))
         if found or until.wait(0.01):
             break
-    inbox.post(1, TurnDone(None))
+    inbox.post(1, TurnDone(0, None))
     waiting.join(WAIT)
     assert found == "receive"
 
@@ -225,53 +216,3 @@ def test_a_rank_without_messages_looks_whether_others_live_and_counts_as_waiting
 
     with pytest.raises(GoneError):
         Inbox(look).receive()
-
-
-def test_carriers_take_turns_in_order_however_long_each_one_takes() -> None:
-    order: list[int] = []
-    done: list[tuple[int, Any, Any]] = []
-    over = threading.Event()
-    first = threading.Event()
-
-    def carry(number: int) -> int:
-        if number == 0:
-            assert first.wait(WAIT)
-        else:
-            first.set()
-        with carriers.turn_of(number):
-            order.append(number)
-        return number * 10
-
-    def told(*what: Any) -> None:
-        done.append(what)
-        if len(done) == 6:
-            over.set()
-
-    carriers = MicroBatchThreads(6, carry, told)
-    carriers.start(3)
-    assert over.wait(WAIT)
-    assert order == list(range(6))
-    assert sorted(done) == [(number, number * 10, None) for number in range(6)]
-
-
-def test_a_carrier_that_fails_says_so_and_stopping_lets_the_others_go() -> None:
-    done: list[tuple[int, Any, Any]] = []
-    both = threading.Semaphore(0)
-
-    def carry(number: int) -> None:
-        if number == 0:
-            raise ValueError("no")
-        with carriers.turn_of(number):
-            raise AssertionError("its turn never comes")
-
-    def told(*what: Any) -> None:
-        done.append(what)
-        both.release()
-
-    carriers = MicroBatchThreads(2, carry, told)
-    carriers.start(2)
-    assert both.acquire(timeout=WAIT)
-    carriers.stop()
-    assert both.acquire(timeout=WAIT)
-    errors = {number: str(error) for number, _, error in done}
-    assert errors == {0: "no", 1: "stopped"}

@@ -1,4 +1,4 @@
-"""Stages that call each other by RPC: the numbers of one process, whoever runs what."""
+"""Stages that send each other messages by RPC: the numbers of one process, whoever runs what."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 
 import shoal
@@ -34,6 +34,7 @@ from helpers.token_model import (
     parts,
     train,
 )
+from shoal.strategies.rpc_pipeline.messages import Inbox, Message, StagePass
 
 pytestmark = pytest.mark.processes
 
@@ -321,46 +322,32 @@ def test_an_interrupted_rank_is_named_on_all_others(
     assert all(f"rank {victim} (stage" in found for found in results)
 
 
-def with_late_gradients(world: shoal.World, late: int, name: str) -> list[float]:
-    """Norms of two steps, before which one fails whose gradients one rank is late to add."""
-    begun, failed, store = threading.Event(), threading.Event(), world.store(f"late/{name}")
-    get = dist_autograd.get_gradients  # type: ignore[attr-defined]
-    fails, losses = False, 0
+def with_late_gradients(world: shoal.World, *, late: bool) -> list[float]:
+    """Norms of two steps, before which one fails whose gradients come late to the first stage."""
+    failed = threading.Event()
+    post = Inbox.post
+    losses = itertools.count(1)
 
-    def get_late(context: int) -> Any:
-        gradients = get(context)
-        begun.set()
-        if world.is_rank_zero:
-            store.set("late", "")
-        assert failed.wait(60)
-        return gradients
+    def post_late(inbox: Inbox, turn: int, message: Message) -> None:
+        if isinstance(message, StagePass) and message.kind == "B":
+            assert failed.wait(60)
+        post(inbox, turn, message)
 
     def failing(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        nonlocal losses
-        if fails and torch.is_grad_enabled():
-            store.wait(["computed"])  # no forward has to wait for that rank
-            losses += 1
-            if losses == 2:
-                if late == 0:
-                    store.wait(["late"])
-                elif late == 1:
-                    assert begun.wait(60)
-                raise ValueError("not this one")
+        if fails and torch.is_grad_enabled() and next(losses) == 2:
+            raise ValueError("not this one")
         return loss(output, batch)
 
+    fails = False
     model = shoal.parallelize(build(), world, CREWS["2"][1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = shoal.Step(model, optimizer, shoal.Task(failing))
     batches = shoal.Loader(dataset(), world, batch_size=12, micro_batches=2).epochs(1)
     step(next(batches))
-    fails, computed = True, itertools.count(1)
-    if world.is_rank_zero:
-        model.get_submodule("blocks.0").register_forward_hook(
-            lambda *_: store.set("computed", "") if next(computed) == 2 else None
-        )
+    fails = True
     with pytest.MonkeyPatch.context() as patch:
-        if world.rank == late:
-            patch.setattr(dist_autograd, "get_gradients", get_late)
+        if late and world.is_rank_zero:
+            patch.setattr(Inbox, "post", post_late)
         with pytest.raises((ValueError, shoal.StepError), match="not this one"):
             step(next(batches))
     failed.set()
@@ -369,12 +356,9 @@ def with_late_gradients(world: shoal.World, late: int, name: str) -> list[float]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("late", [0, 1])
-def test_no_gradient_of_a_step_that_failed_comes_into_the_next(
-    started: Callable[[str], Ranks], late: int
-) -> None:
+def test_no_gradient_of_a_step_that_failed_comes_into_the_next(started: Callable[[str], Ranks]) -> None:
     two = started("pipeline=2")
-    in_time, behind = (two.call(with_late_gradients, rank, f"{late} {rank}") for rank in (-1, late))
+    in_time, behind = (two.call(partial(with_late_gradients, late=late)) for late in (False, True))
     assert behind[0] == behind[1] == pytest.approx(in_time[0], rel=1e-12)
 
 

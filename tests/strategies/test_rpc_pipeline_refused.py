@@ -95,11 +95,6 @@ MAPS: list[tuple[Any, Any, str]] = [
     (Tagger, [REMOTE, shoal.DDP()], "RPCPipeline sums gradients, so no strategy"),
     (
         Tagger,
-        [shoal.ActivationCheckpointing(modules=("blocks.*",)), REMOTE],
-        "draw from the same random generator",
-    ),
-    (
-        Tagger,
         [shoal.ActivationCheckpointing(), shoal.DDP()],
         "no strategy uses the 'pipeline' axis",
     ),
@@ -112,7 +107,8 @@ def test_maps_that_do_not_fit_are_refused_on_all_ranks(
     ranks: Ranks, make: Any, strategy: Any, found: str
 ) -> None:
     if found:
-        check_refused(ranks, found, given, make, strategy)
+        kind = shoal.StepError | shoal.LayoutError
+        check_refused(ranks, found, given, make, strategy, kind=kind)
     else:
         ranks.call(given, make, strategy)
 
@@ -307,8 +303,11 @@ def partly_frozen(world: shoal.World, strategy: Any) -> list[float]:
 
 
 @pytest.mark.full
-def test_a_stage_may_be_frozen(ranks: Ranks) -> None:
-    check_like_one(ranks, partly_frozen, REMOTE)
+@pytest.mark.parametrize(
+    "strategy", [REMOTE, [shoal.ActivationCheckpointing(modules=("blocks.*",)), REMOTE]]
+)
+def test_a_stage_may_be_frozen_and_blocks_recomputed(ranks: Ranks, strategy: Any) -> None:
+    check_like_one(ranks, partly_frozen, strategy)
 
 
 @pytest.mark.full

@@ -92,19 +92,6 @@ def test_a_block_holds_columns_of_one_step_and_leaves_out_what_is_zero(path: Pat
     assert times == [(0, 0.0), (1, 7e-5), (2, 9e-5), (3, 0.00019)]
 
 
-def test_steps_of_formats_1_and_2_are_read(path: Path) -> None:
-    """A block of format 2 has no load."""
-    path.parent.mkdir()
-    line = {"event": "step", "name": "step", "step": 1, "share": [0, 4], "wait": 1e-5, "forward": 2e-5}
-    block = {"event": "steps", "t": 7.0, "name": "step", "step": [2], "share": [[0, 4]], "wall": [9]}
-    path.write_text(json.dumps(line) + "\n" + json.dumps(block) + "\n")
-    first, second = read_events(path)
-    assert first == line
-    assert second["wall"] == 9e-6
-    assert "load" not in second
-    assert steps_by_rank(path.parent) == {("step", 1): {0: line}, ("step", 2): {0: second}}
-
-
 def test_steps_whose_writing_is_interrupted_are_not_written_twice(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

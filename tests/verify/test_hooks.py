@@ -22,7 +22,8 @@ from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.orders import Shuffled
 from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
-from shoal.tools.verify.hooks import Observer, ObserverOptions, observe_loaders
+from shoal.tools.verify.hooks import Observer, observe_loaders
+from shoal.tools.verify.observations import ObserverOptions
 from shoal.tools.verify.operation_trace import plain_name
 
 

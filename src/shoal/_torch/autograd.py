@@ -1,15 +1,15 @@
-"""Private names of autograd and of tensors."""
+"""Private names of autograd, of tensors and of activation checkpointing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal._torch.versions import required
+from shoal._torch.versions import imported, required
 
 
 def after_backward(callback: Callable[[], object]) -> None:
@@ -76,6 +76,20 @@ def averages(loss: Tensor) -> bool | None:
     return None if reduction not in (1, 2) else reduction == 1
 
 
+def leaves_of(losses: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves of the graph of `losses` that require gradients. Only nodes have them."""
+    waiting, seen, found = [each.grad_fn for each in losses], set[Any](), []
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting.extend(before for before, _ in node.next_functions)
+    return found
+
+
 def saved_result(node: Any) -> Tensor:
     """Return the output that a node such as LogSoftmaxBackward saved for its backward.
 
@@ -116,3 +130,19 @@ def framed_apply() -> Iterator[None]:
 def made_by(node: Any, function: type[torch.autograd.Function]) -> bool:
     """Return whether `node` is the backward node of `function`; torch makes the class of a node."""
     return getattr(node, "_forward_cls", None) is function
+
+
+def checkpoint(module: nn.Module, **options: Any) -> None:
+    """Recompute the forward of `module` in backward.
+
+    The public `checkpoint_wrapper` changes parameter names; this composable one hooks the module.
+    """
+    place = "torch.distributed._composable.checkpoint_activation"
+    imported(place, "checkpoint", "ActivationCheckpointing")(module, **options)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether `checkpoint` was applied to `module` itself."""
+    place = "torch.distributed._composable.contract"
+    registry = imported(place, "_get_registry", "ActivationCheckpointing")(module)
+    return "checkpoint" in (registry or {})

@@ -122,6 +122,13 @@ def compiled_module(model: object) -> nn.Module | None:
     return model._orig_mod if _is_compiled(model) else None
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """Return the user's module, with the original parameter names, from a compiled model."""
+    while (wrapped := compiled_module(model)) is not None:
+        model = wrapped
+    return model
+
+
 def compiler_of(model: object) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
     """Return torch.compile with the options of `model`, a compiled model; None for other objects."""
     return model.dynamo_ctx if _is_compiled(model) else None

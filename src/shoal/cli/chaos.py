@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.options import AsJson, ScriptArgs
+from shoal.cli.output import show_document
 from shoal.cli.submit import script_arguments
-from shoal.cli.submit_options import ScriptArgs
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.tools.chaos.request import StormRequest
+    from shoal.tools.chaos.report import StormRequest
 
 
 def chaos(
@@ -39,18 +40,15 @@ def chaos(
     shrink: Annotated[
         bool, typer.Option(help="Repeat a storm that fails with fewer faults, to find those needed.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Inject faults and compare the final checkpoint.
 
     The script trains in a shoal.Run. It runs in copies of the current directory, inside Linux
     namespaces. The exit code is 1 if the storm changed the result.
     """
-    from shoal.tools.chaos.display import print_storm
     from shoal.tools.chaos.faults import check_kinds
-    from shoal.tools.chaos.report import StormReport
-    from shoal.tools.chaos.request import StormRequest
-    from shoal.util.tables import plain_console
+    from shoal.tools.chaos.report import StormReport, StormRequest, storm_document
 
     _check_script(script)
     request = StormRequest(
@@ -64,10 +62,7 @@ def chaos(
         shrinks=shrink,
     )
     report = StormReport.from_json(_run(request))
-    if as_json:
-        typer.echo(json.dumps(report.as_json(), indent=2))
-    else:
-        print_storm(plain_console(), report)
+    show_document(storm_document(report), as_json=as_json)
     raise typer.Exit(int(bool(report.problem)))
 
 
@@ -93,15 +88,10 @@ def _run(request: StormRequest) -> dict[str, Any]:
 
 
 def _check_script(script: str) -> None:
+    from shoal.launcher.entry_point import find_script
     from shoal.tools.chaos.containment import SCRATCH
 
-    path = Path(script).absolute()
-    if not path.is_file():
-        raise LaunchError(
-            given=f"shoal chaos {script}",
-            found=f"there is no file {path}",
-            fix="give the path of a Python file: shoal chaos train.py",
-        )
+    path = Path(find_script(script, "shoal chaos train.py")).absolute()
     if Path.cwd().is_relative_to(SCRATCH) or path.is_relative_to(SCRATCH):
         raise LaunchError(
             given=f"shoal chaos in {Path.cwd()}",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.examples import examples
-from shoal.util.errors import CheckpointError
+from shoal.cli.options import examples
+from shoal.cli.output import show_document
+from shoal.util.errors import CheckpointError, explained
 
 if TYPE_CHECKING:
     from shoal.checkpoint import AnyPath
@@ -43,19 +43,18 @@ def list_checkpoints(
     ] = False,
 ) -> None:
     """List checkpoints and incomplete saves of a run."""
-    from shoal.checkpoint.inspect import display, listing, locate
-    from shoal.util.tables import plain_console
+    from shoal.checkpoint.inspect import documents, listing, locate
 
     with _readable(path):
         given = _place(path)
         if locate.is_checkpoint(given):
             one = [listing.entry(given, verify=verify)]
-            display.listing(plain_console(), given.parent, one, [], verified=verify)
+            show_document(documents.listing_document(given.parent, one, [], verified=verify))
             return
         for folder in locate.folders(given):
             found = list(listing.entries(folder, verify=verify))
             left = listing.leftovers(folder)
-            display.listing(plain_console(), folder, found, left, verified=verify)
+            show_document(documents.listing_document(folder, found, left, verified=verify))
 
 
 @checkpoints.command(
@@ -69,11 +68,11 @@ def show_checkpoint(path: Directory) -> None:
 
     For a run directory, it shows the latest complete checkpoint.
     """
-    from shoal.checkpoint.inspect import display, locate
-    from shoal.util.tables import plain_console
+    from shoal.checkpoint.inspect import documents, locate
 
     with _readable(path):
-        display.contents(plain_console(), locate.read_newest([_place(path)], lambda found: found[0]))
+        found = locate.read_newest([_place(path)], lambda found: found[0])
+        show_document(documents.contents_document(found))
 
 
 @checkpoints.command(
@@ -85,14 +84,13 @@ def verify_checkpoints(
     ],
 ) -> None:
     """Verify every byte; exit with 1 if any is damaged."""
-    from shoal.checkpoint.inspect import display, locate
-    from shoal.util.tables import plain_console
+    from shoal.checkpoint.inspect import documents, locate
 
     damaged = False
     for path in paths:
         with _readable(path):
             for found in locate.examine_all(_place(path), locate.checkpoints, read=True):
-                display.verdict(plain_console(), found)
+                show_document(documents.verdict_document(found))
                 damaged = damaged or bool(found.problems)
     raise typer.Exit(int(damaged))
 
@@ -110,8 +108,7 @@ def compare_checkpoints(
     It exits with 1 if they differ. For run directories, it compares the latest complete checkpoints.
     Metadata such as the time may differ.
     """
-    from shoal.checkpoint.inspect import diff, display, locate
-    from shoal.util.tables import plain_console
+    from shoal.checkpoint.inspect import diff, documents, locate
 
     def compare(both: list[CheckpointManifest]) -> tuple[AnyPath, AnyPath, Comparison]:
         one, other = both
@@ -119,7 +116,7 @@ def compare_checkpoints(
 
     with _readable(f"{first} {second}"):
         one, other, found = locate.read_newest([_place(first), _place(second)], compare)
-    display.differences(plain_console(), one, other, found)
+    show_document(documents.difference_document(one, other, found))
     raise typer.Exit(int(not found.same))
 
 
@@ -145,16 +142,15 @@ def export_checkpoint(
 
     It needs neither the code of the model nor the processes that saved the checkpoint.
     """
-    from shoal.checkpoint.inspect import display, locate
+    from shoal.checkpoint.inspect import documents, locate
     from shoal.checkpoint.inspect import extract as extraction
-    from shoal.util.tables import plain_console
 
     def extract(newest: list[CheckpointManifest]) -> tuple[AnyPath, ExtractedModel]:
         return newest[0].path, extraction.extract(newest[0], Path(out), step=step, ema=ema)
 
     with _readable(f"{path} {out}"):
         found, done = locate.read_newest([_place(path)], extract)
-    display.extracted(plain_console(), found, done)
+    show_document(documents.extracted_document(found, done))
 
 
 def _place(text: str) -> AnyPath:
@@ -163,17 +159,11 @@ def _place(text: str) -> AnyPath:
     return path_from(text)
 
 
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
+def _readable(path: str) -> AbstractContextManager[None]:
     """Convert errors of the file system to CheckpointErrors."""
     from shoal.checkpoint import is_url, masked_url
 
-    try:
-        yield
-    except OSError as error:
-        here = "check that you may read and write there (ls -ld), and that there is room (df -h)"
-        raise CheckpointError(
-            given=masked_url(path),
-            found=str(error),
-            fix="check that fsspec can access it with your credentials" if is_url(path) else here,
-        ) from None
+    fix = "check that you may read and write there (ls -ld), and that there is room (df -h)"
+    if is_url(path):
+        fix = "check that fsspec can access it with your credentials"
+    return explained(CheckpointError, given=masked_url(path), fix=fix)

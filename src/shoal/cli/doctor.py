@@ -1,49 +1,107 @@
-"""`shoal doctor`: options in, report out."""
+"""`shoal doctor`."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from shoal.launcher.function import launch
-from shoal.tools.doctor import display
-from shoal.tools.doctor.findings import Examination
-from shoal.tools.doctor.runner import DoctorRequest, examine
-from shoal.tools.doctor.support_bundle import collect_bundle
+import typer
+
+from shoal.cli.options import AsJson
+from shoal.cli.output import show_document
+from shoal.util.arguments import check_integer
 from shoal.util.errors import LaunchError, ShoalError
-from shoal.util.tables import plain_console
+
+if TYPE_CHECKING:
+    from shoal.tools.doctor.findings import Examination
+    from shoal.tools.doctor.runner import DoctorRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """The checks to run, and the form of the report.
-
-    `columns` is the width of the report, for processes whose output another process prints.
-    """
+    """The checks to run, and the form of the report."""
 
     request: DoctorRequest
-    strict: bool = False
-    as_json: bool = False
-    bundle: Path | None = None
-    anonymous: bool = False
-    columns: int | None = None
+    strict: bool
+    as_json: bool
+    bundle: Path | None
+    anonymous: bool
 
 
-def diagnose(order: DoctorOptions, describe: Callable[[], str]) -> int:
+def doctor(
+    *,
+    processes: Annotated[
+        int | None, typer.Option("-n", "--processes", metavar="N", help="Start N ranks on this node.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="A run directory: test its file system.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A dataset: compare it between ranks.")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Your source code: compare it between ranks."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check fails.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip the measurements of compute and links.")
+    ] = False,
+    as_json: AsJson = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.zip", help="Write an archive for support."),
+    ] = None,
+    redact_hosts: Annotated[
+        bool,
+        typer.Option(
+            "--redact-hosts", help="Replace hosts, users and home directories in the archive."
+        ),
+    ] = False,
+    limit: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit of one check.")
+    ] = 10.0,
+    wait: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit for other ranks to arrive.")
+    ] = 60.0,
+) -> None:
+    """Check the nodes of a job before training.
+
+    Under srun, mpirun or torchrun, it joins the ranks of the job and compares them.
+    """
+    from shoal.launcher.function import launch
+    from shoal.tools.doctor.runner import DoctorRequest
+
+    options = DoctorOptions(
+        request=DoctorRequest(run=run, data=data, source=source, limit=limit, wait=wait, quick=quick),
+        strict=strict,
+        as_json=as_json,
+        bundle=bundle,
+        anonymous=redact_hosts,
+    )
+    if processes is None:
+        raise typer.Exit(_diagnose(options))
+    check_integer(LaunchError, "shoal doctor", "-n", processes, 1, usual=2)
+    codes = launch(_diagnose, options, processes=processes)
+    raise typer.Exit(max(code or 0 for code in codes))  # a rank that exited at once returned nothing
+
+
+def _diagnose(options: DoctorOptions) -> int:
     """Run the checks on all ranks of this launch; rank 0 reports. Return the exit code.
 
-    `describe` returns the output of `shoal info`, for a bundle. A rank whose world hangs exits at once.
+    A rank whose world hangs exits at once.
     """
+    from shoal.tools.doctor.runner import examine
+
     try:
-        found, hangs = examine(order.request)
+        found, hangs = examine(options.request)
     except ShoalError as error:
-        display.print_progress(*str(error).strip().splitlines())
-        return int(order.strict)
-    code = 0 if found is None else _report(order, found, describe)
+        _progress(*str(error).strip().splitlines())
+        return int(options.strict)
+    code = 0 if found is None else _report(options, found)
     if hangs:
         # A normal exit would wait for threads that hang.
         sys.stdout.flush()
@@ -52,31 +110,26 @@ def diagnose(order: DoctorOptions, describe: Callable[[], str]) -> int:
     return code
 
 
-def diagnose_here(order: DoctorOptions, processes: int, describe: Callable[[], str]) -> int:
-    """Start processes on this node and run the checks on them. Return the exit code."""
-    if processes < 1:
-        raise LaunchError(
-            given=f"-n {processes}",
-            found="a number of processes is 1 or more",
-            fix="run shoal doctor -n 2, or start one process for each GPU",
+def _report(options: DoctorOptions, found: Examination) -> int:
+    from shoal.tools.doctor.findings import examination_document
+
+    show_document(examination_document(found), as_json=options.as_json)
+    if options.bundle is not None:
+        from shoal.tools.doctor.info import info_document
+        from shoal.tools.doctor.support_bundle import UNWRAPPED, collect_bundle, write_bundle
+        from shoal.util.tables import rendered
+
+        described = rendered(info_document(), UNWRAPPED)
+        texts = collect_bundle(
+            found, described=described, run=options.request.run, anonymous=options.anonymous
         )
-    codes = launch(diagnose, order, describe, processes=processes)
-    return max(code or 0 for code in codes)  # a rank that exited at once has returned nothing
+        made = write_bundle(texts, options.bundle)
+        _progress(f"in {options.bundle}, to attach to a request; look through it first:", *made)
+    return int(options.strict and found.failed)
 
 
-def _report(order: DoctorOptions, found: Examination, describe: Callable[[], str]) -> int:
-    console = plain_console()
-    if order.columns is not None:
-        console.width = order.columns
-    if order.as_json:
-        sys.stdout.write(json.dumps(found.plain(), ensure_ascii=False) + "\n")
-    else:
-        display.print_examination(console, found)
-    if order.bundle is not None:
-        made = collect_bundle(
-            found, described=describe(), run=order.request.run, anonymous=order.anonymous
-        ).write(order.bundle)
-        display.print_progress(
-            f"in {order.bundle}, to attach to a request; look through it first:", *made
-        )
-    return int(order.strict and found.failed)
+def _progress(*lines: str) -> None:
+    """Print lines on stderr, apart from the report."""
+    from shoal.util.tables import plain_console, print_line
+
+    print_line(plain_console(stderr=True), *lines)

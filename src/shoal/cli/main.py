@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,10 +13,10 @@ from shoal.cli import bench as measuring
 from shoal.cli import submit as jobs
 from shoal.cli.chaos import chaos
 from shoal.cli.checkpoint import checkpoints
-from shoal.cli.examples import examples
+from shoal.cli.doctor import doctor
+from shoal.cli.options import SCRIPT_LAST, ScriptArgs, examples
 from shoal.cli.plan import plan
 from shoal.cli.report import report
-from shoal.cli.submit_options import SCRIPT_LAST, ScriptArgs
 from shoal.cli.usage import report_all_problems
 from shoal.cli.verify import verify
 from shoal.util.errors import LaunchError, ShoalError
@@ -251,74 +250,10 @@ def info() -> None:
     print_info(plain_console())
 
 
-@app.command(
+app.command(
     rich_help_panel=TRAIN,
     epilog=examples("shoal doctor -n 2", "srun shoal doctor --strict --data /data/set"),
-)
-def doctor(
-    *,
-    processes: Annotated[
-        int | None, typer.Option("-n", "--processes", metavar="N", help="Start N ranks on this node.")
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="A run directory: test its file system.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A dataset: compare it between ranks.")
-    ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Your source code: compare it between ranks."),
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check fails.")] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Skip the measurements of compute and links.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    bundle: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.zip", help="Write an archive for support."),
-    ] = None,
-    redact_hosts: Annotated[
-        bool,
-        typer.Option(
-            "--redact-hosts", help="Replace hosts, users and home directories in the archive."
-        ),
-    ] = False,
-    limit: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit of one check.")
-    ] = 10.0,
-    wait: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit for other ranks to arrive.")
-    ] = 60.0,
-) -> None:
-    """Check the nodes of a job before training.
-
-    Under srun, mpirun or torchrun, it joins the ranks of the job and compares them.
-    """
-    from shoal.cli import doctor as commands
-    from shoal.tools.doctor import runner
-
-    order = commands.DoctorOptions(
-        request=runner.DoctorRequest(
-            run=run, data=data, source=source, limit=limit, wait=wait, quick=quick
-        ),
-        strict=strict,
-        as_json=as_json,
-        bundle=bundle,
-        anonymous=redact_hosts,
-    )
-    if processes is None:
-        raise typer.Exit(commands.diagnose(order, _describe))
-    raise typer.Exit(commands.diagnose_here(order, processes, _describe))
-
-
-def _describe() -> str:
-    """Return the output of `shoal info` about this node, without line breaks for a terminal."""
-    from shoal.tools.doctor.info import display, machine
-    from shoal.util.tables import rendered
-
-    return rendered(lambda console: display.print_machine(console, machine.describe()), 1000)
+)(doctor)
 
 
 @app.command(

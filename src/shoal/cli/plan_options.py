@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.tools.plan.configuration import Recompute
-    from shoal.tools.plan.machines import Machine
-    from shoal.tools.plan.whole_training import Training
-    from shoal.tools.report.html import Page
+    from shoal.tools.plan.machine.machines import Machine
+    from shoal.tools.plan.training.whole_training import Training
+    from shoal.tools.plan.work.configuration import Recompute
+    from shoal.util.document import Document
 
 AUTO, USUAL = "auto", "replicate=-1"
 """The layout with which all layouts of a module are traced, and the default."""
@@ -49,8 +49,8 @@ class PlanOptions:
 
     def training_on(self, devices: int) -> Training | None:
         """Return what `--training` describes; print each value that is measured in place of `auto`."""
-        from shoal.tools.plan.measured_start import fill_in_measured
-        from shoal.tools.plan.whole_training import parse_training
+        from shoal.tools.plan.training.measured_start import fill_in_measured
+        from shoal.tools.plan.training.whole_training import parse_training
         from shoal.util.tables import plain_console, print_line
 
         if self.training is None:
@@ -67,7 +67,7 @@ class PlanOptions:
         `of_run` says that the prediction is that of a run.
         """
         from shoal.distributed.pipeline_schedules import SCHEDULES
-        from shoal.tools.plan.configuration import ANY_PRECISION, FORMATS, RECOMPUTES
+        from shoal.tools.plan.work.configuration import ANY_PRECISION, FORMATS, RECOMPUTES
 
         if self.traced and of_run:
             raise ShoalError(
@@ -141,17 +141,14 @@ def _check_choice(option: str, given: str, known: Sequence[str], usual: str) -> 
         )
 
 
-def write_page(page: Page, folder: Path) -> None:
-    """Write a page to the directory of `--html` and print its path."""
-    from shoal.tools.report.html import save_page
-    from shoal.util.tables import plain_console, print_path
+def show_plan(document: Document, options: PlanOptions) -> None:
+    """Print a document as the options ask, and write its page to the directory of `--html`."""
+    from shoal.cli.output import show_document
 
-    try:
-        path = save_page(page, folder / "index.html")[0]
-    except OSError as error:
-        raise ShoalError(
-            given=f"--html {folder}",
-            found=str(error),
-            fix="use a directory where you have permission",
-        ) from None
-    print_path(plain_console(stderr=True), str(path))
+    show_document(document, as_json=options.as_json)
+    if options.html is not None:
+        from shoal.tools.report.html import save_page
+        from shoal.util.tables import plain_console, print_path
+
+        path = save_page(document, options.html / "index.html", option="--html DIR")[0]
+        print_path(plain_console(stderr=True), str(path))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from shoal.util.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from shoal.tools.report import BottleneckReport, History
+from shoal.cli.output import show_document
 
 PAGE = "index.html"
 
@@ -39,6 +35,8 @@ def report(
     the same directory as PNG, SVG and CSV files.
     """
     from shoal.tools.report import find_bottleneck, read_history
+    from shoal.tools.report.html import save_page
+    from shoal.tools.report.run_page.document import run_document
     from shoal.util.tables import plain_console, print_line, print_path
 
     if trace is not None:
@@ -48,37 +46,11 @@ def report(
         return
     history = read_history(run)
     verdict = find_bottleneck(history)
-    console = plain_console()
-    if as_json:
-        from shoal.telemetry.events import without_nonfinite
-        from shoal.tools.report.summary import summarize_run
-
-        plain = without_nonfinite(
-            summarize_run(history, verdict)
-        )  # sums of what a file says may have no bounds
-        typer.echo(json.dumps(plain, indent=2, allow_nan=False))
-    elif text:
-        from shoal.tools.report.run_page.text import print_report
-
-        print_report(console, history, verdict)
-    else:
-        path = _write(history, verdict, out)
-        print_line(console, verdict.sentence)
-        print_path(console, str(path))
-
-
-def _write(history: History, verdict: BottleneckReport, out: str | None) -> Path:
-    from shoal.tools.report.html import save_page
-    from shoal.tools.report.run_page.page import run_page
-
+    found = run_document(history, verdict)
+    if text or as_json:
+        show_document(found, as_json=as_json)
+        return
     folder = history.directory / "report" if out is None else Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)  # before drawing the figures, which is slow
-        return save_page(run_page(history, verdict), folder / PAGE)[0]
-    except OSError as error:
-        raise CheckpointError(
-            given=f"a report in {folder}",
-            found=str(error),
-            fix=f"write to a directory where you have permission: shoal report {history.directory} -o "
-            "DIR; or use --text",
-        ) from None
+    path = save_page(found, folder / PAGE, option="-o DIR")[0]
+    print_line(plain_console(), verdict.sentence)
+    print_path(plain_console(), str(path))

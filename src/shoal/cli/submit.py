@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.examples import examples
-from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, ScriptArgs, Site
-from shoal.util.errors import LaunchError
+from shoal.cli.options import (
+    Account,
+    Cpus,
+    Directive,
+    Force,
+    Partition,
+    Qos,
+    ScriptArgs,
+    Site,
+    examples,
+)
+from shoal.cli.output import show_document
+from shoal.util.errors import LaunchError, explained
 
 if TYPE_CHECKING:
     from shoal.tools.submit.job import JobRequest
@@ -22,15 +32,15 @@ sites = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+_SiteName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")]
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of the job.")]
 
 
-def _check_script(script: Path) -> Path:
+def _check_script(script: str) -> str:
     """Raise LaunchError if the script does not exist."""
-    from shoal.tools.submit.submit import check_script
+    from shoal.launcher.entry_point import find_script
 
-    check_script(script)
-    return script
+    return find_script(script, "shoal submit … train.py")
 
 
 def _check_time(ctx: typer.Context, time: str) -> str:
@@ -49,7 +59,7 @@ def _check_time(ctx: typer.Context, time: str) -> str:
 
 
 _Script = Annotated[
-    Path, typer.Argument(metavar="SCRIPT", help="A Python file.", callback=_check_script)
+    str, typer.Argument(metavar="SCRIPT", help="A Python file.", callback=_check_script)
 ]
 _Time = Annotated[
     str,
@@ -171,7 +181,7 @@ def submit(
     from shoal.tools.submit.times import parse_time
 
     request = JobRequest(
-        script=str(script),
+        script=script,
         args=tuple(script_arguments(args)),
         time=parse_time(time),
         nodes=nodes,
@@ -198,17 +208,14 @@ def submit(
 
 
 def _submit(request: JobRequest, site: str | None, options: SubmitOptions) -> None:
-    from shoal.tools.submit import display
+    from shoal.tools.submit.documents import submission_document
     from shoal.tools.submit.site_catalog import choose
     from shoal.tools.submit.submit import submit as hand_in
-    from shoal.util.tables import plain_console
 
     done = hand_in(request, choose(site).value, options)
     if options.dry:
-        display.print_script(plain_console(), done)
-        display.print_dry_run(plain_console(stderr=True), done)
-    else:
-        display.print_submission(plain_console(), done, out=options.out)
+        typer.echo(done.script, nl=False)  # alone, as the output may go into a file
+    show_document(submission_document(done, options.out), stderr=options.dry)
 
 
 def status(
@@ -220,15 +227,14 @@ def status(
 
     Without RUN, it prints one line for each run that you submitted and for each run in ./runs.
     """
-    from shoal.tools.submit import display
     from shoal.tools.submit import status as following
-    from shoal.util.tables import plain_console
+    from shoal.tools.submit.documents import overview_document, status_document
 
     if run is None:
         found = following.runs(Path("runs"))
-        display.print_overview(plain_console(), [following.status(each) for each in found])
+        show_document(overview_document([following.status(each) for each in found]))
     else:
-        display.print_status(plain_console(), following.status(run))
+        show_document(status_document(following.status(run)))
 
 
 def logs(
@@ -285,27 +291,22 @@ def cancel(
 @sites.command("ls", epilog=examples("shoal sites ls"))
 def list_sites() -> None:
     """List the cluster profiles of Shoal and your own."""
-    from shoal.tools.submit import display
+    from shoal.tools.submit.documents import sites_document
     from shoal.tools.submit.site_catalog import entries
-    from shoal.util.tables import plain_console
 
-    display.print_sites(plain_console(), entries().values())
+    show_document(sites_document(entries().values()))
 
 
 @sites.command("show", epilog=examples("shoal sites show jean-zay"))
-def show_site(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")],
-) -> None:
+def show_site(name: _SiteName) -> None:
     """Print the file of a cluster profile."""
-    from shoal.tools.submit import display
     from shoal.tools.submit.site_catalog import find_entry
-    from shoal.util.tables import plain_console
 
-    display.print_site_file(plain_console(), find_entry(name))
+    typer.echo(find_entry(name).text, nl=False)
 
 
 @sites.command("new", epilog=examples("shoal sites new mycluster"))
-def new_site(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")]) -> None:
+def new_site(name: _SiteName) -> None:
     """Draft a cluster profile from the scheduler."""
     from shoal.tools.submit.schedulers import scheduler_here
     from shoal.tools.submit.site_catalog import folder
@@ -319,15 +320,13 @@ def new_site(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of t
             fix="choose another name, or remove that file",
         )
     text = scheduler_here().draft_site(name)
-    try:
+    with explained(
+        LaunchError,
+        given=f"shoal sites new {name}",
+        fix="export XDG_CONFIG_HOME=DIR with a directory that you may write to",
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    except OSError as error:
-        raise LaunchError(
-            given=f"shoal sites new {name}",
-            found=str(error),
-            fix="export XDG_CONFIG_HOME=DIR with a directory that you may write to",
-        ) from None
     print_path(plain_console(), f"{path}: look it over, then shoal submit --site {name} …")
 
 
@@ -337,14 +336,13 @@ def _sweep(path: Path | None) -> tuple[tuple[str, ...], ...]:
 
     if path is None:
         return ()
-    try:
+    with explained(
+        LaunchError,
+        given=f"--sweep {path}",
+        fix="pass a file with the arguments of one job in each line, as in `--lr 0.1 --run runs/a`",
+        errors=(OSError, ValueError),
+    ):
         lines = [shlex.split(line, comments=True) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise LaunchError(
-            given=f"--sweep {path}",
-            found=str(error),
-            fix="pass a file with the arguments of one job in each line, as in `--lr 0.1 --run runs/a`",
-        ) from None
     found = tuple(tuple(words) for words in lines if words)
     if not found:
         raise LaunchError(

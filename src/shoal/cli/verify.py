@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from shoal.cli.options import AsJson, ScriptArgs
+from shoal.cli.output import show_document
 from shoal.cli.submit import script_arguments
-from shoal.cli.submit_options import ScriptArgs
 from shoal.util.errors import LaunchError
-
-if TYPE_CHECKING:
-    from shoal.tools.verify.audit import AuditReport
 
 
 def verify(
@@ -42,7 +39,7 @@ def verify(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML page.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check if restarts or ranks change the results.
 
@@ -50,7 +47,7 @@ def verify(
     observes it. The exit code is 1 if a property is refuted.
     """
     from shoal.tools.verify.audit import audit_script
-    from shoal.tools.verify.display import print_audit
+    from shoal.tools.verify.document import audit_document
     from shoal.tools.verify.variants import VerifyRequest, check_request
     from shoal.util.tables import plain_console, print_path
 
@@ -68,12 +65,7 @@ def verify(
         check_request(request)
         stderr = plain_console(stderr=True)
         found = audit_script(request, lambda name: print_path(stderr, f"running: {name}"))
-    if html is not None:
-        _write_page(found, html)
-    if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
-    else:
-        print_audit(plain_console(), found)
+    show_document(audit_document(found), as_json=as_json, html=html)
     raise typer.Exit(int(found.refuted > 0))
 
 
@@ -85,16 +77,4 @@ def _numbers(text: str) -> tuple[int, ...]:
             given=f"--ranks {text}",
             found="not a list of numbers",
             fix="shoal verify --ranks 1,2 train.py",
-        ) from None
-
-
-def _write_page(found: AuditReport, path: Path) -> None:
-    from shoal.tools.report.html import save_page
-    from shoal.tools.verify.display import audit_page
-
-    try:
-        save_page(audit_page(found), path)
-    except OSError as error:
-        raise LaunchError(
-            given=f"--html {path}", found=str(error), fix="give a file that can be written"
         ) from None

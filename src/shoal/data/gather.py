@@ -101,9 +101,23 @@ class _GatherRows(torch.autograd.Function):
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        world, lengths = context.world, context.lengths
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        own: Tensor = _SumRows.apply(gradients[0], context.world, context.lengths)
+        return own, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """This rank's rows of the sum over all ranks; its backward gathers the rows of all ranks."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, world: World, lengths: list[int]) -> Tensor:
+        context.world, context.lengths = world, lengths
+        total = rows.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=world.data_group)
-        return total.split(lengths)[world.data_rank], None, None
+        own: Tensor = total.split(lengths)[world.data_rank].clone()
+        return own
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        all_rows: Tensor = _GatherRows.apply(gradients[0], context.world, context.lengths)
+        return all_rows, None, None

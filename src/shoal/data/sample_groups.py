@@ -45,10 +45,7 @@ class SampleGroups:
             Tensor of shape (groups of this rank, …).
         """
         sums = torch.stack([values[start:stop].sum(0) for start, stop in self._segments])
-        if self._part is None or not self._part.groups.shared:
-            return sums
-        total: Tensor = _AddUp.apply(sums, self._part)
-        return total
+        return sums if self._part is None else add_up(sums, self._part)
 
     def expand(self, sums: Tensor) -> Tensor:
         """Return, for each row, the values of its group.
@@ -162,6 +159,14 @@ class _Calls:
                 function(*group)
 
 
+def add_up(sums: Tensor, part: Part) -> Tensor:
+    """Return the sums of this rank's groups over all ranks; twice differentiable. Collective."""
+    if not part.groups.shared:
+        return sums
+    total: Tensor = _AddUp.apply(sums, part)
+    return total
+
+
 class _AddUp(torch.autograd.Function):
     """Sums over the ranks of a group; the backward sums the gradients of all ranks' losses."""
 
@@ -171,6 +176,5 @@ class _AddUp(torch.autograd.Function):
         return part.add_up(sums)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return context.part.add_up(gradients[0].contiguous()), None
+        return add_up(gradients[0].contiguous(), context.part), None

@@ -1,6 +1,6 @@
 """BatchNorm over the global batch, or over groups of its samples, whichever ranks hold them.
 
-`take_over` changes the class of BatchNorm layers in place, as FSDP2 does with modules. Their forward
+`couple` changes the class of BatchNorm layers in place, as FSDP2 does with modules. Their forward
 takes statistics over groups of samples while a step runs, and is torch's own otherwise.
 """
 
@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from shoal._torch.modules import buffers
 from shoal.data.coupled import ATTRIBUTE, Coupling, Part, attach, coupling_of
 from shoal.data.sample_groups import Coupled
+from shoal.distributed.world import World
 from shoal.strategies.batch_statistics import normalize
+from shoal.util.arguments import is_integer
 from shoal.util.errors import StepError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -39,13 +41,23 @@ def coupled_layers(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def take_over(layers: dict[nn.Module, str], coupling: Coupling | None) -> None:
-    """Let `layers` take statistics over the groups of `coupling`; None restores their behaviour."""
+def couple(model: nn.Module, world: World, statistics: int | str) -> bool:
+    """Let layers that couple samples do so over `statistics`; return whether ranks exchange sums."""
+    if statistics not in ("batch", "rank") and not is_integer(statistics, least=1):
+        raise StepError(
+            given=f"parallelize(…, statistics={statistics!r})",
+            found="it is neither 'batch' nor 'rank' nor a positive number of samples",
+            fix="pass statistics=64 for groups of 64 samples, or leave it out for the whole batch",
+        )
+    layers, coupling = coupled_layers(model), None
+    if layers and statistics != "rank":
+        coupling = Coupling(world, None if statistics == "batch" else int(statistics), layers)
     for module in layers:
         attach(module, coupling)
         if coupling is not None and isinstance(module, BATCH_NORMS):
             kind: Any = _original(type(module))
             module.__class__ = _taken_over(kind)
+    return coupling is not None
 
 
 def is_covered(module: nn.Module) -> bool:

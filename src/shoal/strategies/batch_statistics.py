@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal._torch.autograd import in_backward
 from shoal.data.coupled import Part
+from shoal.data.sample_groups import add_up
 from shoal.util.errors import StepError
 
 Moments: TypeAlias = list[tuple[Tensor, Tensor]]
@@ -86,24 +87,30 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(x.dtype, torch.float32)
         counts, means, squares = _merged(_local_moments(x, part), part)
-        weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
+        scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
         mean, variance = means.to(dtype), (squares / counts).to(dtype)
         pieces = [
-            F.batch_norm(x[start:stop], mean[row], variance[row], weight, bias, False, 0.0, eps)
+            F.batch_norm(x[start:stop], mean[row], variance[row], scale, shift, False, 0.0, eps)
             for row, start, stop in _rows(part, len(x))
         ]
         y = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         unbiased = (squares / (counts - 1)).to(dtype)
-        context.save_for_backward(x, weight, mean, variance, counts)
+        context.save_for_backward(x, weight, bias, mean, variance, counts)
         context.part, context.eps = part, eps
         context.mark_non_differentiable(mean, unbiased)
         return y, mean, unbiased
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, variance, counts = context.saved_tensors
+        x, weight, bias, mean, variance, counts = context.saved_tensors
         part, eps = context.part, context.eps
+        if torch.is_grad_enabled():  # the gradients will be differentiated
+            needed = context.needs_input_grad[:3]
+            inputs = [each for each, need in zip((x, weight, bias), needed, strict=True) if need]
+            y = _by_operations(x, weight, bias, eps, part, counts.to(mean.dtype))
+            found = iter(torch.autograd.grad(y, inputs, gradients[0], create_graph=True))
+            return (*(next(found) if need else None for need in needed), None, None)
+        weight = None if weight is None else weight.to(mean.dtype)
         gradient = torch.zeros_like(x)
         sums = torch.zeros(len(mean), 2, x.shape[1], dtype=torch.float64, device=x.device)
         for row, (start, stop) in enumerate(part.segments):
@@ -128,6 +135,26 @@ class _Normalize(torch.autograd.Function):
         given = (gradient, of_weight, of_bias)
         wanted = zip(given, context.needs_input_grad, strict=False)
         return (*(each if needed else None for each, needed in wanted), None, None)
+
+
+def _by_operations(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, part: Part, counts: Tensor
+) -> Tensor:
+    """Return what `_Normalize` returns, by operations that can be differentiated twice. Collective."""
+    across = [0, *range(2, x.dim())]
+    wide = [1, -1] + [1] * (x.dim() - 2)
+    segments = [x[start:stop].to(counts.dtype) for start, stop in part.segments]
+    means = add_up(torch.stack([each.sum(across) for each in segments]), part) / counts
+    centered = [each - mean.view(wide) for each, mean in zip(segments, means, strict=True)]
+    squares = torch.stack([each.square().sum(across) for each in centered])
+    factors = (add_up(squares, part) / counts + eps).rsqrt()
+    end = part.segments[-1][1]
+    # Padding is normalized by the statistics of the last group, as if they were constants.
+    centered.append(x[end:] - means[-1].detach().view(wide))
+    factors = torch.cat([factors, factors[-1:].detach()])
+    y = torch.cat([each * factor.view(wide) for each, factor in zip(centered, factors, strict=True)])
+    y = y if weight is None else y * weight.view(wide)
+    return (y if bias is None else y + bias.view(wide)).to(x.dtype)
 
 
 def _local_moments(x: Tensor, part: Part) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shoal._torch.modules import call_uncompiled, compiled_module, set_compiled_call
+from shoal._torch.modules import call_uncompiled, set_compiled_call
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.random_draws.graphs import keyed_backend
@@ -16,13 +16,6 @@ from shoal.util.errors import StepError
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 """torch.compile with a backend and options."""
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """Return the user's module, with the original parameter names, from a compiled model."""
-    while (wrapped := compiled_module(model)) is not None:
-        model = wrapped
-    return model
 
 
 def compile_parts(parts: Iterable[nn.Module]) -> None:

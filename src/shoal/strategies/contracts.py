@@ -1,7 +1,7 @@
 """The contracts of Strategy and Engine.
 
 All other packages use strategies through these few types. A strategy is frozen options with a method
-`apply`, which returns an engine: a runner with a gradient reducer (see `engine.py`), or another one.
+`apply`, which returns an engine, usually one with a gradient reducer (see `engine.py`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ PartialSums: TypeAlias = Sequence[Sequence[Tensor]]
 """The gradients of the subtrees that one rank has added up, in the order of the parameters."""
 
 
+@runtime_checkable
 class RepeatableGradients(Protocol):
-    """Gradients of a rank that another rank can recompute, with the same bits."""
+    """Engine whose gradients on a rank another rank can recompute, with the same bits."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -101,8 +102,6 @@ class Engine(ABC):
     reports_loss: bool = True
     """Whether the output and loss of this rank count. Of the ranks with the same samples exactly one
     reports, or each reports a slice of them. On other ranks, `infer` may return None."""
-    flops_unknown: str = ""
-    """Why FLOPs cannot be counted in the caller of the step; empty if they can."""
     independent_steps: bool = False
     """Whether each rank steps separately, so that one may fail after the others have stepped."""
     whole_batches: bool = False
@@ -115,8 +114,6 @@ class Engine(ABC):
     """Looks at the result of the last step of a Step, if no one has done so; see `settle`."""
     gathered_dtype: torch.dtype | None = None
     """The dtype in which sharded parameters are gathered, if that is not their own."""
-    repeatable: RepeatableGradients | None = None
-    """The gradients that other ranks can recompute, with `exact="bits"`; else None."""
     division_reported: bool = False
     """Whether the layers whose results depend on the split of the batch have been reported."""
     noise_stream: str = "noise"
@@ -175,7 +172,19 @@ class Engine(ABC):
 
         For a model that is passed as `torch.compile(model)`, with the backend and options of that call.
         """
-        raise compiles_parts(self.module, self.world)
+        raise StepError(
+            given=f"torch.compile({type(self.module).__name__}) and {self.world.layout}",
+            found="its strategy can only compile the parts of a model separately",
+            fix="call shoal.parallelize(model, world) with the uncompiled model; then use "
+            "shoal.Step(model, …, compile='inductor'), or torch.compile(model) in a custom training "
+            "loop",
+        )
+
+    def check_model(self) -> None:  # noqa: B027 - most run the model as it is
+        """Check once that a model whose forward was changed gives the same results. Collective.
+
+        Called before the first batch that a custom training loop begins, and maybe before later ones.
+        """
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:  # noqa: B027
         """Make buffers, parameters and optimizer state that differ between ranks the same.
@@ -261,16 +270,6 @@ class LoopGradients(ABC):
 
         The optimizer step comes next.
         """
-
-
-def compiles_parts(module: nn.Module, world: World) -> StepError:
-    """Return the error of a model passed as `torch.compile(model)` that is compiled in parts."""
-    return StepError(
-        given=f"torch.compile({type(module).__name__}) and {world.layout}",
-        found="its strategy can only compile the parts of a model separately",
-        fix="call shoal.parallelize(model, world) with the uncompiled model; then use "
-        "shoal.Step(model, …, compile='inductor'), or torch.compile(model) in a custom training loop",
-    )
 
 
 def no_gradient() -> StepError:

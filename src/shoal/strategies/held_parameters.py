@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shoal._torch import foreach
+from shoal._torch.autograd import leaves_of
 from shoal._torch.modules import parameters as module_parameters
 from shoal.data.batch import Count
 from shoal.distributed.world import World
@@ -48,7 +49,7 @@ class KeptParameter(NamedTuple):
 class HeldParameters:
     """The trainable parameters that this rank holds, their gradients, and the losses of a batch.
 
-    The runner and the reducer both use this object.
+    The engine and the reducer both use this object.
     """
 
     def __init__(self, module: nn.Module, world: World, *, may_be_empty: bool = False) -> None:
@@ -120,16 +121,18 @@ class HeldParameters:
                 + ", ".join(sorted(name or "the model" for name in resized))
             )
 
-    def leaves(self) -> list[nn.Parameter] | None:
-        """Return the leaves to pass to backward as `inputs`, or None if that is not needed.
+    def leaves(self, *losses: Tensor) -> list[Tensor] | None:
+        """Return the leaves to pass to backward of `losses` as `inputs`, or None if that is not needed.
 
         With several models, the loss of one may run through another (a GAN's generator through the
-        discriminator), whose parameters must not learn from it. `inputs` costs a little time, so
-        this is done only then.
+        discriminator), whose parameters must not learn from it. Leaves that are no parameters are
+        included: without them, backward would not run the nodes that raise for a second derivative
+        that does not exist. This costs a little time, so it is done only then.
         """
         if len(engines_of(self.world)) == 1:
             return None
-        return [p for p in self.parameters if p.requires_grad]  # some may have been frozen since
+        own = [p for p in self.parameters if p.requires_grad]  # some may have been frozen since
+        return [*own, *(leaf for leaf in leaves_of(losses) if not isinstance(leaf, nn.Parameter))]
 
     def check(self) -> None:
         """Raise StepError if the set of trainable parameters has changed since the beginning."""

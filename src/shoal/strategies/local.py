@@ -1,4 +1,4 @@
-"""The local runner: this rank runs the complete module, one micro-batch after the other."""
+"""The local engine: this rank runs the complete module, one micro-batch after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.strategies.batch_norm import own_classes
 from shoal.strategies.compiled import Compiler, RepeatedBlocks, recomputed_refused
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.device_placement.multi_device import DeviceSpan
-from shoal.strategies.engine import Runner, SynchronousEngine
+from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.random_draws.graphs import keyed_backend
 from shoal.strategies.reducer import LocalReducer, Reducer
@@ -30,13 +30,13 @@ from shoal.telemetry.step_timer import BACKWARD, FORWARD, UPDATE
 from shoal.util.errors import StepError
 
 
-def local_engine(module: nn.Module, world: World) -> SynchronousEngine:
+def local_engine(module: nn.Module, world: World) -> LocalEngine:
     """Return the engine of one process, the specification of all others."""
-    return SynchronousEngine(LocalRunner(LocalReducer(HeldParameters(module, world))))
+    return LocalEngine(LocalReducer(HeldParameters(module, world)))
 
 
-class LocalRunner(Runner):
-    """Runner of the complete module on this rank.
+class LocalEngine(ReducerEngine):
+    """Engine that runs the complete module on this rank.
 
     `call` runs the forward of the module: the module itself, or another form of it with the same
     parameters, such as a compiled one.
@@ -47,32 +47,29 @@ class LocalRunner(Runner):
     """Whether the module, or its blocks, run compiled."""
 
     def __init__(self, reducer: Reducer, call: Callable[..., Any] | None = None) -> None:
-        self.reducer = reducer
-        self._held = reducer.held
-        self._module = reducer.held.module
-        self._world = reducer.held.world
-        self.call: Callable[..., Any] = call or self._module
+        super().__init__(reducer)
+        self.call: Callable[..., Any] = call or self.module
 
     def compile(self, how: str) -> None:
         """Run the forward pass compiled by torch.compile, or by TorchScript ("script")."""
         self._check_compilable(f"compile={how!r}", blocks=how == "blocks")
         self.compiled = True
         if how == "blocks":
-            RepeatedBlocks(self._module).compile()
+            RepeatedBlocks(self.module).compile()
             return
         if how == "inductor":
-            self.call = self.reducer.compiled(torch.compile(self._module, backend=keyed_backend()))
+            self.call = self.reducer.compiled(torch.compile(self.module, backend=keyed_backend()))
             return
-        if self._world.layout.degree("context") > 1:
+        if self.world.layout.degree("context") > 1:
             raise StepError(
                 given="compile='script' with shoal.ContextParallel()",
                 found="TorchScript cannot call the functions that slice sequences and exchange slices "
                 "for heads",
                 fix="compile='inductor'",
             )
-        with own_classes(self._module, "compile='script'"):
-            scripted = torch.jit.script(self._module)
-        modules = dict(self._module.named_modules(remove_duplicate=False))
+        with own_classes(self.module, "compile='script'"):
+            scripted = torch.jit.script(self.module)
+        modules = dict(self.module.named_modules(remove_duplicate=False))
         twins = dict(scripted.named_modules(remove_duplicate=False))
         modes = [module.training for module in modules.values()]
 
@@ -92,7 +89,7 @@ class LocalRunner(Runner):
         """Run the forward pass compiled by `compiler`; see the contract."""
         self._check_compilable("torch.compile(model)")
         self.compiled = True
-        module = self._module
+        module = self.module
 
         def call(*arguments: Any, **named: Any) -> Any:
             # In a separate frame: torch compiles none that begins in a layer of torch.
@@ -102,32 +99,32 @@ class LocalRunner(Runner):
         set_compiled_call(module, self.call)  # as in module.compile(), for custom training loops
 
     def _check_compilable(self, given: str, *, blocks: bool = False) -> None:
-        if self._world.virtual_ranks is not None:
+        if self.world.virtual_ranks is not None:
             raise StepError(
                 given=f"{given} with exact='bits'",
                 found="for micro-batches of another size, torch.compile generates code that adds "
                 "numbers in another order",
                 fix="leave compile out, or exact='bits'",
             )
-        if self._held.span is not None and self._held.span.hooked:
+        if self.held.span is not None and self.held.span.hooked:
             raise StepError(
                 given=f"{given} with shoal.DevicePlacement(…)",
                 found="the hooks that move tensors between devices would be inside the compiled code",
                 fix="leave compile out; or compile parts that are on one device beforehand: "
                 "model.blocks[0].compile()",
             )
-        if not blocks and runs_again(self._module):
+        if not blocks and runs_again(self.module):
             raise recomputed_refused(given)
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> AnyTotals:
         """Run the micro-batches one after the other; see the contract."""
-        self._held.check_converted()
+        self.held.check_converted()
         micros = batch.micros
-        enter = self._world.timeline.enter
-        coupled = self._world.service(CoupledStep)
-        ahead = 1 if self._held.span is None else self._held.span.in_flight or len(micros)
+        enter = self.world.timeline.enter
+        coupled = self.world.service(CoupledStep)
+        ahead = 1 if self.held.span is None else self.held.span.in_flight or len(micros)
         for start in range(0, len(micros), ahead):
             losses: deque[tuple[Tensor, Count]] = deque()
             for micro in micros[start : start + ahead]:
@@ -159,14 +156,14 @@ class LocalRunner(Runner):
 
     def move_targets(self, output: Any, micro: MicroBatch) -> MicroBatch:
         """Move the micro-batch if the model is on several devices; see the contract."""
-        device = None if self._held.span is None else device_in(output)
+        device = None if self.held.span is None else device_in(output)
         return micro if device is None else micro._replace(value=move(micro.value, device))
 
     @contextlib.contextmanager
     def _several(self, span: DeviceSpan, autocast: torch.dtype | None) -> Iterator[None]:
         """Use autocast on all types of devices of the model. Raise StepError for mixed devices."""
         with contextlib.ExitStack() as stack:
-            for kind in {self._world.device.type, *(device.type for device in span.devices)}:
+            for kind in {self.world.device.type, *(device.type for device in span.devices)}:
                 stack.enter_context(mixed(torch.device(kind), autocast))
             try:
                 yield
@@ -174,7 +171,7 @@ class LocalRunner(Runner):
                 if "same device" not in str(error):
                     raise
                 raise StepError(
-                    given=f"the forward of a {type(self._module).__name__} on "
+                    given=f"the forward of a {type(self.module).__name__} on "
                     + ", ".join(map(str, span.devices)),
                     found=f"an operation between its modules has tensors of several devices: {error}",
                     fix="place the modules of these tensors on one device, or use x.to(y.device) in "
@@ -182,9 +179,9 @@ class LocalRunner(Runner):
                 ) from error
 
     def _running(self, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-        if self._held.span is None:
-            return mixed(self._world.device, autocast)
-        return self._several(self._held.span, autocast)
+        if self.held.span is None:
+            return mixed(self.world.device, autocast)
+        return self._several(self.held.span, autocast)
 
 
 def mixed(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

@@ -21,16 +21,12 @@ from shoal.util.errors import StepError
 
 
 class CheckedGradients(LoopGradients):
-    """Gradients that a reducer computes, with checks of the order of the loop's calls.
+    """Gradients that a reducer computes, with checks of the order of the loop's calls."""
 
-    `check_model` runs before the first batch that a loop begins, and may run before later ones.
-    """
-
-    def __init__(self, reducer: Reducer, check_model: Callable[[], None]) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         super().__init__()
         self._reducer = reducer
         self._held = reducer.held
-        self._check_model = check_model
         self._stepped = False
         """Whether an optimizer has stepped since the first backward pass of an unfinished batch."""
         self._computed: dict[int, tuple[int, int]] = {}
@@ -50,7 +46,6 @@ class CheckedGradients(LoopGradients):
         """Forget the sums of a batch that was skipped; see the contract."""
         self._check_cleared()
         self._forget_skipped()
-        self._check_model()
 
     def backward(self, loss: Tensor, count: Count, micro: MicroBatch, size: int, *, last: bool) -> None:
         """Run backward for one micro-batch; see the contract."""

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.autograd import averages
-from shoal._torch.modules import has_compiled_call
+from shoal._torch.modules import bare, has_compiled_call
 from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, not_one_model
 from shoal.data.coupled import CoupledStep
 from shoal.data.step_result import StepResult
 from shoal.distributed.consistency import check_same_environment
 from shoal.distributed.world import World
-from shoal.strategies.compiled import bare
 from shoal.strategies.contracts import Engine, LoopGradients
 from shoal.strategies.correction import check_clip, correct, not_finite
 from shoal.strategies.coupled_layers import say_division, say_draws
@@ -114,6 +113,7 @@ def _begin(engine: Engine, gradients: LoopGradients, batch: Batch) -> None:
         counter.check_loop()
     engine.settle()
     gradients.begin()
+    engine.check_model()
     check_same_environment(engine.world)
     batch.compare_ranks()
     say_division(engine, len(batch), compiled=has_compiled_call(engine.module))

@@ -1,7 +1,4 @@
-"""The reducer of tensor parallelism and pipelines, whose parameters are sharded over mesh axes.
-
-FSDP sums gradients itself, and its reducer uses the functions for norm and sums from this file.
-"""
+"""The reducer of tensor parallelism and pipelines, whose parameters are sharded over mesh axes."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from shoal.distributed.layout import AXES, DATA_AXES
 from shoal.distributed.world import World
 from shoal.strategies.correction import DeviceTotals
 from shoal.strategies.dtensor import is_divided, parts, share
-from shoal.strategies.engine import SynchronousEngine
+from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters, global_norm
 from shoal.strategies.reducer import Reducer, backward_seed, sums
 from shoal.strategies.registry import engines_of
@@ -59,7 +56,7 @@ class MeshReducer(Reducer):
         loss, count = whole_loss(self.held.module, loss, count)
         copies = self.held.world.layout.degree("context")  # of this loss; gradients of all are summed
         seed = backward_seed(loss, scale * micro.weight / size / copies)
-        torch.autograd.backward([loss], [seed], inputs=self.held.leaves())
+        torch.autograd.backward([loss], [seed], inputs=self.held.leaves(loss))
         self.held.losses.append((loss.detach(), count, micro.weight))
         if last:
             self.reduce()
@@ -76,7 +73,16 @@ class MeshReducer(Reducer):
     def totals(self) -> DeviceTotals:
         """Return the sums over the world and the full norm; see the contract."""
         self.held.check()
-        return world_totals(self.held, self._norm(self.held), reports_loss=self.reports_loss)
+        norm, world = self._norm(self.held), self.held.world
+        # Not on the device of the norm, which gradients that are offloaded have on the CPU.
+        zero = torch.zeros((), dtype=torch.float64, device=world.device)
+        losses = [one for one in self.held.losses if one[2]] if self.reports_loss else []
+        self.held.losses.clear()
+        local = torch.stack((*sums(losses, zero), norm.to(zero).square()))
+        with world.timeline.within(COMMUNICATION):
+            world.all_reduce(local)
+        local[2].sqrt_()
+        return DeviceTotals(local)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise StepError if torch would mix sharded and plain parameters."""
@@ -93,21 +99,10 @@ class MeshReducer(Reducer):
                 )
 
     def synchronize(self) -> None:
-        """Broadcast the buffers of the group's first rank; see the contract."""
-        broadcast_buffers(self.held, self._buffer_group)
-
-
-def world_totals(held: HeldParameters, norm: Tensor, *, reports_loss: bool) -> DeviceTotals:
-    """Return the sums over the world, of the losses and of this rank's part of the norm."""
-    # Not on the device of the norm, which gradients that are offloaded have on the CPU.
-    zero = torch.zeros((), dtype=torch.float64, device=held.world.device)
-    losses = [one for one in held.losses if one[2]] if reports_loss else []
-    held.losses.clear()
-    local = torch.stack((*sums(losses, zero), norm.to(zero).square()))
-    with held.world.timeline.within(COMMUNICATION):
-        held.world.all_reduce(local)
-    local[2].sqrt_()
-    return DeviceTotals(local)
+        """Broadcast the buffers of the group's first rank, since they depend on the local batch."""
+        if self._buffer_group is not None:
+            for buffer in self.held.module.buffers():
+                dist.broadcast(share(buffer), group=self._buffer_group, group_src=0)
 
 
 def norm_of_parts(held: HeldParameters) -> Tensor:
@@ -139,22 +134,15 @@ def summing_group(world: World) -> dist.ProcessGroup | None:
     return world.group_along(*DATA_AXES, "context", name="slices")
 
 
-def broadcast_buffers(held: HeldParameters, group: dist.ProcessGroup | None) -> None:
-    """Broadcast the buffers of the first rank of `group`, since they depend on the local batch."""
-    if group is not None:
-        for buffer in held.module.buffers():
-            dist.broadcast(share(buffer), group=group, group_src=0)
-
-
 @contextmanager
 def other_gradients_kept(held: HeldParameters) -> Iterator[None]:
     """Preserve the gradients of other models, since a loss of this one may use them (GANs).
 
     For FSDP, whose hooks do not run if backward is called with `inputs`.
     """
-    engines = [engine for engine in engines_of(held.world) if isinstance(engine, SynchronousEngine)]
+    engines = [engine for engine in engines_of(held.world) if isinstance(engine, ReducerEngine)]
     # Not `module.parameters()`, which differ from the held ones while a module is gathered.
-    others = [engine.reducer.held for engine in engines if engine.reducer.held is not held]
+    others = [engine.held for engine in engines if engine.held is not held]
     kept = [(p, p.grad) for other in others for p in other.parameters]
     for parameter, _ in kept:
         parameter.grad = None

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from itertools import chain, zip_longest
 from typing import Any, TypeGuard, TypeVar, cast
 
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
-from shoal._torch.modules import compiler_of
+from shoal._torch.modules import bare, compiler_of
 from shoal.data.batch import ManualLoop
-from shoal.data.coupled import Coupling
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import coupled_layers, take_over
-from shoal.strategies.compiled import bare
+from shoal.strategies.batch_norm import couple
 from shoal.strategies.contracts import Engine, ModelTransform, Strategy
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.device_placement.multi_device import check_strategies
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.manual_loop import EngineLoop
+from shoal.strategies.model_checks import check_bare, check_model
 from shoal.strategies.random_draws import draws as random_draws
-from shoal.strategies.registry import engines_of, register
-from shoal.util.arguments import is_integer
+from shoal.strategies.registry import register
 from shoal.util.errors import LayoutError, StepError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -126,13 +120,11 @@ def parallelize(
             deferred = construct(model)
         module = model() if deferred is None else deferred.module
     compiler, module = compiler_of(module), bare(module)
-    _check_model(module, world, statistics)
-    _check_bits(module, world, strategies, random, statistics)
-    _check_same(module, world)
+    check_model(module, world, strategies, random=random, statistics=statistics)
     if random == "samples":
         split = any(world.layout.degree(axis) > 1 for axis in ("context", "tensor"))
         random_draws.register(module, split=split)
-    coupled = _couple(module, world, statistics)
+    coupled = couple(module, world, statistics)
     engine = _apply(strategies, module, world)
     engine.whole_batches = coupled and statistics == "batch"
     if compiler is not None:
@@ -152,7 +144,7 @@ def _apply(strategies: Sequence[Any], module: nn.Module, world: World) -> Engine
     Those before it change the module in place: they checkpoint activations, place layers on devices,
     shard layers over the `tensor` axis, or split sequences over the `context` axis. The last one may
     change the module too (shard parameters, keep a stage), moves the modules of this rank to its
-    device, and creates the engine: a runner of the module with a reducer of its gradients.
+    device, and creates the engine, usually with a reducer of its gradients.
     """
     *before, chosen = strategies
     check_strategies(module, strategies)
@@ -213,114 +205,6 @@ def _makes(model: object) -> TypeGuard[Callable[[], nn.Module]]:
     return True
 
 
-def _couple(model: nn.Module, world: World, statistics: int | str) -> bool:
-    """Let layers that couple samples do so over `statistics`; return whether ranks exchange sums."""
-    if statistics not in ("batch", "rank") and not is_integer(statistics, least=1):
-        raise StepError(
-            given=f"parallelize(…, statistics={statistics!r})",
-            found="it is neither 'batch' nor 'rank' nor a positive number of samples",
-            fix="pass statistics=64 for groups of 64 samples, or leave it out for the whole batch",
-        )
-    layers = coupled_layers(model)
-    if statistics == "rank":
-        take_over(layers, None)
-    elif layers:
-        take_over(layers, Coupling(world, None if statistics == "batch" else int(statistics), layers))
-    return bool(layers) and statistics != "rank"
-
-
-def _check_model(model: object, world: World, statistics: int | str) -> None:
-    _check_bare(model)
-    if not isinstance(model, nn.Module):
-        raise StepError(
-            given=f"parallelize({type(model).__name__}, …)",
-            found="it is neither a torch.nn.Module nor a function that creates one",
-            fix="model = shoal.parallelize(Model(), world)",
-        )
-    synced = [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
-    if synced and statistics == "rank" and world.size > 1 and world.device.type == "cpu":
-        raise StepError(
-            given=f"parallelize({type(model).__name__}, world, statistics='rank') on the CPU, with "
-            f"{synced[0]}",
-            found="torch has SyncBatchNorm for CUDA only",
-            fix="leave statistics out, for the statistics of the global batch",
-        )
-    if _sharing(model, world):
-        gc.collect()  # frees deleted models that are still in reference cycles
-    for other in _sharing(model, world):
-        raise StepError(
-            given=f"parallelize({type(model).__name__}, world)",
-            found=f"its parameters already belong to a parallelized {type(other).__name__}, so their "
-            "gradients would be reduced twice",
-            fix="call parallelize once, on the module that contains all of them, or on a "
-            "copy.deepcopy(model)",
-        )
-
-
-def _check_bits(
-    model: nn.Module, world: World, strategies: Sequence[Any], random: str, statistics: int | str
-) -> None:
-    """Raise StepError for arguments with which results depend on the number of ranks in their bits."""
-    if world.virtual_ranks is None:
-        return
-    layers = coupled_layers(model)
-    if not isinstance(strategies[-1], DDP):
-        given, found = repr(strategies[-1]), "only shoal.DDP() sums gradients in a fixed order"
-        fix = "leave the strategy out, or exact='bits'"
-    elif random != "samples":
-        given, found = f"random={random!r}", "random numbers of ranks depend on their number"
-        fix = "leave random out"
-    elif layers and not isinstance(statistics, int):
-        name = next(iter(layers.values())) or type(model).__name__
-        given = f"statistics={statistics!r} and the layer {name}"
-        found = "the statistics of a virtual rank are those of groups of a fixed number of samples"
-        fix = "pass statistics=8, the number of samples of a group"
-    else:
-        return
-    raise StepError(
-        given=f"parallelize({type(model).__name__}, …) with exact='bits' and {given}",
-        found=found,
-        fix=fix,
-    )
-
-
-def _sharing(model: nn.Module, world: World) -> list[nn.Module]:
-    """Return the parallelized models that share parameters with `model`."""
-    own = {id(parameter) for parameter in model.parameters()}
-    others = [engine.module for engine in engines_of(world)]
-    return [other for other in others if any(id(p) in own for p in other.parameters())]
-
-
-def _check_same(model: nn.Module, world: World) -> None:
-    """Raise AgreementError, on all ranks, unless their models have the same tensors in the same order.
-
-    Gloo would silently add bytes of float32 and float64, and match other shapes by chance.
-    """
-    tensors = [_described(*item) for item in chain(model.named_parameters(), model.named_buffers())]
-    digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
-    if len(set(world.gather(digest))) == 1:
-        return
-    for number, found in enumerate(zip_longest(*world.gather(tensors), fillvalue="none")):
-        if len(set(found)) > 1:
-            world.agree(found[world.rank], f"tensor {number} of the {type(model).__name__}")
-
-
-def _described(name: str, tensor: Tensor) -> str:
-    shape = "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
-    learns = ", learns" if tensor.requires_grad else ""
-    return f"{name}: {shape} {tensor.dtype}{learns}".replace("torch.", "")
-
-
-def _check_bare(model: object) -> None:
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise StepError(
-            given=f"a model in torch's {type(model).__name__}",
-            found="its gradients would be reduced twice, and its names begin with 'module.'",
-            fix="call shoal.parallelize(model, world) with the bare model; shoal.DDP(…) takes the "
-            "options",
-        )
-
-
 def known_engine(model: nn.Module) -> Engine | None:
     """Return the engine that `parallelize` attached, or None."""
     attachment = getattr(model, ATTRIBUTE, None)
@@ -329,7 +213,7 @@ def known_engine(model: nn.Module) -> Engine | None:
 
 def engine_of(model: nn.Module) -> Engine:
     """Return the engine that `parallelize` attached. Raise StepError if there is none."""
-    _check_bare(model)
+    check_bare(model)
     model = bare(model)
     engine = known_engine(model)
     if engine is None:

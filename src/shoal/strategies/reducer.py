@@ -84,7 +84,7 @@ class LocalReducer(Reducer):
     ) -> None:
         """Run backward of the loss, and keep it for the sums; see the contract."""
         seed = backward_seed(loss, scale * micro.weight / size)
-        torch.autograd.backward([loss], [seed], inputs=self.held.leaves())
+        torch.autograd.backward([loss], [seed], inputs=self.held.leaves(loss))
         self.held.losses.append((loss.detach(), count, micro.weight))
         if last:
             self.held.print_unused()

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
@@ -98,30 +99,26 @@ class RPCAgent:
         self._kept += objects
 
     def ask(self, rank: int, key: str, method: str, *arguments: Any) -> Any:
-        """Call a method on another rank and return its result, through which gradients flow.
+        """Call a method on another rank and return its result.
 
         `key` is that of the object on the other rank. Raises StepError if that rank is gone.
         """
         with self.explained([rank]):
-            answer = rpc.rpc_sync(name_of(rank), _call, args=(key, method, *arguments))
-        self._answered()
-        return answer
+            return self.send(rank, key, method, *arguments).wait()
 
     def tell(self, ranks: Sequence[int], key: str, method: str, *arguments: Any) -> None:
         """Call a method on all `ranks` at once and wait until all have returned; see `ask`."""
-        with self.telling(ranks, key, method, *arguments):
-            pass
-
-    @contextlib.contextmanager
-    def telling(self, ranks: Sequence[int], key: str, method: str, *arguments: Any) -> Iterator[None]:
-        """Call as `tell` does, while the body of the `with` runs."""
         with self.explained(ranks):
-            arguments = (key, method, *arguments)
-            begun = [rpc.rpc_async(name_of(rank), _call, args=arguments) for rank in ranks]
-            yield
-            for each in begun:
-                each.wait()
-                self._answered()
+            for answer in [self.send(rank, key, method, *arguments) for rank in ranks]:
+                answer.wait()
+
+    def send(self, rank: int, key: str, method: str, *arguments: Any) -> torch.futures.Future[Any]:
+        """Begin to call a method on another rank; see `ask`."""
+        answer: torch.futures.Future[Any] = rpc.rpc_async(
+            name_of(rank), _call, args=(key, method, *arguments)
+        )
+        answer.add_done_callback(lambda _: self._answered())
+        return answer
 
     @contextlib.contextmanager
     def explained(self, ranks: Sequence[int]) -> Iterator[None]:

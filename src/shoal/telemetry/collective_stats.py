@@ -92,13 +92,11 @@ class CollectiveStats:
 
     def __init__(self, clock: Callable[[], float] = CLOCK.now) -> None:
         self._clock = clock
-        self._after: dict[str, int] = {}
         self._waiting: dict[str, set[int]] = {}
         self._under_way: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._looked = self._begun = clock()
         # Earlier records, including those of earlier worlds, do not count.
-        for call in flight_recorder.recorded_calls({}):
-            self._after[call.recorder] = max(call.record, self._after.get(call.recorder, -1))
+        self._after = flight_recorder.newest_records()
 
     def look(self) -> None:
         """Sample the running collectives, at times that do not correlate with steps."""

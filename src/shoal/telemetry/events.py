@@ -37,7 +37,6 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 """A value that JSON can hold."""
 
 FORMAT = 3
-"""Readers also accept format 1, with one line per step, and format 2, without "load"."""
 FLUSH_STEPS = 512
 FLUSH_SECONDS = 2.0
 KEPT_BYTES = 16 << 20
@@ -47,7 +46,6 @@ EventKind: TypeAlias = Literal[
     "start",
     "restore",
     "steps",
-    "step",
     "log",
     "evaluation",
     "usage",
@@ -243,43 +241,18 @@ def step_columns(block: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     for name in ("loss", "counted", "size"):
         if name in block:
             columns[name] = _column(block[name], count)
-    for name in ("load", *_TIMES):
+    columns["load"] = _durations(block["load"], count)
+    for name in _TIMES:
         if name in block:
-            columns[name] = durations(block[name], count, 1e6)
+            columns[name] = _durations(block[name], count)
     return columns
 
 
-def single_step_columns(steps: list[dict[str, Any]], begun: float | None) -> dict[str, NDArray[Any]]:
-    """Return the columns of steps of format 1, which had one line each.
-
-    The duration of a step follows from the one before; `begun` is the time of the step before the
-    first. Raises one of MALFORMED if they are not steps.
-    """
+def _durations(values: object, count: int) -> NDArray[np.float64]:
+    """Return durations in seconds from microseconds; 0 for invalid ones."""
     import numpy as np
 
-    count = len(steps)
-    columns: dict[str, NDArray[Any]] = {
-        "step": np.array([step["step"] for step in steps], np.int64),
-        "time": np.array([step["t"] for step in steps], np.float64),
-    }
-    if not np.isfinite(columns["time"]).all():
-        raise ValueError("steps without a time")
-    for name in ("loss", "size"):
-        columns[name] = _column([step.get(name) for step in steps], count)
-    known = np.zeros(count)
-    for part in ("wait", "forward", "backward", "update"):
-        columns[part] = durations([step.get(part, 0.0) for step in steps], count)
-        known += columns[part]
-    before = columns["time"][0] - known[0] if begun is None else begun
-    columns["wall"] = durations(np.diff(columns["time"], prepend=before), count)
-    return columns
-
-
-def durations(values: object, count: int, per_second: float = 1.0) -> NDArray[np.float64]:
-    """Return durations in seconds; 0 for invalid ones. Raise ValueError if there are not `count`."""
-    import numpy as np
-
-    found = _column(values, count) / per_second
+    found = _column(values, count) / 1e6
     if not (found.min(initial=0) >= 0 and found.max(initial=0) <= _LONG_AGO):  # also if one is NaN
         found = np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0).clip(0.0, _LONG_AGO)
     return found
@@ -297,7 +270,7 @@ def _column(values: object, count: int) -> NDArray[np.float64]:
 def read_events(path: str | Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the events of one file in order, without incomplete lines from a kill.
 
-    Steps come one by one, as "step", times in seconds, in any format. With `last`, yield only the
+    Steps come one by one, as "step", times in seconds. With `last`, yield only the
     events in that many bytes at the end of the file.
     """
     with Path(path).open("rb") as lines:
@@ -318,9 +291,7 @@ def _single_steps(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         return
     count = len(columns["step"])
     absent = [0.0] * count
-    parts = {name: columns[name].tolist() if name in columns else absent for name in _TIMES}
-    if "load" in columns:
-        parts["load"] = columns["load"].tolist()
+    parts = {name: columns[name].tolist() if name in columns else absent for name in (*_TIMES, "load")}
     others = {
         name: values
         for name, values in block.items()

@@ -60,20 +60,14 @@ class Collective:
         return f"{self.operation} of {self.tensors}" if self.tensors else self.operation
 
 
-class CollectiveEntry(NamedTuple):
-    """A collective, its start in ns since 1970, and the thread that began it."""
-
-    begun: int
-    thread: str
-    collective: Collective
-
-
 class CollectiveCall(NamedTuple):
-    """One operation as traffic counts it, including sends and receives if they are recorded.
+    """One record of an operation, including sends and receives if they are recorded.
 
     `record` numbers the records of one `recorder`, without gaps. `number` is the count of the group,
     which `group_progress` knows as `key`. `sent` and `received` are the bytes of the tensors that go in
     and come out on this rank, if they are recorded. `seconds` is None if the recorder has no times.
+    `begun` is its start in ns since 1970, `thread` the thread that began it. `collective` is None for a
+    send or a receive that nobody waits for.
     """
 
     recorder: str
@@ -87,6 +81,9 @@ class CollectiveCall(NamedTuple):
     received: int
     seconds: float | None
     done: bool
+    begun: int = 0
+    thread: str = ""
+    collective: Collective | None = None
 
 
 class GroupProgress(NamedTuple):
@@ -104,11 +101,8 @@ Check = Callable[[dist.ProcessGroup, str, Sequence[Tensor], bool], None]
 class RecordingGroup(Protocol):
     """A process group whose calls pass neither torch's flight recorder nor its dispatcher."""
 
-    def recorded(self) -> list[CollectiveEntry]:
-        """Return the collectives that the recorder would have, oldest first."""
-
     def calls(self) -> list[CollectiveCall]:
-        """Return the same as traffic counts it, oldest first."""
+        """Return the records of all operations, oldest first."""
 
     def compare(self, check: Check) -> None:
         """Call `check` before each collective from now on."""
@@ -119,22 +113,22 @@ class RecordingGroup(Protocol):
 
 def newest_records() -> dict[str, int]:
     """Return the number of each recorder's newest record, so that later records can be recognized."""
-    return {
-        name: max((entry["record_id"] for entry in entries), default=-1)
-        for name, entries in _dumped().items()
-    }
+    found: dict[str, int] = {}
+    for call in recorded_calls({}):
+        found[call.recorder] = max(call.record, found.get(call.recorder, -1))
+    return found
 
 
 def recorded_collectives(after: Mapping[str, int]) -> list[Collective]:
     """Return the collectives that were recorded after these numbers, oldest first."""
-    return [entry.collective for entry in _entries(after)]
+    return [collective for _, collective in _collectives(after)]
 
 
 def oldest_outstanding(after: Mapping[str, int], threads: Collection[str]) -> Collective | None:
     """Return the oldest collective that has not ended; those that `threads` began do not count."""
-    for entry in _entries(after):
-        if not entry.collective.done and entry.thread not in threads:
-            return entry.collective
+    for thread, collective in _collectives(after):
+        if not collective.done and thread not in threads:
+            return collective
     return None
 
 
@@ -185,25 +179,16 @@ def describe_tensors(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> s
     return f"{text} and {len(sizes) - 1} more" if len(sizes) > 1 else text
 
 
-def _entries(after: Mapping[str, int]) -> list[CollectiveEntry]:
-    entries = [
-        CollectiveEntry(entry["time_created_ns"], entry["thread_id"], _read(entry))
-        for name, found in _dumped().items()
-        for entry in found
-        if entry["record_id"] > after.get(name, -1)
-    ]
-    entries += [entry for group in recording_groups() for entry in group.recorded()]
-    return sorted(entries, key=lambda entry: entry.begun)
+def _collectives(after: Mapping[str, int]) -> list[tuple[str, Collective]]:
+    """Return collectives with the threads that began them, oldest first."""
+    calls = sorted(recorded_calls(after), key=lambda call: call.begun)
+    return [(call.thread, call.collective) for call in calls if call.collective is not None]
 
 
 def recording_groups() -> Iterator[RecordingGroup]:
     """Yield the process groups of this process that keep their own records."""
     known: list[object] = list(process_groups())
     return (group for group in known if isinstance(group, RecordingGroup))
-
-
-def _dumped() -> dict[str, list[Mapping[str, Any]]]:
-    return {name: json.loads(dump()).get("entries", []) for name, dump in recorder_dumps().items()}
 
 
 def _above(text: bytes, number: int) -> list[Mapping[str, Any]]:
@@ -220,32 +205,32 @@ def _above(text: bytes, number: int) -> list[Mapping[str, Any]]:
 
 def _call(recorder: str, entry: Mapping[str, Any]) -> CollectiveCall:
     backend, _, operation = entry["profiling_name"].partition(":")
-    took = entry.get("duration_ms")
+    took, group = entry.get("duration_ms"), entry["process_group"][0]
+    done = entry["retired"] or entry["state"] == "completed"
     return CollectiveCall(
         recorder=recorder,
         record=entry["record_id"],
         backend=backend,
-        group=entry["process_group"][0],
+        group=group,
         key=str(entry["pg_id"]),
         number=entry["op_id"],
         operation=operation,
         sent=_size(entry["input_sizes"], entry["input_dtypes"]),
         received=_size(entry["output_sizes"], entry["output_dtypes"]),
         seconds=None if took is None else took / 1000,
-        done=entry["retired"] or entry["state"] == "completed",
+        done=done,
+        begun=entry["time_created_ns"],
+        thread=entry["thread_id"],
+        collective=Collective(
+            group=group,
+            number=entry["collective_seq_id"],
+            operation=operation,
+            tensors=describe_tensors(entry["input_sizes"], entry["input_dtypes"]),
+            done=done,
+        ),
     )
 
 
 def _size(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
     pairs = zip(sizes, dtypes, strict=True)
     return sum(math.prod(size) * _BYTES.get(dtype, 1) for size, dtype in pairs)
-
-
-def _read(entry: Mapping[str, Any]) -> Collective:
-    return Collective(
-        group=entry["process_group"][0],
-        number=entry["collective_seq_id"],
-        operation=entry["profiling_name"].partition(":")[2],
-        tensors=describe_tensors(entry["input_sizes"], entry["input_dtypes"]),
-        done=entry["retired"] or entry["state"] == "completed",
-    )

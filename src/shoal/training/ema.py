@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch import foreach
-from shoal.strategies.compiled import bare
+from shoal._torch.modules import bare
 from shoal.strategies.dtensor import share
 from shoal.util.errors import CheckpointError, StepError
 

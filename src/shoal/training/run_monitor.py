@@ -15,10 +15,8 @@ from shoal.distributed.world import World
 from shoal.telemetry.collective_stats import CollectiveStats
 from shoal.telemetry.events import Events
 from shoal.telemetry.profiler.window import Window
-from shoal.telemetry.usage.device_peaks import peak_here
-from shoal.telemetry.usage.flops import FlopCounting
-from shoal.telemetry.usage.process import Usage
-from shoal.telemetry.usage.sampler import PeriodicTask, UsageSampler, noting
+from shoal.telemetry.usage.flops import FlopCounting, peak_here
+from shoal.telemetry.usage.sampler import PeriodicTask, Usage, UsageSampler, noting
 from shoal.training.trace_recorder import Recorder
 
 if TYPE_CHECKING:
@@ -103,7 +101,7 @@ class RunMonitor:
         if self._ticks == _COUNTED_TICK:
             for name, step in self._steps.items():
                 self._counted[name] = step.number, FlopCounting()
-                if not step.compiled and not step.engine.flops_unknown:
+                if not step.compiled:
                     step.counting = self._counted[name][1]
         elif self._counted:
             self._conclude()
@@ -150,8 +148,4 @@ class RunMonitor:
     def _why_not(self, step: TrainState, counting: FlopCounting) -> str:
         if step.compiled:
             return "the operations of compiled code can't be counted"
-        return (
-            step.engine.flops_unknown
-            or counting.failed
-            or "a custom training loop does not compute in a Step"
-        )
+        return counting.failed or "a custom training loop does not compute in a Step"

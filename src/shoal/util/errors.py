@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from shoal.util.safe_text import printable
 
 
@@ -38,6 +41,21 @@ def _rebuild(kind: type[ShoalError], given: str, found: str, fix: str, where: st
     error = kind(given=given, found=found, fix=fix)
     error.where = where
     return error
+
+
+@contextmanager
+def explained(
+    kind: type[ShoalError],
+    *,
+    given: str,
+    fix: str,
+    errors: type[Exception] | tuple[type[Exception], ...] = OSError,
+) -> Iterator[None]:
+    """Convert errors of a block, such as those of the file system, to a ShoalError with their text."""
+    try:
+        yield
+    except errors as error:
+        raise kind(given=given, found=str(error), fix=fix) from None
 
 
 class LaunchError(ShoalError):

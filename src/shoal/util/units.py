@@ -7,7 +7,7 @@ import math
 
 def counted(count: int, noun: str, ending: str = "s") -> str:
     """Return a number and its noun: `1 worker`, `2 workers`; `4 processes` with the ending `es`."""
-    return f"1 {noun}" if count == 1 else f"{count} {noun}{ending}"
+    return f"1 {noun}" if count == 1 else f"{count:,} {noun}{ending}"
 
 
 def percent(share: float, *, tenths: bool = False) -> str:

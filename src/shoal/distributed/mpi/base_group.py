@@ -17,7 +17,6 @@ from shoal.telemetry.flight_recorder import (
     Check,
     Collective,
     CollectiveCall,
-    CollectiveEntry,
     describe_tensors,
 )
 
@@ -93,19 +92,12 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
     def _get_sequence_number_for_group(self) -> int:
         return self._begun
 
-    def recorded(self) -> list[CollectiveEntry]:
-        """Return the newest collectives, sends and awaited receives, oldest first."""
-        return [
-            CollectiveEntry(each.begun, each.thread, self._described(each))
-            for each in list(self._records)
-            if each.number or (each.awaited and not each.done)
-        ]
-
     def calls(self) -> list[CollectiveCall]:
-        """Return all collectives, sends and receives that traffic counts, oldest first."""
-        return [self._counted(each) for each in list(self._records)]
+        """Return the records of the newest collectives, sends and receives, oldest first."""
+        return [self._call(each) for each in list(self._records)]
 
-    def _counted(self, record: OperationRecord) -> CollectiveCall:
+    def _call(self, record: OperationRecord) -> CollectiveCall:
+        listed = record.number or (record.awaited and not record.done)
         size, scatters = record.size, record.operation.endswith("scatter")
         return CollectiveCall(
             recorder=f"mpi {self.group_name}",
@@ -119,6 +111,9 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
             received=size if scatters else 0,
             seconds=(record.ended - record.begun) / 1e9 if record.done else None,
             done=record.done,
+            begun=record.begun,
+            thread=record.thread,
+            collective=self._described(record) if listed else None,
         )
 
     def _described(self, record: OperationRecord) -> Collective:

@@ -18,18 +18,16 @@ from torch import nn
 from shoal._torch import foreach
 from shoal._torch.autograd import version
 from shoal.data.batch import Batch
-from shoal.data.micro import MicroBatch
 from shoal.distributed.membership import LOOK_SECONDS
 from shoal.distributed.world import World
 from shoal.strategies.asynchronous.shared_parameters import ParameterStorage, shared
 from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
-from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import Factor, Totals
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
+from shoal.strategies.data_parallel.independent_engine import IndependentEngine
 from shoal.strategies.data_parallel.local_sgd import average, others
 from shoal.strategies.dtensor import is_divided
-from shoal.strategies.local import local_engine
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.clock import CLOCK
@@ -99,22 +97,12 @@ class Hogwild:
         return HogwildEngine(model.to(world.device), world, self)
 
 
-class HogwildEngine(Engine):
-    """Engine that steps on a copy of the shared parameters and adds the change to them.
-
-    A custom training loop cannot use it, because it must know when the optimizer has stepped.
-    """
-
-    independent_steps = True
+class HogwildEngine(IndependentEngine):
+    """Engine that steps on a copy of the shared parameters and adds the change to them."""
 
     def __init__(self, module: nn.Module, world: World, options: Hogwild) -> None:
-        self.module = module
-        self.world = world
-        self._local = local_engine(module, world)
-        self._parameters = [p.detach() for p in self._local.reducer.held.parameters]
-        for tensor in (*module.parameters(), *module.buffers()):
-            if world.size > 1:
-                torch.distributed.broadcast(tensor.detach(), group=world.group, group_src=0)
+        super().__init__(module, world)
+        self._parameters = [p.detach() for p in self.held.parameters]
         self._worker = world.rank
         self._bound = options.max_staleness
         self._commons, choice = _commons(options.server, self._parameters, world)
@@ -162,8 +150,7 @@ class HogwildEngine(Engine):
             self._wait()
             self._read = self._commons.read(self._parameters)
             self._versions = self._now()
-        totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
-        return totals.read()._replace(local=True)
+        return super().gradients(task, batch, autocast=autocast, scale=scale)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
         """Step on this rank's copy and add the change to the shared parameters; see the contract."""
@@ -171,33 +158,21 @@ class HogwildEngine(Engine):
             self.discard()
             return
         before = [p.clone() for p in self._parameters]
-        self._local.update(optimizer, factor)
+        super().update(optimizer, factor)
         foreach.sub_(before, self._parameters)
         foreach.neg_(before)
         with self.world.timeline.within(COMMUNICATION):
-            found = self._commons.add(before)
-            self._commons.tick()
+            found = self._commons.add(self._worker, before)
+            self._commons.tick(self._worker)
         self._versions = self._now()
         passed = sum(found) - sum(self._read)
         self._staleness[passed] += 1
 
     def discard(self) -> None:
         """Clear the gradients and count a step, so that no worker waits for this one."""
-        self._local.discard()
+        super().discard()
         if self._apart:
-            self._commons.tick()
-
-    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output with this rank's copy, which `synchronize` has made the same on all."""
-        return self._local.infer(task, micro, seed, autocast=autocast)
-
-    def compile(self, how: str) -> None:
-        """Run the forward pass compiled; see the contract."""
-        self._local.compile(how)
-
-    def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward pass compiled by `compiler`; see the contract."""
-        self._local.compile_with(compiler)
+            self._commons.tick(self._worker)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Wait for all, read the parameters while no worker changes them, and average everything else.

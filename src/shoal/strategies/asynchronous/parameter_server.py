@@ -35,10 +35,9 @@ class PeerService:
 class Client(ParameterStorage):
     """Access to the parameters on rank 0 from another rank."""
 
-    def __init__(self, calls: RPCAgent, name: str, worker: int) -> None:
+    def __init__(self, calls: RPCAgent, name: str) -> None:
         self._calls = calls
         self._name = name
-        self._worker = worker
 
     def put(self, values: Sequence[Tensor]) -> None:
         """Do nothing: rank 0 has stored its parameters, which are the same on all ranks."""
@@ -49,13 +48,13 @@ class Client(ParameterStorage):
         foreach.copy_(list(into), values)
         return list(before)
 
-    def add(self, changes: Sequence[Tensor]) -> list[int]:
+    def add(self, worker: int, changes: Sequence[Tensor]) -> list[int]:
         """Send the changes; see the contract."""
-        return list(self._ask("add_for", self._worker, [change.cpu() for change in changes]))
+        return list(self._ask("add", worker, [change.cpu() for change in changes]))
 
-    def tick(self) -> None:
+    def tick(self, worker: int) -> None:
         """Send the step; see the contract."""
-        self._ask("tick_for", self._worker)
+        self._ask("tick", worker)
 
     def clocks(self) -> list[int]:
         """Request the numbers of steps; see the contract."""
@@ -79,7 +78,7 @@ def serve(like: Sequence[Tensor], world: World) -> ParameterStorage:
     calls = world.service(RPCAgent)
     name = world.broadcast(uuid.uuid4().hex)
     server = world.rank == SERVER
-    commons = private(like, world) if server else Client(calls, name, world.rank)
+    commons = private(like, world) if server else Client(calls, name)
     farewell = PeerService(world)
     calls.serve(name, commons)
     calls.keep(commons, farewell)  # others may call after this rank has deleted the model

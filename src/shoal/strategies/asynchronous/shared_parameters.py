@@ -27,7 +27,7 @@ _TOKEN = 16
 
 
 class ParameterStorage(ABC):
-    """Storage of the parameters of all workers. A worker's number is its rank at the start."""
+    """Storage of the parameters of all workers. A `worker` is its rank at the start."""
 
     @abstractmethod
     def put(self, values: Sequence[Tensor]) -> None:
@@ -38,12 +38,12 @@ class ParameterStorage(ABC):
         """Copy the parameters; return the number of updates of each worker before the copy."""
 
     @abstractmethod
-    def add(self, changes: Sequence[Tensor]) -> list[int]:
-        """Add an update of this worker; return the number of updates of each worker before it."""
+    def add(self, worker: int, changes: Sequence[Tensor]) -> list[int]:
+        """Add an update of a worker; return the number of updates of each worker before it."""
 
     @abstractmethod
-    def tick(self) -> None:
-        """Count a step of this worker, with or without an update."""
+    def tick(self, worker: int) -> None:
+        """Count a step of a worker, with or without an update."""
 
     @abstractmethod
     def clocks(self) -> list[int]:
@@ -51,13 +51,12 @@ class ParameterStorage(ABC):
 
 
 class SharedMemory(ParameterStorage):
-    """Parameters in the memory of this machine, as seen by one `worker`.
+    """Parameters in the memory of this machine.
 
     Each worker has separate counters, so that counting needs no lock either.
     """
 
-    def __init__(self, memory: Tensor, like: Sequence[Tensor], worker: int, workers: int) -> None:
-        self._worker = worker
+    def __init__(self, memory: Tensor, like: Sequence[Tensor], workers: int) -> None:
         begin = _ALIGNED  # after the token
         counters = memory[begin : begin + workers * _ALIGNED].numpy()
         self._counters = counters.view(np.int64).reshape(workers, _COUNTERS)
@@ -78,14 +77,6 @@ class SharedMemory(ParameterStorage):
         foreach.copy_(list(into), self._values)
         return before
 
-    def add(self, changes: Sequence[Tensor]) -> list[int]:
-        """Add in place; see the contract."""
-        return self.add_for(self._worker, changes)
-
-    def tick(self) -> None:
-        """Count a step; see the contract."""
-        self.tick_for(self._worker)
-
     def clocks(self) -> list[int]:
         """Return the current numbers of steps; see the contract."""
         return [int(clock) for clock in self._counters[:, _CLOCK]]
@@ -98,22 +89,22 @@ class SharedMemory(ParameterStorage):
         """Return the numbers of updates, and the parameters, which others may be changing."""
         return self.updates(), self._values
 
-    def add_for(self, worker: int, changes: Sequence[Tensor]) -> list[int]:
+    def add(self, worker: int, changes: Sequence[Tensor]) -> list[int]:
         """Add an update of a worker, whose model may be on another device."""
         before = self.updates()
         foreach.add_(self._values, [change.cpu() for change in changes])
         self._counters[worker, _UPDATES] += 1
         return before
 
-    def tick_for(self, worker: int) -> None:
-        """Count a step of a worker."""
+    def tick(self, worker: int) -> None:
+        """Count a step; see the contract."""
         self._counters[worker, _CLOCK] += 1
 
 
 def private(like: Sequence[Tensor], world: World) -> SharedMemory:
     """Return parameters in the memory of this process, which serves them to others on request."""
     memory = torch.zeros(_size(like, world.size), dtype=torch.uint8)
-    return SharedMemory(memory, like, world.rank, world.size)
+    return SharedMemory(memory, like, world.size)
 
 
 def shared(like: Sequence[Tensor], world: World) -> SharedMemory | str:
@@ -148,7 +139,7 @@ def shared(like: Sequence[Tensor], world: World) -> SharedMemory | str:
     for rank, failure in enumerate(failures):
         if failure is not None:
             return f"rank {rank} cannot map the memory of rank 0 ({failure})"
-    return SharedMemory(torch.frombuffer(found, dtype=torch.uint8), like, world.rank, world.size)
+    return SharedMemory(torch.frombuffer(found, dtype=torch.uint8), like, world.size)
 
 
 def _size(like: Sequence[Tensor], workers: int) -> int:

@@ -209,7 +209,7 @@ class _ModelForward(_Forward):
         return output
 
     def _finds_slices(self) -> bool:
-        """Return False for compiled units, and with a plan, whose runner finds the slices."""
+        """Return False for compiled units, and with a plan, whose engine finds the slices."""
         sharded = self._view.world.layout.degree("tensor") > 1
         return not sharded and not any(map(has_compiled_call, self._module.modules()))
 
@@ -327,6 +327,13 @@ class _GatherSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise StepError(
+                given="a gradient that is differentiated again, with shoal.ContextParallel()",
+                found="slices of sequences are gathered, and a second derivative through the whole "
+                "sequence would be wrong",
+                fix="use another layout for this model, such as shard=-1",
+            )
         peers: SlicePeers = ctx.peers
         length = gradient.size(1) // peers.size
         if ctx.cut_again:

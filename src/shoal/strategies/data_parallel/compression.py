@@ -11,9 +11,10 @@ The results differ from those of one process: the residual depends on the ranks'
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -98,34 +99,6 @@ class Bucket(NamedTuple):
     scale: float = 1.0
 
 
-class CompressionMethod(Protocol):
-    """Protocol of compression methods: means over ranks with fewer bytes."""
-
-    def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
-        """Replace the gradients by their approximate means over the ranks. Collective."""
-        ...
-
-    def synchronize(self, wire: CountedCollectives) -> None:
-        """Make the error feedback the same on all ranks, without changing its mean. Collective."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return the state, by names of parameters."""
-        ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the value that `state` returned, on any number of ranks."""
-        ...
-
-    def keep(self, unused: Sequence[str]) -> None:
-        """Keep the changes since the last call, except those of parameters that no rank has used."""
-        ...
-
-    def forget(self) -> None:
-        """Undo the changes since the last call of `keep`."""
-        ...
-
-
 def check_compression(compress: object) -> Compress:
     """Return `compress`, or raise StepError if it is not a method."""
     if isinstance(compress, PowerSGD | TopK) or compress in (*HALVES, "int8", "auto"):
@@ -166,38 +139,11 @@ def reduce(chosen: CompressionMethod | None, bucket: Bucket, wire: CountedCollec
         chosen.reduce(bucket, wire)
 
 
-class HalfPrecision:
-    """Sums in 16 bits: half the bytes, without error feedback."""
+class CompressionMethod(ABC):
+    """Means over ranks with fewer bytes, with error feedback: the residual of each parameter.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
-        """Average in 16 bits; see the protocol. Divides before summing, so that sums don't overflow."""
-        flat = (joined(bucket.gradients) / wire.size).to(self._dtype)
-        put_back(wire.mean(flat) * wire.size, bucket.gradients)
-
-    def synchronize(self, wire: CountedCollectives) -> None:
-        """Do nothing: there is no state."""
-
-    def state(self) -> dict[str, Any]:
-        """Return an empty state."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: there is no state."""
-
-    def keep(self, unused: Sequence[str]) -> None:
-        """Do nothing: there is no state."""
-
-    def forget(self) -> None:
-        """Do nothing: there is no state."""
-
-
-class ErrorFeedback:
-    """Error feedback: the residual of each parameter, to be added to its next gradient.
-
-    Stored without the loss scale, since that of the next step may differ.
+    It is added to the parameter's next gradient. Stored without the loss scale, since that of the next
+    step may differ.
     """
 
     def __init__(self) -> None:
@@ -205,27 +151,31 @@ class ErrorFeedback:
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         """Values that were replaced since the last completed step, since a step may fail."""
 
+    @abstractmethod
+    def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
+        """Replace the gradients by their approximate means over the ranks. Collective."""
+
     def synchronize(self, wire: CountedCollectives) -> None:
         """Replace each residual by its mean over ranks, which contributes the same to the next mean."""
         for name in sorted(self.left):
             wire.mean(self.left[name])
 
     def state(self) -> dict[str, Any]:
-        """Return the residuals, by name."""
-        return {"left": dict(self.left)}
+        """Return the residuals, by name, if there are any."""
+        return {"left": dict(self.left)} if self.left else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the residuals."""
+        """Restore the value that `state` returned, on any number of ranks."""
         self.left = {name: value.clone() for name, value in state.get("left", {}).items()}
 
     def keep(self, unused: Sequence[str]) -> None:
-        """Keep the residuals of this step, except those of unused parameters; see the protocol."""
+        """Keep the residuals since the last call, except those of parameters that no rank has used."""
         skipped = set(unused)
         self._restore([each for each in self._before if each[0] is self.left and each[1] in skipped])
         self._before.clear()
 
     def forget(self) -> None:
-        """Restore the residuals from before this step; see the protocol."""
+        """Restore the residuals from before this step."""
         self._restore(self._before)
         self._before.clear()
 
@@ -262,7 +212,20 @@ class ErrorFeedback:
             self._set(self.left, name, part.view_as(gradient) / bucket.scale)
 
 
-class Int8Blocks(ErrorFeedback):
+class HalfPrecision(CompressionMethod):
+    """Sums in 16 bits: half the bytes, without error feedback."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
+        """Average in 16 bits. Divides before summing, so that sums don't overflow."""
+        flat = (joined(bucket.gradients) / wire.size).to(self._dtype)
+        put_back(wire.mean(flat) * wire.size, bucket.gradients)
+
+
+class Int8Blocks(CompressionMethod):
     """8 bits per element and a scale per block: a quarter of the bytes of float32.
 
     Ranks exchange parts of the bucket, each rank sums one part, and all gather the sums, as in an
@@ -270,7 +233,7 @@ class Int8Blocks(ErrorFeedback):
     """
 
     def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
-        """Average in 8 bits; see the protocol."""
+        """Average in 8 bits."""
         wanted = self._with_left(bucket)
         count = wanted.numel()
         length = math.ceil(count / (wire.size * BLOCK)) * BLOCK
@@ -304,7 +267,7 @@ def _restored(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return blocks.to(dtype).view(len(levels), -1)
 
 
-class TopKMethod(ErrorFeedback):
+class TopKMethod(CompressionMethod):
     """The elements of the largest absolute value, with their positions; the others are the residual."""
 
     def __init__(self, options: TopK) -> None:
@@ -312,7 +275,7 @@ class TopKMethod(ErrorFeedback):
         self._ratio = options.ratio
 
     def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
-        """Average the largest elements; see the protocol."""
+        """Average the largest elements."""
         wanted = self._with_left(bucket)
         count = min(max(1, round(self._ratio * wanted.numel())), wanted.numel())
         places = wanted.nan_to_num(math.inf, math.inf, -math.inf).abs().topk(count).indices
@@ -326,7 +289,7 @@ class TopKMethod(ErrorFeedback):
         put_back(means / wire.size, bucket.gradients)
 
 
-class PowerSGDMethod(ErrorFeedback):
+class PowerSGDMethod(CompressionMethod):
     """PowerSGD: each matrix M as P Q^T, with one power iteration per step from the last result.
 
     Vectors, and matrices that would not get smaller, are averaged uncompressed.
@@ -342,7 +305,7 @@ class PowerSGDMethod(ErrorFeedback):
         self._bases: dict[str, Tensor] = {}
 
     def reduce(self, bucket: Bucket, wire: CountedCollectives) -> None:
-        """Average low-rank approximations after the warm-up; see the protocol."""
+        """Average low-rank approximations after the warm-up."""
         first = bucket.names[0]
         taken = self._steps.get(first, self._taken) + 1
         self._set(self._steps, first, taken)

@@ -29,13 +29,12 @@ from shoal.strategies.data_parallel import choose_compression, compression
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, finished
 from shoal.strategies.data_parallel.compression import Compress
 from shoal.strategies.data_parallel.fixed_order import FixedOrderReducer
-from shoal.strategies.data_parallel.recomputation import Recomputation
+from shoal.strategies.data_parallel.repeatable_engine import RepeatableEngine
 from shoal.strategies.data_parallel.tally import tally_dtype, whole, whole_on_device
 from shoal.strategies.device_placement.multi_device import bring, check_replicas
 from shoal.strategies.dtensor import is_divided
-from shoal.strategies.engine import SynchronousEngine
 from shoal.strategies.held_parameters import HeldParameters, as_scalar, first
-from shoal.strategies.local import LocalRunner, local_engine
+from shoal.strategies.local import LocalEngine, local_engine
 from shoal.strategies.reducer import LocalReducer, Reducer, backward_seed
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.accelerator import SideStream
@@ -135,14 +134,11 @@ class DDP:
                     found="compressed gradients depend on the number of ranks",
                     fix="leave compression out, or exact='bits'",
                 )
-            reducer = FixedOrderReducer(HeldParameters(model, world), world.virtual_ranks)
-            runner = LocalRunner(reducer)
-            engine = SynchronousEngine(runner)
-            engine.repeatable = Recomputation(runner, reducer)
-            return engine
+            held = HeldParameters(model, world)
+            return RepeatableEngine(FixedOrderReducer(held, world.virtual_ranks))
         if world.size == 1:
             return local_engine(model, world)
-        return SynchronousEngine(LocalRunner(DDPReducer(HeldParameters(model, world), self)))
+        return LocalEngine(DDPReducer(HeldParameters(model, world), self))
 
 
 class DDPReducer(Reducer):
@@ -214,7 +210,7 @@ class DDPReducer(Reducer):
             )
             self._reducer.begin(roots)
         self._last, self._scale = last, scale
-        torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._leaves())
+        torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._leaves(loss))
         if last:
             self._check_reduced()
 
@@ -345,8 +341,8 @@ class DDPReducer(Reducer):
                 "parameters; freeze or convert parameters before parallelize",
             ) from None
 
-    def _leaves(self) -> list[nn.Parameter] | None:
-        leaves = self.held.leaves()
+    def _leaves(self, loss: Tensor) -> list[Tensor] | None:
+        leaves = self.held.leaves(loss)
         return None if leaves is None else [*leaves, self._tally]
 
     def _totals(self, norm: Tensor) -> AnyTotals:
@@ -475,4 +471,4 @@ class DataParallel:
         model.to(world.device)
         reducer = LocalReducer(HeldParameters(model, world))
         # A custom training loop uses one GPU.
-        return SynchronousEngine(LocalRunner(reducer, nn.DataParallel(model)))
+        return LocalEngine(reducer, nn.DataParallel(model))

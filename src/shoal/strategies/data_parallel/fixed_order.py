@@ -144,7 +144,7 @@ class FixedOrderReducer(Reducer):
             parameter.grad = view
         seed = backward_seed(loss, scale * micro.weight / size)
         with self._single:
-            torch.autograd.backward([loss], [seed], inputs=self.held.leaves())
+            torch.autograd.backward([loss], [seed], inputs=self.held.leaves(loss))
 
     def _collect(self, buffers: GradientBuffers) -> None:
         """Take the gradients from the parameters; `buffers` has them after this."""

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from shoal._torch import foreach
 from shoal.data.batch import Batch
-from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
-from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import Factor, Totals
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, joined, put_back
-from shoal.strategies.local import local_engine
+from shoal.strategies.data_parallel.independent_engine import IndependentEngine
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.errors import StepError
@@ -112,13 +110,8 @@ class DiLoCo:
         return AveragingEngine(model.to(world.device), world, self.sync_every, outer=self)
 
 
-class AveragingEngine(Engine):
-    """Engine that trains this rank's replica on its local batch and averages at intervals.
-
-    A custom training loop cannot use it, because it must know when the optimizer has stepped.
-    """
-
-    independent_steps = True
+class AveragingEngine(IndependentEngine):
+    """Engine that trains this rank's replica on its local batch and averages at intervals."""
 
     def __init__(
         self,
@@ -128,18 +121,12 @@ class AveragingEngine(Engine):
         together: int = 0,
         outer: DiLoCo | None = None,
     ) -> None:
-        self.module = module
-        self.world = world
+        super().__init__(module, world)
         self._wire = CountedCollectives(world)
         self._every = every
         self._together = together
         self._taken = 0
-        self._local = local_engine(module, world)
-        self._parameters = self._local.reducer.held.parameters
-        for tensor in (*module.parameters(), *module.buffers()):
-            if world.size > 1:
-                torch.distributed.broadcast(tensor.detach(), group=world.group, group_src=0)
-        self._outer = None if outer is None else OuterStep(module, self._parameters, outer)
+        self._outer = None if outer is None else OuterStep(module, self.held.parameters, outer)
 
     @property
     def sent(self) -> int:
@@ -152,33 +139,20 @@ class AveragingEngine(Engine):
         """Compute the gradients of this rank's local batch; see the contract."""
         if self._taken == 0 and self._outer is not None:
             self._outer.start()
-        totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
-        return totals.read()._replace(local=True)
+        return super().gradients(task, batch, autocast=autocast, scale=scale)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
         """Step on this rank, then average if it is time; see the contract."""
         if factor == 0:  # this rank had no sample: a step would make its optimizer state decay
-            self._local.discard()
+            self.discard()
         else:
-            self._local.update(optimizer, factor)
-        self._count()
+            super().update(optimizer, factor)
+            self._count()
 
     def discard(self) -> None:
         """Clear the gradients and count a step, since other ranks may have stepped."""
-        self._local.discard()
+        super().discard()
         self._count()
-
-    def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output with this rank's parameters, which `synchronize` has averaged."""
-        return self._local.infer(task, micro, seed, autocast=autocast)
-
-    def compile(self, how: str) -> None:
-        """Run the forward pass compiled; see the contract."""
-        self._local.compile(how)
-
-    def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward pass compiled by `compiler`; see the contract."""
-        self._local.compile_with(compiler)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Average parameters, buffers and optimizer state. Training continues from these averages."""
@@ -199,7 +173,7 @@ class AveragingEngine(Engine):
     def _count(self) -> None:
         self._taken += 1
         if self._taken % self._every == 0 or self._taken <= self._together:
-            self._average(self._parameters)
+            self._average(self.held.parameters)
             if self._outer is not None:
                 self._outer.step()
 

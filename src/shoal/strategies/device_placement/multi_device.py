@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,26 +17,14 @@ ATTRIBUTE = "_shoal_placing"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementRecord:
-    """Record that `shoal.DevicePlacement` attaches to a model.
-
-    `in_flight` is the number of micro-batches that run forward before a backward pass, None for all if
-    there are several devices. `hooked` says whether hooks move the arguments of its modules.
-    """
-
-    in_flight: int | None
-    hooked: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class DeviceSpan:
-    """The devices of a model's parameters.
+    """The devices of a model's parameters. `shoal.DevicePlacement` attaches one without them.
 
     `in_flight` is the number of micro-batches that run forward before a backward pass, None for all of
     a batch. `hooked` says whether hooks move the arguments of its modules.
     """
 
-    devices: tuple[torch.device, ...]
+    devices: tuple[torch.device, ...] = ()
     in_flight: int | None
     hooked: bool
 
@@ -46,12 +34,12 @@ def span_of(model: nn.Module) -> DeviceSpan | None:
 
     Micro-batches of a manually placed model run one after the other, as its forward expects.
     """
-    placing = getattr(model, ATTRIBUTE, None)
+    placing: DeviceSpan | None = getattr(model, ATTRIBUTE, None)
     devices = tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
     if placing is None:
         return DeviceSpan(devices=devices, in_flight=1, hooked=False) if len(devices) > 1 else None
     ahead = placing.in_flight or (None if len(devices) > 1 else 1)
-    return DeviceSpan(devices=devices, in_flight=ahead, hooked=placing.hooked)
+    return replace(placing, devices=devices, in_flight=ahead)
 
 
 def bring(model: nn.Module, world: World) -> None:

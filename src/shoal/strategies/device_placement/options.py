@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.distributed.world import World
 from shoal.strategies.device_placement.device_map import DeviceSlot, assigned, balance, place
-from shoal.strategies.device_placement.multi_device import ATTRIBUTE, PlacementRecord
+from shoal.strategies.device_placement.multi_device import ATTRIBUTE, DeviceSpan
 from shoal.strategies.device_placement.transfer_hooks import arrange
 from shoal.util import accelerator
 from shoal.util.errors import StepError
@@ -100,7 +100,7 @@ class DevicePlacement:
         hooked = len({*spots.values()}) > 1 or {s.device for s in spots.values()} != {world.device}
         if hooked:
             arrange(model, {module: spot.device for module, spot in spots.items()})
-        object.__setattr__(model, ATTRIBUTE, PlacementRecord(in_flight=self.in_flight, hooked=hooked))
+        object.__setattr__(model, ATTRIBUTE, DeviceSpan(in_flight=self.in_flight, hooked=hooked))
 
     def _balanced(self, model: nn.Module, world: World, given: str) -> dict[str, DeviceSlot]:
         own = range(len(world.devices))

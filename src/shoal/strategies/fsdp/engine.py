@@ -25,29 +25,27 @@ from shoal.data.micro import MicroBatch
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import mark_groups
 from shoal.strategies.compiled import RepeatedBlocks, compile_parts
-from shoal.strategies.correction import AnyTotals, DeviceTotals
-from shoal.strategies.engine import Runner, SynchronousEngine
+from shoal.strategies.contracts import Engine
+from shoal.strategies.correction import AnyTotals
 from shoal.strategies.fsdp.precision import GatheredPrecision
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.mesh_reducer import (
-    broadcast_buffers,
+    MeshReducer,
     data_group,
     first_along,
     norm_of_parts,
     other_gradients_kept,
-    world_totals,
 )
-from shoal.strategies.reducer import Reducer, backward_seed
+from shoal.strategies.reducer import backward_seed
 from shoal.strategies.task import Task
 from shoal.strategies.tensor_parallel.divided_loss import whole_loss
-from shoal.strategies.tensor_parallel.runner import check_compilable, local_runner
-from shoal.strategies.tensor_parallel.sharded_modules import division_of
+from shoal.strategies.tensor_parallel.engine import PlannedEngine, check_compilable
 from shoal.util.errors import StepError
 
 
 def fsdp_engine(
     module: nn.Module, world: World, precision: GatheredPrecision, *, whole: bool, reshard: bool
-) -> SynchronousEngine:
+) -> FSDPEngine:
     """Return the engine of a model that `divide` has sharded, which returned its `precision`.
 
     `whole` sums gradients over ranks after the last micro-batch only. `reshard` frees parameters
@@ -57,19 +55,24 @@ def fsdp_engine(
     for part in divided[:1] if reshard else divided:
         part.register_forward_pre_hook(_gather_again, prepend=True)
     reducer = FSDPReducer(HeldParameters(module, world), divided, whole)
-    return SynchronousEngine(FSDPRunner(reducer, precision, reshard))
+    return FSDPEngine(reducer, precision, reshard)
 
 
-class FSDPReducer(Reducer):
+class FSDPReducer(MeshReducer):
     """Reducer that decides when torch's FSDP2 sums gradients, and drops those of a failed batch.
 
     `divided` are the modules that FSDP2 has sharded, the root first.
     """
 
     def __init__(self, held: HeldParameters, divided: Sequence[Any], whole: bool) -> None:
-        self.held = held
+        super().__init__(
+            held,
+            reports_loss=first_along(held.world),
+            gradient_group=None,
+            buffer_group=data_group(held.world),
+            norm=norm_of_parts,
+        )
         self.divided = divided
-        self.reports_loss = first_along(held.world)
         self._whole = whole
         self._unsummed = False
 
@@ -91,11 +94,6 @@ class FSDPReducer(Reducer):
         if last:
             self.held.print_unused()
 
-    def totals(self) -> DeviceTotals:
-        """Return the sums over the world and the full norm; see the contract."""
-        self.held.check()
-        return world_totals(self.held, norm_of_parts(self.held), reports_loss=self.reports_loss)
-
     def discard(self) -> None:
         """Clear the gradients, including those of an interrupted batch."""
         self.held.clear()
@@ -104,20 +102,13 @@ class FSDPReducer(Reducer):
                 drop_accumulated(part)
             self._unsummed = False
 
-    def synchronize(self) -> None:
-        """Broadcast the buffers of the first data-parallel rank; see the contract."""
-        broadcast_buffers(self.held, data_group(self.held.world))
 
-
-class FSDPRunner(Runner):
-    """Runner of the module on this rank that keeps parameters outside the units gathered."""
-
-    loopable = True
+class FSDPEngine(PlannedEngine):
+    """Engine of the module on this rank that keeps parameters outside the units gathered."""
 
     def __init__(self, reducer: FSDPReducer, precision: GatheredPrecision, reshard: bool) -> None:
-        self.reducer = reducer
+        super().__init__(reducer, exact=partial(precision.under, None))
         self._precision = precision
-        self._inner = local_runner(reducer, exact=partial(precision.under, None))
         self._divided = reducer.divided
         self._reshard = reshard
 
@@ -133,7 +124,7 @@ class FSDPRunner(Runner):
         root.set_reshard_after_forward(False, recurse=False)
         try:
             with self._precision.under(autocast):
-                return self._inner.gradients(task, batch, autocast=autocast, scale=scale)
+                return super().gradients(task, batch, autocast=autocast, scale=scale)
         finally:
             root.set_reshard_after_forward(self._reshard, recurse=False)
             root.reshard()
@@ -141,7 +132,7 @@ class FSDPRunner(Runner):
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
         """Return the output of the module; see the contract."""
         with self._precision.under(autocast):
-            return self._inner.infer(task, micro, seed, autocast=autocast)
+            return super().infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
         """Compile each unit, or each block. Parameters are gathered outside the compiled code."""
@@ -151,16 +142,14 @@ class FSDPRunner(Runner):
                 found="TorchScript cannot call the hooks that gather the parameters",
                 fix="compile='inductor'",
             )
-        module = self.reducer.held.module
-        check_compilable(division_of(module), how)
+        check_compilable(self.division, how)
         if how == "blocks":
-            RepeatedBlocks(module).compile()
+            RepeatedBlocks(self.module).compile()
         else:
             compile_parts(self._divided[1:] or self._divided)
 
-    def check_model(self) -> None:
-        """Check the tensor-parallel plan, if there is one; see the contract."""
-        self._inner.check_model()
+    compile_with = Engine.compile_with
+    """Raise StepError: torch cannot compile the module as one unit, whose parts are gathered."""
 
 
 def divide(

@@ -46,10 +46,6 @@ class StageAssignment:
         ranks = self.ranks[stage]
         return ranks[micro % len(ranks)]
 
-    def workers(self, micro: int) -> tuple[int, ...]:
-        """Return the ranks that a micro-batch passes, in order."""
-        return tuple(self.worker(stage, micro) for stage in range(len(self.ranks)))
-
     def micros(self, rank: int, count: int) -> range:
         """Return which of `count` micro-batches `rank` runs."""
         ranks = self.ranks[self.stage(rank)]

@@ -14,10 +14,10 @@ from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.contracts import Engine
-from shoal.strategies.engine import SynchronousEngine
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.local import local_engine
 from shoal.strategies.module_patterns import find_units
+from shoal.strategies.partition.refused import refuse_layout, refuse_unused
 from shoal.strategies.partition.stages import (
     OuterGraph,
     Stage,
@@ -138,21 +138,13 @@ class Pipeline:
         if world.size == 1:
             return local_engine(model.to(world.device), world)
         ranks = world.layout.degree("pipeline")
-        if ranks == 1:
-            raise LayoutError(
-                given=f"shoal.Pipeline() with layout='{world.layout}'",
-                found="the layout has no `pipeline` axis",
-                fix="call shoal.init(layout='pipeline=2'), or 'replicate=2,pipeline=2' for two "
-                "replicas",
-            )
-        if world.layout.degree("context") > 1:
-            raise LayoutError(
-                given=f"shoal.Pipeline() with layout='{world.layout}'",
-                found="sequences are sliced before the first block and gathered after the last, "
-                "which are on different ranks",
-                fix="use layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), "
-                "shoal.Pipeline(…)], or shoal.ContextParallel() with shoal.FSDP()",
-            )
+        refuse_layout(
+            world,
+            "shoal.Pipeline()",
+            degree=2,
+            fix="use layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), "
+            "shoal.Pipeline(…)], or shoal.ContextParallel() with shoal.FSDP()",
+        )
         outer = trace(model, opened_by(self.split_points) if self.split_points else wide(model))
         points = self.split_points or self._balanced(outer, self.example_args or (), ranks, world)
         stages = outer.cut(points, f"shoal.Pipeline(split_points={tuple(points)!r})")
@@ -165,9 +157,9 @@ class Pipeline:
                 fix="use schedule='interleaved', or install torch 2.13",
             )
         _check(model, stages, owners, splits=splits)
-        from shoal.strategies.pipeline.runner import PipelineRunner  # imports torch's pipelining
+        from shoal.strategies.pipeline.engine import PipelineEngine  # imports torch's pipelining
 
-        runner = PipelineRunner(
+        return PipelineEngine(
             model,
             world,
             outer,
@@ -176,7 +168,6 @@ class Pipeline:
             schedule=self.schedule,
             stage_strategy=self.stage_strategy,
         )
-        return SynchronousEngine(runner)
 
     def _balanced(
         self, outer: OuterGraph, example: tuple[Any, ...], ranks: int, world: World
@@ -242,18 +233,7 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
             "parts, which torch cannot do for weights that are used twice",
             fix="use schedule='1f1b' or 'interleaved'",
         )
-    held = frozenset[str]().union(*(stage.names for stage in stages))
-    loose = [
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and name not in held
-    ]
-    if loose:
-        raise StepError(
-            given=given,
-            found=f"parameters that its forward does not use: {', '.join(loose[:3])}",
-            fix="remove them, or freeze them with requires_grad_(False) beforehand",
-        )
+    refuse_unused(model, stages, given)
     for rank in range(max(owners) + 1):
         mine = [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]
         if not any(p.requires_grad for stage in mine for p in stage.body.parameters()):

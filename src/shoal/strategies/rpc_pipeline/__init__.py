@@ -1,1 +1,1 @@
-"""RPC pipeline: stages on chosen ranks that call each other through torch RPC."""
+"""RPC pipeline: stages on chosen ranks that send each other messages through torch RPC."""

@@ -1,73 +1,36 @@
-"""Messages of other ranks and threads to the main thread of a rank during a turn."""
+"""Messages of other ranks to the main thread of a rank during a turn, and the order of its passes."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
-
-from shoal.data.micro import MicroBatch
-from shoal.strategies.task import Task
 from shoal.util.errors import ShoalError
 
 LOOK_SECONDS = 1.0
 """Interval after which a rank without messages checks whether the others are alive."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnWork:
-    """The micro-batches of a turn. `factor` multiplies the losses; None means inference."""
+class StagePass(NamedTuple):
+    """Message: run a forward pass, "F", or a backward pass, "B", of a micro-batch through the stage."""
 
-    task: Task
-    micros: Sequence[MicroBatch]
-    seed: int
-    autocast: torch.dtype | None
-    factor: float | None
+    kind: str
+    micro: int
+    values: Any
+    """What the stage before has computed, or the gradients of this stage's outputs."""
 
 
-class ReadyMessage(NamedTuple):
-    """Message: a rank is ready, or has an error."""
+class TurnDone(NamedTuple):
+    """Message: a rank has run all its passes of the turn, or has failed."""
 
     rank: int
     error: ShoalError | None
 
 
-class ForwardRequest(NamedTuple):
-    """Message: run a micro-batch through this rank's stage. `reply` gets the output."""
-
-    micro: int
-    received: tuple[Any, ...]
-    reply: Future[Any]
-
-
-class BackwardMessage(NamedTuple):
-    """Message: the backward of a micro-batch through this rank's stage begins or has ended."""
-
-    micro: int
-    over: bool
-
-
-class MicroBatchDone(NamedTuple):
-    """Message: a micro-batch has run through all stages and back, or failed."""
-
-    micro: int
-    value: Any
-    error: Exception | None
-
-
-class TurnDone(NamedTuple):
-    """Message: the turn is over for all ranks, with or without an error."""
-
-    error: ShoalError | None
-
-
-Message: TypeAlias = ReadyMessage | ForwardRequest | BackwardMessage | MicroBatchDone | TurnDone
+Message: TypeAlias = StagePass | TurnDone
 
 
 class Inbox:
@@ -77,44 +40,33 @@ class Inbox:
     """
 
     def __init__(self, look: Callable[[], None]) -> None:
-        self.turn = 0
+        self._turn = 0
         self._look = look
         self._over = 0
         self._lock = threading.Lock()
-        self._queues: dict[int, SimpleQueue[Message]] = {}
+        self._queues: defaultdict[int, SimpleQueue[Message]] = defaultdict(SimpleQueue)
 
     def begin(self) -> int:
         """Begin the next turn, and return its number."""
-        self.turn += 1
-        return self.turn
+        self._turn += 1
+        return self._turn
 
-    def end(self) -> list[Message]:
-        """End the turn, and return the messages that were not received."""
-        left: list[Message] = []
+    def end(self) -> None:
+        """End the turn, and drop its messages."""
         with self._lock:
-            self._over = self.turn
-            queue = self._queues.pop(self.turn, None)
-        while queue is not None and not queue.empty():
-            left.append(queue.get())
-        return left
+            self._over = self._turn
+            self._queues.pop(self._turn, None)
 
-    def lasts(self, turn: int) -> bool:
-        """Return whether that turn is not over yet. From any thread."""
+    def post(self, turn: int, message: Message) -> None:
+        """Send a message, unless that turn is over. From any thread."""
         with self._lock:
-            return turn > self._over
-
-    def post(self, turn: int, message: Message) -> bool:
-        """Send a message. Return False if that turn is over. From any thread."""
-        with self._lock:
-            if turn <= self._over:
-                return False
-            self._queues.setdefault(turn, SimpleQueue()).put(message)
-            return True
+            if turn > self._over:
+                self._queues[turn].put(message)
 
     def receive(self, *, wait: bool = True) -> Message | None:
         """Return the next message of this turn; without `wait`, None if there is none yet."""
         with self._lock:
-            queue = self._queues.setdefault(self.turn, SimpleQueue())
+            queue = self._queues[self._turn]
         while True:
             try:
                 return queue.get(block=wait, timeout=LOOK_SECONDS)
@@ -124,45 +76,40 @@ class Inbox:
                 self._look()
 
 
-class ForwardQueue:
-    """Queue of forward passes in the order of the micro-batches; they wait during a backward pass.
+class PassQueue:
+    """The passes of a stage: backward before forward, each in the order of the micro-batches.
 
-    A rank has a fixed number of cores, so a forward pass during a backward pass would only delay the
-    gradients for which earlier stages wait (as in the schedule 1F1B of Narayanan et al. 2019).
+    At most `ahead` micro-batches are between their two passes (as in the schedule 1F1B of Narayanan et
+    al. 2019). Without `backward`, there are forward passes only.
     """
 
-    def __init__(self, micros: range) -> None:
-        self._order = deque(micros)
-        self._waiting: dict[int, ForwardRequest] = {}
-        self._backwards: set[int] = set()
-        self._over: set[int] = set()
+    def __init__(self, micros: range, *, ahead: int, backward: bool) -> None:
+        self._order = {"B": deque(micros if backward else ()), "F": deque(micros)}
+        self._ahead = ahead
+        self._arrived: dict[tuple[str, int], StagePass] = {}
 
     @property
-    def backward(self) -> bool:
-        """Whether a backward pass is running."""
-        return bool(self._backwards)
+    def over(self) -> bool:
+        """Whether all passes have been taken."""
+        return not any(self._order.values())
 
     @property
     def ready(self) -> bool:
-        """Whether a forward pass can run now."""
-        return not self._backwards and bool(self._order) and self._order[0] in self._waiting
+        """Whether a pass can run now."""
+        return self._next() is not None
 
-    def add(self, job: ForwardRequest) -> None:
-        """Add a request."""
-        self._waiting[job.micro] = job
+    def add(self, message: StagePass) -> None:
+        """Add a pass whose values have arrived."""
+        self._arrived[message.kind, message.micro] = message
 
-    def take(self) -> ForwardRequest:
-        """Remove and return the request that is ready."""
-        return self._waiting.pop(self._order.popleft())
+    def take(self) -> StagePass | None:
+        """Remove and return the pass that can run now, if there is one."""
+        kind = self._next()
+        return None if kind is None else self._arrived.pop((kind, self._order[kind].popleft()))
 
-    def mark(self, micro: int, *, over: bool) -> None:
-        """Note that the backward of a micro-batch begins or has ended."""
-        if over:
-            self._over.add(micro)
-        else:
-            self._backwards.add(micro)
-        self._backwards -= self._over
-
-    def left(self) -> list[ForwardRequest]:
-        """Return the requests that were not run."""
-        return list(self._waiting.values())
+    def _next(self) -> str | None:
+        full = len(self._order["B"]) - len(self._order["F"]) >= self._ahead
+        for kind, order in self._order.items():
+            if order and (kind, order[0]) in self._arrived and not (kind == "F" and full):
+                return kind
+        return None

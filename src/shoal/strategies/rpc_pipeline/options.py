@@ -1,4 +1,4 @@
-"""Options of the RPC pipeline: stages that call each other through torch RPC."""
+"""Options of the RPC pipeline: stages that send each other messages through torch RPC."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import ClassVar
 from torch import nn
 
 from shoal.distributed.world import World
-from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.batch_norm import refuse_coupled
 from shoal.strategies.contracts import Engine
-from shoal.strategies.engine import SynchronousEngine
 from shoal.strategies.held_parameters import check_learns
 from shoal.strategies.local import local_engine
 from shoal.strategies.partition.assignment import crew_of, split_points
+from shoal.strategies.partition.refused import refuse_layout, refuse_unused
 from shoal.strategies.partition.stages import OuterGraph, Stage, opened_by, refuse_tied, trace
 from shoal.strategies.tensor_parallel.sharded_modules import division_of
-from shoal.util.errors import LayoutError, StepError
+from shoal.util.errors import StepError
 
 
 @dataclass(frozen=True, kw_only=True)
 class RPCPipeline:
-    """Pipeline over torch RPC: stages on the ranks of the `pipeline` axis call each other.
+    """Pipeline over torch RPC: stages on the ranks of the `pipeline` axis send each other messages.
 
     The micro-batches of `Loader(micro_batches=…)` run through the stages at the same time. Shapes may
     differ between micro-batches. Parameters, gradients and optimizer state stay on the ranks of their
@@ -87,14 +86,19 @@ class RPCPipeline:
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Keep this rank's stage of the model. In a world of size 1, check the stages and keep all."""
         given = f"shoal.RPCPipeline(…) around {type(model).__name__}"
-        if world.size > 1 and world.layout.degree("pipeline") == 1:
-            raise LayoutError(
-                given=f"{given} with layout='{world.layout}'",
-                found="the layout has no `pipeline` axis",
-                fix="call shoal.init(layout='pipeline=-1'), or 'replicate=2,pipeline=2' for two "
-                "replicas",
+        if world.size > 1:
+            refuse_layout(
+                world,
+                given,
+                degree=-1,
+                fix="use layout='pipeline=2', or shoal.ContextParallel() with shoal.FSDP()",
             )
-        _check_others(model, world, given)
+        if division_of(model) is not None:
+            raise StepError(
+                given=f"[shoal.TensorParallel(…), {given}]",
+                found="each call of a stage with sharded layers would have to run on several ranks",
+                fix="[shoal.TensorParallel(plan=…), shoal.Pipeline(split_points=…)]",
+            )
         check_learns(model)
         if world.size == 1:
             self._cut(model, given)
@@ -102,9 +106,9 @@ class RPCPipeline:
         refuse_coupled(model, "shoal.RPCPipeline(…)", "its stages run in threads, in any order")
         crew = crew_of([*self.stages], self.workers, world.layout.group(world.rank, "pipeline"), given)
         outer, stages = self._cut(model, given)
-        from shoal.strategies.rpc_pipeline.runner import RPCPipelineRunner  # imports torch RPC
+        from shoal.strategies.rpc_pipeline.engine import RPCPipelineEngine  # imports torch RPC
 
-        return SynchronousEngine(RPCPipelineRunner(model, world, outer, stages, crew))
+        return RPCPipelineEngine(model, world, outer, stages, crew)
 
     def _cut(self, model: nn.Module, given: str) -> tuple[OuterGraph, list[Stage]]:
         """Return the forward of the model as a graph, and its stages."""
@@ -128,43 +132,11 @@ def _tensors(module: nn.Module) -> list[object]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _check_others(model: nn.Module, world: World, given: str) -> None:
-    """Raise StepError for earlier strategies that do not support calls between ranks."""
-    if world.layout.degree("context") > 1:
-        raise LayoutError(
-            given=f"{given} with layout='{world.layout}'",
-            found="sequences are sliced before the first block and gathered after the last, "
-            "which are on different ranks",
-            fix="use layout='pipeline=2', or shoal.ContextParallel() with shoal.FSDP()",
-        )
-    if division_of(model) is not None:
-        raise StepError(
-            given=f"[shoal.TensorParallel(…), {given}]",
-            found="each call of a stage with sharded layers would have to run on several ranks",
-            fix="[shoal.TensorParallel(plan=…), shoal.Pipeline(split_points=…)]",
-        )
-    if runs_again(model):
-        raise StepError(
-            given=f"[shoal.ActivationCheckpointing(…), {given}]",
-            found="blocks would be recomputed in threads of distributed autograd, while other "
-            "micro-batches run forward and draw from the same random generator",
-            fix="[shoal.ActivationCheckpointing(…), shoal.Pipeline(split_points=…)]",
-        )
-
-
 def _check(model: nn.Module, stages: Sequence[Stage], names: Sequence[str], given: str) -> None:
     """Raise StepError for parameters used in two stages or in none, and for stages without any."""
     fix = "put the modules that share it in one stage, or separate the parameters"
     refuse_tied(stages, range(len(stages)), given, fix)
-    held = frozenset[str]().union(*(stage.names for stage in stages))
-    named = model.named_parameters(remove_duplicate=False)
-    loose = [name for name, p in named if p.requires_grad and name not in held]
-    if loose:
-        raise StepError(
-            given=given,
-            found=f"parameters that its forward does not use: {', '.join(loose[:3])}",
-            fix="remove them, or freeze them with requires_grad_(False) beforehand",
-        )
+    refuse_unused(model, stages, given)
     for name, stage in zip(names, stages, strict=True):
         if not any(True for _ in stage.body.parameters()):
             raise StepError(

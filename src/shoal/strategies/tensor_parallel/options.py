@@ -86,6 +86,6 @@ class TensorParallel:
         self.spread(model, world)
         if world.size == 1:
             return local_engine(model, world)
-        from shoal.strategies.tensor_parallel.runner import tensor_parallel_engine
+        from shoal.strategies.tensor_parallel.engine import tensor_parallel_engine
 
         return tensor_parallel_engine(model, world)

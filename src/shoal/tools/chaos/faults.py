@@ -1,10 +1,11 @@
-"""The kinds of faults, and the plan of a storm: which fault happens where, drawn from a seed."""
+"""The kinds of faults, the plan of a storm, drawn from a seed, and the fewest that still fail."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from shoal.util.errors import LaunchError
 
@@ -209,3 +210,26 @@ def check_kinds(text: str) -> tuple[str, ...]:
             fix=f"known faults: {', '.join(KINDS)}; `all` for all of them",
         )
     return names
+
+
+T = TypeVar("T")
+
+
+def shrink(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
+    """Return a part of `items` that fails, and does not without any one of its items.
+
+    Halves are tried first, then smaller parts (Zeller and Hildebrandt, Simplifying and Isolating
+    Failure-Inducing Input, 2002). Each part is tried once.
+    """
+    left = list(items)
+    size = len(left) // 2
+    while size >= 1:
+        start = 0
+        while start < len(left) and len(left) > 1:
+            rest = left[:start] + left[start + size :]
+            if rest and fails(rest):
+                left = rest
+            else:
+                start += size
+        size //= 2
+    return left

@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shoal.tools.chaos.containment import SCRATCH, TEMPORARY
-from shoal.tools.chaos.request import StormRequest
+from shoal.tools.chaos.report import StormRequest
 from shoal.util.errors import ShoalError
 
 START = "from shoal.tools.chaos.first_process import main; main()"
@@ -31,7 +32,7 @@ def main() -> None:
     request = StormRequest(**values, kinds=kinds, args=args)
     try:
         report = run_storm(request, Path.cwd(), SCRATCH / "shoal-chaos")
-        sys.stdout.write(json.dumps(report.as_json()))
+        sys.stdout.write(json.dumps(asdict(report)))
     except ShoalError as error:
         content = {"given": error.given, "found": error.found, "fix": error.fix}
         sys.stdout.write(json.dumps(content))

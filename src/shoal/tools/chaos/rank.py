@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import resource
 import signal
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.checkpoint import Checkpoints, Files
 from shoal.distributed.env_vars import placement
+from shoal.launcher.entry_point import Script
+from shoal.launcher.local import run_job
 from shoal.tools.chaos.control import ControlDirectory, Notice
 from shoal.tools.chaos.faults import KINDS, PLACES, Fault
-from shoal.tools.verify.patches import call_around, call_before
 from shoal.training.run import Run
 from shoal.util.clock import CLOCK, jump_clock
 
-HOOKS = "shoal.tools.chaos.rank:inject_faults"
+START = "from shoal.tools.chaos.rank import main; main()"
+"""Not `-m`: ranks must find its classes under the module's name, not under `__main__`."""
 OPERATIONS = (
     "make_directory",
     "create",
@@ -44,16 +49,24 @@ _LARGE = 1 << 40
 _JUMP = 3600.0
 
 
-def inject_faults(options: Mapping[str, Any]) -> None:
-    """Inject the faults of this rank that have not happened yet into the script that it will run."""
-    control = ControlDirectory(Path(options["control"]))
-    happened = control.injected()  # also in earlier attempts of the same launcher
-    faults = [
-        fault for fault in (Fault(**each) for each in options["faults"]) if fault.number not in happened
-    ]
-    injector = FaultInjector(control, placement().rank, faults, options["lasting"])
-    injector.install()
-    injector.note_start()
+@dataclass(frozen=True, kw_only=True)
+class DisturbedScript(Script):
+    """A script that a rank runs under faults. Those that have happened before are left out."""
+
+    control: str
+    faults: tuple[dict[str, Any], ...]
+    lasting: int
+
+    def run(self) -> None:
+        """Install the hooks and run the script as `__main__`."""
+        control = ControlDirectory(Path(self.control))
+        happened = control.injected()  # also in earlier attempts of the same launcher
+        faults = [
+            fault for fault in (Fault(**each) for each in self.faults) if fault.number not in happened
+        ]
+        injector = FaultInjector(control, placement().rank, faults, self.lasting)
+        injector.install()
+        super().run()
 
 
 class FaultInjector:
@@ -73,18 +86,24 @@ class FaultInjector:
         self._nested = False
 
     def install(self) -> None:
-        """Set the hooks. Files are those of checkpoints; other files are not observed."""
+        """Set the hooks on steps and on the files of checkpoints, and write a notice."""
         for name in OPERATIONS:
-            call_around(Files, name, partial(self._observed, name))
-        call_before(Checkpoints, "start", self._begin_save)
-        call_before(Run, "tick", lambda run, *_, **__: self._after_step(run.step))
+            setattr(Files, name, self._observed(name, getattr(Files, name)))
+        start, tick = Checkpoints.start, Run.tick
 
-    def _begin_save(self, checkpoints: Checkpoints, step: int, *_: Any, **__: Any) -> None:
-        checkpoints.background.wait()  # operations until now belong to the save before
-        self._saving, self._counts = step, Counter()
+        @wraps(start)
+        def started(checkpoints: Checkpoints, step: int, *args: Any, **kwargs: Any) -> Any:
+            checkpoints.background.wait()  # operations until now belong to the save before
+            self._saving, self._counts = step, Counter()
+            return start(checkpoints, step, *args, **kwargs)
 
-    def note_start(self) -> None:
-        """Write a notice that this rank is about to run the script."""
+        @wraps(tick)
+        def ticked(run: Run, *args: Any, **kwargs: Any) -> None:
+            self._after_step(run.step)
+            tick(run, *args, **kwargs)
+
+        setattr(Checkpoints, "start", started)  # noqa: B010
+        setattr(Run, "tick", ticked)  # noqa: B010
         self._tell("start", 0, "")
 
     def _after_step(self, step: int) -> None:
@@ -118,27 +137,30 @@ class FaultInjector:
         else:
             register_optimizer_step_pre_hook(inject)
 
-    def _observed(self, name: str, operation: Callable[..., Any], files: Files, *args: Any) -> Any:
-        """Run a file operation, after the faults that are due at it."""
-        if self._saving < 0 or self._nested:
-            return operation(files, *args)
-        label = self._next_label(name, args)
-        self._tell("save", self._saving, label)
-        due = [f for f in self._faults if (f.step, f.operation) == (self._saving, label)]
-        if due and name == "write":
-            half = len(args[1]) // 2
-            operation(files, args[0], args[1][:half])
-            args[0].flush()
-            args = (args[0], args[1][half:])
-        for fault in due:
-            self._faults.remove(fault)
-            self._inject(fault, self._saving)
-        # Whether a directory exists depends on which rank was faster.
-        self._nested = name == "make_directory"
-        try:
-            return operation(files, *args)
-        finally:
-            self._nested = False
+    def _observed(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(operation)
+        def observed(files: Files, *args: Any) -> Any:
+            if self._saving < 0 or self._nested:
+                return operation(files, *args)
+            label = self._next_label(name, args)
+            self._tell("save", self._saving, label)
+            due = [f for f in self._faults if (f.step, f.operation) == (self._saving, label)]
+            if due and name == "write":
+                half = len(args[1]) // 2
+                operation(files, args[0], args[1][:half])
+                args[0].flush()
+                args = (args[0], args[1][half:])
+            for fault in due:
+                self._faults.remove(fault)
+                self._inject(fault, self._saving)
+            # Whether a directory exists depends on which rank was faster.
+            self._nested = name == "make_directory"
+            try:
+                return operation(files, *args)
+            finally:
+                self._nested = False
+
+        return observed
 
     def _next_label(self, name: str, args: tuple[Any, ...]) -> str:
         what = getattr(args[0], "name", "") if args else ""
@@ -148,25 +170,26 @@ class FaultInjector:
 
     def _inject(self, fault: Fault, step: int) -> None:
         self._tell("injected", step, str(fault.number))
-        if fault.kind == "kill" or fault.kind.startswith("kill-in-"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "segfault":
-            ctypes.string_at(0)
-        elif fault.kind == "memory":
-            used = psutil.Process().memory_info().vms
-            resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
-            bytearray(_LARGE)
-        elif fault.kind in ERRORS:
-            raise OSError(ERRORS[fault.kind], os.strerror(ERRORS[fault.kind]))
-        elif fault.kind == "clock-jump":
-            jump_clock(_JUMP if fault.number % 2 else -_JUMP)
-        elif fault.kind == "kill-worker":
-            for child in psutil.Process().children()[:1]:
-                child.kill()
-        else:
-            self._control.request_action(fault.number, fault.kind, os.getpid())
-            if KINDS[fault.kind].lasts:
-                self._active.append((step + self._lasting, fault))
+        match fault.kind:
+            case "kill" | "kill-in-save" | "kill-in-forward" | "kill-in-backward" | "kill-in-update":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "segfault":
+                ctypes.string_at(0)
+            case "memory":
+                used = psutil.Process().memory_info().vms
+                resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+                bytearray(_LARGE)
+            case "io-error" | "read-only" | "quota":
+                raise OSError(ERRORS[fault.kind], os.strerror(ERRORS[fault.kind]))
+            case "clock-jump":
+                jump_clock(_JUMP if fault.number % 2 else -_JUMP)
+            case "kill-worker":
+                for child in psutil.Process().children()[:1]:
+                    child.kill()
+            case _:
+                self._control.request_action(fault.number, fault.kind, os.getpid())
+                if KINDS[fault.kind].lasts:
+                    self._active.append((step + self._lasting, fault))
 
     def _tell(self, kind: str, step: int, value: str) -> None:
         self._control.write_notice(
@@ -179,3 +202,11 @@ class FaultInjector:
                 pid=os.getpid(),
             )
         )
+
+
+def main() -> None:
+    """Run the order, as `shoal run` does, and exit with the code of its ranks."""
+    order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    processes, restarts = order.pop("processes"), order.pop("restarts")
+    job = DisturbedScript(**{**order, "args": tuple(order["args"]), "faults": tuple(order["faults"])})
+    sys.exit(run_job(job, processes=processes, restarts=restarts).code)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,13 +24,10 @@ import psutil
 from shoal.checkpoint.store import Manifest
 from shoal.tools.chaos.containment import StormDisk
 from shoal.tools.chaos.control import ActionRequest, ControlDirectory, Notice
-from shoal.tools.chaos.faults import KINDS, Fault, Survey, plan_faults
+from shoal.tools.chaos.faults import KINDS, Fault, Survey, plan_faults, shrink
 from shoal.tools.chaos.final_state import checkpoint_directories, digest_end, latest_checkpoint
-from shoal.tools.chaos.rank import HOOKS
-from shoal.tools.chaos.report import InjectedFault, StormReport
-from shoal.tools.chaos.request import StormRequest
-from shoal.tools.chaos.shrink import shrink
-from shoal.tools.verify.hooked_script import order_command
+from shoal.tools.chaos.rank import START
+from shoal.tools.chaos.report import InjectedFault, StormReport, StormRequest
 from shoal.tools.verify.variants import copy_directory
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
@@ -130,35 +129,32 @@ class Storm:
         faults: Sequence[Fault],
         lasting: int,
     ) -> StormAttempt:
-        order: dict[str, Any] = {
+        order = {
             "path": self._request.script,
             "args": self._request.args,
+            "control": str(control.path),
+            "faults": [asdict(fault) for fault in faults],
+            "lasting": lasting,
             "processes": self._request.processes,
-            "hooks": HOOKS,
-            "options": {
-                "control": str(control.path),
-                "faults": [asdict(fault) for fault in faults],
-                "lasting": lasting,
-            },
+            "restarts": 0,
         }
-        again = {**order, "options": {**order["options"], "faults": []}}
         home, seed = disk.path / "work", self._request.seed
 
         def perform(request: ActionRequest, launcher: int) -> Sequence[tuple[float, str]]:
             if request.action == "second-launcher":
-                return _run_again(_command(again, folder), home)
+                return _run_again(order_command({**order, "faults": []}, folder, "again"), home)
             _perform(request, launcher, disk, seed)
             return ()
 
         return run_attempt(order, folder, home, self._request.limit, perform)
 
 
-def _command(order: Mapping[str, Any], folder: Path) -> list[str]:
+def order_command(order: Mapping[str, Any], folder: Path, name: str = "order") -> list[str]:
+    """Return the command of one start of a script, which an order describes (`rank.main`)."""
+    (folder / f"{name}.json").write_text(json.dumps(order))
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
-    return order_command(
-        order, folder / f"order-{len(list(folder.glob('*.json')))}.json", TMPDIR=str(temporary)
-    )
+    return ["env", f"TMPDIR={temporary}", sys.executable, "-c", START, str(folder / f"{name}.json")]
 
 
 def run_attempt(
@@ -169,16 +165,16 @@ def run_attempt(
     perform: Callable[[ActionRequest, int], Sequence[tuple[float, str]]],
     look: Callable[[], object] = lambda: None,
 ) -> StormAttempt:
-    """Run an order in `home`, and perform the actions that its ranks ask for, until it ends.
+    """Start a script in `home`, and perform the actions that its ranks ask for, until it ends.
 
     `perform` gets a request and the process of the launcher, and returns lines for the output; `look`
     is called repeatedly. Ends all descendants of this process.
     """
-    control = ControlDirectory(Path(order["options"]["control"]))
+    control = ControlDirectory(Path(order["control"]))
     for request in control.requests():
         control.finish_request(request)
     process = subprocess.Popen(
-        _command(order, folder),
+        order_command(order, folder),
         cwd=home,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -229,27 +225,27 @@ def _run_again(command: Sequence[str], home: Path) -> list[tuple[float, str]]:
 
 def _perform(request: ActionRequest, launcher: int, disk: StormDisk, seed: int) -> None:
     """Inject a fault that a rank can't inject by itself, or end one."""
-    action, pid = request.action, request.pid
-    if action == "kill-launcher":
-        os.kill(launcher, signal.SIGKILL)
-    elif action == "kill-all":
-        end_processes()
-    elif action == "bit-flip":
-        flip_bit(disk.path, random.Random(f"{seed} {request.number}"))
-        end_processes()
-    elif action == "remove-checkpoint":
-        end_processes()
-        for path, _ in replaceable_checkpoints(disk.path):
-            shutil.rmtree(path)
-    elif action == "stop":
-        os.kill(pid, signal.SIGSTOP)
-        threading.Timer(STOP_SECONDS, _continue, (pid,)).start()
-    elif action == "disk-full":
-        disk.fill()
-    elif action == "inodes-full":
-        disk.fill_inodes()
-    else:
-        disk.restore()
+    match request.action:
+        case "kill-launcher":
+            os.kill(launcher, signal.SIGKILL)
+        case "kill-all":
+            end_processes()
+        case "bit-flip":
+            flip_bit(disk.path, random.Random(f"{seed} {request.number}"))
+            end_processes()
+        case "remove-checkpoint":
+            end_processes()
+            for path, _ in replaceable_checkpoints(disk.path):
+                shutil.rmtree(path)
+        case "stop":
+            os.kill(request.pid, signal.SIGSTOP)
+            threading.Timer(STOP_SECONDS, _continue, (request.pid,)).start()
+        case "disk-full":
+            disk.fill()
+        case "inodes-full":
+            disk.fill_inodes()
+        case _:
+            disk.restore()
 
 
 def _continue(pid: int) -> None:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from shoal.util.differences import RankDifference, spans
+from shoal.util.document import Document, Section, Table
 from shoal.util.grouping import group_by
 from shoal.util.units import counted
 
@@ -106,9 +107,23 @@ class Examination:
         fine = f"{self.count(Severity.OK)} checks ok, on {ranks} of {hosts}, in {self.seconds:.0f} s"
         return f"{' and '.join(bad)}; {fine}" if bad else fine
 
-    def plain(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
-        return {"format": FORMAT, "verdict": self.verdict(), **asdict(self)}
+
+def examination_document(found: Examination) -> Document:
+    """Return the verdict, then a line for each check, the gravest first."""
+    rows: list[tuple[str, str, str]] = []
+    for one in found.findings:
+        mark = one.state if one.state is Severity.OK else one.state.upper()
+        rows.append((mark, one.what, one.found))
+        rows += [("", "", f"→ {one.fix}")] if one.fix else []
+    verdict = found.verdict()
+    table = Table(
+        caption=f"shoal doctor: {verdict}", head=("", "check", "result and remedy"), rows=rows
+    )
+    return Document(
+        title="shoal doctor",
+        sections=[Section(blocks=[table])],
+        values={"format": FORMAT, "verdict": verdict, **asdict(found)},
+    )
 
 
 def describe_ranks(ranks: Sequence[RankFacts[Any]]) -> str:

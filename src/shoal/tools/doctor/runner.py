@@ -16,7 +16,6 @@ from shoal.tools.doctor.checks import (
     filesystem,
     gpus,
     host,
-    shared_directory,
     software,
 )
 from shoal.tools.doctor.findings import (
@@ -27,8 +26,7 @@ from shoal.tools.doctor.findings import (
     describe_ranks,
     failure,
 )
-from shoal.tools.doctor.rounds import Rounds
-from shoal.tools.doctor.timed_checks import TimedOutcome
+from shoal.tools.doctor.rounds import Rounds, TimedOutcome
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.packages import packages
@@ -213,21 +211,15 @@ def rank_topics(request: DoctorRequest, ranks: int) -> list[Check[Any]]:
         Check(name="limits", look=partial(host.describe_limits, ranks), judge=host.check_limits),
         Check(name="GPU health", look=gpus.describe_gpus, judge=gpus.check_gpus),
     ]
-    if request.source is not None:
-        look = partial(software.describe_sources, request.source)
-        topics.append(Check(name="source", look=look, judge=software.check_sources))
-    if request.data is not None:
-        topics.append(
-            Check(
-                name="dataset",
-                look=partial(dataset.describe_dataset, request.data),
-                judge=dataset.check_dataset,
-            )
-        )
-    if request.run is not None:
-        run = partial(filesystem.try_directory, request.run)
-        topics.append(Check(name="run directory", look=run, judge=filesystem.check_directories))
-    return topics
+    paths: tuple[tuple[str, Path | None, Callable[[Path], Any], Callable[..., Any]], ...] = (
+        ("source", request.source, software.describe_sources, software.check_sources),
+        ("dataset", request.data, dataset.describe_dataset, dataset.check_dataset),
+        ("run directory", request.run, filesystem.try_directory, filesystem.check_directories),
+    )
+    given = [
+        (name, partial(look, path), judge) for name, path, look, judge in paths if path is not None
+    ]
+    return topics + [Check(name=name, look=look, judge=judge) for name, look, judge in given]
 
 
 def examine(request: DoctorRequest) -> tuple[Examination | None, bool]:
@@ -296,14 +288,14 @@ def _compute_of_all() -> Check[Any]:
 
 def examine_together(world: World, request: DoctorRequest) -> tuple[Examination | None, bool]:
     """Examine all ranks of a world, once in its life; as `examine`. Collective."""
-    from shoal.tools.doctor.checks import outages
+    from shoal.tools.doctor.checks import links
 
     hosts = world.gather(socket.gethostname())
     rounds = Rounds(world.store("shoal/doctor"), rank=world.rank, size=world.size)
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts)
-    with outages.LinkProbes(world, hosts) as watched:
+    with links.LinkProbes(world, hosts) as watched:
         _examine_all(world, doctor)
-        doctor.go("outages", [Check(name=outages.WHAT, look=watched.look, judge=outages.check_outages)])
+        doctor.go("outages", [Check(name=links.WHAT, look=watched.look, judge=links.check_outages)])
         seen = watched.look()
     rounds.end()
     cut_off = [one["host"] for one in seen if not one["over"]]
@@ -328,11 +320,9 @@ def _examine_all(world: World, doctor: Doctor) -> None:
         doctor.go("clock", [Check(name="clock", look=ask, judge=clocks.check_clocks)])
     if rounds.going and request.run is not None and doctor.written():
         see = partial(
-            shared_directory.try_shared_directory, request.run, store, rank=rank, size=size, limit=inner
+            filesystem.try_shared_directory, request.run, store, rank=rank, size=size, limit=inner
         )
-        doctor.go(
-            "shared", [Check(name="shared", look=see, judge=shared_directory.check_shared_directory)]
-        )
+        doctor.go("shared", [Check(name="shared", look=see, judge=filesystem.check_shared_directory)])
     if rounds.going and not request.quick:
         crowded = doctor.crowded() if world.device.type == "cpu" else []
         work = partial(compute.measure_compute, [world.device], compared=hosts[rank] not in crowded)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from shoal.tools.report import causes
 from shoal.tools.report.breakdown import COMPUTING, LABELS
 from shoal.tools.report.causes import (
     STALLS,
@@ -19,9 +19,8 @@ from shoal.tools.report.causes import (
     straggler_cost,
 )
 from shoal.tools.report.history import Attempt, History
-from shoal.tools.report.loader_speed import Loading, loader_speed_of
 from shoal.tools.report.stalls import Stalls
-from shoal.tools.report.stragglers import NOTABLE, Straggler
+from shoal.tools.report.stragglers import NOTABLE, Loading, Straggler, loader_speed_of
 from shoal.util.units import bandwidth, counted, duration, percent
 
 MUCH = 0.1
@@ -47,33 +46,28 @@ _SHARED = {
 }
 
 
-@dataclass(frozen=True)
-class Inefficiency:
-    """A finding about a loss, and whether the loss is large enough to be reported in any case."""
-
-    finding: Finding
-    large: bool
-
-
 def losses(
     history: History,
     shares: Mapping[str, float],
     named: Sequence[Straggler],
     costs: Costs,
     judged: Sequence[AttemptProfile],
-) -> Iterator[Inefficiency]:
-    """Yield the losses in parts for which no single rank is to blame."""
+) -> Iterator[tuple[Finding, bool]]:
+    """Yield the losses in parts for which no single rank is to blame.
+
+    Each comes with whether it is large enough to be reported in any case.
+    """
     for part, share in shares.items():
         left = share if part in (STALLS, UNEVEN) else share - straggler_cost(part, named, costs)
         if part == "computing" or part in COMPUTING or left < NOTABLE:
             continue
         text, advice = _about(part, left, history, judged)
         stalls = next((each for one in judged for each in one.stalls if each.part == part), None)
-        if stalls is not None and stalls.cost > 0.5 * left * _step(judged[-1]):
+        if stalls is not None and stalls.cost > 0.5 * left * judged[-1].profile.seconds:
             text += (
                 f" Most of it is lost {describe_frequency(stalls)}: {duration(stalls.excess)} there."
             )
-        yield Inefficiency(Finding(text, advice, left), left >= LEAST.get(part, MUCH))
+        yield Finding(text, advice, left), left >= LEAST.get(part, MUCH)
 
 
 def describe_frequency(each: Stalls) -> str:
@@ -83,25 +77,28 @@ def describe_frequency(each: Stalls) -> str:
     return f"at step {each.newest:,}" if each.count == 1 else f"in {each.count:,} steps"
 
 
-def _step(one: AttemptProfile) -> float:
-    return float(one.profile.average(one.profile.wall).mean())
-
-
 def _about(
     part: str, share: float, history: History, judged: Sequence[AttemptProfile]
 ) -> tuple[str, str]:
     """Return a sentence on the loss in a part, and advice."""
     newest = judged[-1]
-    if part == STALLS:
-        return _about_stalls(share, history, judged)
-    if part == UNEVEN:
-        return _about_uneven(share)
-    if part == "communication":
-        return _about_links(share, newest.attempt)
-    if part == "wait":
-        return _about_data(share, newest)
-    if part == "checkpoint":
-        return _about_saves(share, newest.attempt)
+    match part:
+        case causes.STALLS:
+            return _about_stalls(share, history, judged)
+        case causes.UNEVEN:
+            return (
+                f"Ranks wait for each other in turn, {percent(share)} of the time: no rank is slower "
+                "for long, but in each step another one is.",
+                "if the samples differ in length, use batches of equal numbers of tokens: "
+                "shoal.Loader(…, batch_size=shoal.TokenBudget(lengths, 4096)); otherwise check whether "
+                "other jobs use these machines: shoal doctor",
+            )
+        case "communication":
+            return _about_links(share, newest.attempt)
+        case "wait":
+            return _about_data(share, newest)
+        case "checkpoint":
+            return _about_saves(share, newest.attempt)
     text, advice = _SHARED[part]
     return f"{text} {percent(share)} of the time{_everywhere(newest.attempt)}.", advice
 
@@ -127,19 +124,9 @@ def _about_stalls(share: float, history: History, judged: Sequence[AttemptProfil
     )
 
 
-def _about_uneven(share: float) -> tuple[str, str]:
-    return (
-        f"Ranks wait for each other in turn, {percent(share)} of the time: no rank is slower for long, "
-        "but in each step another one is.",
-        "if the samples differ in length, use batches of equal numbers of tokens: shoal.Loader(…, "
-        "batch_size=shoal.TokenBudget(lengths, 4096)); otherwise check whether other jobs use these "
-        "machines: shoal doctor",
-    )
-
-
 def _about_data(share: float, one: AttemptProfile) -> tuple[str, str]:
     text = f"Ranks wait for data {percent(share)} of the time{_everywhere(one.attempt)}"
-    found = loader_speed_of(one.attempt, one.profile)
+    found = loader_speed_of(one.profile)
     if found is None:
         return f"{text}.", "use more workers, or reduce work per sample: shoal.Loader(…, num_workers=N)"
     batch = duration(found.seconds)

@@ -6,18 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from shoal.tools.report.advice import describe_frequency
 from shoal.tools.report.breakdown import (
     COMPUTING,
     LABELS,
     OWN,
     SHOWN,
-    align_ranks,
     count_warm_up_steps,
-    profile_of,
-    window_edges,
+    profile,
 )
 from shoal.tools.report.causes import (
     STALLS,
@@ -93,23 +89,12 @@ def find_bottleneck(history: History, *, last: int | None = None) -> BottleneckR
 
 
 def _judged(attempt: Attempt, last: int | None) -> AttemptProfile | None:
-    aligned = align_ranks(attempt)
-    if aligned is None:
+    found = profile(attempt, last=last)
+    if found is None:
         return None
-    warm = count_warm_up_steps(aligned)
-    begin = warm if last is None else max(warm, len(aligned.steps) - last)
-    if begin >= len(aligned.steps):
-        begin = 0
-    found = profile_of(aligned, window_edges(begin, len(aligned.steps)))
-    step = float(np.median(found.wall.mean(axis=0)))
-    return AttemptProfile(
-        attempt,
-        found,
-        find_stragglers(attempt, aligned, found),
-        find_stalls(aligned, begin, len(aligned.steps), step),
-        warm,
-        float(aligned.column("wall", 0, warm).mean(axis=0).sum()),
-    )
+    warm = count_warm_up_steps(found.aligned)
+    seconds = float(found.aligned.column("wall", 0, warm).mean(axis=0).sum())
+    return AttemptProfile(attempt, found, find_stragglers(found), find_stalls(found), warm, seconds)
 
 
 def _shares(judged: list[AttemptProfile]) -> tuple[dict[str, float], Costs]:
@@ -123,7 +108,7 @@ def _shares(judged: list[AttemptProfile]) -> tuple[dict[str, float], Costs]:
     costs: dict[Culprit, float] = defaultdict(float)
     for one in judged:
         found, steps = one.profile, one.profile.steps
-        wall = float(found.average(found.wall).mean()) * steps
+        wall = found.seconds * steps
         shared = dict(zip(SHOWN, found.average(found.usual) * steps, strict=True))
         surplus = dict(zip(SHOWN, found.average(found.surplus).sum(axis=1) * steps, strict=True))
         for each in one.stragglers:
@@ -171,8 +156,6 @@ def _sentence(
     also = [each for each in named if culprit_of(each) not in said]
     behind = list(dict.fromkeys(f"{each.place} in {LABELS[each.part]}" for each in also))
     text = f"{percent(efficient)} efficient"
-    if not any(one.attempt.measured for one in judged):
-        text = f"{percent(efficient)} computing or communicating"
     if told:
         text += ": " + ", ".join(told)
     if behind:

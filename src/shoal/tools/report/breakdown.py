@@ -63,21 +63,22 @@ HELD = 1 << 20
 
 @dataclass(frozen=True)
 class AlignedSteps:
-    """The steps that all ranks of an attempt have recorded; `left_out` are ranks with too few."""
+    """The steps that all ranks of an attempt have recorded, with the rows of each rank.
 
+    `left_out` are ranks with too few.
+    """
+
+    attempt: Attempt
     ranks: tuple[int, ...]
     steps: Array
-    _rows: tuple[Array, ...]
-    _where: tuple[Array | slice, ...]
+    rows: tuple[Array, ...]
     left_out: tuple[int, ...]
 
     def column(self, name: str, first: int, last: int) -> Array:
-        """Return one column over a range of steps, a row for each rank."""
-        found = []
-        for rows, where in zip(self._rows, self._where, strict=True):
-            chosen = slice(first, last) if isinstance(where, slice) else where[first:last]
-            found.append(rows[name][chosen])
-        return np.stack(found)
+        """Return one column, or "other", over a range of steps, a row for each rank."""
+        if name == "other":
+            return np.asarray(self.cube(first, last)[0][-1])
+        return np.stack([rows[name][first:last] for rows in self.rows])
 
     def cube(self, first: int, last: int) -> tuple[Array, Array]:
         """Return seconds by part (PARTS and "other"), rank and step, and wall time by rank and step."""
@@ -91,7 +92,7 @@ class AlignedSteps:
 
 @dataclass(frozen=True)
 class Profile:
-    """Mean seconds per step in consecutive `windows` of steps.
+    """Mean seconds per step of `aligned` in consecutive `windows`, from its step number `begin` on.
 
     `mean[part, rank, window]` has the parts of SHOWN, `wall[rank, window]` their sum. `usual[part,
     window]` is the time of a usual rank. `surplus[part, rank, window]` is a rank's excess over it in
@@ -99,8 +100,8 @@ class Profile:
     window]` is the time to make a batch; NaN if it was not recorded.
     """
 
-    ranks: tuple[int, ...]
-    left_out: tuple[int, ...]
+    aligned: AlignedSteps
+    begin: int
     first: Array
     last: Array
     count: Array
@@ -113,6 +114,26 @@ class Profile:
     samples: Array
     counted: Array
     load: Array
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt whose steps they are."""
+        return self.aligned.attempt
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that recorded the steps."""
+        return self.aligned.ranks
+
+    @property
+    def seconds(self) -> float:
+        """The mean time of a step."""
+        return float(self.average(self.wall).mean())
+
+    @property
+    def usual_seconds(self) -> float:
+        """The median over the windows of the time of a step."""
+        return float(np.median(self.wall.mean(axis=0)))
 
     @property
     def steps(self) -> int:
@@ -137,19 +158,19 @@ def align_ranks(attempt: Attempt) -> AlignedSteps | None:
     ranks = tuple(rank for rank, each in rows.items() if len(each) >= max(1, COVERED * most))
     if not ranks:
         return None
-    numbers = [rows[rank]["step"] for rank in ranks]
-    shortest = min(map(len, numbers))
-    steps = numbers[0][:shortest]
-    where: list[Array | slice]
-    if all(np.array_equal(each[:shortest], steps) for each in numbers):
-        where = [slice(None)] * len(ranks)
-    else:  # some lines were lost
-        steps = reduce(np.intersect1d, numbers)
-        where = [np.intersect1d(each, steps, return_indices=True)[1] for each in numbers]
+    shortest = min(len(rows[rank]) for rank in ranks)
+    aligned = [rows[rank][:shortest] for rank in ranks]
+    steps = aligned[0]["step"]
+    if not all(np.array_equal(each["step"], steps) for each in aligned):  # some lines were lost
+        steps = reduce(np.intersect1d, [rows[rank]["step"] for rank in ranks])
         if not len(steps):
             return None
+        aligned = [
+            rows[rank][np.intersect1d(rows[rank]["step"], steps, return_indices=True)[1]]
+            for rank in ranks
+        ]
     left_out = tuple(rank for rank in rows if rank not in ranks)
-    return AlignedSteps(ranks, steps, tuple(rows[rank] for rank in ranks), tuple(where), left_out)
+    return AlignedSteps(attempt, ranks, steps, tuple(aligned), left_out)
 
 
 def count_warm_up_steps(aligned: AlignedSteps) -> int:
@@ -174,32 +195,24 @@ def window_edges(first: int, last: int, windows: int | None = None) -> Array:
     return np.linspace(first, last, max(1, min(windows, count)) + 1).astype(int)
 
 
-def profile(
-    attempt: Attempt, *, last: int | None = None, windows: int | None = None, warm: bool = False
-) -> Profile | None:
+def profile(attempt: Attempt, *, last: int | None = None, windows: int | None = None) -> Profile | None:
     """Return the time of an attempt's steps by part; None if no rank has recorded a step.
 
     `last` limits it to the newest steps. `windows` is the number of windows. The first steps, which
-    warm up, count only if `warm`.
+    warm up, do not count.
     """
     aligned = align_ranks(attempt)
     if aligned is None:
         return None
-    begin = 0 if warm else count_warm_up_steps(aligned)
+    begin, end = count_warm_up_steps(aligned), len(aligned.steps)
     if last is not None:
-        begin = max(begin, len(aligned.steps) - last)
-    if begin >= len(aligned.steps):
-        return None
-    return profile_of(aligned, window_edges(begin, len(aligned.steps), windows))
-
-
-def profile_of(aligned: AlignedSteps, bounds: Array) -> Profile:
-    """Return the same over windows that begin and end at `bounds`."""
+        begin = max(begin, end - last)
+    bounds = window_edges(begin, end, windows)
     found = [_window(aligned, int(a), int(b)) for a, b in pairwise(bounds)]
     sums = {name: np.stack([each[name] for each in found], axis=-1) for name in found[0]}
     return Profile(
-        aligned.ranks,
-        aligned.left_out,
+        aligned,
+        begin,
         first=aligned.steps[bounds[:-1]],
         last=aligned.steps[bounds[1:] - 1],
         count=np.diff(bounds),
@@ -297,13 +310,11 @@ def _slowest(inside: Array) -> Array:
 
 def _progress(aligned: AlignedSteps, first: int, last: int) -> dict[str, Array]:
     """Return the loss of the first rank, the times at which its steps ended, and the sample counts."""
-    alone = AlignedSteps(aligned.ranks[:1], aligned.steps, aligned._rows[:1], aligned._where[:1], ())
-    loss = alone.column("loss", first, last)[0]
-    loss = loss[np.isfinite(loss)]
-    counted = alone.column("counted", first, last)[0]
+    rows = aligned.rows[0][first:last]
+    loss = rows["loss"][np.isfinite(rows["loss"])]
     return {
         "loss": np.asarray(loss.mean(dtype=np.float64) if len(loss) else np.nan),
-        "time": alone.column("time", last - 1, last)[0, 0],
-        "samples": np.asarray(alone.column("size", first, last)[0].mean(dtype=np.float64)),
-        "counted": np.asarray(counted.mean(dtype=np.float64)),
+        "time": rows["time"][-1],
+        "samples": np.asarray(rows["size"].mean(dtype=np.float64)),
+        "counted": np.asarray(rows["counted"].mean(dtype=np.float64)),
     }

@@ -8,8 +8,7 @@ from dataclasses import replace
 from shoal.tools.report.advice import losses
 from shoal.tools.report.breakdown import COMPUTING, LABELS
 from shoal.tools.report.causes import AttemptProfile, Costs, Culprit, Finding, culprit_of, rank_names
-from shoal.tools.report.event_fields import integer_in, number_in, text_in
-from shoal.tools.report.history import Event, History
+from shoal.tools.report.history import Event, History, integer_in, number_in, text_in
 from shoal.tools.report.stragglers import Straggler
 from shoal.util.grouping import group_by
 from shoal.util.units import duration
@@ -29,8 +28,8 @@ def list_findings(
     """
     found = list(_slow_ranks(named, costs))
     small: list[Finding] = []
-    for loss in losses(history, shares, named, costs, judged):
-        (found if loss.large else small).append(loss.finding)
+    for finding, large in losses(history, shares, named, costs, judged):
+        (found if large else small).append(finding)
     most = max((each.cost for each in found), default=1.0)
     found += [each for each in small if each.cost > most]
     found.sort(key=lambda each: -each.cost)
@@ -97,9 +96,10 @@ def _left_out(history: History, newest: AttemptProfile) -> Iterator[Finding]:
             f"Nothing was recorded by {rank_names(missing)}.",
             "check whether these ranks can reach the run directory",
         )
-    if newest.profile.left_out:
+    left_out = newest.profile.aligned.left_out
+    if left_out:
         yield Finding(
-            f"{rank_names(newest.profile.left_out)} recorded few steps and are left out.",
+            f"{rank_names(left_out)} recorded few steps and are left out.",
             "check whether these ranks could write (df -h)",
         )
 

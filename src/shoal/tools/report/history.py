@@ -31,7 +31,7 @@ STEP = np.dtype(
 )
 """One step of one rank: `time` of its tick in seconds since the epoch, durations in seconds.
 
-`load` is the time to make the batch, in the worker if the loader has workers; NaN before format 3.
+`load` is the time to make the batch, in the worker if the loader has workers.
 """
 
 USAGE = np.dtype(
@@ -178,16 +178,6 @@ class Attempt:
         ends = [int(rows.all["step"][-1]) for rows in self.steps.values() if len(rows)]
         return max(ends, default=self.first)
 
-    @property
-    def measured(self) -> bool:
-        """Whether communication was measured apart from computing, as since format 2."""
-        return any(self.format(rank) > 1 for rank in self.starts)
-
-    def format(self, rank: int) -> int:
-        """Return the format in which a rank wrote; 1 if its events do not record one."""
-        said = self.starts.get(rank, {}).get("format")
-        return said if type(said) is int else 1
-
     def workers(self, rank: int) -> int:
         """Return the number of loader workers of a rank; 0 if it has none or did not record them."""
         said = self.starts.get(rank, {}).get("workers")
@@ -291,3 +281,23 @@ def _merged(tracks: list[Array]) -> Array:
     np.maximum.at(merged["step"], owners, every["step"])
     np.maximum.accumulate(merged["step"], out=merged["step"])
     return np.asarray(merged)
+
+
+def number_in(event: Event, name: str) -> float | None:
+    """Return a field that is a finite number, or None."""
+    value = event.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
+        return None
+    return float(value)
+
+
+def integer_in(event: Event, name: str) -> int | None:
+    """Return a field that is an integer, or None."""
+    value = event.get(name)
+    return value if type(value) is int and abs(value) < 1 << 62 else None
+
+
+def text_in(event: Event, name: str) -> str:
+    """Return a field that is a string, or an empty one, truncated to the length of a line."""
+    value = event.get(name)
+    return value[:500] if isinstance(value, str) else ""

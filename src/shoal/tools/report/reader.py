@@ -18,7 +18,6 @@ from shoal.telemetry.events import (
     count_steps,
     parse_event,
     paths_in,
-    single_step_columns,
     step_columns,
 )
 from shoal.tools.report.history import (
@@ -57,8 +56,6 @@ class _File:
     attempt: Attempt | None = None
     waiting: list[Event] = field(default_factory=list)
     """Events from before the start of the attempt to which they belong."""
-    single: list[dict[str, Any]] = field(default_factory=list)
-    """Steps of the format that has one line per step."""
 
 
 class Reader:
@@ -117,69 +114,44 @@ class Reader:
         return {rank: path for rank, path in found.items() if self._only in (None, rank)}
 
     def _take(self, file: _File, lines: list[bytes]) -> None:
-        for line in lines:
-            event = parse_event(line, brief=True)
-            if event is not None and event["event"] == "step":
-                file.single.append(event)
-                continue
-            known = event is not None or not line.strip()
-            if known:
-                self._flush(file)
-            if event is not None:
-                try:
-                    self._event(file, event)
-                except MALFORMED:
-                    known = False
-            if not known:
+        for line in filter(bytes.strip, lines):
+            try:
+                self._event(file, parse_event(line, brief=True))
+            except MALFORMED:
                 self.history.skipped += 1
-        self._flush(file)
         self._shorten(file)
 
-    def _event(self, file: _File, event: dict[str, Any]) -> None:
+    def _event(self, file: _File, event: Event | None) -> None:
+        if event is None:
+            raise ValueError("not an event")
         kind, time = event["event"], float(event.get("t", 0.0))
-        if kind == "start":
-            began = float(event.get("began", time))
-            if not np.isfinite(began):
-                raise ValueError("an attempt without a start time")
-            file.attempt = self.history.attempt(began, after=file.attempt)
-            file.attempt.starts[file.rank] = event
-            file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
-            file.waiting.clear()
-        elif kind == "steps":
-            self._steps(file, event["name"], step_columns(event))
-        elif kind == "usage":
-            _add_usage(self._attempt(file), file.rank, event)
-        elif kind == "collectives":
-            _add_traffic(self._attempt(file), file.rank, event)
-        elif kind == "restore" or file.attempt is None:
-            file.waiting.append(event)
-        elif kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
-            file.attempt.events.append((file.rank, event))
+        match kind:
+            case "start":
+                began = float(event.get("began", time))
+                if not np.isfinite(began):
+                    raise ValueError("an attempt without a start time")
+                file.attempt = self.history.attempt(began, after=file.attempt)
+                file.attempt.starts[file.rank] = event
+                file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
+                file.waiting.clear()
+            case "steps":
+                self._steps(file, event)
+            case "usage":
+                _add_usage(self._attempt(file), file.rank, event)
+            case "collectives":
+                _add_traffic(self._attempt(file), file.rank, event)
+            case _ if kind == "restore" or file.attempt is None:
+                file.waiting.append(event)
+            case _ if kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
+                file.attempt.events.append((file.rank, event))
         if file.attempt is not None and abs(time) < NEVER:
             file.attempt.seen = max(file.attempt.seen, time)
 
-    def _flush(self, file: _File) -> None:
-        """Take the steps that had one line each, grouped by name."""
-        single, file.single = file.single, []
-        while single:
-            name = single[0].get("name")
-            count = next((i for i, each in enumerate(single) if each.get("name") != name), len(single))
-            try:
-                attempt = self._attempt(file)
-                before = attempt.steps.get((file.rank, str(name)))
-                begun = float(before.all["time"][-1]) if before else None
-                self._steps(file, name, single_step_columns(single[:count], begun))
-                attempt.seen = max(attempt.seen, float(single[count - 1]["t"]))
-            except MALFORMED:
-                self.history.skipped += count
-            single = single[count:]
-
-    def _steps(self, file: _File, name: object, columns: Mapping[str, Array]) -> None:
+    def _steps(self, file: _File, block: Event) -> None:
+        name, columns = block["name"], step_columns(block)
         if not isinstance(name, str):
             raise TypeError("a Step without a name")
         attempt, name = self._attempt(file), name[:200]
-        if "load" not in columns and attempt.format(file.rank) > 2:
-            raise KeyError("load")
         added = _add(attempt, file.rank, name, columns)
         if self._seen is not None:
             self._seen(attempt, file.rank, name, added)
@@ -289,7 +261,7 @@ def _add(attempt: Attempt, rank: int, name: str, columns: Mapping[str, Array]) -
     added = rows.append(len(columns["step"]))
     if "size" in columns:
         columns = {**columns, "size": np.clip(np.nan_to_num(columns["size"]), 0, 2**31 - 128)}
-    for column in ("loss", "counted", "load"):
+    for column in ("loss", "counted"):
         added[column] = np.nan
     with np.errstate(over="ignore"):  # a loss that float32 can't hold becomes infinite
         for column, values in columns.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.tools.report.breakdown import COMPUTING, AlignedSteps, split_steps
+from shoal.tools.report.breakdown import COMPUTING, AlignedSteps, Profile, split_steps
 from shoal.tools.report.history import PARTS, Array
 
 RARELY = 1 / 8
@@ -47,8 +47,9 @@ class Stalls:
     cost: float
 
 
-def find_stalls(aligned: AlignedSteps, first: int, last: int, step: float) -> list[Stalls]:
-    """Return the stalls of all ranks in a range of the steps; `step` is the median time of a step."""
+def find_stalls(profile: Profile) -> list[Stalls]:
+    """Return the stalls of all ranks in the steps of a profile."""
+    aligned, first, last = profile.aligned, profile.begin, len(profile.aligned.steps)
     shared = _shared(aligned, first, last)
     work = aligned.column("counted", first, last)[0]
     known = np.isfinite(work) & (work > 0)
@@ -62,7 +63,7 @@ def find_stalls(aligned: AlignedSteps, first: int, last: int, step: float) -> li
         usual = float(np.median(total))
         above = total - usual * (share if parts == COMPUTING else 1.0)
         scatter = 1.4826 * float(np.median(np.abs(total - usual)))
-        places = np.flatnonzero(above > max(LONG * step, UNLIKELY * scatter))
+        places = np.flatnonzero(above > max(LONG * profile.usual_seconds, UNLIKELY * scatter))
         if not 0 < len(places) <= RARELY * len(total):
             continue
         part = max(own, key=lambda name: float((own[name][places] - np.median(own[name])).sum()))
@@ -94,11 +95,7 @@ def _period(steps: Array) -> int | None:
 
 def _shared(aligned: AlignedSteps, first: int, last: int) -> dict[str, Array]:
     """Return by part the minimum over ranks, step by step."""
-    found = [_least(aligned, begin, end) for begin, end in split_steps(first, last, len(aligned.ranks))]
-    return {part: np.concatenate([each[part] for each in found]) for part in found[0]}
-
-
-def _least(aligned: AlignedSteps, first: int, last: int) -> dict[str, Array]:
-    cube, _ = aligned.cube(first, last)
-    least = cube.min(axis=1).astype(np.float64)
-    return dict(zip((*PARTS, "other"), least, strict=True))
+    pieces = split_steps(first, last, len(aligned.ranks))
+    least = [aligned.cube(begin, end)[0].min(axis=1) for begin, end in pieces]
+    found = np.concatenate(least, axis=1).astype(np.float64)
+    return dict(zip((*PARTS, "other"), found, strict=True))

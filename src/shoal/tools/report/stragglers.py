@@ -1,15 +1,82 @@
-"""Ranks that are slower than the others: which ranks, in which part, since when, and by how much."""
+"""Ranks that are slower than the others: which, in which part, since when, and by how much."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from shoal.tools.report.breakdown import OWN, RARE, SHOWN, AlignedSteps, Profile, usual_of_others
-from shoal.tools.report.history import Array, Attempt
-from shoal.tools.report.loader_speed import all_loaders_slow
+from shoal.tools.report.breakdown import (
+    OWN,
+    RARE,
+    SHOWN,
+    Profile,
+    usual_of_others,
+    usual_rank,
+)
+from shoal.tools.report.history import Array
+
+OTHERS = 0.5
+"""If this fraction of a rank's wait would remain with the loader of a usual other rank, the loaders
+of all ranks are the cause."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Loading on a usual rank: the number of `workers` (0: the rank itself), `seconds` for a batch.
+
+    `enough` is the number of workers that would keep up with the rest of a step, `cores` the number of
+    cores of the rank; None if it is unknown.
+    """
+
+    workers: int
+    seconds: float
+    enough: int
+    cores: int | None
+
+
+def loader_speed_of(found: Profile) -> Loading | None:
+    """Return the loading of a usual rank of an attempt; None if the ranks did not record it."""
+    loads = found.average(found.load)
+    if not np.isfinite(loads).all():
+        return None
+    seconds = float(usual_rank(loads))
+    busy = float(_busy(found).max())
+    start = found.attempt.starts.get(found.ranks[0], {})
+    cores = start.get("cores")
+    return Loading(
+        workers=found.attempt.workers(found.ranks[0]),
+        seconds=seconds,
+        enough=max(1, math.ceil(seconds / busy)) if busy > 0 else 1,
+        cores=cores if type(cores) is int and cores > 0 else None,
+    )
+
+
+def all_loaders_slow(found: Profile, place: int) -> bool:
+    """Return whether the loaders of all ranks are too slow, and cause the wait of one rank for data.
+
+    Ranks with workers wait in turn: while one waits for its batch, the others wait for that rank in a
+    collective, and their workers catch up. So a loader that is a little slower than the others gets
+    all of the wait. The workers' own time for a batch determines how much of the wait would remain.
+    """
+    workers = np.array([found.attempt.workers(rank) for rank in found.ranks])
+    loads = found.average(found.load)
+    if not (workers > 0).all() or not np.isfinite(loads).all():
+        return False
+    waited = float(found.average(found.mean[SHOWN.index("wait"), place]))
+    busy = float(_busy(found)[place])
+    theirs = float(usual_of_others(loads / workers)[place])
+    return theirs - busy > OTHERS * waited
+
+
+def _busy(found: Profile) -> Array:
+    """Return seconds per step of each rank, without waits for data and for ranks that wait for data."""
+    waits = found.mean[SHOWN.index("wait")] + found.mean[SHOWN.index("waiting")]
+    return found.average(found.wall - waits)
+
 
 NOTABLE = 0.03
 """The fraction of a step from which a slower rank is reported."""
@@ -90,40 +157,38 @@ def find_raised_at_any_scale(values: Array, least: float) -> Segment | None:
     return None
 
 
-def find_stragglers(attempt: Attempt, aligned: AlignedSteps, found: Profile) -> list[Straggler]:
+def find_stragglers(found: Profile) -> list[Straggler]:
     """Return all ranks that are notably slower in some part, the costliest first."""
     if len(found.ranks) < 2:
         return []
-    step = float(np.median(found.wall.mean(axis=0)))
-    named = []
-    for part in OWN:
-        means = found.mean[SHOWN.index(part)]
-        if part in RARE:
-            continue
-        compared = usual_of_others(means.T).T
-        least = max(NOTABLE * step, CLEAR * float(np.median(compared)))
-        for place, (mine, theirs) in enumerate(zip(means, compared, strict=True)):
-            segment = find_raised_at_any_scale(mine - theirs, least)
-            if segment is None or not _lasting(aligned, found, part, place, segment):
-                continue
-            if part != "wait" or not all_loaders_slow(attempt, found, place):
-                named.append(_straggler(attempt, aligned, found, part, place, segment, theirs))
-    named += [each for part in RARE for each in _rare(attempt, aligned, found, part, step)]
+    named = [each for part in OWN for each in (_rare if part in RARE else _steady)(found, part)]
     return sorted(named, key=lambda each: (-each.cost, -each.excess))
 
 
-def _lasting(aligned: AlignedSteps, found: Profile, part: str, place: int, segment: Segment) -> bool:
+def _steady(found: Profile, part: str) -> Iterator[Straggler]:
+    """Yield ranks that are slower in a part of every step, in all windows or in consecutive ones."""
+    means = found.mean[SHOWN.index(part)]
+    compared = usual_of_others(means.T).T
+    least = max(NOTABLE * found.usual_seconds, CLEAR * float(np.median(compared)))
+    for place, (mine, theirs) in enumerate(zip(means, compared, strict=True)):
+        segment = find_raised_at_any_scale(mine - theirs, least)
+        if segment is None or not _lasting(found, part, place, segment):
+            continue
+        if part == "wait" and all_loaders_slow(found, place):
+            continue
+        usual = float(np.median(theirs[segment.start : segment.stop]))
+        yield _straggler(found, part, place, segment, usual, _since(found, part, place, segment.start))
+
+
+def _lasting(found: Profile, part: str, place: int, segment: Segment) -> bool:
     """Return whether a rank is slower by more than chance explains, given the scatter of the steps.
 
     If samples differ in length, each rank is the slowest in some steps, and over few steps the mean of
     one of them is well above the others'. A rank that stalls occasionally scatters too, but the others
     do not.
     """
-    begin, end = np.searchsorted(
-        aligned.steps, [found.first[segment.start], found.last[segment.stop - 1] + 1]
-    )
-    taken = _column(aligned, part, int(begin), int(end))
-    excess = taken[place] - usual_of_others(taken.T).T[place]
+    _, taken, compared = _compared(found, part, segment.start, segment.stop)
+    excess = taken[place] - compared[place]
     theirs = float(np.median(np.delete(taken, place, axis=0).std(axis=1)))
     scatter = min(float(excess.std()), theirs * 2**0.5)
     whole = segment.stop - segment.start == len(found.first)
@@ -131,89 +196,59 @@ def _lasting(aligned: AlignedSteps, found: Profile, part: str, place: int, segme
     return bool(segment.level * np.sqrt(len(excess)) > bound * scatter)
 
 
-def _straggler(
-    attempt: Attempt,
-    aligned: AlignedSteps,
-    found: Profile,
-    part: str,
-    place: int,
-    segment: Segment,
-    compared: Array,
-) -> Straggler:
-    start, stop, level = segment
-    rank = found.ranks[place]
-    surplus = found.surplus[SHOWN.index(part), place, start:stop] * found.count[start:stop]
-    since = int(found.first[start])
-    if start > 0:
-        since = _exact(aligned, place, part, int(found.first[start - 1]), int(found.last[start]))
-    return Straggler(
-        rank=rank,
-        host=attempt.host(rank),
-        part=part,
-        since=since,
-        until=int(found.last[stop - 1]) if stop < len(found.first) else None,
-        excess=level,
-        usual=float(np.median(compared[start:stop])),
-        cost=max(0.0, float(surplus.sum()) / found.steps),
-        attempt=attempt.began,
-    )
-
-
-def _exact(aligned: AlignedSteps, place: int, part: str, first: int, last: int) -> int:
-    """Return the step between two at which a rank became slower: the least-squares change point."""
-    begin, end = np.searchsorted(aligned.steps, [first, last + 1])
-    taken = _column(aligned, part, int(begin), int(end))
-    values = taken[place] - usual_of_others(taken.T).T[place]
+def _since(found: Profile, part: str, place: int, start: int) -> int:
+    """Return the step at which a rank became slower: the least-squares change point near a window."""
+    if start == 0:
+        return int(found.first[0])
+    steps, taken, compared = _compared(found, part, start - 1, start + 1)
+    values = taken[place] - compared[place]
     values = np.minimum(values, 2 * np.quantile(values, 0.75) + 1e-9)  # one long step is not a change
     count = len(values)
     before = np.arange(1, count)
     sums = np.cumsum(values)[:-1]
     gap = (sums[-1] + values[-1] - sums) / (count - before) - sums / before
-    split = int(np.argmax(before * (count - before) * gap * np.abs(gap))) + 1
-    return int(aligned.steps[begin + split])
+    return int(steps[int(np.argmax(before * (count - before) * gap * np.abs(gap))) + 1])
 
 
-def _rare(
-    attempt: Attempt, aligned: AlignedSteps, found: Profile, part: str, step: float
-) -> list[Straggler]:
-    """Return ranks that are slower in rare work, such as a save, judged by the steps that have it."""
-    begin = int(np.searchsorted(aligned.steps, found.first[0]))
-    taken = _column(aligned, part, begin, len(aligned.steps))
-    steps = aligned.steps[begin:]
-    there = np.flatnonzero(taken.max(axis=0) > 0.1 * step)
-    if not len(there):
-        return []
-    taken, steps = taken[:, there], steps[there]
-    compared = usual_of_others(taken.T).T
-    named = []
-    for place, rank in enumerate(found.ranks):
-        excess = taken[place] - compared[place]
-        typical = float(np.median(compared[place]))
+def _rare(found: Profile, part: str) -> Iterator[Straggler]:
+    """Yield ranks that are slower in rare work, such as a save, judged by the steps that have it."""
+    steps, taken, compared = _compared(found, part, 0, len(found.first))
+    there = taken.max(axis=0) > 0.1 * found.usual_seconds
+    if not there.any():
+        return
+    for place in range(len(found.ranks)):
+        usual, excess = compared[place, there], (taken - compared)[place, there]
+        segment = Segment(0, len(found.first), float(np.median(excess)))
         per_step = float(np.maximum(excess, 0).sum()) / found.steps
-        level = float(np.median(excess))
-        if level > 0.25 * typical and per_step > NOTABLE * step:
-            host = attempt.host(rank)
-            cost = float(found.average(found.surplus[SHOWN.index(part), place]))
-            named.append(
-                Straggler(
-                    rank,
-                    host,
-                    part,
-                    since=int(steps[0]),
-                    until=None,
-                    excess=level,
-                    usual=typical,
-                    cost=max(0.0, cost),
-                    attempt=attempt.began,
-                )
-            )
-    return named
+        typical = float(np.median(usual))
+        if segment.level > 0.25 * typical and per_step > NOTABLE * found.usual_seconds:
+            yield _straggler(found, part, place, segment, typical, int(steps[there][0]))
 
 
-def _column(aligned: AlignedSteps, part: str, first: int, last: int) -> Array:
-    if part == "other":
-        return np.asarray(aligned.cube(first, last)[0][-1], np.float64)
-    return np.asarray(aligned.column(part, first, last), np.float64)
+def _compared(found: Profile, part: str, start: int, stop: int) -> tuple[Array, Array, Array]:
+    """Return the steps in some windows, each rank's time in a part, and that of the usual others."""
+    aligned = found.aligned
+    begin, end = (found.begin + int(found.count[:edge].sum()) for edge in (start, stop))
+    taken = aligned.column(part, begin, end).astype(np.float64)
+    return aligned.steps[begin:end], taken, usual_of_others(taken.T).T
+
+
+def _straggler(
+    found: Profile, part: str, place: int, segment: Segment, usual: float, since: int
+) -> Straggler:
+    start, stop, level = segment
+    surplus = found.surplus[SHOWN.index(part), place, start:stop] * found.count[start:stop]
+    return Straggler(
+        rank=found.ranks[place],
+        host=found.attempt.host(found.ranks[place]),
+        part=part,
+        since=since,
+        until=int(found.last[stop - 1]) if stop < len(found.first) else None,
+        excess=level,
+        usual=usual,
+        cost=max(0.0, float(surplus.sum()) / found.steps),
+        attempt=found.attempt.began,
+    )
 
 
 def _calmed(values: Array) -> Array:

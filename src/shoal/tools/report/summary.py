@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from shoal.telemetry.events import Plain
 from shoal.tools.report import SHOWN, Attempt, BottleneckReport, History, Profile
-from shoal.tools.report.attempts import describe_outcome, last_kept_steps, list_saves
-from shoal.tools.report.batch_splits import list_splits
-from shoal.tools.report.event_fields import number_in
+from shoal.tools.report.attempts import describe_outcome, last_kept_steps, list_saves, list_splits
+from shoal.tools.report.history import number_in
 from shoal.util.clock import CLOCK
 
 
@@ -65,60 +63,54 @@ def _per_sample(attempt: Attempt) -> float:
     return sum(each) or np.nan
 
 
-def summarize_run(history: History, verdict: BottleneckReport) -> dict[str, Plain]:
+def summarize_run(history: History, verdict: BottleneckReport) -> dict[str, Any]:
     """Return all values behind the report, by name; durations in seconds."""
-    found: dict[str, Plain] = {
+    found: dict[str, Any] = {
         "run": str(history.directory),
         "verdict": verdict.sentence,
         "efficient": verdict.efficient,
         "shares": dict(verdict.shares),
         "stragglers": [
-            {
-                "rank": each.rank,
-                "host": each.host,
-                "part": each.part,
-                "since": each.since,
-                "until": each.until,
-                "excess": each.excess,
-                "usual": each.usual,
-                "cost": each.cost,
-            }
+            _named(each, "rank", "host", "part", "since", "until", "excess", "usual", "cost")
             for each in verdict.stragglers
         ],
-        "findings": [{"text": each.text, "advice": each.advice} for each in verdict.findings],
+        "findings": [_named(each, "text", "advice") for each in verdict.findings],
         "attempts": [
             _attempt(attempt, last, attempt is history.latest)
             for attempt, last in last_kept_steps(history)
         ],
-        "splits": [dict(asdict(each), samples=list(each.samples)) for each in list_splits(history)],
+        "splits": list_splits(history),
         "unreadable_lines": history.skipped,
     }
     if verdict.judged:
         newest = verdict.judged[-1]
         means = newest.profile
         rate = compute_rates(newest.attempt, means)
-        found["step_seconds"] = rate.step
-        found["samples_per_second"] = rate.samples
-        found["mfu"] = rate.mfu
-        found["ranks"] = {str(rank): {**means.of_rank(rank)} for rank in means.ranks}
-        found["parts"] = list(SHOWN)
+        found |= {
+            "step_seconds": rate.step,
+            "samples_per_second": rate.samples,
+            "mfu": rate.mfu,
+            "ranks": {str(rank): means.of_rank(rank) for rank in means.ranks},
+            "parts": SHOWN,
+        }
     return found
 
 
-def _attempt(attempt: Attempt, last: int, latest: bool) -> Plain:
+def _named(value: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
+def _attempt(attempt: Attempt, last: int, latest: bool) -> dict[str, Any]:
     return {
         "began": attempt.began,
         "ranks": attempt.size,
-        "missing": list(attempt.missing),
+        "missing": attempt.missing,
         "hosts": {attempt.host(rank) or "": None for rank in attempt.ranks},
         "first": attempt.first,
         "last": attempt.last,
         "done_again": attempt.last - last,
         "end": describe_outcome(attempt, last=latest, now=CLOCK.wall()),
-        "saves": [
-            {"step": each.step, "blocked": each.blocked, "seconds": each.seconds, "error": each.error}
-            for each in list_saves(attempt)
-        ],
+        "saves": [_named(each, "step", "blocked", "seconds", "error") for each in list_saves(attempt)],
         "collectives": [
             {
                 "rank": rank,
@@ -126,12 +118,7 @@ def _attempt(attempt: Attempt, last: int, latest: bool) -> Plain:
                 "group": group,
                 "ranks": ranks,
                 "backend": backend,
-                "calls": sums.calls,
-                "bytes": sums.bytes,
-                "seconds": sums.seconds,
-                "algorithm": sums.algorithm,
-                "bus": sums.bus,
-                "exact": sums.exact,
+                **_named(sums, "calls", "bytes", "seconds", "algorithm", "bus", "exact"),
             }
             for (rank, (kind, group, ranks, backend)), sums in attempt.traffic.items()
         ],

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from math import ceil
 
@@ -22,15 +21,6 @@ from shoal.util.safe_text import MASK, is_secret, masked
 
 _SECONDS = 60.0
 _WORKER_OPTIONS = ("--workers", "--num-workers", "--num_workers")
-
-
-@dataclass(frozen=True)
-class JobProblem:
-    """A problem of a job: the value, what contradicts it, and the value to use instead."""
-
-    given: str
-    found: str
-    fix: str
 
 
 def check_job(request: JobRequest, site: Site, job: Job) -> None:
@@ -80,11 +70,15 @@ def check_interpreter(request: JobRequest, source: str) -> None:
         )
 
 
-def objections(request: JobRequest, site: Site, job: Job) -> Iterator[JobProblem]:
+def _problem(given: str, found: str, fix: str) -> LaunchError:
+    return LaunchError(given=given, found=found, fix=fix)
+
+
+def objections(request: JobRequest, site: Site, job: Job) -> Iterator[LaunchError]:
     """Yield all objections to a job, with the GPU-hours that it would waste."""
     partition = partition_of(request, site)
     if request.restarts and not job.requeue and job.chain == 1:
-        yield JobProblem(
+        yield _problem(
             f"--restarts {request.restarts}",
             f"a restart requeues the job, which {site.name} does not allow",
             "add --chain N: the next job of the chain resumes",
@@ -94,23 +88,23 @@ def objections(request: JobRequest, site: Site, job: Job) -> Iterator[JobProblem
     yield from _against_processes(request, site, partition, job)
     if job.cpus is not None and request.workers > job.cpus:
         cost = _cost(request)
-        yield JobProblem(
+        yield _problem(
             f"{request.workers} loader workers for each process",
             f"a process has {job.cpus} core(s): workers share them, and {cost} wait for data",
             f"use at most {job.cpus} workers, or --cpus-per-task {request.workers}",
         )
     if request.memory is not None and not site.memory:
-        yield JobProblem(
+        yield _problem(
             f"--mem {request.memory}",
             f"{site.name} assigns memory by the number of cores and does not accept --mem",
             "use --cpus-per-task with more cores",
         )
 
 
-def _against_partition(request: JobRequest, site: Site, partition: Partition) -> Iterator[JobProblem]:
+def _against_partition(request: JobRequest, site: Site, partition: Partition) -> Iterator[LaunchError]:
     name = partition.name
     if site.partitions and name not in site.partitions:
-        yield JobProblem(
+        yield _problem(
             f"--partition {name}" if name else "no --partition",
             f"{site.name} has {', '.join(site.partitions)}",
             f"--partition {next(iter(site.partitions))}",
@@ -122,21 +116,21 @@ def _against_partition(request: JobRequest, site: Site, partition: Partition) ->
             if partition.gpus
             else "another --partition"
         )
-        yield JobProblem(
+        yield _problem(
             f"--gpus-per-node {request.gpus}",
             f"a node of {name} has {partition.gpus} GPUs: "
             f"{site_scheduler(site).profile.title} would never start it",
             better,
         )
     if partition.nodes is not None and request.nodes > partition.nodes:
-        yield JobProblem(
+        yield _problem(
             f"--nodes {request.nodes}",
             f"a job in {name} has at most {partition.nodes} nodes",
             f"--nodes {partition.nodes}",
         )
 
 
-def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterator[JobProblem]:
+def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterator[LaunchError]:
     gpus = request.nodes * request.gpus
     allowed = [qos for qos in partition.qos if request.qos in (None, qos.name)]
     given = f"--time {spell_time(request.time)}"
@@ -146,7 +140,7 @@ def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterat
         longest = min(longest, partition.time)
     if longest is not None and request.time > longest:
         parts = ceil(request.time / longest)
-        yield JobProblem(
+        yield _problem(
             given,
             f"{_kind(request, partition)} ends jobs after {spell_time(longest)}: {_cost(request)} "
             "are too many for one",
@@ -154,13 +148,13 @@ def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterat
         )
     elif allowed and not any(fits(qos, request.time, gpus) for qos in allowed):
         most = max((qos.gpus or 0 for qos in allowed if fits(qos, request.time, 0)), default=0)
-        yield JobProblem(
+        yield _problem(
             f"{gpus} GPUs, {given}",
             f"{_kind(request, partition)} gives a job of this length at most {most} GPUs",
             f"request {most} GPUs in total, or less time",
         )
     if 2 * job.lead > request.time:
-        yield JobProblem(
+        yield _problem(
             given,
             f"{job.lead} s of it are kept for saving: {job.choices['lead'].reason}",
             f"--time {spell_time(60 * ceil(job.lead / 15))}, or more",
@@ -176,11 +170,11 @@ def _afterwards(job: Job, parts: int) -> str:
 
 def _against_processes(
     request: JobRequest, site: Site, partition: Partition, job: Job
-) -> Iterator[JobProblem]:
+) -> Iterator[LaunchError]:
     launcher = site_scheduler(site).profile.launchers[0]
     processes, gpus = processes_of(request), request.nodes * request.gpus
     if processes < request.nodes:
-        yield JobProblem(
+        yield _problem(
             f"-n {processes}, --nodes {request.nodes}",
             f"{request.nodes - processes} node(s) without a process",
             f"--nodes {processes}",
@@ -193,22 +187,22 @@ def _against_processes(
             if idle > 0
             else f"{processes} processes share {gpus} GPUs, {_cost(request)}: NCCL can't do that"
         )
-        yield JobProblem(f"-n {processes}, {gpus} GPUs", found, f"use -n {gpus}, or fewer GPUs")
+        yield _problem(f"-n {processes}, {gpus} GPUs", found, f"use -n {gpus}, or fewer GPUs")
     cores = (job.cpus or 1) * job.per_node
     if partition.cores is not None and cores > partition.cores:
-        yield JobProblem(
+        yield _problem(
             f"{job.per_node} process(es) on a node, --cpus-per-task {job.cpus or 1}",
             f"{cores} cores, and a node of {partition.name} has {partition.cores}",
             f"--cpus-per-task {max(1, partition.cores // job.per_node)}",
         )
     if job.launcher == "torchrun" and processes % request.nodes:
-        yield JobProblem(
+        yield _problem(
             f"-n {processes} with torchrun",
             f"{processes} processes can't be split equally over {request.nodes} nodes",
             f"-n {request.nodes * job.per_node}, or --launcher {launcher}",
         )
     if job.launcher == "torchrun" and request.sweep:
-        yield JobProblem(
+        yield _problem(
             "--sweep with torchrun",
             "Shoal reads from one run directory if ranks have saved, and each element has its own",
             f"--launcher {launcher}",

@@ -1,14 +1,16 @@
-"""The folders of a run's jobs, `RUN/jobs/1` and so on: the script, the source, the log, the record."""
+"""The folders of a run's jobs, `RUN/jobs/1` and so on, and the list of the runs with jobs."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shoal.distributed import env_vars
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
@@ -149,3 +151,32 @@ def _numbers(run: Path) -> list[int]:
     folder = run / "jobs"
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return [int(name) for name in names if name.isdecimal()]
+
+
+MOST_RUNS = 50
+"""Largest number of runs that are listed, the newest ones."""
+
+
+def runs_file() -> Path:
+    """Return the path of the list of submitted runs, one absolute path per line."""
+    return env_vars.state_folder() / "runs"
+
+
+def add_submitted_run(run: Path) -> None:
+    """Append a run; simultaneous submissions do not interfere. Raises OSError."""
+    file = runs_file()
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(descriptor, os.fsencode(f"{run.resolve()}\n"))
+    finally:
+        os.close(descriptor)
+
+
+def submitted_runs() -> list[Path]:
+    """Return the runs, without duplicates, the last submitted one first."""
+    try:
+        lines = os.fsdecode(runs_file().read_bytes()).split("\n")
+    except OSError:
+        return []
+    return [Path(line) for line in dict.fromkeys(reversed(lines)) if os.path.isabs(line)]

@@ -6,7 +6,8 @@ CONTRIBUTING.md describes how to add one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -130,3 +131,20 @@ class Scheduler(Protocol):
 
     def draft_site(self, name: str) -> str:
         """Return the text of a site file, drafted from the scheduler's description of its cluster."""
+
+
+class Shell(str):
+    """Shell text, which is not quoted. A value of any other type becomes one quoted word."""
+
+
+def quote_word(value: object) -> str:
+    """Return a value as one word of a shell script, without line breaks."""
+    if isinstance(value, Shell):
+        return value
+    # Line breaks become bash's $'\n', so that no line of the script begins with the user's text.
+    return shlex.quote(str(value)).replace("\n", "'$'\\n''")
+
+
+def quote_words(words: Iterable[object]) -> Shell:
+    """Return values as words of a shell script, separated by spaces."""
+    return Shell(" ".join(quote_word(word) for word in words))

@@ -1,18 +1,135 @@
-"""The available sites: those that come with Shoal, and the user's own."""
+"""The available sites: those that come with Shoal, and the user's own, each in a small TOML file."""
 
 from __future__ import annotations
 
 import fnmatch
+import re
 import socket
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any, TypeVar
 
 from shoal.distributed import env_vars
-from shoal.tools.submit.site import Site
-from shoal.tools.submit.site_file import read_site
+from shoal.tools.submit.schedulers import find_scheduler
+from shoal.tools.submit.site import Partition, Qos, Site
+from shoal.tools.submit.times import parse_time
 from shoal.util.decision import GIVEN, Decision
-from shoal.util.errors import LaunchError
+from shoal.util.errors import LaunchError, explained
+
+T = TypeVar("T")
+
+
+def read_site(name: str, text: str, file: str) -> Site:
+    """Return the site that a TOML text describes; `file` is the name of the file, for errors.
+
+    Raises LaunchError if it is not TOML, has an unknown key or scheduler, or a value of a wrong type.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _wrong(file, f"it is not TOML: {error}", "correct that line") from None
+    partitions = table.pop("partitions", {})
+    site = _Table(table, file, "").read(
+        Site,
+        name=name,
+        partitions={
+            key: _partition(key, value, file) for key, value in _tables(partitions, file, "partitions")
+        },
+    )
+    launchers = find_scheduler(site.scheduler, _given(file)).profile.launchers
+    if site.launcher not in (None, *launchers):
+        raise _wrong(file, f"launcher = {site.launcher!r}", f"one of {', '.join(launchers)}")
+    if site.ports is not None and not _is_range(site.ports):
+        raise _wrong(file, f"ports = {site.ports!r}", 'two numbers, as in "10001-20000"')
+    for key, words in (("mpirun", site.mpirun), ("container", site.container)):
+        if not words:
+            raise _wrong(file, f"{key} = []", "the words of a command, or leave it out")
+    if site.default is not None and site.default not in site.partitions:
+        raise _wrong(file, f"default = {site.default!r}, which is not one of its partitions", "add it")
+    return site
+
+
+def _is_range(text: str) -> bool:
+    found = re.fullmatch(r"(\d+)-(\d+)", text, re.ASCII)
+    return found is not None and 1 <= int(found[1]) <= int(found[2]) <= 65535
+
+
+def _partition(name: str, table: dict[str, Any], file: str) -> Partition:
+    where = f"partitions.{name}."
+    qos = [
+        _Table(value, file, f"{where}qos.{key}.").read(Qos, name=key)
+        for key, value in _tables(table.pop("qos", {}), file, f"{where}qos")
+    ]
+    table.setdefault("option", name)
+    partition = _Table(table, file, where).read(Partition, name=name, qos=tuple(qos))
+    # `option = ""` means that the scheduler chooses the partition.
+    return replace(partition, option=partition.option or None)
+
+
+class _Table:
+    """A table of a site file, read into a dataclass whose fields are its keys."""
+
+    def __init__(self, table: dict[str, Any], file: str, where: str) -> None:
+        self._table, self._file, self._where = table, file, where
+
+    def read(self, kind: Callable[..., T], **known: Any) -> T:
+        fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        values = {}
+        for key, value in self._table.items():
+            if key not in fields or key in known:
+                own = ", ".join(name for name in fields if name not in known)
+                raise _wrong(self._file, f"an unknown key, {self._where}{key}", f"keys are {own}")
+            values[key] = self._value(key, value, fields[key].type)
+        return kind(**values, **known)
+
+    def _value(self, key: str, value: Any, kind: str) -> Any:
+        """Return a converted value; `kind` is the annotation as it is written."""
+        if key in {"time", "lead"}:
+            return parse_time(self._plain(key, value, str), f"{self._file}: {self._where}{key} =")
+        if kind.startswith("tuple"):
+            words = self._plain(key, value, list)
+            return tuple(self._plain(key, word, str) for word in words)
+        for name, one in (("int", int), ("bool", bool)):
+            if kind.startswith(name):
+                return self._plain(key, value, one)
+        return self._plain(key, value, str)
+
+    def _plain(self, key: str, value: Any, kind: type[T]) -> T:
+        if type(value) is not kind:
+            raise _wrong(
+                self._file,
+                f"{self._where}{key} = {value!r}, a {type(value).__name__}",
+                f"a {_WORDS[kind]}",
+            )
+        if isinstance(value, int) and value < 0:
+            raise _wrong(self._file, f"{self._where}{key} = {value!r}", "0 or more")
+        return value
+
+
+_WORDS: dict[type, str] = {
+    str: 'string, as in "a100"',
+    int: "integer",
+    bool: "true or false",
+    list: 'list of strings, as in ["module purge"]',
+}
+
+
+def _tables(tables: object, file: str, where: str) -> list[tuple[str, dict[str, Any]]]:
+    if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
+        raise _wrong(file, f"{where} that are not tables", f"begin one with [{where}.NAME]")
+    return list(tables.items())
+
+
+def _wrong(file: str, found: str, fix: str) -> LaunchError:
+    return LaunchError(given=_given(file), found=found, fix=fix)
+
+
+def _given(file: str) -> str:
+    return f"the site in {file}"
+
 
 PLAIN = "plain"
 
@@ -40,20 +157,15 @@ def entries() -> dict[str, SiteEntry]:
         name = file.name.removesuffix(".toml")
         found[name] = SiteEntry(name=name, file=f"shoal's own {file.name}", text=file.read_text())
     for path in sorted(folder().glob("*.toml")):
-        found[path.stem] = SiteEntry(name=path.stem, file=str(path), text=_read(path))
-    return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError as error:
-        raise LaunchError(
+        with explained(
+            LaunchError,
             given=f"the site in {path}",
-            found=error.strerror or str(error),
             fix="repair it, or move it elsewhere: each file NAME.toml in this directory describes a "
             "site",
-        ) from None
+        ):
+            text = path.read_text(errors="replace")
+        found[path.stem] = SiteEntry(name=path.stem, file=str(path), text=text)
+    return found
 
 
 def find_entry(name: str) -> SiteEntry:
@@ -80,18 +192,15 @@ def choose(name: str | None, host: str | None = None) -> Decision[Site]:
 
     Default of `host`: the name of this machine.
     """
-    if name is not None:
-        return Decision(what="site", value=load(find_entry(name)), reason=GIVEN)
-    if env_vars.site():
-        reason = f"{GIVEN}: {env_vars.SITE}={env_vars.site()}"
-        return Decision(what="site", value=load(find_entry(env_vars.site())), reason=reason)
-    host = socket.gethostname() if host is None else host
-    for entry in entries().values():
-        site = load(entry)
-        for pattern in site.hosts:
+    reason = GIVEN
+    if name is None and env_vars.site():
+        name, reason = env_vars.site(), f"{GIVEN}: {env_vars.SITE}={env_vars.site()}"
+    if name is None:
+        host = socket.gethostname() if host is None else host
+        name, reason = PLAIN, f"no site has {host} among its hosts"
+        pairs = ((entry, pattern) for entry in entries().values() for pattern in load(entry).hosts)
+        for entry, pattern in pairs:
             if fnmatch.fnmatchcase(host, pattern):
-                return Decision(
-                    what="site", value=site, reason=f"{host} is one of its hosts, {pattern}"
-                )
-    reason = f"no site has {host} among its hosts"
-    return Decision(what="site", value=load(find_entry(PLAIN)), reason=reason)
+                name, reason = entry.name, f"{host} is one of its hosts, {pattern}"
+                break
+    return Decision(what="site", value=load(find_entry(name)), reason=reason)

@@ -1,15 +1,18 @@
-"""The state of the submitted jobs of a run, and their cancellation."""
+"""The state of the submitted jobs of a run, the time that it takes to stop, and their cancellation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.distributed.cluster_env import REQUEUE
-from shoal.tools.submit import index
+from shoal.telemetry import events
 from shoal.tools.submit.job_directory import (
+    MOST_RUNS,
     RECORD,
     JobEnd,
     SubmittedJob,
@@ -19,8 +22,9 @@ from shoal.tools.submit.job_directory import (
     read_ends,
     read_failure,
     read_record,
+    runs_file,
+    submitted_runs,
 )
-from shoal.tools.submit.save_time import last_events
 from shoal.tools.submit.scheduler import QueuedJob, Scheduler
 from shoal.tools.submit.schedulers import find_scheduler
 from shoal.util.errors import LaunchError
@@ -48,16 +52,16 @@ class Status:
 def runs(folder: Path) -> list[Path]:
     """Return the runs that the user has submitted, the newest first, then others in `folder`, by name.
 
-    Runs whose directory has been removed are left out; at most `index.MOST` are returned. Raises
+    Runs whose directory has been removed are left out; at most `MOST_RUNS` are returned. Raises
     LaunchError if there is none.
     """
     here = sorted({path.parents[2].resolve() for path in folder.glob(f"*/jobs/*/{RECORD}")})
-    submitted = [run for run in index.submitted_runs() if any(run.glob(f"jobs/*/{RECORD}"))]
-    found = list(dict.fromkeys([*submitted, *here]))[: index.MOST]
+    submitted = [run for run in submitted_runs() if any(run.glob(f"jobs/*/{RECORD}"))]
+    found = list(dict.fromkeys([*submitted, *here]))[:MOST_RUNS]
     if not found:
         raise LaunchError(
             given=f"shoal status in {Path.cwd()}",
-            found=f"no run in {folder}/ or in {index.path()} with a job of `shoal submit`",
+            found=f"no run in {folder}/ or in {runs_file()} with a job of `shoal submit`",
             fix="run shoal status RUN with the directory of --run",
         )
     return found
@@ -70,7 +74,7 @@ def status(run: Path) -> Status:
     """
     folder = newest_folder(run)
     record = read_record(folder)
-    last = _last(last_events(run), ("step", "save"))
+    last = {event["event"]: event for event in last_events(run)}
     scheduler, ends = _scheduler(folder, record), read_ends(folder)
     known = {end.job for end in ends}
     queued = scheduler.queued(record.jobs)
@@ -145,5 +149,32 @@ def _scheduler(folder: Path, record: SubmittedJob) -> Scheduler:
     return find_scheduler(record.scheduler, str(folder / RECORD))
 
 
-def _last(events: Iterable[dict[str, Any]], kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
-    return {event["event"]: event for event in events if event["event"] in kinds}
+_TAIL = 8 << 20
+_STEPS, _SAVES = 200, 5
+_PARTS = ("wait", "transfer", "forward", "backward", "communication", "update")
+
+
+def stopping_seconds(run: Path) -> float | None:
+    """Return the seconds of a step and a save, the longest of rank 0's last; None without a save."""
+    saves: deque[float] = deque(maxlen=_SAVES)
+    steps: deque[float] = deque(maxlen=_STEPS)
+    for event in last_events(run):
+        if event["event"] == "save":
+            saves += _number(event.get("seconds"))
+        elif event["event"] == "step":
+            steps.append(sum(second for part in _PARTS for second in _number(event.get(part))))
+    return None if not saves else max(saves) + max(steps, default=0.0)
+
+
+def last_events(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of rank 0, or the last megabytes of them; none if there is no record."""
+    try:
+        yield from events.read_events(events.path_of(run, 0), last=_TAIL)
+    except OSError:
+        return
+
+
+def _number(value: object) -> list[float]:
+    """Return the value if it can be a duration, since the file may come from another user."""
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return [float(value)] if valid and value >= 0 else []  # type: ignore[arg-type,operator]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.distributed import env_vars
-from shoal.tools.submit import index
+from shoal.launcher.entry_point import find_script
 from shoal.tools.submit.batch_script import MARK, JobContext, render
 from shoal.tools.submit.check import check_interpreter, check_job, notes, without_secrets, workers_of
 from shoal.tools.submit.decide import decide
@@ -18,20 +18,21 @@ from shoal.tools.submit.job import Job, JobRequest
 from shoal.tools.submit.job_directory import (
     SCRIPT,
     SubmittedJob,
+    add_submitted_run,
     make_folder,
     missing_folders,
     next_folder,
     remove_folder,
+    runs_file,
     write_record,
 )
-from shoal.tools.submit.save_time import stopping_seconds
 from shoal.tools.submit.scheduler import Scheduler
 from shoal.tools.submit.schedulers import site_scheduler
 from shoal.tools.submit.site import Site
 from shoal.tools.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
-from shoal.tools.submit.status import active_jobs
+from shoal.tools.submit.status import active_jobs, stopping_seconds
 from shoal.util.clock import CLOCK
-from shoal.util.errors import LaunchError
+from shoal.util.errors import LaunchError, explained
 
 _HEAD, _SHOWN = 8192, 3
 
@@ -69,16 +70,6 @@ class SubmitOptions:
     force: bool = False
 
 
-def check_script(script: Path) -> None:
-    """Raise LaunchError if the script does not exist."""
-    if not script.is_file():
-        raise LaunchError(
-            given=str(script),
-            found=f"there is no file {script.absolute()}",
-            fix="give the path of a Python file: shoal submit … train.py",
-        )
-
-
 def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submission:
     """Submit a job, or do what `options` select instead.
 
@@ -87,7 +78,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
     """
     scheduler = site_scheduler(site)
     script = Path(request.script)
-    check_script(script)
+    find_script(request.script, "shoal submit … train.py")
     run = (options.run or Path("runs") / script.stem).resolve()
     if script.resolve().is_relative_to(run):
         raise LaunchError(
@@ -95,7 +86,10 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
             found=f"{script} is in it, and would be copied with all files of the run",
             fix=f"use a separate directory: --run {run / 'run'}",
         )
-    text = _text_of(script)
+    with explained(
+        LaunchError, given=str(script), fix="make it readable for you by chmod u+r, or copy it"
+    ):
+        text = script.read_text(errors="replace")
     if not options.force:
         check_interpreter(request, text)
     request = replace(request, workers=workers_of(text, request.args))
@@ -106,26 +100,29 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
             _check_alone(run)
     source = find_source(script, without=run) if options.copy else None
     made = missing_folders(run)
-    folder = next_folder(run) if options.dry else _make_folder(run)
     jobs: tuple[str, ...] = ()
-    try:
-        text = render(job, site, _place(request, site, run, folder, source))
-        if not options.dry:
-            if source is not None:
+    with explained(
+        LaunchError,
+        given=f"the run directory {run}",
+        fix="pass --run DIR with a directory that you can write to, and that all nodes share",
+    ):
+        folder = next_folder(run) if options.dry else make_folder(run)
+        try:
+            text = render(job, site, _place(request, site, run, folder, source))
+            if not options.dry and source is not None:
                 copy_source(source, folder)
-            path = _write(text, folder / SCRIPT) if options.out is None else _keep(text, options.out)
-            if options.out is None:
-                jobs = _submit_all(path, job, scheduler)
+            if not options.dry and options.out is not None:
+                _keep(text, options.out)
+            elif not options.dry:
+                jobs = _submit_all(_write(text, folder / SCRIPT), job, scheduler)
                 write_record(folder, _record(jobs, request, site, job))
-    except BaseException as error:
-        if isinstance(error, OSError) and jobs:  # the user would not know of them
-            scheduler.cancel(jobs)
-            jobs = ()
-        if not options.dry and not jobs:
-            remove_folder(folder, made)
-        if isinstance(error, OSError):
-            raise _unwritable(run, error) from None
-        raise
+        except BaseException as error:
+            if isinstance(error, OSError) and jobs:  # the user would not know of them
+                scheduler.cancel(jobs)
+                jobs = ()
+            if not options.dry and not jobs:
+                remove_folder(folder, made)
+            raise
     unlisted = _list(run) if jobs else ()
     return Submission(
         job=job,
@@ -142,9 +139,9 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
 def _list(run: Path) -> tuple[str, ...]:
     """Add a run to the user's list; return a note if that fails, since the job is submitted."""
     try:
-        index.add(run)
+        add_submitted_run(run)
     except OSError as error:
-        return (f"not in the list of `shoal status`: {index.path()}: {error.strerror}",)
+        return (f"not in the list of `shoal status`: {runs_file()}: {error.strerror}",)
     return ()
 
 
@@ -163,17 +160,6 @@ def _check_alone(run: Path) -> None:
         )
 
 
-def _text_of(script: Path) -> str:
-    try:
-        return script.read_text(errors="replace")
-    except OSError as error:
-        raise LaunchError(
-            given=str(script),
-            found=error.strerror or str(error),
-            fix="make it readable for you by chmod u+r, or copy it",
-        ) from None
-
-
 def _write(text: str, path: Path) -> Path:
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     path.chmod(0o700)
@@ -182,7 +168,7 @@ def _write(text: str, path: Path) -> Path:
 
 def _keep(text: str, path: Path) -> Path:
     """Write a text where the user wants it, but overwrite only a batch script of Shoal."""
-    try:
+    with explained(LaunchError, given=f"-o {path}", fix="pass -o FILE with a writable file"):
         if path.exists() and MARK.encode() not in path.read_bytes()[:_HEAD]:
             raise LaunchError(
                 given=f"-o {path}",
@@ -190,25 +176,6 @@ def _keep(text: str, path: Path) -> Path:
                 fix="choose another name; `shoal logs` prints the log of a job",
             )
         return _write(text, path)
-    except OSError as error:
-        raise LaunchError(
-            given=f"-o {path}", found=str(error), fix="pass -o FILE with a writable file"
-        ) from None
-
-
-def _make_folder(run: Path) -> Path:
-    try:
-        return make_folder(run)
-    except OSError as error:
-        raise _unwritable(run, error) from None
-
-
-def _unwritable(run: Path, error: OSError) -> LaunchError:
-    return LaunchError(
-        given=f"the run directory {run}",
-        found=str(error),
-        fix="pass --run DIR with a directory that you can write to, and that all nodes share",
-    )
 
 
 def _submit_all(script: Path, job: Job, scheduler: Scheduler) -> tuple[str, ...]:

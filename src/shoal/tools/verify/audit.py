@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shoal.tools.verify import properties
 from shoal.tools.verify.bisection import locate_operation
@@ -17,6 +14,7 @@ from shoal.tools.verify.findings import PropertyFinding
 from shoal.tools.verify.observations import TIMED_OUT, RunRecord
 from shoal.tools.verify.variants import Variant, VerifyRequest, last_output, run_killed, run_variant
 from shoal.util.errors import LaunchError
+from shoal.util.packages import versions
 
 Progress = Callable[[str], None]
 
@@ -35,13 +33,6 @@ class AuditReport:
     def refuted(self) -> int:
         """The number of refuted properties."""
         return sum(finding.verdict == "refuted" for finding in self.findings)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
-        plain = asdict(self)
-        for finding, entry in zip(self.findings, plain["findings"], strict=True):
-            entry["answer"] = finding.answer
-        return plain
 
 
 def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
@@ -118,10 +109,7 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
         runs=tuple(done),
         findings=findings,
         notes=_notes(runs, request),
-        versions={
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("shoal", "torch", "numpy")},
-        },
+        versions=versions(),
     )
 
 

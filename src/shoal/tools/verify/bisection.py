@@ -20,6 +20,26 @@ DRAWS = {
     ),
 }
 
+OUTSIDE = {
+    "argument": (
+        "value from outside of torch",
+        "compute it from the seed, the step or the sample: it is {}",
+    ),
+    "input": (
+        "tensor from outside of torch's operations",
+        "seed or save the source of this tensor: {}",
+    ),
+    "mean": (
+        "mean of means",
+        "divide the sum of the losses by the number of samples or tokens of all ranks",
+    ),
+    "operation": (
+        "other operations are called",
+        "do not branch on the rank, the time, or the order of a set",
+    ),
+}
+"""Causes of differences in a part of an operation."""
+
 
 def locate_operation(
     request: VerifyRequest,
@@ -77,22 +97,13 @@ def operation_cause(
         if known is not None and known.name == DROPOUT:
             return known
         cause, change = DRAWS[name]
-    elif found.part == "argument":
-        cause = "value from outside of torch"
-        change = f"compute it from the seed, the step or the sample: it is {found.detail}"
-    elif found.part == "input":
-        cause = "tensor from outside of torch's operations"
-        change = f"seed or save the source of this tensor: {found.detail}"
-    elif found.part == "mean":
-        cause = "mean of means"
-        change = "divide the sum of the losses by the number of samples or tokens of all ranks"
-    elif found.part == "operation":
-        cause = "other operations are called"
-        change = "do not branch on the rank, the time, or the order of a set"
+    elif found.part in OUTSIDE:
+        cause, change = OUTSIDE[found.part]
     elif name == WORLD:
         cause = "operation depends on the rank or on other samples"
         change = "compute the output of each sample from this sample only"
     else:
         cause = "operation is not deterministic"
         change = "call `torch.use_deterministic_algorithms(True)`, or replace the operation"
-    return LikelyCause(name=cause, line=found.line or source.name, change=change)
+    line = found.line or source.name
+    return LikelyCause(name=cause, line=line, change=change.format(found.detail))

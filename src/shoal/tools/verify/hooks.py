@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import wraps
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -35,32 +36,28 @@ from shoal.data.feed import PositionedSource
 from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.sampler import LocalBatch
-from shoal.distributed.env_vars import placement
 from shoal.tools.verify.checksums import checksum_generators, checksum_state, sketch
-from shoal.tools.verify.clipping import observe_clipping
+from shoal.tools.verify.loaders import (
+    DatasetNumbers,
+    LoaderPass,
+    Source,
+    consumed_samples,
+    describe_loader,
+    describe_torch_loader,
+    innermost_index,
+    multiply_micro_batches,
+    subset_indices,
+)
 from shoal.tools.verify.observations import (
     DeliveredBatch,
     DrawRecord,
     LoaderKey,
     LoaderRecord,
+    ObserverOptions,
     WrittenFile,
 )
+from shoal.tools.verify.observed_calls import call_after, observe_clipping, observe_written_files
 from shoal.tools.verify.operation_trace import OperationTrace, plain_name, user_module
-from shoal.tools.verify.patches import call_after, call_around
-from shoal.tools.verify.shoal_loaders import (
-    Source,
-    consumed_samples,
-    describe_loader,
-    multiply_micro_batches,
-)
-from shoal.tools.verify.torch_loaders import (
-    DatasetNumbers,
-    LoaderPass,
-    describe_torch_loader,
-    innermost_index,
-    subset_indices,
-)
-from shoal.tools.verify.written_files import observe_written_files
 
 LAYERS = {
     "dropout": ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "MultiheadAttention"),
@@ -71,24 +68,6 @@ MAKER_OF_STATE = "torch/distributed/checkpoint/state_dict.py"
 READS_STDIN = "reads standard input"
 STARTS = "starts processes itself"
 LAUNCHERS = ("python", "torchrun", "accelerate")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObserverOptions:
-    """The directory of the records, the script's root, and the steps at which ranks end.
-
-    The operations of step `trace_at` are recorded too. Each shoal.Loader gets `micro_batches` times as
-    many micro-batches. `reverse_files` lists directories in reverse: scripts must not depend on the
-    file system's order.
-    """
-
-    folder: str
-    root: str
-    stop_after: int
-    kill_at: int | None = None
-    trace_at: int | None = None
-    micro_batches: int = 1
-    reverse_files: bool = False
 
 
 class Observer:
@@ -192,13 +171,14 @@ class Observer:
             return  # library datasets do not draw
         line = f"{os.path.relpath(code.co_filename, self.options.root)}:{code.co_firstlineno}"
 
-        def observed(read: Any, *arguments: Any, **named: Any) -> Any:
+        @wraps(original)
+        def observed(dataset: Any, *index: Any, **named: Any) -> Any:
             before = checksum_generators()
-            value = read(*arguments, **named)
+            value = original(dataset, *index, **named)
             self._note_draws(before, line)
             return value
 
-        call_around(kind, "__getitem__", observed)
+        kind.__getitem__ = observed
 
     def _note_draws(self, before: dict[str, str], line: str) -> None:
         info = get_worker_info()
@@ -432,11 +412,6 @@ def observe_loaders(observer: Observer) -> None:
         call_after(kind, "consumed", observer.local_batch_consumed)
 
 
-def observe_script(options: Mapping[str, Any]) -> None:
-    """Observe the script that this rank is about to run."""
-    install_hooks(ObserverOptions(**options), placement().rank)
-
-
 def install_hooks(options: ObserverOptions, rank: int) -> None:
     """Observe this process until it ends."""
     observer = Observer(options, rank)
@@ -451,8 +426,6 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
     observe_written_files(options.root, observer.file_written)
     if options.micro_batches > 1:
         multiply_micro_batches(options.micro_batches)
-    if options.reverse_files:  # Path.iterdir and shutil are built on it
-        call_around(os, "listdir", lambda listed, *arguments: listed(*arguments)[::-1])
 
     def source_built(source: MapStyleDataset, dataset: Any, *_: Any) -> None:
         if not source.seed_transforms:  # else its draws belong to samples
@@ -477,7 +450,7 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
 
     def program_started(process: Any, *_: Any) -> None:
         frame: FrameType | None = sys._getframe()
-        between = __file__, call_after.__code__.co_filename, subprocess.__file__
+        between = (__file__, call_after.__code__.co_filename, subprocess.__file__)
         while frame is not None and frame.f_code.co_filename in between:
             frame = frame.f_back
         by_user = frame is not None and frame.f_code.co_filename.startswith(options.root)

@@ -19,6 +19,22 @@ TIMED_OUT = 124
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObserverOptions:
+    """The directory of the records, the script's root, and the steps at which ranks end.
+
+    The operations of step `trace_at` are recorded too. Each shoal.Loader gets `micro_batches` times as
+    many micro-batches.
+    """
+
+    folder: str
+    root: str
+    stop_after: int
+    kill_at: int | None = None
+    trace_at: int | None = None
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sketch:
     """A tensor, or one shard of it, by its checksum, its norm and one fixed projection.
 

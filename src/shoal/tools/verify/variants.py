@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shoal.tools.verify.hooked_script import order_command
-from shoal.tools.verify.observations import TIMED_OUT, RunRecord, read_run
+from shoal.launcher.entry_point import find_script
+from shoal.tools.verify.observations import TIMED_OUT, ObserverOptions, RunRecord, read_run
 from shoal.util.errors import LaunchError
 
 LARGE = 64 << 20
@@ -19,7 +20,8 @@ LARGE = 64 << 20
 MOST_RANKS = 1024
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "node_modules", "venv")
 LINES = 25
-HOOKS = "shoal.tools.verify.hooks:observe_script"
+START = "from shoal.tools.verify.observed_run import main; main()"
+"""Not `-m`: ranks must find its classes under the module's name, not under `__main__`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +63,7 @@ class Variant:
 def check_request(request: VerifyRequest) -> None:
     """Raise LaunchError if the script is not in the current directory or a number is not valid."""
     command = f"shoal verify {request.script}"
-    if not Path(request.script).is_file():
-        raise LaunchError(
-            given=command,
-            found=f"there is no file {Path(request.script).absolute()}",
-            fix="give the path of a Python file: shoal verify train.py",
-        )
+    find_script(request.script, "shoal verify train.py")
     folder, name = os.path.split(request.script)
     inside = f"cd {shlex.quote(folder)} && shoal verify {shlex.quote(name)}"
     if Path(folder).is_absolute() or ".." in Path(folder).parts:
@@ -94,36 +91,38 @@ def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None =
         copy_directory(Path.cwd(), home)
     folder = home.parent / f"records-{len(list(home.parent.glob('records-*')))}"
     folder.mkdir()
-    options = {
-        "folder": str(folder),
-        "root": str(home),
-        "stop_after": variant.trace_at or request.steps,
-        "trace_at": variant.trace_at,
-        "kill_at": variant.kill_at,
-        "reverse_files": variant.reverse_files,
-        "micro_batches": variant.micro_batches,
-    }
+    observer = ObserverOptions(
+        folder=str(folder),
+        root=str(home),
+        stop_after=variant.trace_at or request.steps,
+        trace_at=variant.trace_at,
+        kill_at=variant.kill_at,
+        micro_batches=variant.micro_batches,
+    )
     order = {
         "path": request.script,
         "args": request.args,
+        "observer": asdict(observer),
+        "reverse_files": variant.reverse_files,
         "processes": variant.size,
-        "hooks": HOOKS,
-        "options": options,
     }
-    command = order_command(order, folder / "order.json", PYTHONHASHSEED=str(variant.hash_seed))
-    code = start_ranks(command, home, folder / "output.txt", request.limit)
+    (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
+    code = start_ranks(folder, home, hash_seed=variant.hash_seed, limit=request.limit)
     return read_run(folder, name=variant.name, size=variant.size, code=code)
 
 
-def start_ranks(command: Sequence[str], home: Path, output: Path, limit: float) -> int:
-    """Run the command of an order, and return its exit code, TIMED_OUT after `limit` seconds."""
-    with output.open("wb") as file:
+def start_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int:
+    """Run the order in `folder` and return its exit code, TIMED_OUT after `limit` seconds."""
+    # `env` sets the seed before Python starts, and leaves this process's environment alone.
+    command = ["env", f"PYTHONHASHSEED={hash_seed}", sys.executable]
+    command += ["-c", START, str(folder / "order.json")]
+    with (folder / "output.txt").open("wb") as output:
         try:
             return subprocess.run(
                 command,
                 cwd=home,
                 stdin=subprocess.DEVNULL,
-                stdout=file,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=limit,
                 check=False,

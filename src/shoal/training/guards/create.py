@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from shoal.data import Loader
+from shoal.strategies.contracts import RepeatableGradients
 from shoal.telemetry.events import Events
 from shoal.training.guards.options import Guards
 from shoal.training.guards.recomputed_gradients import GradientGuard
@@ -39,12 +40,11 @@ def create_guards(
     if options is None:
         return found
     for name, state in states.items():
-        gradients = state.engine.repeatable if options.gradients else None
-        if isinstance(state, Step) and gradients is not None and state.engine.world.size > 1:
-            budget = options.budget / 2
-            found.append(GradientGuard(name, state, gradients, events, budget=budget))
-        else:
-            budget = options.budget
+        engine, budget = state.engine, options.budget
+        wanted = options.gradients and engine.world.size > 1
+        if wanted and isinstance(state, Step) and isinstance(engine, RepeatableGradients):
+            budget /= 2
+            found.append(GradientGuard(name, state, engine, events, budget=budget))
         if options.continuity or options.replicas:
             found.append(StateGuard(name, state, options, events, budget=budget))
         if options.find_nonfinite:

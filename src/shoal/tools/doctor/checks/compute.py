@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypedDict
+import statistics
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TypedDict, TypeVar
 
 import torch
 
 from shoal.tools.doctor.findings import CheckResult, RankFacts, describe_ranks, failure, ok, warning
-from shoal.tools.doctor.outliers import HALF, find_slow
 from shoal.util import accelerator
 from shoal.util.clock import CLOCK
 from shoal.util.grouping import group_by
+
+K = TypeVar("K", bound=Hashable)
+
+NOTABLE = 0.75
+"""Fraction of the others' rate below which something may be slow."""
+
+HALF = 0.5
+"""Fraction below which a slow one costs all others half of their time."""
+
+_MANY = 5
+_DEVIATIONS = 5.0
+_NORMAL = 1.4826
+
+
+def find_slow(rates: Mapping[K, float]) -> dict[K, float]:
+    """Return the slow ones, with their rate as a fraction of the median of the others.
+
+    Slow is below NOTABLE. Among many it must also be an outlier: by more than five standard deviations,
+    estimated from the median absolute deviation, so that no slow one hides another by its effect on the
+    spread; Leys et al. 2013, "Detecting outliers", J. Exp. Soc. Psychol. 49. Among few, only the
+    fraction decides, since their spread is unknown.
+    """
+    found: dict[K, float] = {}
+    if len(rates) < 2:
+        return found
+    middle = statistics.median(rates.values())
+    spread = _NORMAL * statistics.median(abs(rate - middle) for rate in rates.values())
+    for key, rate in rates.items():
+        usual = statistics.median(other for name, other in rates.items() if name != key)
+        far = len(rates) < _MANY or middle - rate > _DEVIATIONS * spread
+        if usual > 0 and rate < NOTABLE * usual and far:
+            found[key] = rate / usual
+    return found
+
 
 WINDOW = 0.3
 WINDOWS = 3

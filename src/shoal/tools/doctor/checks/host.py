@@ -5,16 +5,57 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypedDict
 
 import psutil
 
 from shoal.distributed import env_vars
-from shoal.tools.doctor.cgroups import own_limits
 from shoal.tools.doctor.findings import CheckResult, RankFacts, by_host, by_rank, failure, ok, warning
 from shoal.util.differences import spans
 from shoal.util.units import counted, size
+
+
+def own_limits() -> tuple[float | None, int | None]:
+    """Return the tightest limits on this process, in cores and in bytes of memory; None without one."""
+    member = Path("/proc/self/cgroup")
+    return cgroup_limits(member.read_text() if member.exists() else "", Path("/sys/fs/cgroup"))
+
+
+def cgroup_limits(membership: str, root: Path) -> tuple[float | None, int | None]:
+    """Return the tightest limits on a process, in cores and in bytes of memory; None without one.
+
+    `membership` is the text of its /proc/PID/cgroup. A limit may be at any level, in version 2 (one
+    tree) or version 1 (a tree for each controller).
+    """
+    quotas: list[float] = []
+    ceilings: list[int] = []
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        here = PurePosixPath(path.lstrip("/"))
+        for level in (here, *here.parents):
+            folder = root / controllers / level
+            quotas += _quota(_words(folder / "cpu.max"))
+            quotas += _quota(
+                [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+            )
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                ceilings += [int(word) for word in _words(folder / name) if word.isdecimal()]
+    return min(quotas, default=None), min(ceilings, default=None)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _quota(words: list[str]) -> Iterator[float]:
+    # No limit is "max" in version 2 and -1 in version 1.
+    if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
+        yield int(words[0]) / int(words[1])
+
 
 SHARED = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -166,14 +207,9 @@ def _rounded(count: int) -> str:
     return f"{count / GIB:.0f} GiB" if count >= 4 * GIB else f"{count / GIB:.1f} GiB"
 
 
-def check_limits(ranks: Sequence[RankFacts[ProcessLimits]]) -> Iterator[CheckResult]:
-    """Check the limits of open files, locked memory and shared memory."""
-    for check in (_check_files, _check_locked, _check_shared):
-        yield from check(ranks)
-
-
 @by_rank
-def _check_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
+def check_limits(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
+    """Check the limits of open files, locked memory and shared memory."""
     files, most = one.facts["files"], one.facts["most_files"]
     # The first rank is connected to all others, for its store and in each group.
     wanted = max(_FILES, _FILES_OF_A_RANK * one.facts["size"])
@@ -189,10 +225,6 @@ def _check_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
             if able
             else f"ask the administrators for a limit (nofile) of {wanted}",
         )
-
-
-@by_rank
-def _check_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     locked = one.facts["locked"]
     if one.facts["infiniband"] and locked != UNLIMITED:
         yield warning(
@@ -202,10 +234,6 @@ def _check_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
         )
     else:
         yield ok("locked memory", f"{size(locked)} allowed" if locked != UNLIMITED else "unlimited")
-
-
-@by_rank
-def _check_shared(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     shared, free = one.facts["shared"], one.facts["shared_free"]
     if shared is None or shared < GIB or free < GIB // 4:
         text = "there is none" if shared is None else f"{size(free)} free of {size(shared)}"

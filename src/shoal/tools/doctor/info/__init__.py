@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.distributed import env_vars
 from shoal.distributed.init import init
-from shoal.tools.doctor.info import display
-from shoal.tools.doctor.info.machine import describe
-from shoal.tools.doctor.info.ranks import gather
+from shoal.tools.doctor.findings import RankFacts
+from shoal.tools.doctor.info.machine import RankInfo, gather
+from shoal.util.decision import Decision
 from shoal.util.errors import ShoalError
+from shoal.util.tables import print_document
 
 if TYPE_CHECKING:
     from rich.console import Console
+from collections.abc import Mapping
+
+from shoal.tools.doctor.info.machine import machine_facts, rows, version_differences
+from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Table, Text
 
 JOIN_SECONDS = 60.0
 """How long the ranks of a launch wait for each other; it can be short, as no rank prepares data."""
@@ -27,19 +33,56 @@ def print_info(console: Console) -> None:
     try:
         placement = env_vars.placement()
     except ShoalError:
-        display.print_machine(console, describe())
-        display.print_launchers(console, env_vars.launcher_variables())
+        print_document(console, info_document(launchers=env_vars.launcher_variables()))
         raise
+    decisions: Sequence[Decision[object]] = placement.choices
+    ranks: list[RankFacts[RankInfo]] = []
     try:
         with init(prepare_timeout=JOIN_SECONDS) as world:
-            ranks, choices = gather(world), world.decisions
-    except ShoalError:
+            ranks, decisions = gather(world), world.decisions
+    finally:
         if placement.rank == 0:
-            display.print_machine(console, describe())
-            display.print_choices(console, placement.choices)
-        raise
-    if placement.rank == 0:
-        display.print_machine(console, describe())
-        display.print_choices(console, choices)
-        if len(ranks) > 1:
-            display.print_ranks(console, ranks)
+            print_document(console, info_document(decisions=decisions, ranks=ranks))
+
+
+def info_document(
+    *,
+    launchers: Mapping[str, str] | None = None,
+    decisions: Sequence[Decision[object]] = (),
+    ranks: Sequence[RankFacts[RankInfo]] = (),
+) -> Document:
+    """Return this machine, then what is known of a launch.
+
+    `launchers` are the launchers in the order of detection, each with its variables that are set,
+    `decisions` those of rank 0.
+    """
+    blocks: list[DocumentBlock] = list(machine_facts())
+    if launchers is not None:
+        caption = "Launchers, in the order of detection, and their variables here"
+        pairs = [(name, found or "none") for name, found in launchers.items()]
+        blocks.append(KeyNumbers(caption=caption, pairs=pairs))
+    blocks.append(decisions_table(decisions))
+    if len(ranks) > 1:
+        head = ("rank", "host", "local", "cores", "threads", "device")
+        blocks.append(Table(caption=f"{len(ranks)} ranks", head=head, rows=rows(ranks)))
+        same = "Shoal, Python and torch are the same on all ranks."
+        blocks += [Text(text=line) for line in list(version_differences(ranks)) or [same]]
+    return Document(title="shoal info", sections=[Section(blocks=blocks)])
+
+
+def decisions_table(made: Sequence[Decision[object]]) -> Table:
+    """Return each decision with its reason and the rejected alternatives."""
+    lines = []
+    for choice in made:
+        lines.append((choice.what, _spelled(choice.value), choice.reason))
+        lines += [("", "", f"not {name}: {why}") for name, why in choice.rejected.items()]
+    head = ("setting", "chosen", "reason, and rejected alternatives")
+    return Table(caption="Decisions and their reasons (on rank 0)", head=head, rows=lines)
+
+
+def _spelled(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_spelled, value)) or "unknown"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,24 +1,28 @@
-"""Information about this machine: versions, cores, memory, GPUs, optional packages, launchers."""
+"""This machine: versions, cores, memory, GPUs, optional packages, launchers; the same of each rank."""
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import groupby
 
-import psutil
 import torch
 
 from shoal.distributed import env_vars
 from shoal.distributed.speed_hints import facts_of, speed_hints
-from shoal.tools.doctor.cgroups import own_limits
+from shoal.distributed.world import World
+from shoal.tools.doctor.checks.host import describe_cores, describe_memory
+from shoal.tools.doctor.findings import RankFacts, describe_difference
+from shoal.util.differences import differences, spans
+from shoal.util.document import KeyNumbers
 from shoal.util.units import binary_size
 
 EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi", "gpu")
@@ -28,28 +32,20 @@ PROGRAMS = ("torchrun", "srun", "mpirun", "mpiexec", "jsrun", "flux")
 
 _VERSION_SECONDS = 2.0
 
-Rows = list[tuple[str, str]]
-"""Lines of two columns: name and value."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class MachineInfo:
-    """The information as lines for printing."""
-
-    versions: Rows
-    hardware: Rows
-    packages: Rows
-    programs: Rows
-
-
-def describe() -> MachineInfo:
-    """Return the information about this machine; it takes a fraction of a second."""
-    return MachineInfo(
-        versions=[*versions().items(), ("system", platform.platform()), ("host", socket.gethostname())],
-        hardware=_hardware(),
-        packages=list(packages()),
-        programs=[(name, whose) for name in PROGRAMS if (whose := _whose(name))],
-    )
+def machine_facts() -> list[KeyNumbers]:
+    """Return the hardware and software of this machine; it takes a fraction of a second."""
+    system = [("system", platform.platform()), ("host", socket.gethostname())]
+    programs = [(name, whose) for name in PROGRAMS if (whose := _whose(name))]
+    return [
+        KeyNumbers(caption="Versions", pairs=[*versions().items(), *system]),
+        KeyNumbers(caption="Hardware, as this process may use it", pairs=_hardware()),
+        KeyNumbers(caption="Optional packages", pairs=list(packages())),
+        KeyNumbers(
+            caption="Launchers on PATH",
+            pairs=programs or [("none", "shoal run -n N SCRIPT needs none")],
+        ),
+    ]
 
 
 def versions() -> dict[str, str]:
@@ -64,17 +60,16 @@ def versions() -> dict[str, str]:
     }
 
 
-def _hardware() -> Rows:
-    cores, total = len(os.sched_getaffinity(0)), psutil.cpu_count() or 1
-    memory = psutil.virtual_memory()
-    quota, ceiling = own_limits()
+def _hardware() -> list[tuple[str, str]]:
+    cores, memory = describe_cores(), describe_memory()
+    free, total, ceiling = memory["available"], memory["total"], memory["ceiling"]
     rows = [
-        ("cores", f"{cores} in the affinity of {total}"),
-        ("memory", f"{binary_size(memory.available)} free of {binary_size(memory.total)}"),
+        ("cores", f"{len(cores['affinity'])} in the affinity of {cores['total']}"),
+        ("memory", f"{binary_size(free)} free of {binary_size(total)}"),
     ]
-    if quota is not None:
-        rows.append(("CPU limit", f"{quota:g} core(s), by the cgroup"))
-    if ceiling is not None and ceiling < memory.total:
+    if cores["quota"] is not None:
+        rows.append(("CPU limit", f"{cores['quota']:g} core(s), by the cgroup"))
+    if ceiling is not None and ceiling < total:
         rows.append(("memory limit", f"{binary_size(ceiling)}, by the cgroup"))
     rows += [(f"GPU {index}", gpu(index)) for index in range(torch.cuda.device_count())]
     if torch.cuda.device_count():
@@ -144,3 +139,68 @@ def maker(said: str) -> str:
     if "hydra" in lines[0].lower() and hydra:
         return f"Hydra (MPICH) {hydra[1]}"
     return lines[0]
+
+
+MOST_ROWS = 32
+"""Up to this number, each rank has a row; with more, each machine has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """One rank's information about itself."""
+
+    local_rank: int
+    cores: int
+    threads: int
+    device: str
+    versions: Mapping[str, str]
+
+
+def gather(world: World) -> list[RankFacts[RankInfo]]:
+    """Return all ranks, in their order, on every rank."""
+    device = str(world.device)
+    if world.device.type == "cuda":
+        device += f" ({gpu(world.device.index)})"
+    mine = RankInfo(
+        local_rank=world.placement.local_rank,
+        cores=world.placement.cores,
+        threads=torch.get_num_threads(),
+        device=device,
+        versions=versions(),
+    )
+    own = RankFacts(rank=world.rank, host=socket.gethostname(), facts=mine)
+    return list(world.gather(own))
+
+
+def rows(ranks: Sequence[RankFacts[RankInfo]]) -> list[tuple[str, str, str, str, str, str]]:
+    """Return rank, host, local rank, cores, threads and device, by rank or, for many, by machine."""
+    if len(ranks) <= MOST_ROWS:
+        groups = [[one] for one in ranks]
+    else:
+        by_host = sorted(ranks, key=lambda one: one.host)
+        groups = [list(group) for _, group in groupby(by_host, lambda one: one.host)]
+        groups.sort(key=lambda group: group[0].rank)
+    return [
+        (
+            spans([one.rank for one in group]),
+            group[0].host,
+            spans([one.facts.local_rank for one in group]),
+            _each([str(one.facts.cores) for one in group]),
+            _each([str(one.facts.threads) for one in group]),
+            _each([one.facts.device for one in group]),
+        )
+        for group in groups
+    ]
+
+
+def _each(values: Sequence[str]) -> str:
+    counts = Counter(values)
+    if len(counts) == 1:
+        return values[0] if len(values) == 1 else f"{values[0]} each"
+    return ", ".join(f"{value} x{times}" if times > 1 else value for value, times in counts.items())
+
+
+def version_differences(ranks: Sequence[RankFacts[RankInfo]]) -> Iterator[str]:
+    """Yield a line for each version that is not the same on all ranks, with the ranks that differ."""
+    for found in differences([one.facts.versions for one in ranks]):
+        yield f"{found.name} differs: {describe_difference(found, ranks)}"

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from shoal.tools.report import Attempt, Event, History
 from shoal.tools.report.dashboard.snapshot import CheckpointStatus
-from shoal.tools.report.event_fields import integer_in, number_in, text_in
+from shoal.tools.report.history import integer_in, number_in, text_in
 
 
 def checkpoint_status(

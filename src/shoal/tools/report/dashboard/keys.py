@@ -1,12 +1,8 @@
-"""Keys and their meanings, and a terminal mode that delivers keys immediately."""
+"""Keys and their meanings."""
 
 from __future__ import annotations
 
 import re
-import termios
-import tty
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 Key = Literal["leave", "down", "up", "home", "end"]
@@ -25,17 +21,3 @@ _PRESSED = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.DOTALL)
 def parse_keys(typed: bytes) -> list[Key]:
     """Return the keys with a meaning in the bytes typed."""
     return [KEYS[each] for each in _PRESSED.findall(typed) if each in KEYS]
-
-
-@contextmanager
-def cbreak_mode(terminal: int | None) -> Iterator[None]:
-    """Deliver keys as they are pressed, without echo; restore the terminal afterwards."""
-    if terminal is None:
-        yield
-        return
-    before = termios.tcgetattr(terminal)
-    tty.setcbreak(terminal)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

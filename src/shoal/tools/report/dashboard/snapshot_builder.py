@@ -31,7 +31,7 @@ from shoal.tools.report.dashboard.snapshot import (
     Slowest,
     Snapshot,
 )
-from shoal.tools.report.event_fields import integer_in
+from shoal.tools.report.history import integer_in
 from shoal.util.clock import CLOCK, local_time
 from shoal.util.errors import CheckpointError
 
@@ -247,8 +247,6 @@ def _progress(attempt: Attempt, leader: Array, position: int, *, until: float) -
 
 def _ranks(attempt: Attempt, window: int) -> tuple[RankStats, ...]:
     found = profile(attempt, last=window, windows=1)
-    if found is None:
-        found = profile(attempt, last=window, windows=1, warm=True)
     means = {rank: found.of_rank(rank) for rank in found.ranks} if found is not None else {}
     return tuple(_rank(attempt, rank, means.get(rank, {})) for rank in attempt.ranks)
 

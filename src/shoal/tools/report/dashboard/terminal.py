@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import socket
+import termios
 import threading
+import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TextIO
 
-from rich.console import Console
-from rich.live import Live
+from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
-from shoal.tools.report.dashboard.keys import Key, cbreak_mode, parse_keys
+from shoal.tools.report.dashboard.keys import parse_keys
 from shoal.tools.report.dashboard.layout import count_turns, dashboard_lines
 from shoal.tools.report.dashboard.snapshot import OVER, RunStatus, Snapshot
 from shoal.tools.report.dashboard.snapshot_builder import SnapshotBuilder
@@ -30,7 +30,6 @@ BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
 """Terminals that know these sequences show only complete frames; others ignore them."""
 LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 HEARD = (*LEFT, signal.SIGTSTP, signal.SIGWINCH)
-LEAVING = {int(each): 128 + each for each in LEFT}
 
 
 def watch(run: str, *, out: TextIO, every: float | None = None, ascii_only: bool = False) -> int:
@@ -60,11 +59,11 @@ def watch(run: str, *, out: TextIO, every: float | None = None, ascii_only: bool
     )
     observer = SnapshotBuilder(Path(run), wait=live or every is not None)
     if live:
-        return _Screen(observer, console, look, Path(run)).stay()
+        return _Screen(observer, console, look, run).stay()
     try:
         return _print(observer, console, look, every)
     except KeyboardInterrupt:
-        return LEAVING[signal.SIGINT]
+        return 128 + signal.SIGINT
 
 
 def _print(
@@ -85,133 +84,106 @@ def _block(lines: list[Text]) -> Text:
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
-class _ReaderThread(threading.Thread):
-    """A thread that reads the run, so that the page answers keys despite a slow file system."""
-
-    def __init__(self, observer: SnapshotBuilder, seen: socket.socket) -> None:
-        super().__init__(name="shoal-watch", daemon=True)
-        self._observer = observer
-        self._seen = seen
-        self._ended = threading.Event()
-        self.snapshot: Snapshot | None = None
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        while not self._ended.is_set():
-            begun = CLOCK.now()
-            try:
-                self.snapshot = self._observer.look()
-            except Exception as error:  # reported by the page's own thread
-                self.error = error
-                self._ended.set()
-            with suppress(OSError):  # the page is closed, or has not yet handled the look before
-                self._seen.send(b"\0")
-            CLOCK.wait(self._ended, max(SECONDS, 4 * (CLOCK.now() - begun)))
-
-    def end(self) -> None:
-        """Stop looking, without waiting for a look in progress."""
-        self._ended.set()
-
-
 class _Screen:
-    """The live page, from its first frame to its last."""
+    """The live page, from its first frame to its last.
+
+    Signals, keys and snapshots wait in one queue, so that none arrives in the middle of a frame, and a
+    slow file system delays no key.
+    """
 
     def __init__(
-        self, observer: SnapshotBuilder, console: Console, look: TerminalStyle, run: Path
+        self, observer: SnapshotBuilder, console: Console, look: TerminalStyle, run: str
     ) -> None:
+        self._observer = observer
         self._console = console
         self._look = look
         self._leaf = 0
-        self._terminal = 0 if os.isatty(0) else None
-        self._bell, seen = socket.socketpair()
-        for end in (self._bell, seen):
-            end.setblocking(False)
-        self._seen = seen
-        self._lookout = _ReaderThread(observer, seen)
-        self._first = Snapshot(run=str(run), clock="", state=RunStatus(kind="reading"))
+        self._typed = os.isatty(0)
+        self._snapshot = Snapshot(run=run, clock="", state=RunStatus(kind="reading"))
+        self._told: SimpleQueue[object] = SimpleQueue()
 
     def stay(self) -> int:
         """Show the page until the user quits, and return the exit code."""
-        self._lookout.start()
-        try:
-            while True:
-                with _signals(self._seen), cbreak_mode(self._terminal), self._drawn() as live:
-                    code = self._answer(live)
-                if code is not None:
-                    return code
-                signal.raise_signal(signal.SIGTSTP)  # give the terminal back to the shell, until fg
-        finally:
-            self._lookout.end()
+        for work in (self._read_run, self._read_keys):
+            threading.Thread(target=work, name="shoal-watch", daemon=True).start()
+        while True:
+            with self._taken():
+                code = self._answer()
+            if code is not None:
+                return code
+            signal.raise_signal(signal.SIGTSTP)  # give the terminal back to the shell, until fg
+
+    def _read_run(self) -> None:
+        while True:
+            begun = CLOCK.now()
+            try:
+                self._told.put(self._observer.look())
+            except Exception as error:  # raised by the page's own thread
+                self._told.put(error)
+                return
+            CLOCK.sleep(max(SECONDS, 4 * (CLOCK.now() - begun)))
+
+    def _read_keys(self) -> None:
+        if self._typed:
+            with suppress(OSError):  # the terminal is gone
+                while typed := os.read(0, 4096):
+                    for key in parse_keys(typed):
+                        self._told.put(key)
+            self._told.put("leave")
 
     @contextmanager
-    def _drawn(self) -> Iterator[Live]:
-        live = Live(
-            console=self._console,
-            screen=True,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        with live:
-            self._draw(live)
-            yield live
+    def _taken(self) -> Iterator[None]:
+        """Take the terminal: signals, keys as they are pressed, and the screen; give all of it back."""
+        heard = {each: signal.signal(each, lambda number, _: self._told.put(number)) for each in HEARD}
+        mode = termios.tcgetattr(0) if self._typed else None
+        try:
+            if mode is not None:
+                tty.setcbreak(0)
+            with self._console.screen():
+                yield
+        finally:
+            if mode is not None:
+                termios.tcsetattr(0, termios.TCSADRAIN, mode)
+            for each, handler in heard.items():
+                signal.signal(each, handler)
 
-    def _answer(self, live: Live) -> int | None:
+    def _answer(self) -> int | None:
         """Draw and react until the user quits, or return None if the user suspends the page."""
-        watched = [self._bell.fileno()] + ([] if self._terminal is None else [self._terminal])
         while True:
-            ready, _, _ = select.select(watched, [], [])
-            if self._bell.fileno() in ready:
-                for heard in self._bell.recv(4096):
-                    if heard in LEAVING:
-                        return LEAVING[heard]
-                    if heard == signal.SIGTSTP:
-                        return None
-            if self._lookout.error is not None:
-                raise self._lookout.error
-            if self._terminal in ready:
-                typed = os.read(self._terminal, 4096) if self._terminal is not None else b""
-                if not typed or "leave" in (keys := parse_keys(typed)):
+            if self._told.empty():
+                self._draw()
+            match self._told.get():
+                case Exception() as error:
+                    raise error
+                case Snapshot() as snapshot:
+                    self._snapshot = snapshot
+                case signal.SIGTSTP:
+                    return None
+                case int() as number if number in LEFT:
+                    return 128 + number
+                case "leave":
                     return 0
-                for key in keys:
+                case str() as key:
                     self._turn(key)
-            self._draw(live)
 
-    def _turn(self, key: Key) -> None:
+    def _turn(self, key: str) -> None:
         """Turn to another page of the ranks; there is none beyond the first and the last."""
         moves = {"down": self._leaf + 1, "up": self._leaf - 1, "home": 0}
-        width, height = self._size()
-        last = count_turns(self._snapshot, width, height, self._look)
+        last = count_turns(self._snapshot, *self._size(), self._look)
         self._leaf = min(max(0, moves.get(key, last)), last)
 
-    def _draw(self, live: Live) -> None:
+    def _draw(self) -> None:
         """Draw one frame over the one before without clearing, so that nothing flickers."""
-        width, height = self._size()
-        self._console.size = width, height
-        lines = dashboard_lines(self._snapshot, width, height, self._look, leaf=self._leaf, keys=True)
+        self._console.size = self._size()
+        lines = dashboard_lines(
+            self._snapshot, *self._console.size, self._look, leaf=self._leaf, keys=True
+        )
         self._console.file.write(BEGIN_FRAME)
-        live.update(_block(lines), refresh=True)
+        self._console.update_screen(_block(lines))
         self._console.file.write(END_FRAME)
         self._console.file.flush()
 
-    @property
-    def _snapshot(self) -> Snapshot:
-        return self._lookout.snapshot or self._first
-
-    def _size(self) -> tuple[int, int]:
+    def _size(self) -> ConsoleDimensions:
         # Not COLUMNS and LINES, which are not updated.
         width, height = os.get_terminal_size(self._console.file.fileno())
-        return width or 80, height or 24
-
-
-@contextmanager
-def _signals(told: socket.socket) -> Iterator[None]:
-    """Send a byte to `told` for each signal, so that none arrives in the middle of a frame."""
-    wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    before = {each: signal.signal(each, lambda *_: None) for each in HEARD}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        signal.set_wakeup_fd(wakeup)
+        return ConsoleDimensions(width or 80, height or 24)

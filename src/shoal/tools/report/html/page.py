@@ -1,97 +1,49 @@
-"""The contents of a page as plain values, and their HTML."""
+"""A document as one HTML file, and its figures as further files."""
 
 from __future__ import annotations
 
 import base64
+import csv
+import io
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from typing import TypeAlias
+from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from shoal.tools.report.html.csv import to_csv
+from shoal.tools.report.html.plots import Plot, draw
+from shoal.util.document import Document
+from shoal.util.errors import LaunchError, explained
+from shoal.util.regular_file import appearing
 from shoal.util.safe_text import printable
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """A paragraph; `advice` is the next action or command."""
+def save_page(document: Document, path: Path, *, option: str) -> list[Path]:
+    """Write a document as HTML to `path`, and next to it each figure as PNG, SVG and CSV.
 
-    text: str
-    advice: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyNumbers:
-    """The key numbers at the top: names and values."""
-
-    pairs: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Rows of strings. The columns listed in `right` hold numbers."""
-
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    right: Sequence[str] = ()
-
-    @property
-    def lines(self) -> list[Sequence[str]]:
-        """The head and the rows."""
-        return [self.head, *self.rows]
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A figure drawn by `plots`: for the page, wide and for a phone; and as files."""
-
-    wide: str
-    narrow: str
-    svg: str
-    png: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A drawing with the same numbers as a table, for readers who can't see it.
-
-    `name` is the name of its files, without suffix; it is unique within a page.
+    The directory is created if necessary. Returns all paths. Raises LaunchError, with the command-line
+    option that sets the path, if it can't be written.
     """
-
-    name: str
-    caption: str
-    drawing: Plot
-    table: Table
-
-
-Block: TypeAlias = Text | KeyNumbers | Table | Figure
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A heading and the blocks below it."""
-
-    heading: str
-    blocks: Sequence[Block]
+    files: dict[Path, bytes] = {}
+    with explained(
+        LaunchError, given=f"a page in {path}", fix=f"write where you have permission: {option}"
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)  # before drawing the figures, which is slow
+        plots = {figure.name: draw(figure.drawing) for figure in document.figures()}
+        for figure in document.figures():
+            plot, table = plots[figure.name], to_csv(figure.drawing.table().lines)
+            parts = {"png": plot.png, "svg": plot.svg.encode(), "csv": table.encode()}
+            files |= {path.with_name(f"{figure.name}.{end}"): part for end, part in parts.items()}
+        for file, content in (files | {path: render_page(document, plots).encode()}).items():
+            with appearing(file) as partial:
+                partial.write_bytes(content)
+    return [path, *files]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """A page: its title, the verdict in one sentence, and the sections."""
-
-    title: str
-    verdict: str
-    sections: Sequence[Section]
-    about: str = ""
-
-
-def render_page(page: Page) -> str:
-    """Return the page as one HTML file. All strings are escaped; only drawings are not."""
+def render_page(document: Document, plots: Mapping[str, Plot]) -> str:
+    """Return the document as one HTML file. All strings are escaped; only drawings are not."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -102,12 +54,15 @@ def render_page(page: Page) -> str:
     environment.filters |= {
         "kind": lambda block: type(block).__name__,
         "inline": _inline,
-        "data": _data,
+        "base64": lambda content: base64.b64encode(content).decode(),
+        "csv": lambda table: to_csv(table.lines).encode(),
     }
     here = resources.files(__package__)
     template = environment.from_string(here.joinpath("page.html.jinja").read_text(encoding="utf-8"))
     style = here.joinpath("page.css").read_text(encoding="utf-8")
-    return template.render(page=page, style=Markup(style))
+    return template.render(
+        page=document, sections=document.shown("page"), plots=plots, style=Markup(style)
+    )
 
 
 def _shown(value: object) -> object:
@@ -120,8 +75,32 @@ def _inline(svg: str, prefix: str) -> Markup:
     return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg))
 
 
-def _data(figure: Figure, kind: str) -> str:
-    """Return a file of a figure as a data URL for download."""
-    if kind == "png":
-        return "data:image/png;base64," + base64.b64encode(figure.drawing.png).decode()
-    return "data:text/csv;base64," + base64.b64encode(to_csv(figure.table.lines).encode()).decode()
+def to_csv(rows: Iterable[Sequence[object]]) -> str:
+    """Return rows as CSV; the first row has the names of the columns.
+
+    A string that a spreadsheet would interpret as a formula gets an apostrophe in front.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows(_harmless(row) for row in rows)
+    return text.getvalue()
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows, all with the columns of the first, as CSV. Raises LaunchError if that fails."""
+    with explained(LaunchError, given=f"the table {path}", fix="use another file"):
+        path.write_text(to_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
+
+
+def _harmless(row: Sequence[object]) -> list[object]:
+    return [f"'{cell}" if isinstance(cell, str) and _is_formula(cell) else cell for cell in row]
+
+
+def _is_formula(cell: str) -> bool:
+    if cell[:1] not in ("=", "+", "-", "@", "\t", "\r"):
+        return False
+    try:
+        float(cell)
+    except ValueError:
+        return True
+    return False

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.tools.report.html.page import Plot
+from shoal.tools.report.html.palette import PALETTE
+from shoal.util.document import AreaPlot, BarPlot, Drawing, Fill, LinePlot, SpanPlot
 from shoal.util.errors import LaunchError
 from shoal.util.safe_text import printable
 
@@ -35,162 +37,119 @@ COLOURS = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
-Fill: TypeAlias = tuple[str, str]
-"""The colour of an area, and the hatch on it."""
-
 _INK, _PAPER, _GRID = "#010203", "#fdfcfb", "#a1a2a3"
 """Placeholders for the colours of the page, which a drawing does not know."""
 _WIDE, _NARROW = (9.2, 3.4), (3.7, 3.2)
+_FILLS = [(each.colour, each.hatch) for each in PALETTE.values()]
 _MOST = 1500
 """Maximum number of points of a line; more are not visible."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """A line: its points, and the bounds of its band. None is a gap."""
+@dataclass(frozen=True)
+class Plot:
+    """A drawing as SVG and PNG: for the page, wide and for a phone; and as files."""
 
-    label: str
-    x: Sequence[float]
-    y: Sequence[float | None]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
-    points: bool = False
-    """Mark each point, for few points."""
-    faint: bool = False
-    """Dashed and grey, for a reference such as the ideal."""
+    wide: str
+    narrow: str
+    svg: str
+    png: bytes
 
 
-def plot_lines(
-    series: Sequence[Series],
-    *,
-    x: str,
-    y: str,
-    log_x: bool = False,
-    log_y: bool = False,
-    ticks: Sequence[float] | None = None,
-    zero: bool = False,
-) -> Plot:
-    """Draw lines; `zero` starts the y axis at 0, `ticks` sets the ticks of the x axis."""
-
-    def draw(axes: Axes, small: bool) -> None:
-        own = 0
-        for each in series:
-            colour = _GRID if each.faint else COLOURS[own % len(COLOURS)]
-            marker = "" if each.faint else MARKERS[own % len(MARKERS)]
-            own += not each.faint
-            stride = max(1, len(each.x) // _MOST)
-            xs = list(each.x)[::stride]
-            ys = [float("nan") if value is None else value for value in each.y][::stride]
-            axes.plot(
-                xs,
-                ys,
-                label=printable(each.label),
-                color=colour,
-                linewidth=1.6,
-                linestyle="--" if each.faint else "-",
-                marker=(marker or "o") if each.points or len(xs) == 1 else "",
-                markersize=5,
-            )
-            if each.low is not None and each.high is not None:
-                low, high = list(each.low)[::stride], list(each.high)[::stride]
-                axes.fill_between(xs, low, high, color=colour, alpha=0.25, linewidth=0)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        _scales(axes, log_x=log_x, log_y=log_y, ticks=ticks)
-        if zero and not log_y:
-            axes.set_ylim(bottom=0)
-        _ends(axes, legend=len(series) > 1, small=small)
-
-    return _draw(draw)
+def draw(drawing: Drawing) -> Plot:
+    """Draw a figure. Raises LaunchError without matplotlib."""
+    match drawing:
+        case LinePlot():
+            return _draw(partial(_lines, drawing))
+        case BarPlot():
+            return _draw(partial(_bars, drawing), height=0.28 * len(drawing.labels))
+        case SpanPlot():
+            return _draw(partial(_spans, drawing), height=0.28 * len(drawing.labels))
+        case AreaPlot():
+            return _draw(partial(_areas, drawing))
 
 
-def plot_bars(
-    labels: Sequence[str],
-    parts: Mapping[str, Sequence[float]],
-    *,
-    x: str,
-    fills: Mapping[str, Fill],
-    limit: tuple[str, float] | None = None,
-) -> Plot:
-    """Draw one bar for each label, of parts laid end to end; `fills` has a fill for each part.
-
-    `limit` is the label and the place of a vertical line.
-    """
-
-    def draw(axes: Axes, small: bool) -> None:
-        places, left = list(range(len(labels))), [0.0] * len(labels)
-        for part, values in parts.items():
-            look = _fill(fills[part])
-            axes.barh(places, list(values), left=left, height=0.78, label=printable(part), **look)
-            left = [a + b for a, b in zip(left, values, strict=True)]
-        if limit is not None:
-            axes.axvline(limit[1], label=printable(limit[0]), color=_INK, linewidth=1.2, linestyle="--")
-        axes.set_yticks(places, [printable(label) for label in labels])
-        axes.set_ylim(len(labels) - 0.4, -0.6)
-        axes.set_xlabel(x)
-        _ends(axes, legend=True, small=small, grid="x")
-
-    return _draw(draw, height=0.28 * len(labels))
-
-
-def plot_spans(
-    labels: Sequence[str],
-    spans: Sequence[Sequence[tuple[str, float, float]]],
-    *,
-    x: str,
-    fills: Mapping[str, Fill],
-) -> Plot:
-    """Draw a row for each label, with its spans: the kind, the start and the end of each."""
-
-    def draw(axes: Axes, small: bool) -> None:
-        for kind, fill in fills.items():
-            label = printable(kind)
-            for place, row in enumerate(spans):
-                places = [(start, end - start) for own, start, end in row if own == kind]
-                if places:
-                    axes.broken_barh(places, (place - 0.4, 0.8), label=label, **_fill(fill))
-                    label = "_" + label.lstrip("_")  # a second entry of the legend is not shown
-        axes.set_yticks(list(range(len(labels))), [printable(label) for label in labels])
-        axes.set_ylim(len(labels) - 0.4, -0.6)
-        axes.set_xlabel(x)
-        axes.margins(x=0)
-        _ends(axes, legend=True, small=small, grid="x")
-
-    return _draw(draw, height=0.28 * len(labels))
-
-
-def plot_areas(
-    xs: Sequence[float],
-    parts: Mapping[str, Sequence[float]],
-    *,
-    x: str,
-    y: str,
-    fills: Mapping[str, Fill],
-) -> Plot:
-    """Draw stacked areas of parts."""
-
-    # An area over a single point has no width.
-    places = [xs[0] - 0.5, xs[0] + 0.5] if len(xs) == 1 else list(xs)
-
-    def draw(axes: Axes, small: bool) -> None:
-        below = [0.0] * len(places)
-        for part, values in parts.items():
-            own = list(values) * (len(places) // len(values))
-            above = [a + b for a, b in zip(below, own, strict=True)]
-            look = _fill(fills[part])
-            axes.fill_between(places, below, above, label=printable(part), step=None, **look)
-            below = above
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
+def _lines(plot: LinePlot, axes: Axes, small: bool) -> None:
+    own = 0
+    for each in plot.series:
+        colour = _GRID if each.faint else COLOURS[own % len(COLOURS)]
+        marker = "" if each.faint else MARKERS[own % len(MARKERS)]
+        own += not each.faint
+        stride = max(1, len(each.x) // _MOST)
+        xs = list(each.x)[::stride]
+        ys = [float("nan") if value is None else value for value in each.y][::stride]
+        axes.plot(
+            xs,
+            ys,
+            label=printable(each.label),
+            color=colour,
+            linewidth=1.6,
+            linestyle="--" if each.faint else "-",
+            marker=(marker or "o") if each.points or len(xs) == 1 else "",
+            markersize=5,
+        )
+        if each.low is not None and each.high is not None:
+            low, high = list(each.low)[::stride], list(each.high)[::stride]
+            axes.fill_between(xs, low, high, color=colour, alpha=0.25, linewidth=0)
+    axes.set_xlabel(plot.x)
+    axes.set_ylabel(plot.y)
+    _scales(axes, log_x=plot.log_x, log_y=plot.log_y, ticks=plot.ticks)
+    if plot.zero and not plot.log_y:
         axes.set_ylim(bottom=0)
-        axes.margins(x=0)
-        _ends(axes, legend=True, small=small)
-
-    return _draw(draw)
+    _ends(axes, legend=len(plot.series) > 1, small=small)
 
 
-def _fill(fill: Fill) -> dict[str, Any]:
-    colour, hatch = fill
+def _bars(plot: BarPlot, axes: Axes, small: bool) -> None:
+    left = [0.0] * len(plot.labels)
+    for part, values in plot.parts.items():
+        look = _look(plot.fills, plot.parts, part)
+        axes.barh(range(len(left)), list(values), left=left, height=0.78, label=printable(part), **look)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    if plot.limit is not None:
+        name, place = plot.limit
+        axes.axvline(place, label=printable(name), color=_INK, linewidth=1.2, linestyle="--")
+    _label_rows(axes, plot, small)
+
+
+def _spans(plot: SpanPlot, axes: Axes, small: bool) -> None:
+    for kind in plot.kinds:
+        label = printable(kind)
+        for place, row in enumerate(plot.spans):
+            places = [(start, end - start) for own, start, end in row if own == kind]
+            if places:
+                look = _look(None, plot.kinds, kind)
+                axes.broken_barh(places, (place - 0.4, 0.8), label=label, **look)
+                label = "_" + label.lstrip("_")  # a second entry of the legend is not shown
+    axes.margins(x=0)
+    _label_rows(axes, plot, small)
+
+
+def _label_rows(axes: Axes, plot: BarPlot | SpanPlot, small: bool) -> None:
+    axes.set_yticks(range(len(plot.labels)), [printable(label) for label in plot.labels])
+    axes.set_ylim(len(plot.labels) - 0.4, -0.6)
+    axes.set_xlabel(plot.x)
+    _ends(axes, legend=True, small=small, grid="x")
+
+
+def _areas(plot: AreaPlot, axes: Axes, small: bool) -> None:
+    # An area over a single point has no width.
+    xs = [plot.xs[0] - 0.5, plot.xs[0] + 0.5] if len(plot.xs) == 1 else list(plot.xs)
+    below = [0.0] * len(xs)
+    for part, values in plot.parts.items():
+        own = list(values) * (len(xs) // len(values))
+        above = [a + b for a, b in zip(below, own, strict=True)]
+        look = _look(plot.fills, plot.parts, part)
+        axes.fill_between(xs, below, above, label=printable(part), step=None, **look)
+        below = above
+    axes.set_xlabel(plot.x)
+    axes.set_ylabel(plot.y)
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0)
+    _ends(axes, legend=True, small=small)
+
+
+def _look(fills: Mapping[str, Fill] | None, parts: Iterable[str], part: str) -> dict[str, Any]:
+    """Return the look of the area of a part, chosen by its place among the parts without `fills`."""
+    colour, hatch = fills[part] if fills else _FILLS[list(parts).index(part) % len(_FILLS)]
     return {"facecolor": colour, "hatch": hatch, "edgecolor": _PAPER, "linewidth": 0.4}
 
 

@@ -8,21 +8,12 @@ import numpy as np
 
 from shoal.tools.report import LABELS, PALETTE, SHOWN, Attempt, AttemptProfile, History
 from shoal.tools.report.attempts import BinnedCurve, binned_curves, throughput_curve
-from shoal.tools.report.html import Figure, Table, plots
-from shoal.tools.report.run_page.tables import ranks_to_show, round_values
+from shoal.tools.report.run_page.tables import ranks_to_show
+from shoal.util.document import AreaPlot, BarPlot, Figure, LinePlot, Series
 
 SHOWN_RANKS = 32
 SHOWN_LINES = 8
 FILLS = {LABELS[part]: (paint.colour, paint.hatch) for part, paint in PALETTE.items()}
-
-
-def all_figures(history: History, judged: list[AttemptProfile]) -> dict[str, list[Figure]]:
-    """Return the figures by section."""
-    return {
-        "time": [rank_figure(judged[-1]), step_figure(judged)] if judged else [],
-        "progress": list(progress_figures(history)),
-        "usage": list(memory_figures(history.latest)) if history.latest is not None else [],
-    }
 
 
 def rank_figure(one: AttemptProfile) -> Figure:
@@ -31,27 +22,18 @@ def rank_figure(one: AttemptProfile) -> Figure:
     times = {rank: one.profile.of_rank(rank) for rank in ranks}
     there = [part for part in SHOWN if any(each[part] > 0 for each in times.values())]
     unit, scale = _unit(max(sum(each.values()) for each in times.values()))
-    values = {part: [max(0.0, times[rank][part]) / scale for rank in ranks] for part in there}
-    named = [_short(one.attempt, rank) for rank in ranks]
+    values = {LABELS[part]: [max(0.0, times[rank][part]) / scale for rank in ranks] for part in there}
     return Figure(
         name="step-by-rank",
         caption="Mean step of each rank, by part."
         if len(ranks) == len(one.profile.ranks)
         else f"Mean step, by part, of the {len(ranks)} ranks that waited least for others.",
-        drawing=plots.plot_bars(
-            named,
-            {LABELS[part]: each for part, each in values.items()},
+        drawing=BarPlot(
+            labels=[_short(one.attempt, rank) for rank in ranks],
+            parts=values,
             x=f"{unit} per step",
+            of="rank",
             fills=FILLS,
-        ),
-        table=Table(
-            caption=f"{unit} per step",
-            head=["rank", *(LABELS[part] for part in there)],
-            rows=[
-                [name, *(f"{values[part][place]:.4g}" for part in there)]
-                for place, name in enumerate(named)
-            ],
-            right=[LABELS[part] for part in there],
         ),
     )
 
@@ -67,26 +49,13 @@ def step_figure(judged: list[AttemptProfile]) -> Figure:
     table = np.stack([steps[step] for step in xs], axis=1)
     unit, scale = _unit(float(table.sum(axis=0).max()))
     there = [part for part, row in zip(SHOWN, table, strict=True) if row.max() > 0]
-    values = {part: np.maximum(table[SHOWN.index(part)], 0) / scale for part in there}
+    values = {
+        LABELS[part]: (np.maximum(table[SHOWN.index(part)], 0) / scale).tolist() for part in there
+    }
     return Figure(
         name="step-over-time",
         caption="Step time over the run, by part, mean of the ranks.",
-        drawing=plots.plot_areas(
-            xs,
-            {LABELS[part]: each.tolist() for part, each in values.items()},
-            x="step",
-            y=unit,
-            fills=FILLS,
-        ),
-        table=Table(
-            caption=f"{unit} per step, mean from the given step on",
-            head=["from step", *(LABELS[part] for part in there)],
-            rows=[
-                [str(step), *(f"{values[part][place]:.4g}" for part in there)]
-                for place, step in enumerate(xs)
-            ],
-            right=["from step", *(LABELS[part] for part in there)],
-        ),
+        drawing=AreaPlot(xs=xs, parts=values, x="from step", y=f"{unit} per step", fills=FILLS),
     )
 
 
@@ -112,7 +81,7 @@ def _curves(
     # A single Step needs no name.
     named = dict(zip([y], found.values(), strict=True)) if len(found) == 1 else found
     series = [
-        plots.Series(
+        Series(
             label=label,
             x=each.step.tolist(),
             y=each.mean.tolist(),
@@ -121,24 +90,7 @@ def _curves(
         )
         for label, each in list(named.items())[:SHOWN_LINES]
     ]
-    rows = [
-        [label, *cells]
-        for label, each in named.items()
-        for cells in zip(
-            map(str, each.step.tolist()),
-            round_values(each.mean),
-            round_values(each.low),
-            round_values(each.high),
-            strict=True,
-        )
-    ]
-    head = ["of", "from step", "mean", "minimum", "maximum"]
-    return Figure(
-        name=name,
-        caption=caption,
-        drawing=plots.plot_lines(series, x="step", y=y, zero=zero),
-        table=Table(caption=caption, head=head, rows=rows, right=head[1:]),
-    )
+    return Figure(name=name, caption=caption, drawing=LinePlot(series=series, x="step", y=y, zero=zero))
 
 
 def memory_figures(attempt: Attempt) -> Iterator[Figure]:
@@ -156,25 +108,17 @@ def memory_figures(attempt: Attempt) -> Iterator[Figure]:
         return
     largest = sorted(found, key=lambda rank: -float(found[rank][1].max()))[:SHOWN_LINES]
     of = "" if len(largest) == len(found) else f", the {len(largest)} ranks with most of it"
-    caption = f"Memory of the last attempt{of}."
-    series: list[plots.Series] = []
-    rows: list[list[str]] = []
+    series = []
     for rank in sorted(largest):
         xs, ys = found[rank]
         stride = max(1, len(xs) // 200)
-        label = _short(attempt, rank)
-        series.append(plots.Series(label=label, x=xs[::stride].tolist(), y=ys[::stride].tolist()))
-        rows += [
-            [label, *cells]
-            for cells in zip(round_values(xs[::stride]), round_values(ys[::stride]), strict=True)
-        ]
+        series.append(
+            Series(label=_short(attempt, rank), x=xs[::stride].tolist(), y=ys[::stride].tolist())
+        )
     yield Figure(
         name="memory",
-        caption=caption,
-        drawing=plots.plot_lines(series, x="minutes since the start", y="GB", zero=True),
-        table=Table(
-            caption=caption, head=["rank", "minutes", "GB"], rows=rows, right=["minutes", "GB"]
-        ),
+        caption=f"Memory of the last attempt{of}.",
+        drawing=LinePlot(series=series, x="minutes since the start", y="GB", zero=True),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,29 @@ from shoal.tools.report import (
     BottleneckReport,
     History,
 )
-from shoal.tools.report.attempts import describe_outcome, last_kept_steps, list_saves
-from shoal.tools.report.batch_splits import has_changed, list_splits
-from shoal.tools.report.html import Table
+from shoal.tools.report.attempts import (
+    describe_outcome,
+    has_changed,
+    last_kept_steps,
+    list_saves,
+    list_splits,
+)
 from shoal.tools.report.summary import compute_rates
 from shoal.util.clock import CLOCK, local_time
+from shoal.util.document import Table
 from shoal.util.grouping import group_by
 from shoal.util.units import age, bandwidth, duration, percent, size
 
 MOST = 64
 """Maximum number of rows of a table of ranks; of more ranks the slowest are shown."""
+_MOST_LINES = 16
+_MAIN_PARTS = {
+    "computing": ("forward", "backward", "update"),
+    "comm.": ("communication",),
+    "waiting": ("waiting",),
+    "data": ("wait", "transfer"),
+    "rest": ("checkpoint", "evaluation", "other"),
+}
 _VERSIONS = ("shoal", "torch", "python", "device", "device_name", "launcher")
 _SETTINGS = ("layout", "strategy", "precision", "parameters", "batch_size", "epoch_size")
 
@@ -123,43 +137,25 @@ def ranks_to_show(one: AttemptProfile, most: int = MOST) -> list[int]:
     return sorted(found.ranks[place] for place in np.argsort(waiting, kind="stable")[:most])
 
 
-def rank_table(one: AttemptProfile, most: int = MOST) -> Table:
-    """Return the time of a step by rank and part, in milliseconds."""
+def rank_tables(one: AttemptProfile) -> list[Table]:
+    """Return the time of a step by rank and part, in milliseconds; in few columns for a terminal."""
     there = [part for part in SHOWN if one.profile.mean[SHOWN.index(part)].max() > 0]
-    shown = ranks_to_show(one, most)
-    caption = "Milliseconds per step, by rank"
-    if len(shown) < len(one.profile.ranks):
-        caption += f": the {len(shown)} of {len(one.profile.ranks)} that waited least for others"
+    whole = _rank_table(one, {LABELS[part]: (part,) for part in there} | {"all": SHOWN}, MOST)
+    short = _rank_table(one, _MAIN_PARTS, _MOST_LINES)
+    single = len(one.profile.ranks) == 1
+    return [
+        replace(whole, only="page"),
+        replace(short, only="terminal", rows=[] if single else short.rows),
+    ]
+
+
+def _rank_table(one: AttemptProfile, groups: Mapping[str, Sequence[str]], most: int) -> Table:
+    shown, ranks = ranks_to_show(one, most), one.profile.ranks
+    of = "" if len(shown) == len(ranks) else f": the {len(shown)} of {len(ranks)} that waited least"
     rows = []
     for rank in shown:
         times = one.profile.of_rank(rank)
-        host = one.attempt.host(rank) or ""
-        cells = [f"{1e3 * times[part]:.3g}" for part in there]
-        rows.append([str(rank), host, *cells, f"{1e3 * sum(times.values()):.4g}"])
-    labels = [LABELS[part] for part in there]
-    return Table(
-        caption=caption,
-        head=["rank", "host", *labels, "all"],
-        rows=rows,
-        right=["rank", *labels, "all"],
-    )
-
-
-def main_parts_table(one: AttemptProfile, most: int) -> Table:
-    """Return the same in few columns, for narrow screens."""
-    groups = {
-        "computing": ("forward", "backward", "update"),
-        "comm.": ("communication",),
-        "waiting": ("waiting",),
-        "data": ("wait", "transfer"),
-        "rest": ("checkpoint", "evaluation", "other"),
-    }
-    shown = ranks_to_show(one, most)
-    of = "" if len(shown) == len(one.profile.ranks) else f", the {len(shown)} that waited least"
-    rows = []
-    for rank in shown:
-        times = one.profile.of_rank(rank)
-        sums = [sum(times[part] for part in parts) for parts in groups.values()]
+        sums = (sum(times[part] for part in parts) for parts in groups.values())
         rows.append([str(rank), one.attempt.host(rank) or "", *(f"{1e3 * each:.3g}" for each in sums)])
     return Table(
         caption=f"Milliseconds per step, by rank{of}",
@@ -245,6 +241,7 @@ def collectives_table(attempt: Attempt) -> Table:
         )
     bandwidths = ["algorithm", "bus"]
     return Table(
+        only="page",
         caption="Collectives per rank: mean of all ranks; bandwidth of the rank that came last",
         head=["kind", "group", "ranks", "backend", "calls", "bytes", "time", *bandwidths, "times are"],
         rows=rows,
@@ -271,7 +268,11 @@ def usage_table(attempt: Attempt) -> Table:
         )
     head = ["rank", "host", "process", "device", "power", "energy", "device in use", "cores in use"]
     return Table(
-        caption="Peak memory; mean power and use", head=head, rows=rows, right=["rank", *head[2:]]
+        only="page",
+        caption="Peak memory; mean power and use",
+        head=head,
+        rows=rows,
+        right=["rank", *head[2:]],
     )
 
 
@@ -299,6 +300,7 @@ def saves_table(history: History) -> Table:
         for each in list_saves(attempt)
     ]
     return Table(
+        only="page",
         caption="Saves" if len(rows) <= MOST else f"The last {MOST} of {len(rows):,} saves",
         head=["step", "training blocked", "took", "longest at", "bytes", "outcome"],
         rows=rows[-MOST:],
@@ -326,6 +328,7 @@ def attempts_table(history: History, verdict: BottleneckReport) -> Table:
     return Table(
         caption="Attempts of the run",
         head=["began", "ranks", "steps", "repeated", "warm-up", "end"],
+        wide=["warm-up"],
         rows=rows,
         right=["ranks", "steps", "repeated", "warm-up"],
     )
@@ -357,7 +360,13 @@ def placement_table(attempt: Attempt) -> Table:
         said = (start.get(name, "") for name in ("device", "device_name", "cores", "pid", "torch"))
         rows.append([str(rank), attempt.host(rank) or "", *(_cut(str(each)) for each in said)])
     head = ["rank", "host", "device", "device name", "cores", "process", "torch"]
-    return Table(caption="Ranks and hosts", head=head, rows=rows, right=["rank", "cores", "process"])
+    return Table(
+        only="page",
+        caption="Ranks and hosts",
+        head=head,
+        rows=rows,
+        right=["rank", "cores", "process"],
+    )
 
 
 def settings_table(attempt: Attempt) -> Table:
@@ -365,7 +374,7 @@ def settings_table(attempt: Attempt) -> Table:
     start: Mapping[str, Any] = next(iter(attempt.starts.values()), {})
     rows = [[name, _plain(start[name])] for name in (*_SETTINGS, *_VERSIONS) if name in start]
     rows += [[f"config {name}", text] for name, text in _flat(start.get("config"))]
-    return Table(caption="Configuration and versions", head=["name", "value"], rows=rows)
+    return Table(only="page", caption="Configuration and versions", head=["name", "value"], rows=rows)
 
 
 def _flat(tree: object, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -385,8 +394,3 @@ def _plain(value: object) -> str:
 
 def _cut(text: str, most: int = 500) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
-
-
-def round_values(values: Sequence[float] | Any) -> list[str]:
-    """Return numbers formatted for tables of figures."""
-    return [f"{value:.6g}" for value in values]

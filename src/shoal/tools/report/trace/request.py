@@ -13,9 +13,11 @@ from shoal.telemetry.profiler.window import (
     trace_path,
     write_request,
 )
-from shoal.tools.report.trace.coarse import current_step, read_rank_steps, write_coarse_trace
+from shoal.tools.report import read_history
+from shoal.tools.report.attempts import outcome_of
+from shoal.tools.report.trace.coarse import write_coarse_trace
 from shoal.tools.report.trace.merge import merge_traces
-from shoal.util.errors import CheckpointError
+from shoal.util.errors import CheckpointError, explained
 
 
 def make_timeline(run: str, steps: str) -> str:
@@ -30,14 +32,12 @@ def make_timeline(run: str, steps: str) -> str:
             found=f"{run} is not a run directory: it has no events",
             fix="use the directory that the script passes to shoal.Run",
         )
-    try:
+    with explained(
+        CheckpointError,
+        given=f"a timeline in {Path(run) / FOLDER}",
+        fix=f"use a run directory that you can write to: see ls -ld {run}",
+    ):
         return _made(run, wanted)
-    except OSError as error:
-        raise CheckpointError(
-            given=f"a timeline in {Path(run) / FOLDER}",
-            found=str(error),
-            fix=f"use a run directory that you can write to: see ls -ld {run}",
-        ) from None
 
 
 def _made(run: str, wanted: Window) -> str:
@@ -46,10 +46,11 @@ def _made(run: str, wanted: Window) -> str:
     if found:
         path = merge_traces(run, *wanted)
         return f"{path}: steps {wanted} of {len(found)} rank(s); open it in ui.perfetto.dev"
-    ranks = read_rank_steps(Path(run))
-    taken, over = current_step(ranks)
+    history = read_history(run)
+    newest = history.latest
+    taken = newest.last if newest is not None else 0
     if taken < wanted.first - 1:
-        if over:
+        if newest is not None and outcome_of(newest) is not None:
             raise CheckpointError(
                 given=f"shoal report {run} --trace {wanted}",
                 found=f"the run has ended, and its last step is {taken:,}",
@@ -57,7 +58,7 @@ def _made(run: str, wanted: Window) -> str:
                 f"shoal.Run(…, profile=({wanted.first}, {wanted.last}))",
             )
         return _request(Path(run), wanted, taken)
-    path = write_coarse_trace(run, *wanted)
+    path = write_coarse_trace(history, wanted)
     few = (wanted.first, min(wanted.last, wanted.first + MOST - 1))
     so_far = f" up to {taken:,}" if taken < wanted.last else ""
     return (

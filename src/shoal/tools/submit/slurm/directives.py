@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from shoal.tools.submit.job import Job
-from shoal.tools.submit.shell_words import quote_word
+from shoal.tools.submit.scheduler import quote_word
 from shoal.tools.submit.times import spell_time
 from shoal.util.errors import LaunchError
 

@@ -1,0 +1,50 @@
+"""Options and examples of several commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+SCRIPT_LAST = {
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
+"""Words after the script are its own; options may have underscores, as torchrun's do."""
+
+ScriptArgs = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+Site = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Cluster profile of `shoal sites ls` (default: SHOAL_SITE, else by host name).",
+    ),
+]
+Partition = Annotated[
+    str | None, typer.Option("-p", "--partition", metavar="NAME", help="Partition of the cluster.")
+]
+Qos = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Quality of service (default: the first that fits).")
+]
+Account = Annotated[
+    str | None, typer.Option("-A", "--account", metavar="NAME", help="Account to charge.")
+]
+Cpus = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="CPU cores per process (default: from the profile)."),
+]
+Directive = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="OPTION", help="Extra option for the scheduler, for example --directive=--exclude=n1."
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Submit despite failed checks.")]
+
+
+def examples(*commands: str) -> str:
+    """Return the epilog of a command's help with these command lines, one paragraph each."""
+    return "\n\n".join(("Examples:", *(f"  {command}" for command in commands)))

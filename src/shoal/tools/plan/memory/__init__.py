@@ -1,0 +1,1 @@
+"""Bytes of a rank, from dimensions or from the storages that live in a trace."""

@@ -1,0 +1,100 @@
+"""Bytes on one rank by kind, from the dimensions of a transformer: of one plan, or of many as arrays.
+
+The formulas of activations are those of Korthikanti et al. 2022 (arXiv:2205.05198), sections 4 and 5,
+generalized to any width of the MLP, key and value heads, and 4-byte activations.
+"""
+
+from __future__ import annotations
+
+from shoal.tools.plan.memory.rank_memory import RankMemory
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.quantities import Quantity, choose, larger, smaller
+from shoal.tools.plan.work.transformer import Transformer
+
+FRAGMENTATION = 0.06
+"""The part of activations and buffers that the allocator loses: assumed."""
+_BUCKETS = 25e6 * 2
+"""Bytes of the buckets of gradients."""
+
+
+def layer_activations(model: Transformer, plan: PlannedStep) -> tuple[Quantity, Quantity]:
+    """Return the bytes that one layer stores of one micro-batch until its backward pass.
+
+    The second number is that of the layer that is being recomputed, in addition.
+    """
+    unit = plan.tokens(model.seq) * model.hidden * plan.numbers.activation / 2
+    tensor, slices = plan.layout.tensor, plan.slices
+    width = model.width / model.hidden
+    # Not split by tensor parallelism: two norms, the inputs of attention and MLP, two masks.
+    unsplit = (8.0 + 2 * model.dropout) / slices
+    split = (2 * (model.qkv / model.hidden + 1) + (2 + model.gated) * 2 * width) / tensor
+    scores = (2.0 + 3 * model.dropout) * model.heads * model.seq / model.hidden
+    kept = 0.0 if model.flash else scores / plan.layout.context / tensor
+    full, some = plan.recompute == "full", plan.recompute == "selective"
+    every = unsplit + split + kept
+    stored = choose(full, 2.0 / slices, choose(some, unsplit + split, every))
+    return unit * stored, unit * choose(full, every, choose(some, kept, 0.0))
+
+
+def held_micro_batches(plan: PlannedStep) -> Quantity:
+    """Return the largest number of micro-batches whose activations a rank of a pipeline holds.
+
+    A stage of several on a rank counts as this part of a micro-batch.
+    """
+    ranks, stages, count, name = plan.layout.pipeline, plan.stages, plan.micro_batches, plan.schedule
+    # Forward passes of all stages of a rank that begin before a first backward pass ends.
+    interleaved = (stages > 1) & (name != "zero-bubble")
+    in_round = count // larger(1, count // ranks)
+    usual = (stages - 1) * in_round + ranks + interleaved * (ranks - 1)
+    begun = choose(plan.folded, 2 * ranks + (name == "dualpipev"), usual)
+    every = (name == "gpipe") | (name == "looped")
+    return choose(ranks == 1, 1.0, choose(every, count, smaller(begun / stages, count)))
+
+
+def stage_parameters(model: Transformer, plan: PlannedStep) -> Quantity:
+    """Return the parameters of one rank before sharding: of the stage with most."""
+    layers = -(-model.layers // plan.layout.pipeline) * model.layer_weights
+    tables = model.embedding * choose(plan.both_tables, 2 - model.tied, 1)
+    return (layers + tables) / plan.layout.tensor
+
+
+def _logit_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
+    """Return the bytes of the output layer's result: float32 scores, their gradient, the product."""
+    columns = model.vocab / choose(plan.splits_logits, plan.layout.tensor, 1)
+    return plan.tokens(model.seq) * columns * (8 + plan.numbers.activation)
+
+
+def _buffer_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
+    """Return the bytes of the buffers of collectives."""
+    layout, numbers = plan.layout, plan.numbers
+    parameters = stage_parameters(model, plan)
+    sent = 2 * plan.tokens(model.seq) * model.hidden * numbers.activation
+    messages = choose((layout.tensor > 1) | (layout.context > 1), sent, 0.0)
+    # Two gathered layers, one in use and one prefetched, and the gradient of one.
+    layer = max(model.layer_weights, model.embedding) / layout.tensor
+    several = plan.keeps_gradients & (plan.micro_batches > 1)
+    gathered = numbers.gathered * choose(plan.keeps_parameters, parameters, 2 * layer)
+    gathered += numbers.reduced * choose(several, parameters, layer)
+    buckets = choose(plan.copies > 1, smaller(_BUCKETS, numbers.reduced * parameters), 0.0)
+    return messages + choose(plan.sharded, gathered, buckets)
+
+
+def estimate_memory(model: Transformer, plan: PlannedStep) -> RankMemory:
+    """Return the bytes of a rank of the stage that needs most: the first or the last."""
+    parameters, numbers = stage_parameters(model, plan) / plan.shards, plan.numbers
+    stored, again = layer_activations(model, plan)
+    moving = {
+        "activations": held_micro_batches(plan) * -(-model.layers // plan.layout.pipeline) * stored
+        + again,
+        "logits": _logit_bytes(model, plan),
+        "buffers": _buffer_bytes(model, plan),
+    }
+    return RankMemory(
+        kinds={
+            "parameters": parameters * numbers.parameter,
+            "gradients": parameters * numbers.gradient,
+            "optimizer": parameters * numbers.state,
+            **moving,
+            "fragmentation": FRAGMENTATION * sum(moving.values()),
+        }
+    )

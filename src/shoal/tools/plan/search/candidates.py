@@ -1,0 +1,232 @@
+"""All configurations that Shoal can run for a model on a number of devices, as columns of integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.distributed.layout import AXES, Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES
+from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.work.configuration import (
+    FORMATS,
+    RECOMPUTES,
+    NumberFormat,
+    PlannedStep,
+    Values,
+)
+from shoal.tools.plan.work.transformer import Transformer
+
+Integers = npt.NDArray[np.int64]
+
+STAGES = (2, 4, 8)
+"""Stages per rank that are tried with schedules that allow any number."""
+_RESIDENT = 3
+"""Stages per rank whose gathered parameters torch keeps at once. It would gather those of more stages
+again and again."""
+_PRECISIONS, _SCHEDULES = tuple(FORMATS), tuple(SCHEDULES)
+_COLUMNS = (*AXES, "micro", "recompute", "precision", "schedule", "stages", "reshard", "sharded")
+
+
+class Candidates(PlannedStep):
+    """Many plans, one for each row of `rows`: each of their options is an array."""
+
+    rows: Integers
+    columns: dict[str, Integers]
+
+    def __init__(self, rows: Integers, batch: int) -> None:
+        columns = dict(zip(_COLUMNS, rows.T, strict=True))
+        degrees = {axis: columns[axis] for axis in AXES}
+        size = int(np.prod(rows[0, : len(AXES)])) if len(rows) else 1
+        schedules, formats = [*SCHEDULES.values()], [*FORMATS.values()]
+
+        def named(names: Sequence[str], column: str) -> Any:
+            return np.array(names)[columns[column]]
+
+        def known(values: Sequence[object], name: str, column: str) -> Any:
+            return np.array([getattr(each, name) for each in values])[columns[column]]
+
+        vars(self).update(
+            rows=rows,
+            columns=columns | {"piped": (columns["pipeline"] > 1).astype(np.int64)},
+            layout=SimpleNamespace(size=size, **degrees),
+            global_batch=batch,
+            micro_batch=columns["micro"],
+            stages=columns["stages"],
+            # Stages send each other full activations.
+            sequence_parallel=(columns["tensor"] > 1) & (columns["pipeline"] == 1),
+            reshard_after_forward=columns["reshard"],
+            recompute=named(RECOMPUTES, "recompute"),
+            schedule=named(_SCHEDULES, "schedule"),
+            accumulate=named(("whole", "sharded"), "sharded"),
+            folded=known(schedules, "folded", "schedule"),
+            splits=known(schedules, "splits", "schedule"),
+            numbers=SimpleNamespace(
+                **{each.name: known(formats, each.name, "precision") for each in fields(NumberFormat)}
+            ),
+        )
+
+    def plan(self, number: int) -> PlannedStep:
+        """Return the configuration of a row."""
+        each = dict(zip(_COLUMNS, self.rows[number].tolist(), strict=True))
+        return PlannedStep(
+            layout=Layout(**{axis: each[axis] for axis in AXES}),
+            global_batch=self.global_batch,
+            micro_batch=each["micro"],
+            recompute=RECOMPUTES[each["recompute"]],
+            precision=_PRECISIONS[each["precision"]],
+            sequence_parallel=each["tensor"] > 1 and each["pipeline"] == 1,
+            stages=each["stages"],
+            schedule=_SCHEDULES[each["schedule"]],
+            reshard_after_forward=bool(each["reshard"]),
+            accumulate="sharded" if each["sharded"] else "whole",
+        )
+
+    def where(self, chosen: npt.NDArray[np.bool_] | Integers) -> Candidates:
+        """Return some of the configurations."""
+        return Candidates(self.rows[chosen], self.global_batch)
+
+    @property
+    def families(self) -> Integers:
+        """The axes in use by each configuration, as the bits of a number."""
+        used = self.rows[:, : len(AXES)] > 1
+        found: Integers = used @ (1 << np.arange(len(AXES)))
+        return found
+
+    def tabulate(self, columns: Sequence[str], function: Callable[[PlannedStep], Values]) -> Values:
+        """Return a function of these columns, which is computed once for each combination."""
+        key = np.zeros(len(self.rows), np.int64)
+        for name in columns:
+            values = self.columns[name]
+            key = key * (values.max(initial=0) + 1) + values
+        _, first, places = np.unique(key, return_index=True, return_inverse=True)
+        found: Values = _expanded(function(self.where(first)), places)
+        return found
+
+
+def _expanded(value: Any, places: Integers) -> Any:
+    """Return a dataclass of arrays, each with the values at these places."""
+    if isinstance(value, np.ndarray):
+        return value[places]
+    if not is_dataclass(value):
+        return value
+    return replace(value, **{name: _expanded(own, places) for name, own in vars(value).items()})  # type: ignore[type-var]
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, in order."""
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*low, *(number // each for each in low)})
+
+
+def valid_layouts(model: Transformer, machine: Machine, devices: int, batch: int) -> Iterator[Layout]:
+    """Yield the layouts that the model, the node and the global batch allow.
+
+    Tensor and context parallelism stay within a node; stages have equal numbers of layers.
+    """
+    node = min(machine.devices, devices)
+    for tensor in divisors(devices):
+        if tensor > node or node % tensor or model.key_heads % tensor or model.width % tensor:
+            continue
+        for context in divisors(node // tensor):
+            if model.seq % context or model.key_heads // tensor % context:
+                continue
+            for pipeline in divisors(math.gcd(model.layers, devices // (tensor * context))):
+                data = devices // (tensor * context * pipeline)
+                if pipeline > 1 and context > 1:
+                    continue  # Shoal does not combine them
+                if batch % data:
+                    continue
+                for shard in divisors(data):
+                    yield Layout(
+                        tensor=tensor,
+                        context=context,
+                        pipeline=pipeline,
+                        shard=shard,
+                        replicate=data // shard,
+                    )
+
+
+def find_candidates(
+    model: Transformer, machine: Machine, devices: int, batch: int, precisions: Sequence[str]
+) -> Candidates:
+    """Return all configurations that Shoal can run. There is none if no layout is valid."""
+
+    @cache
+    def choices(local: int, pipeline: int, sharded: bool) -> Integers:
+        return np.array(list(_choices(model, local, pipeline, sharded, precisions)), np.int64)
+
+    blocks = [np.empty((0, len(_COLUMNS)), np.int64)]
+    for layout in valid_layouts(model, machine, devices, batch):
+        found = choices(batch // layout.data_size, layout.pipeline, layout.shard > 1)
+        if len(found):
+            degrees = np.array([layout.degree(axis) for axis in AXES])
+            blocks.append(np.hstack((np.broadcast_to(degrees, (len(found), len(AXES))), found)))
+    return Candidates(np.concatenate(blocks), batch)
+
+
+def _choices(
+    model: Transformer, local: int, pipeline: int, sharded: bool, precisions: Sequence[str]
+) -> Iterator[tuple[int, ...]]:
+    """Yield the columns of all configurations of one layout after its degrees."""
+    formats = [_PRECISIONS.index(each) for each in precisions]
+    for micro in divisors(local):
+        count = local // micro
+        for schedule, stages in _flows(model, pipeline, sharded, count):
+            recomputes = [
+                number
+                for number, each in enumerate(RECOMPUTES)
+                # Fused attention stores no scores that selective recomputation could save, and a
+                # backward pass in two parts can't recompute.
+                if each == "none"
+                or not (SCHEDULES[schedule].splits or (each[0] == "s" and model.flash))
+            ]
+            free = sharded and pipeline == 1
+            reshard = (1, 0) if free else (1,)
+            gradients = (1, 0) if free and count > 1 else (1,)
+            flow = (_SCHEDULES.index(schedule), stages)
+            for recompute, number, *rest in product(recomputes, formats, reshard, gradients):
+                yield (micro, recompute, number, *flow, *rest)
+
+
+def _flows(model: Transformer, pipeline: int, sharded: bool, count: int) -> Iterator[tuple[str, int]]:
+    """Yield the schedules of a pipeline with their stages per rank."""
+    if pipeline == 1:
+        yield "1f1b", 1
+        return
+    layers = model.layers // pipeline
+    for name, kind in SCHEDULES.items():
+        if model.tied and not kind.folded:
+            continue  # the embedding and the output layer are on two ranks
+        for stages in (kind.stages,) if kind.fixed else STAGES:
+            crowded = sharded and stages > _RESIDENT
+            if layers % stages == 0 and not crowded and _supports(name, pipeline, count):
+                yield name, stages
+
+
+def _supports(schedule: str, ranks: int, count: int) -> bool:
+    """Return whether a schedule supports a number of micro-batches, and may be the best one for it."""
+    uneven = count % max(1, count // ranks) > 0
+    if schedule == "gpipe":
+        return count < ranks  # else "1f1b" takes the same time with less memory
+    if schedule == "looped":
+        return uneven  # else "interleaved" takes the same time with less memory
+    if schedule == "zbv":
+        return True
+    return (
+        not uneven
+        if schedule in ("interleaved", "zero-bubble")
+        else count
+        >= {
+            "1f1b": ranks,
+            "dualpipev": 2 * ranks,
+        }[schedule]
+    )

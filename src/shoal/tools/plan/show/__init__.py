@@ -1,0 +1,1 @@
+"""What `shoal plan` prints and writes."""

@@ -1,0 +1,1 @@
+"""Whole trainings: steps, saves, failures and restarts."""

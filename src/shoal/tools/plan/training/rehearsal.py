@@ -1,0 +1,236 @@
+"""A training in simulated time over a trace of failures, driven by the decisions of the launcher."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.distributed.failure import Failure
+from shoal.launcher.attempt_outcome import AttemptOutcome, NodeReport, decide_outcome, may_restart
+from shoal.launcher.nodes import SILENCE
+from shoal.tools.plan.training.failure_trace import FleetEvent
+from shoal.util.errors import ShoalError
+from shoal.util.units import duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """How a training runs on its nodes.
+
+    `nodes` is the number that it wants, `least` the number with which it continues (as for `shoal run
+    --nodes LEAST:NODES`); if they are equal, it waits in the queue for all. After at most `restarts`
+    failures of processes it starts again. An elastic training waits for `wait` seconds for `least`
+    nodes. `start` is the number of seconds from enough nodes to the next step, `restart` that from a
+    failure to the next step if the nodes are there, `save` that for which a save blocks, and `interval`
+    that between saves.
+    """
+
+    nodes: int
+    least: int
+    restarts: int
+    wait: float
+    start: float
+    restart: float
+    save: float
+    interval: float
+
+
+@dataclass(kw_only=True)
+class FleetTime:
+    """The seconds of a rehearsed training by part, and `used`, the node seconds that are paid for."""
+
+    start: float = 0.0
+    steps: float = 0.0
+    saves: float = 0.0
+    repeated: float = 0.0
+    restarts: float = 0.0
+    waiting: float = 0.0
+    used: float = 0.0
+    failures: int = 0
+
+
+def rehearse(
+    fleet: Fleet, events: Sequence[FleetEvent], pool: int, step: float, steps: int
+) -> FleetTime:
+    """Return the time of a training of some steps, of `step` seconds on all nodes, over a trace.
+
+    A training that has fewer nodes takes longer steps: the global batch is the same.
+
+    Raises ShoalError if it does not end: no restarts are left, or too few nodes come back.
+    """
+    training = _RehearsedTraining(fleet, step, steps)
+    there = [each.up for each in events if not each.at]
+    training.begin(FleetEvent(at=0.0, up=there[-1] if there else frozenset(range(pool))))
+    for event in (each for each in events if each.at):
+        if training.advance(event.at):
+            return training.time
+        training.apply(event)
+    if not training.advance(math.inf):
+        raise _too_few(fleet, "too few nodes are left at the end of the trace")
+    return training.time
+
+
+class _RehearsedTraining:
+    """A training at one time of its rehearsal."""
+
+    def __init__(self, fleet: Fleet, step: float, steps: int) -> None:
+        self._fleet, self._step, self._left = fleet, step, steps
+        self._now = self._since = self._pending = 0.0
+        self._members: tuple[int, ...] = ()
+        self._needed = 0.0
+        """The time from which nodes are missing or the training starts again."""
+        self._ready = math.inf
+        self._started = False
+        self._restarts = 0
+        self._signature = ""
+        self.time = FleetTime()
+
+    def begin(self, event: FleetEvent) -> None:
+        """Start for the first time, if enough nodes are there."""
+        self._pending = self._fleet.start
+        self._gather(event, 0.0)
+
+    @property
+    def _pace(self) -> float:
+        """Seconds of a step on the present nodes."""
+        return self._step * self._fleet.nodes / len(self._members)
+
+    @property
+    def _segment(self) -> int:
+        return max(1, math.ceil(min(self._left, self._fleet.interval / self._pace)))
+
+    def advance(self, until: float) -> bool:
+        """Simulate up to a time; return whether the training has ended before."""
+        if not self._members and math.isinf(until):
+            return False
+        begins = min(until, self._ready)
+        if begins > self._now:
+            self._wait(begins - self._now)
+        if until <= self._now:
+            return False
+        time, segment, pace = self.time, self._segment, self._pace
+        self._started = True
+        length = segment * pace + self._fleet.save
+        rest = self._left * pace + math.ceil(self._left / segment) * self._fleet.save
+        spent = self._since + until - self._now
+        whole = spent >= rest
+        complete = math.ceil(self._left / segment) if whole else int(spent // length)
+        done = self._left if whole else min(self._left, complete * segment)
+        self._use((rest if whole else spent) - self._since)
+        time.steps += done * pace
+        time.saves += complete * self._fleet.save
+        self._left -= done
+        self._since = 0.0 if whole else spent - complete * length
+        self._now = until
+        return whole
+
+    def apply(self, event: FleetEvent) -> None:
+        """Let the launcher decide what follows from an event."""
+        if not self._members:
+            self._gather(event, self._needed)
+            return
+        outcome = decide_outcome(self._report(event), patience=SILENCE)
+        if outcome is None:
+            return
+        fleet, time = self._fleet, self.time
+        if outcome.saving:
+            self._save_progress()
+        else:
+            time.failures += 1
+        if outcome.kind == "failed":
+            if not may_restart(outcome, self._restarts, fleet.restarts):
+                raise _ended(event, outcome, fleet)
+            self._restarts += 1
+            self._signature = outcome.signature
+        time.repeated += self._since
+        self._since = 0.0
+        self._pending = fleet.restart if self._started else fleet.start
+        self._gather(event, event.at)
+
+    def _report(self, event: FleetEvent) -> NodeReport:
+        names = {node: str(node) for node in event.up | set(self._members)}
+        room = self._fleet.nodes - len(self._members) if self._fleet.least < self._fleet.nodes else 0
+        waiting = sorted(event.up - set(self._members))[: max(0, room)]
+        failure = None
+        if event.failed in self._members:
+            place = f"node {event.failed}" + (f", {event.cause}" if event.cause else "")
+            failure = Failure(
+                rank=self._members.index(event.failed),
+                code=1,
+                when=0.0,
+                where=place,
+                # An exception is known by its step, too: the trace has one for each place.
+                signal=0 if event.cause else int(signal.SIGKILL),
+                step=0 if event.cause else None,
+            )
+        return NodeReport(
+            me=names[self._members[0]],
+            nodes=[names[node] for node in self._members],
+            present=[names[node] for node in self._members if node in event.up],
+            waiting=[names[node] for node in waiting],
+            labels={},
+            failure=failure,
+            since=math.inf,
+            before=self._signature,
+        )
+
+    def _save_progress(self) -> None:
+        """Keep the complete steps: if a node joins, ranks save, which is a part of the restart."""
+        if self._now < self._ready or not self._since:
+            return
+        pace = self._pace
+        done = min(self._segment, int(self._since // pace))
+        self.time.steps += done * pace
+        self._left -= done
+        self._since -= done * pace
+
+    def _gather(self, event: FleetEvent, needed: float) -> None:
+        """Take the first nodes that are up, if they are enough."""
+        fleet = self._fleet
+        self._needed = needed
+        self._members = tuple(sorted(event.up)[: fleet.nodes])
+        if len(self._members) < fleet.least:
+            self._members, self._ready = (), math.inf
+            return
+        waited = event.at - needed
+        if fleet.least < fleet.nodes and waited > fleet.wait:
+            raise _too_few(fleet, f"it waited {duration(waited)} for enough nodes")
+        restart = fleet.restart if self._started else fleet.start
+        self._ready = max(needed + restart, event.at + fleet.start)
+
+    def _wait(self, seconds: float) -> None:
+        """Spend time before the next step: on the start or restart, then on waiting for nodes."""
+        used = min(seconds, self._pending)
+        if self._started:
+            self.time.restarts += used
+        else:
+            self.time.start += used
+        self.time.waiting += seconds - used
+        self._pending -= used
+        self._use(used)
+        self._now += seconds
+
+    def _use(self, seconds: float) -> None:
+        self.time.used += seconds * (len(self._members) or self._fleet.nodes)
+
+
+def _ended(event: FleetEvent, outcome: AttemptOutcome, fleet: Fleet) -> ShoalError:
+    found = f"after {duration(event.at)}, {outcome.text}, and "
+    found += (
+        "it repeats the failure before it"
+        if outcome.repeated
+        else f"no restart of {fleet.restarts} is left"
+    )
+    return ShoalError(
+        given="--training with this trace", found=found, fix="a larger restarts=…, or fewer failures"
+    )
+
+
+def _too_few(fleet: Fleet, found: str) -> ShoalError:
+    return ShoalError(
+        given=f"--training with a trace, for at least {fleet.least} of {fleet.nodes} nodes",
+        found=found,
+        fix="a smaller least=…, a larger spare=… or wait=…, or a trace in which nodes come back",
+    )

@@ -1,0 +1,170 @@
+"""One way to train a model: layout, micro-batch, recomputation, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+from shoal.distributed.layout import Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES
+from shoal.tools.plan.work.quantities import Quantity, choose
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberFormat:
+    """Bytes of one parameter in each kind of memory, with Adam, and of collectives."""
+
+    parameter: int
+    """The parameter, with its copy in 16 bits if there is one."""
+    gradient: int
+    state: int
+    activation: int
+    gathered: int
+    """A parameter that FSDP gathers."""
+    reduced: int
+    """A gradient that ranks sum."""
+
+
+FORMATS = {
+    "mixed": NumberFormat(parameter=6, gradient=4, state=8, activation=2, gathered=2, reduced=4),
+    "fp16": NumberFormat(parameter=6, gradient=2, state=8, activation=2, gathered=2, reduced=2),
+    "half": NumberFormat(parameter=2, gradient=2, state=4, activation=2, gathered=2, reduced=2),
+    "fp32": NumberFormat(parameter=4, gradient=4, state=8, activation=4, gathered=4, reduced=4),
+}
+"""`mixed` computes in 16 bits; parameters, gradients and optimizer state are float32: 18 bytes. `fp16`
+is the same with gradients in 16 bits."""
+
+ANY_PRECISION = "any"
+"""The precision with which a search tries all formats."""
+
+
+Values = TypeVar("Values")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """One way to train: how ranks divide the work, and what they store.
+
+    `global_batch` and `micro_batch` are in samples. `overlap` says whether gradients are summed during
+    the backward pass, `tensor_overlap` whether the sums of tensor parallelism in the backward pass run
+    during the products for the gradients of weights, and `split_sends` whether its ranks split the
+    logits and what a pipeline sends: Megatron-LM does both, Shoal neither. `stages` is the number of
+    pipeline stages per rank (interleaved above 1, also with the schedule "1f1b"). `split_points` and
+    `schedule` are those of `shoal.Pipeline`; without split points, the stages of a traced module get
+    equal FLOPs. `reshard_after_forward` and `accumulate` are those of `shoal.FSDP`.
+
+    What follows from these options is computed for many plans at once too, whose options are arrays:
+    `search.candidates.Candidates`.
+    """
+
+    layout: Layout
+    global_batch: int
+    micro_batch: int
+    recompute: Recompute = "none"
+    precision: str = "mixed"
+    sequence_parallel: bool = False
+    stages: int = 1
+    overlap: bool = True
+    tensor_overlap: bool = False
+    split_sends: bool = False
+    split_points: tuple[str, ...] = ()
+    schedule: str = "1f1b"
+    reshard_after_forward: bool = True
+    accumulate: Literal["sharded", "whole"] = "sharded"
+
+    @cached_property
+    def numbers(self) -> Any:
+        """The bytes of a number in each kind of memory."""
+        return FORMATS[self.precision]
+
+    @cached_property
+    def folded(self) -> Quantity:
+        """Whether the first and the last stage of a pipeline are on one rank."""
+        return SCHEDULES[self.schedule].folded
+
+    @cached_property
+    def splits(self) -> Quantity:
+        """Whether the backward pass has two parts, for the gradients of inputs and of weights."""
+        return SCHEDULES[self.schedule].splits
+
+    @property
+    def micro_batches(self) -> Quantity:
+        """Micro-batches of one rank in one optimizer step."""
+        return self.global_batch // (self.layout.replicate * self.layout.shard * self.micro_batch)
+
+    def tabulate(self, columns: Sequence[str], function: Callable[[PlannedStep], Values]) -> Values:
+        """Return a function that depends on these options only."""
+        return function(self)
+
+    def tokens(self, seq: int) -> Quantity:
+        """Return the tokens of a micro-batch on one rank, with samples of `seq` tokens."""
+        return self.micro_batch * seq / self.layout.context
+
+    @property
+    def slices(self) -> Quantity:
+        """The ranks that split what tensor parallelism alone does not."""
+        return choose(self.sequence_parallel, self.layout.tensor, 1)
+
+    @property
+    def sharded(self) -> Quantity:
+        """Whether ranks shard the parameters."""
+        return self.layout.shard > 1
+
+    @property
+    def shards(self) -> Quantity:
+        """The ranks over which a parameter is sharded: FSDP uses the context axis too."""
+        return choose(self.sharded, self.layout.shard * self.layout.context, 1)
+
+    @property
+    def copies(self) -> Quantity:
+        """The ranks that have the same part of the parameters and sum its gradients."""
+        return self.layout.replicate * self.layout.shard * self.layout.context // self.shards
+
+    @property
+    def keeps_parameters(self) -> Quantity:
+        """Whether sharded parameters stay gathered between the passes, as always in a pipeline."""
+        return (self.layout.pipeline > 1) | (self.reshard_after_forward == 0)
+
+    @property
+    def keeps_gradients(self) -> Quantity:
+        """Whether only the last micro-batch sums gradients over shards, as always in a pipeline."""
+        return (self.layout.pipeline > 1) | (self.accumulate == "whole")
+
+    @property
+    def both_tables(self) -> Quantity:
+        """Whether a rank has the embedding and the output layer."""
+        return (self.layout.pipeline == 1) | self.folded
+
+    @property
+    def splits_logits(self) -> Quantity:
+        """Whether ranks of tensor parallelism split the logits."""
+        return (self.layout.pipeline == 1) | self.split_sends
+
+    @property
+    def strategy(self) -> str:
+        """The strategy for `shoal.parallelize`; `…` is what depends on the module."""
+        parts = []
+        if self.recompute != "none":
+            modules = 'modules=("….attention",)' if self.recompute == "selective" else ""
+            parts.append(f"shoal.ActivationCheckpointing({modules})")
+        if self.layout.context > 1:
+            parts.append("shoal.ContextParallel()")
+        if self.layout.tensor > 1:
+            parts.append("shoal.TensorParallel(plan=…)")
+        parts.append(self._last_strategy())
+        return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
+
+    def _last_strategy(self) -> str:
+        if self.layout.pipeline > 1:
+            stages = f", stages_per_rank={self.stages}" if self.stages > 1 else ""
+            return f'shoal.Pipeline(example_args=…, schedule="{self.schedule}"{stages})'
+        if self.layout.shard == 1:
+            return "shoal.DDP()"
+        options = [] if self.reshard_after_forward else ["reshard_after_forward=False"]
+        options += ['accumulate="whole"'] if self.accumulate == "whole" else []
+        return f"shoal.FSDP({', '.join(options)})"

@@ -1,0 +1,88 @@
+"""The report of a run as a document: its sections and their order."""
+
+from __future__ import annotations
+
+from shoal.tools.report import BottleneckReport, History
+from shoal.tools.report.run_page import figures, tables
+from shoal.tools.report.summary import summarize_run
+from shoal.util.clock import CLOCK, local_time
+from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Text
+from shoal.util.units import counted, duration
+
+
+def run_document(history: History, verdict: BottleneckReport) -> Document:
+    """Return the report of a run in its current state."""
+    latest, newest = history.latest, verdict.judged[-1] if verdict.judged else None
+    facts = KeyNumbers(pairs=tables.key_facts(history, verdict), caption=f"Run {history.directory}")
+    sections: list[tuple[str, list[DocumentBlock]]] = [
+        ("At a glance", [*_findings(history, verdict), facts])
+    ]
+    if newest is not None:
+        time = [
+            *_warm_up(verdict),
+            tables.parts_table(newest),
+            figures.rank_figure(newest),
+            figures.step_figure(verdict.judged),
+            *tables.rank_tables(newest),
+        ]
+        sections += [
+            ("Where the time goes", time),
+            ("Stragglers", [tables.stragglers_table(verdict)]),
+        ]
+    sections += [
+        ("Measured speed", [tables.splits_table(history)]),
+        ("Loss and throughput", [*figures.progress_figures(history)]),
+    ]
+    if latest is not None:
+        used = [*_speed(verdict), *figures.memory_figures(latest), tables.usage_table(latest)]
+        sections += [
+            ("Collectives", [tables.collectives_table(latest)]),
+            ("Memory and power", used),
+        ]
+    sections += [
+        ("Checkpoints", [tables.saves_table(history)]),
+        ("Attempts", [tables.attempts_table(history, verdict)]),
+    ]
+    if latest is not None:
+        sections += [
+            ("Ranks and hosts", [tables.placement_table(latest)]),
+            ("Configuration and versions", [tables.settings_table(latest)]),
+        ]
+    return Document(
+        title=f"Run {history.directory}",
+        verdict=verdict.sentence,
+        sections=[Section(heading=name, blocks=blocks) for name, blocks in sections],
+        values=summarize_run(history, verdict),
+        about=f"shoal report, {local_time(CLOCK.wall(), '%Y-%m-%d %H:%M:%S')}. "
+        f"From the events of {counted(history.files, 'rank')}.",
+    )
+
+
+def _findings(history: History, verdict: BottleneckReport) -> list[DocumentBlock]:
+    found: list[DocumentBlock] = [Text(text=each.text, advice=each.advice) for each in verdict.findings]
+    if verdict.judged and not found:
+        found.append(
+            Text(text="No problem found: no rank is slower than the others in any part.", only="page")
+        )
+    if history.skipped:
+        found.append(Text(text=tables.describe_unreadable(history)))
+    return found
+
+
+def _warm_up(verdict: BottleneckReport) -> list[DocumentBlock]:
+    one = verdict.judged[-1]
+    if not one.warm_up:
+        return []
+    first = "The first step" if one.warm_up == 1 else f"The first {one.warm_up} steps"
+    return [
+        Text(
+            text=f"{first} of the last attempt took {duration(one.warm_up_seconds)} (compilation, "
+            "checks, cold caches), not included below.",
+            only="page",
+        )
+    ]
+
+
+def _speed(verdict: BottleneckReport) -> list[DocumentBlock]:
+    text = tables.describe_speed(verdict.judged[-1]) if verdict.judged else ""
+    return [Text(text=text, only="page")] if text else []
