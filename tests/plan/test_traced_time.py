@@ -22,7 +22,7 @@ from shoal.tools.plan.time.collectives import collective_seconds
 from shoal.tools.plan.time.rates import compute_seconds
 from shoal.tools.plan.time.simulation import collective_totals, run_ranks, step_seconds
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
-from shoal.tools.plan.work.segments import RankGroup, Segment, StepCollective, Work
+from shoal.tools.plan.work.segments import RankGroup, StepCollective, Work, WorkSegment
 from shoal.tools.plan.work.trace import TracedStep, trace_step
 from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util.errors import ShoalError
@@ -64,9 +64,9 @@ def planned(layout: str, batch: int = 8) -> PlannedStep:
     )
 
 
-def segment(moment: str, operation: str = "", wait: str = "update", work: Work = SECOND) -> Segment:
+def segment(moment: str, operation: str = "", wait: str = "update", work: Work = SECOND) -> WorkSegment:
     called = StepCollective(operation=operation, count=BYTES, group=RankGroup(2, 1), wait=wait)
-    return Segment(moment=moment, work=work, collective=called if operation else None)
+    return WorkSegment(moment=moment, work=work, collective=called if operation else None)
 
 
 def test_a_cpu_computes_after_it_has_started_an_operation() -> None:
@@ -82,7 +82,7 @@ def test_a_cpu_computes_after_it_has_started_an_operation() -> None:
     assert times["gpu"] == pytest.approx((2**4 + 1) ** 0.25)
 
 
-def communication(*segments: Segment, layout: str = "replicate=2", machine: Machine = CPU) -> float:
+def communication(*segments: WorkSegment, layout: str = "replicate=2", machine: Machine = CPU) -> float:
     return float(step_seconds(segments, planned(layout), machine).parts["communication"])
 
 
@@ -189,7 +189,7 @@ def test_operations_in_place_read_and_write() -> None:
     assert [each.work.traffic for each in found.segments] == [2 * 3 * 4000]
 
 
-def message(operation: str, number: int, work: Work = SECOND) -> Segment:
+def message(operation: str, number: int, work: Work = SECOND) -> WorkSegment:
     """Return work before a message, which takes a second, between the two ranks of a pipeline."""
     place = 1 if operation == "send" else 0
     called = StepCollective(
@@ -200,7 +200,7 @@ def message(operation: str, number: int, work: Work = SECOND) -> Segment:
         peer=place,
         message=number,
     )
-    return Segment(moment="forward", work=work, collective=called)
+    return WorkSegment(moment="forward", work=work, collective=called)
 
 
 def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
@@ -256,7 +256,7 @@ def test_a_stage_that_waits_leaves_its_core() -> None:
         assert runs[1].time.total == pytest.approx(ends[1], abs=NEAR), layout
 
 
-def apart(segment: Segment) -> StepCollective | None:
+def apart(segment: WorkSegment) -> StepCollective | None:
     """Return a message to a stage that is two ranks away."""
     found = segment.collective
     return None if found is None else replace(found, group=RankGroup(2, 2))

@@ -61,7 +61,7 @@ class StepCollective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class WorkSegment:
     """The work of a rank until its next collective, in one part of the step (`moment`)."""
 
     moment: str
