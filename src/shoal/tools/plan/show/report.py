@@ -24,6 +24,7 @@ from shoal.tools.plan.show.values import prediction_values, strategy_text, utili
 from shoal.tools.plan.time.bands import BANDS, step_kind
 from shoal.tools.plan.time.pipeline_run import pipeline_bubble
 from shoal.tools.plan.time.seconds import Span
+from shoal.tools.plan.time.step_time import pass_seconds
 from shoal.tools.plan.training.whole_training import Training, TrainingEstimate, training_of
 from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
@@ -228,7 +229,7 @@ def _step_sections(model: Transformer, machine: Machine, best: Sequence[Predicti
     piped = next((each.plan for each in best if each.plan.layout.pipeline > 1), None)
     if piped is not None:
         spans: list[list[Span]] = [[] for _ in range(piped.layout.pipeline)]
-        pipeline_bubble(model, piped, machine, spans)
+        pipeline_bubble(piped, model.layers, pass_seconds(model, piped, machine), spans)
         sections["Pipeline"] = [timeline(f"{piped.layout} with the schedule {piped.schedule}", spans)]
     return [Section(heading=name, blocks=blocks) for name, blocks in sections.items()]
 

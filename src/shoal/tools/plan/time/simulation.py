@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.time.collectives import collective_seconds
+from shoal.tools.plan.time.collectives import CONTENTION, collective_seconds
 from shoal.tools.plan.time.core_sharing import Computation, RankProcess, SharedCores
 from shoal.tools.plan.time.rates import ComputeSeconds, compute_seconds
 from shoal.tools.plan.time.seconds import Span, StepParts, add_span
-from shoal.tools.plan.time.step_time import CONTENTION, slowest
+from shoal.tools.plan.time.step_time import slowest
 from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.tools.plan.work.segments import RankGroup, StepCollective, WorkSegment
 
