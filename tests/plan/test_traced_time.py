@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,8 @@ from shoal.tools.plan.search.fit import fit_plan, trace_pipeline
 from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.time.collectives import collective_seconds
 from shoal.tools.plan.time.rates import compute_seconds
-from shoal.tools.plan.time.simulation import collective_totals, run_ranks, step_seconds
+from shoal.tools.plan.time.seconds import StepParts
+from shoal.tools.plan.time.simulation import collective_totals, run_ranks
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
 from shoal.tools.plan.work.segments import RankGroup, StepCollective, Work, WorkSegment
 from shoal.tools.plan.work.trace import TracedStep, trace_step
@@ -82,8 +84,12 @@ def test_a_cpu_computes_after_it_has_started_an_operation() -> None:
     assert times["gpu"] == pytest.approx((2**4 + 1) ** 0.25)
 
 
+def alone(segments: Sequence[WorkSegment], plan: PlannedStep, machine: Machine) -> StepParts:
+    return run_ranks([segments], plan, machine)[0].time
+
+
 def communication(*segments: WorkSegment, layout: str = "replicate=2", machine: Machine = CPU) -> float:
-    return float(step_seconds(segments, planned(layout), machine).parts["communication"])
+    return float(alone(segments, planned(layout), machine).parts["communication"])
 
 
 def test_a_bucket_that_backward_hides_takes_no_time() -> None:
@@ -133,7 +139,7 @@ def test_a_module_waits_for_its_collectives() -> None:
 def test_devices_that_share_cores_take_turns() -> None:
     node = replace(CPU, devices=4, cores=2)
     times = [
-        step_seconds([segment("forward")], planned(f"replicate={ranks}"), node).parts["products"]
+        alone([segment("forward")], planned(f"replicate={ranks}"), node).parts["products"]
         for ranks in (1, 2, 4, 8)
     ]
     assert times == pytest.approx([1.0, 1.0, 2.0, 2.0])

@@ -33,11 +33,6 @@ class CollectiveTotal:
     seconds: float = 0.0
 
 
-def step_seconds(segments: Sequence[WorkSegment], plan: PlannedStep, machine: Machine) -> StepParts:
-    """Return the predicted time of a traced step of a rank that is alone or in no pipeline."""
-    return run_ranks([segments], plan, machine)[0].time
-
-
 def mean_time(one: StepParts, others: StepParts, every: int) -> StepParts:
     """Return the mean time of steps, of which one in `every` takes the first time."""
     rest = others.parts
