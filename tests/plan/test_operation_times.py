@@ -175,7 +175,7 @@ def test_the_command_measures_a_model(short: None, tmp_path: Path) -> None:
     [
         (("--model", "nowhere.py:build"), "no file"),
         (("--micro-batch", "4"), "no --model"),
-        (("-o", "nowhere/mine.toml"), "not a directory"),
+        (("-o", "nowhere/mine.toml"), "no directory"),
         (("-o", "/"), "it is a directory"),
         (("--model", "resnet-small:size=8,blocks=1"), "can't be measured"),
     ],

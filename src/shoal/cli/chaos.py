@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.options import ScriptArgs
+from shoal.cli.options import AsJson, ScriptArgs
 from shoal.cli.output import show_document
 from shoal.cli.submit import script_arguments
 from shoal.util.errors import LaunchError
@@ -40,7 +40,7 @@ def chaos(
     shrink: Annotated[
         bool, typer.Option(help="Repeat a storm that fails with fewer faults, to find those needed.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Inject faults and compare the final checkpoint.
 

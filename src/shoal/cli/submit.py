@@ -32,6 +32,7 @@ sites = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+_SiteName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")]
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of the job.")]
 
 
@@ -297,9 +298,7 @@ def list_sites() -> None:
 
 
 @sites.command("show", epilog=examples("shoal sites show jean-zay"))
-def show_site(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")],
-) -> None:
+def show_site(name: _SiteName) -> None:
     """Print the file of a cluster profile."""
     from shoal.tools.submit.site_catalog import find_entry
 
@@ -307,7 +306,7 @@ def show_site(
 
 
 @sites.command("new", epilog=examples("shoal sites new mycluster"))
-def new_site(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")]) -> None:
+def new_site(name: _SiteName) -> None:
     """Draft a cluster profile from the scheduler."""
     from shoal.tools.submit.schedulers import scheduler_here
     from shoal.tools.submit.site_catalog import folder

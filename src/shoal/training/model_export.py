@@ -103,7 +103,6 @@ def export(
     def save() -> None:
         if not world.is_rank_zero:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         with appearing(path) as partial, evaluation(model), torch.no_grad():
             if path.suffix in _STATES:
                 _STATES[path.suffix](_held(state, path, world), partial)

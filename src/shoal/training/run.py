@@ -464,7 +464,7 @@ class Run:
                 found="its events are closed",
                 fix="call restore, tick and save inside `with shoal.Run(…) as run:`",
             )
-        if not self.world.run_log.is_newest(self.log, self.files.absolute):
+        if not self.world.run_log.is_newest(self.log):
             raise CheckpointError(
                 given=f"a Run in {self.directory}",
                 found="a Run that this process opened there later has taken the directory over",

@@ -66,7 +66,6 @@ def extract(
         model = {name: averages.get(name, own) for name, own in model.items()}
     if not model:
         raise _without(contents, "the Step has a model without tensors")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with TensorFiles(contents) as values, appearing(path) as partial:
         if path.suffix == ".pt":
             save_pickled({name: values.whole(of).clone() for name, of in model.items()}, partial)

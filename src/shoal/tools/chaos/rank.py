@@ -170,25 +170,26 @@ class FaultInjector:
 
     def _inject(self, fault: Fault, step: int) -> None:
         self._tell("injected", step, str(fault.number))
-        if fault.kind == "kill" or fault.kind.startswith("kill-in-"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "segfault":
-            ctypes.string_at(0)
-        elif fault.kind == "memory":
-            used = psutil.Process().memory_info().vms
-            resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
-            bytearray(_LARGE)
-        elif fault.kind in ERRORS:
-            raise OSError(ERRORS[fault.kind], os.strerror(ERRORS[fault.kind]))
-        elif fault.kind == "clock-jump":
-            jump_clock(_JUMP if fault.number % 2 else -_JUMP)
-        elif fault.kind == "kill-worker":
-            for child in psutil.Process().children()[:1]:
-                child.kill()
-        else:
-            self._control.request_action(fault.number, fault.kind, os.getpid())
-            if KINDS[fault.kind].lasts:
-                self._active.append((step + self._lasting, fault))
+        match fault.kind:
+            case "kill" | "kill-in-save" | "kill-in-forward" | "kill-in-backward" | "kill-in-update":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "segfault":
+                ctypes.string_at(0)
+            case "memory":
+                used = psutil.Process().memory_info().vms
+                resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+                bytearray(_LARGE)
+            case "io-error" | "read-only" | "quota":
+                raise OSError(ERRORS[fault.kind], os.strerror(ERRORS[fault.kind]))
+            case "clock-jump":
+                jump_clock(_JUMP if fault.number % 2 else -_JUMP)
+            case "kill-worker":
+                for child in psutil.Process().children()[:1]:
+                    child.kill()
+            case _:
+                self._control.request_action(fault.number, fault.kind, os.getpid())
+                if KINDS[fault.kind].lasts:
+                    self._active.append((step + self._lasting, fault))
 
     def _tell(self, kind: str, step: int, value: str) -> None:
         self._control.write_notice(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from shoal.tools.report import causes
 from shoal.tools.report.breakdown import COMPUTING, LABELS
 from shoal.tools.report.causes import (
     STALLS,
@@ -46,22 +46,17 @@ _SHARED = {
 }
 
 
-@dataclass(frozen=True)
-class Inefficiency:
-    """A finding about a loss, and whether the loss is large enough to be reported in any case."""
-
-    finding: Finding
-    large: bool
-
-
 def losses(
     history: History,
     shares: Mapping[str, float],
     named: Sequence[Straggler],
     costs: Costs,
     judged: Sequence[AttemptProfile],
-) -> Iterator[Inefficiency]:
-    """Yield the losses in parts for which no single rank is to blame."""
+) -> Iterator[tuple[Finding, bool]]:
+    """Yield the losses in parts for which no single rank is to blame.
+
+    Each comes with whether it is large enough to be reported in any case.
+    """
     for part, share in shares.items():
         left = share if part in (STALLS, UNEVEN) else share - straggler_cost(part, named, costs)
         if part == "computing" or part in COMPUTING or left < NOTABLE:
@@ -72,7 +67,7 @@ def losses(
             text += (
                 f" Most of it is lost {describe_frequency(stalls)}: {duration(stalls.excess)} there."
             )
-        yield Inefficiency(Finding(text, advice, left), left >= LEAST.get(part, MUCH))
+        yield Finding(text, advice, left), left >= LEAST.get(part, MUCH)
 
 
 def describe_frequency(each: Stalls) -> str:
@@ -87,16 +82,23 @@ def _about(
 ) -> tuple[str, str]:
     """Return a sentence on the loss in a part, and advice."""
     newest = judged[-1]
-    if part == STALLS:
-        return _about_stalls(share, history, judged)
-    if part == UNEVEN:
-        return _about_uneven(share)
-    if part == "communication":
-        return _about_links(share, newest.attempt)
-    if part == "wait":
-        return _about_data(share, newest)
-    if part == "checkpoint":
-        return _about_saves(share, newest.attempt)
+    match part:
+        case causes.STALLS:
+            return _about_stalls(share, history, judged)
+        case causes.UNEVEN:
+            return (
+                f"Ranks wait for each other in turn, {percent(share)} of the time: no rank is slower "
+                "for long, but in each step another one is.",
+                "if the samples differ in length, use batches of equal numbers of tokens: "
+                "shoal.Loader(…, batch_size=shoal.TokenBudget(lengths, 4096)); otherwise check whether "
+                "other jobs use these machines: shoal doctor",
+            )
+        case "communication":
+            return _about_links(share, newest.attempt)
+        case "wait":
+            return _about_data(share, newest)
+        case "checkpoint":
+            return _about_saves(share, newest.attempt)
     text, advice = _SHARED[part]
     return f"{text} {percent(share)} of the time{_everywhere(newest.attempt)}.", advice
 
@@ -119,16 +121,6 @@ def _about_stalls(share: float, history: History, judged: Sequence[AttemptProfil
         "find out what runs in these steps, such as garbage collection (call gc.freeze() after the "
         f"first steps), logging or file access: shoal report {history.directory} "
         f"--trace {each.newest}:{each.newest}"
-    )
-
-
-def _about_uneven(share: float) -> tuple[str, str]:
-    return (
-        f"Ranks wait for each other in turn, {percent(share)} of the time: no rank is slower for long, "
-        "but in each step another one is.",
-        "if the samples differ in length, use batches of equal numbers of tokens: shoal.Loader(…, "
-        "batch_size=shoal.TokenBudget(lengths, 4096)); otherwise check whether other jobs use these "
-        "machines: shoal doctor",
     )
 
 

@@ -43,7 +43,9 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
     cpus = _cpus(request, partition, scheduler)
     qos = _qos(request, partition)
     lead = _lead(request, site, save, scheduler)
-    constraint = request.constraint or partition.constraint
+    account = request.account
+    if account is not None and "@" not in account:
+        account += partition.account
     return Job(
         name=request.name or _name(request.script),
         nodes=request.nodes,
@@ -54,9 +56,9 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
         cpus=cpus.value,
         memory=request.memory,
         partition=partition.option,
-        constraint=constraint,
+        constraint=request.constraint or partition.constraint,
         qos=qos.value,
-        account=_account(request.account, partition),
+        account=account,
         multithread=site.multithread,
         time=request.time,
         lead=lead.value,
@@ -128,12 +130,6 @@ def _lead(
 
 def _rounded(seconds: float) -> int:
     return max(_SIGNAL_STEP, ceil(seconds / _SIGNAL_STEP) * _SIGNAL_STEP)
-
-
-def _account(account: str | None, partition: Partition) -> str | None:
-    if account is None or "@" in account:
-        return account
-    return account + partition.account
 
 
 def _name(script: str) -> str:

@@ -87,16 +87,9 @@ def to_csv(rows: Iterable[Sequence[object]]) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows, all with the columns of the first, to the file of `--csv`.
-
-    Raises LaunchError if that fails.
-    """
-    try:
+    """Write rows, all with the columns of the first, as CSV. Raises LaunchError if that fails."""
+    with explained(LaunchError, given=f"the table {path}", fix="use another file"):
         path.write_text(to_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
-    except OSError as error:
-        raise LaunchError(
-            given=f"--csv {path}", found=f"{error.strerror}", fix="use another file"
-        ) from None
 
 
 def _harmless(row: Sequence[object]) -> list[object]:

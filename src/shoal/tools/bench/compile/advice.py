@@ -1,4 +1,4 @@
-"""Sentences on measured modes: which is faster, and from how many calls on. Pure functions."""
+"""The measured modes as a document: which is faster, and from how many calls on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from shoal.util.units import duration, two_digits
+from shoal.util.document import Document, Section, Table, Text
+from shoal.util.grouping import group_by
+from shoal.util.units import duration, percent, two_digits
 
 PYTHON = "Python loop"
 SAME = 1.05
@@ -32,6 +34,37 @@ class Mode:
     samples: int = 0
     difference: float | None = None
     reason: str = ""
+
+
+def modes_document(found: Sequence[Mode], model: str | None, batch: int) -> Document:
+    """Return the advice, and a table for each subject; `batch` is the batch size of the model."""
+    advice = mode_advice(found)
+    tables = []
+    for subject, own in group_by(found, lambda mode: mode.subject).items():
+        what = f", forward and backward, batches of {batch}" if subject == model else ""
+        head = ("", "a call", "spread", "first call", "differs by")
+        rows = [_cells(mode) for mode in own]
+        tables.append(Table(caption=f"{subject}{what}", head=head, rows=rows, right=head[1:4]))
+    return Document(
+        title="Execution modes",
+        verdict="",
+        sections=[
+            Section(heading="Advice", blocks=[Text(text=sentence) for sentence in advice]),
+            Section(heading="Times", blocks=tables),
+        ],
+        values={"advice": advice, "modes": found},
+    )
+
+
+def _cells(mode: Mode) -> tuple[str, ...]:
+    if mode.seconds is None:
+        return mode.way, "", "", "", mode.reason
+    differs = ""
+    if mode.difference is not None:
+        differs = f"{mode.difference:.0e}" if mode.difference else "nothing"
+    spread = percent((mode.high - mode.low) / mode.seconds, tenths=True)
+    seconds, first = (duration(each, fixed=True) for each in (mode.seconds, mode.first))
+    return mode.way, seconds, spread, first, differs
 
 
 def mode_advice(found: Sequence[Mode]) -> list[str]:

@@ -1,46 +1,51 @@
-"""The output of `shoal bench comm`: a sentence, then tables."""
+"""Measured collectives as a document: a sentence, fitted lines, times, pairs of ranks."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-
-from rich.console import Console
+from pathlib import Path
 
 from shoal.distributed.link_speed import LinkMeasurements, slow
-from shoal.tools.bench.collectives.machine_file import CollectiveSeries, MachineFile, Point
-from shoal.util.tables import print_line, print_rows
+from shoal.tools.bench.collectives.machine_file import (
+    CollectiveSeries,
+    MachineFile,
+    Point,
+    machine_values,
+)
+from shoal.util.document import Document, DocumentBlock, Section, Table, Text
+from shoal.util.grouping import group_by
 from shoal.util.units import bandwidth, binary_size, duration, percent, two_digits
 
 MOST_RANKS = 8
 """Maximum number of ranks for which a matrix is printed."""
 
 
-def print_measurements(
-    console: Console, machine: MachineFile, left_out: Sequence[tuple[str, str, int]]
-) -> None:
-    """Print the measurements."""
-    print_line(console, describe_backends(machine))
-    print_line(console, *_remarks(machine, left_out), "")
-    _show_fits(console, machine)
-    for backend in dict.fromkeys(series.backend for series in machine.series):
-        own = [
-            each for each in machine.series if each.backend == backend and each.operation != "barrier"
-        ]
-        if own:
-            _show_matrix(
-                console,
-                f"Time of a call over {backend}",
-                own,
-                lambda _, it: duration(it.seconds, fixed=True),
-            )
-            _show_matrix(
-                console,
-                f"Bus bandwidth over {backend}",
-                own,
-                lambda series, it: bandwidth(series.bus_bandwidth(it)),
-            )
+def machine_document(
+    machine: MachineFile,
+    left_out: Sequence[tuple[str, str, int]],
+    pairs: LinkMeasurements | None,
+    path: Path,
+) -> Document:
+    """Return the measurements, which are in the file `path`."""
+    remarks = [Text(text=remark) for remark in _remarks(machine, left_out)]
+    matrices = [
+        matrix
+        for backend, own in group_by(machine.series, lambda series: series.backend).items()
+        for matrix in _matrices(backend, [each for each in own if each.operation != "barrier"])
+    ]
+    return Document(
+        title="Collectives",
+        verdict="",
+        sections=[
+            Section(heading="Backends", blocks=[Text(text=describe_backends(machine)), *remarks]),
+            Section(heading="Times", blocks=[_fits(machine), *matrices]),
+            Section(heading="Pairs of ranks", blocks=[] if pairs is None else _links(pairs)),
+            Section(heading="File", blocks=[Text(text=f"machine file: {path}", whole=True)]),
+        ],
+        values=machine_values(machine),
+    )
 
 
 def describe_backends(machine: MachineFile) -> str:
@@ -105,10 +110,11 @@ def _remarks(machine: MachineFile, left_out: Sequence[tuple[str, str, int]]) -> 
         )
 
 
-def _show_fits(console: Console, machine: MachineFile) -> None:
-    headers = ("backend", "operation", "latency", "bandwidth", "error", "points", "spread")
-    title = "Fit of time = latency + bytes / bandwidth, and its error"
-    print_rows(console, title, headers, map(_fit_cells, machine.series), right=headers[2:])
+def _fits(machine: MachineFile) -> Table:
+    head = ("backend", "operation", "latency", "bandwidth", "error", "points", "spread")
+    caption = "Fit of time = latency + bytes / bandwidth, and its error"
+    rows = [_fit_cells(series) for series in machine.series]
+    return Table(caption=caption, head=head, rows=rows, right=head[2:])
 
 
 def _fit_cells(series: CollectiveSeries) -> tuple[str, ...]:
@@ -124,47 +130,58 @@ def _fit_cells(series: CollectiveSeries) -> tuple[str, ...]:
     return series.backend, series.operation, latency, speed, error, count, spread
 
 
-def _show_matrix(
-    console: Console,
-    title: str,
-    own: Sequence[CollectiveSeries],
-    cell: Callable[[CollectiveSeries, Point], str],
-) -> None:
-    """Print sizes in rows and operations in columns."""
-    headers = ["size", *(series.operation.replace("_", " ") for series in own)]
-    cells = {
-        (series.operation, point.bytes): cell(series, point)
-        for series in own
-        for point in reversed(series.points)  # of several with one size the first counts
+def _matrices(backend: str, own: Sequence[CollectiveSeries]) -> list[Table]:
+    """Return tables with sizes in rows and operations in columns."""
+    cells: dict[str, Callable[[CollectiveSeries, Point], str]] = {
+        "Time of a call": lambda _, point: duration(point.seconds, fixed=True),
+        "Bus bandwidth": lambda series, point: bandwidth(series.bus_bandwidth(point)),
     }
-    rows = (
-        (binary_size(size), *(cells.get((series.operation, size), "") for series in own))
-        for size in sorted({size for _, size in cells})
-    )
-    print_rows(console, title, headers, rows, right=headers)
-
-
-def print_links(console: Console, measured: LinkMeasurements) -> None:
-    """Print the slow pairs of ranks, and all pairs if they are few."""
-    odd = slow(measured)
-    if not odd and len(measured.hosts) > 2:
-        print_line(console, "No link between two ranks is more than 3 times slower than the others.")
-    for each in odd:
-        print_line(
-            console,
-            f"Slow: {each.what} ({', '.join(each.hosts)}), {bandwidth(each.bandwidth)}, "
-            f"{each.ratio:.1f} times slower than others.",
+    head = ["size", *(series.operation.replace("_", " ") for series in own)]
+    # Of several points with one size the first counts.
+    known = [{point.bytes: point for point in reversed(series.points)} for series in own]
+    sizes = sorted({size for points in known for size in points})
+    return [
+        Table(
+            caption=f"{what} over {backend}",
+            head=head,
+            rows=[
+                (
+                    binary_size(size),
+                    *(
+                        cell(series, points[size]) if size in points else ""
+                        for series, points in zip(own, known, strict=True)
+                    ),
+                )
+                for size in sizes
+            ],
+            right=head,
         )
-    print_line(console, "")
-    if len(measured.hosts) > MOST_RANKS:
-        return
-    headers = ["from", *(f"to {rank}" for rank in range(len(measured.hosts)))]
-    rows = (
-        (str(sender), *("" if it is None else bandwidth(it) for it in row))
-        for sender, row in enumerate(measured.bandwidth)
-    )
-    title = f"From rank to rank, {binary_size(measured.bytes)} and a reply"
-    print_rows(console, title, headers, rows, right=headers)
+        for what, cell in cells.items()
+    ]
+
+
+def _links(measured: LinkMeasurements) -> list[DocumentBlock]:
+    """Return the slow pairs of ranks, and all pairs if they are few."""
+    blocks: list[DocumentBlock] = [
+        Text(
+            text=f"Slow: {each.what} ({', '.join(each.hosts)}), {bandwidth(each.bandwidth)}, "
+            f"{each.ratio:.1f} times slower than others."
+        )
+        for each in slow(measured)
+    ]
+    ranks = len(measured.hosts)
+    if not blocks and ranks > 2:
+        text = "No link between two ranks is more than 3 times slower than the others."
+        blocks.append(Text(text=text))
+    if ranks <= MOST_RANKS:
+        head = ["from", *(f"to {rank}" for rank in range(ranks))]
+        rows = [
+            (str(sender), *("" if speed is None else bandwidth(speed) for speed in row))
+            for sender, row in enumerate(measured.bandwidth)
+        ]
+        caption = f"From rank to rank, {binary_size(measured.bytes)} and a reply"
+        blocks.append(Table(caption=caption, head=head, rows=rows, right=head))
+    return blocks
 
 
 def point_csv_rows(machine: MachineFile) -> list[dict[str, object]]:
