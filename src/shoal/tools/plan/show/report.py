@@ -33,7 +33,7 @@ from shoal.util.units import compact, counted, duration, percent, size
 
 _OTHERS = 8
 """Rejected layouts that a terminal shows."""
-NUMERICS = (
+_NUMERICS = (
     "Precisions differ in their results: fp16 sums gradients in 16 bits, half also keeps no float32 "
     "parameters. Compare losses."
 )
@@ -155,15 +155,15 @@ def _fastest(report: PlanReport) -> list[DocumentBlock]:
         half = "" if model is None else ", or --precision half"
         return [*blocks, Text(text=f"Use more devices, or more memory{half}.")]
     blocks += [
-        fastest_table(model, machine, result.best),
+        _fastest_table(model, machine, result.best),
         Text(text=f"The strategy of the first: {strategy_text(result.best[0])}."),
     ]
     if len({each.plan.precision for each in result.best}) > 1:
-        blocks.append(Text(text=NUMERICS))
+        blocks.append(Text(text=_NUMERICS))
     return blocks if model is None else [*blocks, *_band(model, result.best[0])]
 
 
-def fastest_table(model: Transformer | None, machine: Machine, best: Sequence[Prediction]) -> Table:
+def _fastest_table(model: Transformer | None, machine: Machine, best: Sequence[Prediction]) -> Table:
     """Return a row for each plan."""
     several = len({each.plan.precision for each in best}) > 1
     numbers = ("step", "MFU", "samples/s", "memory")
