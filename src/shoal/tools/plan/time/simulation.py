@@ -148,7 +148,7 @@ class _Timeline:
             "bubble": self.waited + end - self.now,
             "stragglers": spread * busy,
         }
-        return StepParts({name: value for name, value in parts.items() if name != "host"})
+        return StepParts.of(**{name: value for name, value in parts.items() if name != "host"})
 
     def _sent(self, message: StepCollective) -> float:
         """Return when a message arrives; with Gloo, when its transfer can begin."""
