@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.util.errors import LaunchError, explained
+from shoal.util.errors import LaunchError, raised_as
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -225,7 +225,7 @@ def machine(
     if out is None:
         typer.echo(text, nl=False)
         return
-    with explained(LaunchError, given=f"-o {out}", fix="use a directory where you have permission"):
+    with raised_as(LaunchError, given=f"-o {out}", fix="use a directory where you have permission"):
         out.write_text(text, encoding="utf-8")
 
 

@@ -45,7 +45,7 @@ from shoal.distributed.virtual_ranks import VirtualRanks, virtual_ranks_of
 from shoal.distributed.world import World
 from shoal.telemetry.step_timer import WAIT
 from shoal.util.accelerator import is_accelerator
-from shoal.util.arguments import check_integer
+from shoal.util.arguments import check_integer, integer_like
 from shoal.util.clock import CLOCK
 from shoal.util.errors import DataError
 
@@ -292,7 +292,13 @@ class Loader:
         Raises:
             DataError: If `count` is not an integer, 0 or more.
         """
-        check_integer(DataError, "loader.epochs", "count", count, usual=10)
+        check_integer(
+            DataError,
+            "loader.epochs",
+            "count",
+            count,
+            fix=f"loader.epochs({integer_like(count, 10)})",
+        )
         self.goal = None if self.epoch_size is None else count * self.epoch_size
         return self._all_batches(count)
 

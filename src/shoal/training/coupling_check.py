@@ -117,6 +117,7 @@ def _other_random_states() -> object:
     return random.getstate(), numpy["state"]["pos"], numpy["state"]["key"].tobytes()
 
 
+@torch.no_grad()
 def digest(rows: list[Tensor]) -> Tensor:
     """Return a weighted sum and the norm of each row of some tensors.
 
@@ -131,6 +132,6 @@ def digest(rows: list[Tensor]) -> Tensor:
         last = first + part.shape[1]
         values = part.double()
         sums[0] += values @ torch.arange(first, last, device=part.device).double().cos_()
-        sums[1] += values.square_().sum(1)
+        sums[1] += values.square().sum(1)
         first = last
     return torch.stack((sums[0], sums[1].sqrt()), dim=1)

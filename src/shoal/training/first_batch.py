@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal._torch.dispatch import tree_map_only
 from shoal._torch.modules import has_compiled_call
 from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
@@ -73,9 +74,9 @@ def check_first_batch(
 class _Trial:
     """A rank's first micro-batch as a whole and in halves. A rank without outputs joins collectives.
 
-    It runs in two modes, without gradients, with all layers in eval mode that couple samples in a known
-    way. In training mode, the other layers run as they train. In quiet mode, dropout is off and draws
-    are constants; an engine that runs only complete steps is in eval mode instead.
+    It runs in two modes, without a graph unless it fails then, with all layers in eval mode that couple
+    samples in a known way. In training mode, the other layers run as they train. In quiet mode, dropout
+    is off and draws are constants; an engine that runs only complete steps is in eval mode instead.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class _Trial:
         self._differs = ""
         self._quiet = True
         """Whether the last runs were quiet."""
+        self._graph = False
+        """Whether runs record a graph: the model or the loss computes gradients, as penalties do."""
         self._sums: list[LossSum] = []
         """The loss of each part, once it is known."""
         self._missing = False
@@ -118,9 +121,15 @@ class _Trial:
         """
         keyed, gather = is_registered(self._model), self._world.gather
         quiet = not keyed or self._engine.loop is None
-        self._run(WHOLE, quiet=quiet)
-        self.on_all_ranks(self._reduce_cut_output)
-        missing = any(gather(self._missing))
+        earlier = self._obstacle
+        for self._graph in (False, True):
+            self._obstacle = earlier
+            self._run(WHOLE, quiet=quiet)
+            self.on_all_ranks(self._reduce_cut_output)
+            found = gather((self._missing, self._obstacle != earlier))
+            missing, failed = map(any, zip(*found, strict=True))
+            if not failed:
+                break
         if not missing:
             self._outputs.clear()  # they may be large
         if keyed and quiet:
@@ -246,6 +255,8 @@ class _Trial:
     def _run_part(self, number: int, quiet: bool) -> None:
         """Run the model on a part: the micro-batch each time if it has no halves. Collective."""
         part = self._part(number)
+        if self._graph:  # the model may make a part, a view of the batch, require gradients
+            part = part._replace(value=tree_map_only(Tensor, torch.clone, part.value))
         self._outputs.pop(number, None)
         self._observed.pop(number, None)
         with ExitStack() as stack:
@@ -257,6 +268,7 @@ class _Trial:
             if self.observes:
                 before = self._observed[0].after if number in AGAIN else {}
                 stack.enter_context(observed.running(self._model, part.samples, before))
+            stack.enter_context(torch.set_grad_enabled(self._graph))
             self._outputs[number] = self._engine.infer(
                 self._task, part, self._batch.seed, autocast=self._autocast
             )
@@ -278,7 +290,7 @@ class _Trial:
     def _reduce(self, number: int, output: Any) -> LossSum:
         part = self._part(number)
         moved = self._engine.move_targets(output, part)
-        with values_kept(moved.value), self._calm():
+        with values_kept(moved.value), self._calm(), torch.set_grad_enabled(self._graph):
             loss, count = self._task.reduce(output, moved, self._batch.seed)
         return float(loss), float(count)
 

@@ -41,6 +41,7 @@ from shoal.training.guards.nonfinite import find_nonfinite
 from shoal.training.loss_scale import LossScale
 from shoal.training.pending_step import PendingStep, result_mode
 from shoal.training.train_state import TrainState
+from shoal.util.arguments import check_choice
 from shoal.util.decision import Decision
 from shoal.util.errors import StepError
 
@@ -105,24 +106,9 @@ class Step(TrainState):
         compile: str | None = None,
         result: str | None = None,
     ) -> None:
-        if precision not in PRECISIONS:
-            raise StepError(
-                given=f"precision={precision!r}",
-                found=f"the precisions are {', '.join(PRECISIONS)}",
-                fix="use precision='bf16' on recent hardware; 'fp32' keeps the parameters' dtype",
-            )
-        if compile is not None and compile not in COMPILERS:
-            raise StepError(
-                given=f"compile={compile!r}",
-                found=f"the compilers are {', '.join(COMPILERS)}",
-                fix="pass compile='inductor', or leave it out",
-            )
-        if result is not None and result not in RESULTS:
-            raise StepError(
-                given=f"result={result!r}",
-                found=f"the result of a step is known {' or '.join(RESULTS)}",
-                fix="pass result='now', or leave it out",
-            )
+        check_choice(StepError, "shoal.Step", "precision", precision, PRECISIONS)
+        check_choice(StepError, "shoal.Step", "compile", compile, (None, *COMPILERS))
+        check_choice(StepError, "shoal.Step", "result", result, (None, *RESULTS))
         _check_order(model, optimizer)
         if not isinstance(task, Task):
             raise StepError(

@@ -38,6 +38,7 @@ from shoal.strategies.local import LocalEngine, local_engine
 from shoal.strategies.reducer import LocalReducer, Reducer, backward_seed
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.accelerator import SideStream
+from shoal.util.arguments import check_number
 from shoal.util.errors import StepError
 
 
@@ -109,12 +110,7 @@ class DDP:
     def __post_init__(self) -> None:
         if self.compression is not None:
             compression.check_compression(self.compression)
-        if self.bucket_cap_mb <= 0:
-            raise StepError(
-                given=f"shoal.DDP(bucket_cap_mb={self.bucket_cap_mb})",
-                found="bucket_cap_mb must be positive",
-                fix="pass bucket_cap_mb=25, the default of torch",
-            )
+        check_number(StepError, "shoal.DDP", "bucket_cap_mb", self.bucket_cap_mb, above=True, usual=25)
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Broadcast rank 0's parameters and buffers. In a world of size 1, do nothing."""

@@ -289,7 +289,7 @@ class RPCPipelineEngine(ReducerEngine):
         """Return the description of an error for other ranks."""
         if isinstance(error, ShoalError):
             return error
-        # `watchdog.peer_errors` recognizes this fix.
+        # `failure.is_by_peer` recognizes this fix.
         return StepError(
             given=f"{self._crew.title(self.world.rank)} of a {type(self.module).__name__}, on "
             f"{self._calls.hosts[self.world.rank]}",
