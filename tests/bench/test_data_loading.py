@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shoal
 from helpers.commands import Command, wait_for
+from helpers.synthetic_runs import simulate, write
 from shoal.tools.bench.data_loading.command import benchmark_data_loading
 from shoal.tools.bench.measurement import Output
 
@@ -133,17 +135,10 @@ def test_what_can_not_be_measured(sets: str) -> None:
 def test_what_a_run_needs_is_read_from_its_events(
     sets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "run" / "events"
-    folder.mkdir(parents=True)
-    start = {"event": "start", "t": 1.0, "began": 1.0, "rank": 0, "size": 2}
-    times = {"wait": 9.0, "forward": 0.01, "backward": 0.02, "update": 0.01}
-    steps = [
-        {"event": "step", "t": 2.0 + step, "name": "step", "step": step, "first": 64 * (step - 1)}
-        | {"size": 64, "share": [64 * (step - 1), 64 * step - 32], "loss": 1.0, "norm": 1.0, **times}
-        for step in range(1, 21)
-    ]
-    (folder / "rank-0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (start, *steps)))
-    assert ask(f"{sets}:tensors", workers=(0,), run=folder.parent) == 0
+    times = {"wait": 9.0, "forward": 0.01, "backward": 0.02, "update": 0.01, "wall": 9.04}
+    parts = {part: np.full((2, 20), times.get(part, 0.0)) for part in simulate(2, 20)}
+    run = write(tmp_path / "run", parts, batch=64)
+    assert ask(f"{sets}:tensors", workers=(0,), run=run) == 0
     need = json.loads(capsys.readouterr().out.splitlines()[-1])["need"]
     assert need["samples"] == 32
     assert need["seconds"] == pytest.approx(0.04, rel=1e-3)
