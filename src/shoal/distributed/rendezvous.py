@@ -21,7 +21,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
 from shoal.distributed.outages import Probes, address_towards
 from shoal.util.clock import CLOCK
-from shoal.util.errors import LaunchError, explained
+from shoal.util.errors import LaunchError, raised_as
 from shoal.util.regular_file import appearing, write_new
 
 LONGEST = 300.0
@@ -280,7 +280,7 @@ def _published(meeting: Meeting, port: int) -> Iterator[None]:
         yield
         return
     path = _file(meeting)
-    with explained(
+    with raised_as(
         LaunchError,
         given=f"rank 0 publishes its address in {path.parent}",
         fix=f"export {DIRECTORY}=DIR (shared by all hosts), or MASTER_ADDR and MASTER_PORT",

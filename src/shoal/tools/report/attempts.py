@@ -157,26 +157,23 @@ def _until(later: Sequence[Attempt], name: str | None) -> int:
 
 def binned_curves(history: History, column: str) -> dict[str, BinnedCurve]:
     """Return a column of the first rank's steps, by name of the Step, without repeated steps."""
-    pieces: dict[str, list[tuple[Array, Array]]] = {}
+    pieces: dict[str, list[Array]] = {}
     attempts = history.attempts
     for place, attempt in enumerate(attempts):
         rank = min(attempt.ranks, default=0)
         for (owner, name), rows in attempt.steps.items():
-            if owner == rank and len(rows):
-                steps = rows.all["step"]
-                chosen = steps <= _until(attempts[place + 1 :], name)
-                pieces.setdefault(name, []).append((steps[chosen], rows.all[column][chosen]))
-    found = {name: _curve(each) for name, each in pieces.items()}
+            if owner == rank:
+                kept = rows.all["step"] <= _until(attempts[place + 1 :], name)
+                pieces.setdefault(name, []).append(rows.all[kept])
+    found = {name: _curve(np.concatenate(each), column) for name, each in pieces.items()}
     return {name: curve for name, curve in found.items() if curve is not None}
 
 
-def _curve(pieces: list[tuple[Array, Array]]) -> BinnedCurve | None:
-    steps = np.concatenate([each[0] for each in pieces])
-    values = np.concatenate([each[1] for each in pieces]).astype(np.float64)
-    finite = np.isfinite(values)
-    steps, values = steps[finite], values[finite]
-    if not len(values):
+def _curve(rows: Array, column: str) -> BinnedCurve | None:
+    rows = rows[np.isfinite(rows[column])]
+    if not len(rows):
         return None
+    steps, values = rows["step"], rows[column].astype(np.float64)
     bounds = _bounds(len(values))
     counts = np.diff([*bounds, len(values)])
     return BinnedCurve(
@@ -194,19 +191,17 @@ def _bounds(count: int) -> Array:
 
 def throughput_curve(history: History) -> BinnedCurve | None:
     """Return samples per second of all ranks over steps, without repeated steps."""
-    steps, sizes, walls = [], [], []
+    pieces = []
     for attempt, last in last_kept_steps(history):
-        rows = attempt.ticks(min(attempt.ranks, default=0))
-        chosen = (rows["step"] <= last) & (rows["wall"] > 0)
-        steps.append(rows["step"][chosen])
-        sizes.append(rows["size"][chosen].astype(np.float64))
-        walls.append(rows["wall"][chosen].astype(np.float64))
-    if not sum(map(len, steps)):
+        ticks = attempt.ticks(min(attempt.ranks, default=0))
+        pieces.append(ticks[(ticks["step"] <= last) & (ticks["wall"] > 0)])
+    if not sum(map(len, pieces)):
         return None
-    step, size, wall = (np.concatenate(each) for each in (steps, sizes, walls))
-    bounds = _bounds(len(step))
-    rate = np.add.reduceat(size, bounds) / np.add.reduceat(wall, bounds)
-    return BinnedCurve(step[bounds], rate, rate, rate)
+    rows = np.concatenate(pieces)
+    bounds = _bounds(len(rows))
+    sizes, walls = (np.add.reduceat(rows[name].astype(np.float64), bounds) for name in ("size", "wall"))
+    rate = sizes / walls
+    return BinnedCurve(rows["step"][bounds], rate, rate, rate)
 
 
 def list_saves(attempt: Attempt) -> list[SaveRecord]:
