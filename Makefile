@@ -57,7 +57,7 @@ test-gpu: $(if $(WHEELS),,venv) ## GPU tests and benchmarks in MINUTES=30, into 
 	@$(if $(WHEELS),$(or $(PYTHON),python3) scripts/gpu_wheels.py install "$(WHEELS)")
 	@$(if $(WHEELS),build/venv/bin/python,$(PY)) scripts/gpu_suite.py build/gpu --minutes $(or $(MINUTES),30)
 
-chaos: venv ## 1,000 kills over six parallelism strategies, an hour, into build/chaos.jsonl
+chaos: venv ## 1,000 kills over six parallelism strategies, some hours, into build/chaos.jsonl
 	@$(PY) benchmarks/chaos.py --kills 1000
 
 faults: venv ## plant 60 faults and count those that tests catch, hours, into build/faults.json

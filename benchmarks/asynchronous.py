@@ -14,7 +14,6 @@ Aim: the mean accuracy of every strategy within 0.5 points of that of DDP.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import statistics
@@ -30,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from harness import ROOT, finish, machine, parse, show
 from shoal.strategies import engine_of
 from shoal.strategies.asynchronous.hogwild import HogwildEngine
 from shoal.strategies.contracts import Engine
@@ -37,7 +37,6 @@ from shoal.strategies.data_parallel.ddp import DDPReducer
 from shoal.strategies.data_parallel.local_sgd import AveragingEngine
 from shoal.strategies.engine import ReducerEngine
 
-ROOT = Path(__file__).parents[1]
 RATE, BATCH = 3e-3, 64
 LM_BATCH, CONTEXT, WIDTH, LAYERS, BYTES = 16, 64, 64, 2, 400_000
 LAST = 10
@@ -169,26 +168,28 @@ def points(losses: list[float]) -> list[float]:
     return [statistics.mean(losses[at : at + LAST]) for at in range(0, len(losses) - LAST + 1, LAST)]
 
 
-def told(found: dict[str, dict[str, Any]]) -> None:
-    """Print a row for each strategy, and the staleness."""
-    plain = found["DDP"]
-    base = statistics.mean(plain["accuracy"])
-    print(f"{'':22} accuracy  minus DDP    loss  minus DDP   MB/step")
+def rows_of(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each strategy."""
+    base, plain = statistics.mean(found["DDP"]["accuracy"]), points(found["DDP"]["losses"])[-1]
+    rows = []
     for name, way in found.items():
-        mean = statistics.mean(way["accuracy"])
-        at, other = points(way["losses"])[-1], points(plain["losses"])[-1]
-        print(
-            f"{name:22} {mean:8.2%} {100 * (mean - base):+8.2f} pt  {at:6.3f}    {at - other:+.3f}"
-            f"    {way['megabytes']:.3f}"
+        mean, at = statistics.mean(way["accuracy"]), points(way["losses"])[-1]
+        rows.append(
+            {
+                "strategy": name,
+                "accuracy": f"{mean:.2%}",
+                "minus DDP, points": f"{100 * (mean - base):+.2f}",
+                "loss": at,
+                "minus DDP": f"{at - plain:+.3f}",
+                "MB per step": way["megabytes"],
+                "updates by others": histogram(way["staleness"]) if way["staleness"] else "",
+            }
         )
-    for name, way in found.items():
-        if way["staleness"]:
-            print(f"{name}: updates by others between a read and the update computed from it")
-            print(f"  {histogram(way['staleness'])}")
+    return rows
 
 
 def histogram(staleness: dict[int, int]) -> str:
-    """Return the fraction of each number of updates, with those above seven combined."""
+    """Return the fraction of each number of updates by others between a read and its update."""
     total = sum(staleness.values())
     few = [f"{n}: {staleness.get(n, 0) / total:.1%}" for n in range(8)]
     more = sum(times for n, times in staleness.items() if n > 7) / total
@@ -210,27 +211,19 @@ def drawn(found: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="except DDP")
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    given = parser.parse_args()
+    given = parse(__doc__, ways=WAYS, seeds=5, epochs=40, steps=80)
     numbers = (given.seeds, given.epochs, given.steps)
     names = [name for name in WAYS if name in {"DDP", *given.ways}]
     found: dict[str, Any] = shoal.launch(measure, names, *numbers, processes=2)[0] or {}
     if "Hogwild" in names:
         four = shoal.launch(measure, ["Hogwild"], *numbers, processes=4)[0] or {}
         found["Hogwild on 4"] = four["Hogwild"]
-    folder = ROOT / "build"
+    folder = Path("build")
     folder.mkdir(exist_ok=True)
     (folder / "asynchronous.json").write_text(json.dumps(found))
     drawn(found, folder / "asynchronous.svg")
-    told(found)
-    if given.json:
-        print(json.dumps(found))
+    show(machine(), rows_of(found))
+    finish(given, found)
 
 
 if __name__ == "__main__":

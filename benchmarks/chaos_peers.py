@@ -1,6 +1,6 @@
 """The same storm over Shoal and other libraries: each script is killed in steps and in saves.
 
-    python benchmarks/chaos_peers.py [--seeds 0,1,2] [--peers Shoal,Accelerate] [--sigterm] [--json]
+    python benchmarks/chaos_peers.py [--seeds 0 1 2] [--peers Shoal Accelerate] [--sigterm] [--json]
 
 The scripts in benchmarks/peers/ train the same model on two ranks with the checkpoints that each
 library's documentation recommends. If the command fails, it starts again, as by a scheduler. If it
@@ -11,13 +11,13 @@ torchdata, accelerate, lightning, transformers and ray[train] for the scripts th
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,16 +26,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from shoal.util.tables import plain_console, print_rows
+from harness import ROOT, finish, parse, show, versions
+from task import EPOCHS, EVERY, RANKS, SAMPLES, STEPS, STEPS_PER_EPOCH
 
-SCRIPTS = Path(__file__).resolve().parent / "peers"
-sys.path.insert(0, str(SCRIPTS))
-
-from task import EPOCHS, EVERY, RANKS, SAMPLES, STEPS, STEPS_PER_EPOCH  # noqa: E402
+SCRIPTS = ROOT / "benchmarks" / "peers"
 
 KILLS = 4
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
@@ -50,20 +47,6 @@ PEERS = {
     "HF Trainer JIT": (TORCHRUN, "run_trainer.py --jit", "transformers"),
     "Ray Train": ((), "run_ray.py", "ray"),
 }
-HEAD = (
-    "library",
-    "storms",
-    "kills",
-    "in saves",
-    "steps needed",
-    "steps taken",
-    "samples repeated",
-    "samples skipped",
-    "checkpoints that did not load",
-    "equal ends",
-    "largest difference",
-    "median restart",
-)
 LIMIT = 900.0
 GRACE = 30.0
 PACE = 0.5
@@ -227,76 +210,51 @@ def draw_kills(seed: int, calm: Ended, *, sigterm: bool) -> list[str]:
     return [step, f"save:0:{draw.randrange(save, 3 * save)}"] * (KILLS // 2)
 
 
-def row(name: str, calm: Ended, storms: Sequence[Ended]) -> tuple[str, ...]:
+def row(name: str, calm: Ended, storms: Sequence[Ended]) -> dict[str, Any]:
     """Return the row of a library; samples in addition to those of its undisturbed run."""
-    restarts = sorted(seconds for storm in storms for seconds in storm.restarts)
+    restarts = [seconds for storm in storms for seconds in storm.restarts]
     ended = [storm for storm in storms if not storm.problem]
-    equal = sum(storm.digest == calm.digest for storm in storms)
     distances = [
         max(abs(a - b) for a, b in zip(calm.parameters, storm.parameters, strict=True))
         for storm in storms
         if storm.parameters
     ]
-    numbers = (
-        len(storms),
-        sum(storm.kills for storm in storms),
-        sum(storm.in_saves for storm in storms),
-        STEPS * len(ended),
-        sum(storm.taken for storm in ended),
-        sum(storm.repeated - calm.repeated for storm in ended),
-        sum(storm.skipped - calm.skipped for storm in ended),
-        sum(storm.removed for storm in storms),
-    )
-    return (
-        name,
-        *map(str, numbers),
-        f"{equal} of {len(storms)}",
-        f"{max(distances):.1e}" if distances else "",
-        f"{restarts[len(restarts) // 2]:.1f} s" if restarts else "",
-    )
+    return {
+        "library": name,
+        "storms": len(storms),
+        "kills": sum(storm.kills for storm in storms),
+        "in saves": sum(storm.in_saves for storm in storms),
+        "steps needed": STEPS * len(ended),
+        "steps taken": sum(storm.taken for storm in ended),
+        "samples repeated": sum(storm.repeated - calm.repeated for storm in ended),
+        "samples skipped": sum(storm.skipped - calm.skipped for storm in ended),
+        "checkpoints that did not load": sum(storm.removed for storm in storms),
+        "equal ends": sum(storm.digest == calm.digest for storm in storms),
+        "largest difference": f"{max(distances):.1e}" if distances else "",
+        "median restart, s": statistics.median(restarts) if restarts else None,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--sigterm", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    rows, problems = [], []
+    given = parse(__doc__, peers=PEERS, seeds=[0, 1, 2], sigterm=False)
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
         shim = Path(temporary, "kill_at_write.so")
         source = str(SCRIPTS / "kill_at_write.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(shim), source, "-ldl"], check=True)
-        for name in options.peers.split(","):
-            peer = Peer(name, shim, Path(temporary, name), PACE if options.sigterm else 0.0)
+        for name in given.peers:
+            peer = Peer(name, shim, Path(temporary, name), PACE if given.sigterm else 0.0)
             calm = peer.train("calm", [])
             if calm.problem:
                 raise SystemExit(f"{name} failed by itself: {calm.problem}")
-            seeds = [*map(int, options.seeds.split(","))]
-            kills = [draw_kills(seed, calm, sigterm=options.sigterm) for seed in seeds]
-            storms = [
-                peer.train(f"storm-{seed}", each) for seed, each in zip(seeds, kills, strict=True)
-            ]
-            problems += [f"{name}: {storm.problem}" for storm in storms if storm.problem]
+            kills = {seed: draw_kills(seed, calm, sigterm=given.sigterm) for seed in given.seeds}
+            storms = [peer.train(f"storm-{seed}", each) for seed, each in kills.items()]
             rows.append(row(name, calm, storms))
             details = [{**asdict(each), "parameters": [], "operations": []} for each in storms]
-            print(json.dumps(details))
-            print(rows[-1], flush=True)
-    versions = describe_versions([PEERS[name][2] for name in options.peers.split(",")])
-    print_rows(plain_console(), versions, HEAD, rows)
-    print("\n".join(problems))
-    if options.json:
-        print(json.dumps({"rows": rows, "versions": versions}))
-
-
-def describe_versions(packages: Sequence[str]) -> str:
-    found: dict[str, Any] = {}
-    for name in ("shoal", "torch", *packages):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    listed = ", ".join(f"{name} {number}" for name, number in found.items())
-    return f"{listed}, Linux {platform.release()}"
+            print(json.dumps(details), rows[-1], sep="\n", flush=True)
+    packages = versions("shoal", "torch", *(PEERS[name][2] for name in given.peers))
+    show(f"{packages}, Linux {platform.release()}", rows)
+    finish(given, {"chaos_peers": rows})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Nodes killed and links cut at random on a Slurm cluster while an array of jobs trains.
+"""Nodes killed, links cut, jobs preempted at random on a Slurm cluster while an array of jobs trains.
 
     python benchmarks/chaos_slurm.py [--minutes 30] [--seed 0] [--json]
 
-The cluster is the one of the tests: each node is a slurmd in namespaces on this machine. `shoal submit`
-starts a job array with one element per strategy, on two nodes with one rank each, and nothing is
-submitted again by hand. A step takes PACE seconds, most of which a sleep adds. All faults end with the
-storm, and then the jobs have time to end. Needs root, Slurm, munge and iproute2.
+`shoal submit` starts a job array with one element per strategy, on two nodes with one rank each, and
+nothing is submitted again by hand. A step takes PACE seconds, most of which a sleep adds. All faults
+end with the storm, and then the jobs have time to end. `--home` is a new directory, which is kept.
+Needs what cluster.py needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -26,18 +25,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from cluster import started, submit
+from disturbed import SCRIPT, count_samples, damaged
+from harness import finish, parse, show, versions
+from helpers.cluster.slurm import Cluster
 from shoal.distributed.cluster_env import expand_hosts
 from shoal.telemetry.events import read_events
 from shoal.tools.chaos.final_state import digest_end
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY / "tests"))
-
-from chaos_training import SCRIPT, count_samples, damaged, print_results  # noqa: E402
-from helpers.cluster.slurm import Cluster  # noqa: E402
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline")
 NODES = 10
@@ -55,21 +53,7 @@ URGENT = """PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=DEFAULT GraceTime=10
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=10"""
-FAULT_HEAD = ("fault", "times", "in training", "ended it", "median until a new step", "longest")
-"""The others came while the training was starting again after an earlier fault."""
 RECENT = 5.0
-JOB_HEAD = (
-    "strategy",
-    "faults",
-    "starts",
-    "steps needed",
-    "steps taken",
-    "samples",
-    "corrupt",
-    "same bits",
-    "goodput",
-    "Young-Daly",
-)
 _PAUSE = 0.1
 
 
@@ -164,10 +148,10 @@ FAULTS = {
 
 
 class SlurmStorm:
-    """The faults of one storm over the array `job` in `home`."""
+    """The faults of one storm over the array `job`."""
 
-    def __init__(self, cluster: Cluster, home: Path, job: str, seed: int) -> None:
-        self._cluster, self._home, self._job = cluster, home, job
+    def __init__(self, cluster: Cluster, job: str, seed: int) -> None:
+        self._cluster, self._job = cluster, job
         self._draw = random.Random(seed)
         self._open: list[tuple[float, ClusterFault, Target]] = []
         self.happened: list[Happened] = []
@@ -305,103 +289,93 @@ def goodput(
     return measured, interval / time_of_interval
 
 
-def fault_rows(storm: SlurmStorm, homes: Sequence[Path]) -> list[tuple[str, ...]]:
-    """Return a row for each kind of fault."""
+def fault_rows(storm: SlurmStorm, homes: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return a row for each kind of fault.
+
+    Those not in training came while the training was starting again after an earlier fault.
+    """
     lines = [read_lines(home) for home in homes]
-    rows: list[tuple[str, ...]] = []
+    rows: list[dict[str, Any]] = []
     for kind, fault in FAULTS.items():
         found = [each for each in storm.happened if each.kind == kind]
         known = [recovery(lines[each.element], each.at, storm.following(each)) for each in found]
         after = [each for each in known if each is not None and each.training]
         seconds = [each.seconds for each in after]
         rows.append(
-            (
-                fault.text,
-                str(len(found)),
-                str(len(after)),
-                str(sum(each.ended for each in after)),
-                f"{statistics.median(seconds):.0f} s" if seconds else "",
-                f"{max(seconds):.0f} s" if seconds else "",
-            )
+            {
+                "fault": fault.text,
+                "times": len(found),
+                "in training": len(after),
+                "ended it": sum(each.ended for each in after),
+                "median until a new step, s": statistics.median(seconds) if seconds else None,
+                "longest, s": max(seconds, default=None),
+            }
         )
     return rows
 
 
 def job_row(
     number: int, home: Path, calm: Path, storm: SlurmStorm, ended: float, epochs: int
-) -> tuple[str, ...]:
+) -> dict[str, Any]:
     """Return the row of an element of the array."""
     lines = read_lines(home)
     events = list(read_events(home / "runs/a/events/rank-0.jsonl"))
     saves = [each for each in events if each.get("event") == "save"]
     blocked = statistics.median(each["blocked"] for each in saves)
     gaps = [b["t"] - a["t"] for a, b in pairwise(saves)]
-    shown = goodput(lines, ended, blocked, statistics.median(gaps))
-    return (
-        STRATEGIES[number],
-        str(sum(each.element == number for each in storm.happened)),
-        str(len({line.attempt for line in lines})),
-        str(epochs * STEPS_PER_EPOCH),
-        str(len(lines)),
-        str(sum(count_samples(home, epochs))),
-        str(len(damaged(home / "runs/a/checkpoints"))),
-        "yes" if digest_end(home) == digest_end(calm) else "NO",
-        *(f"{each:.0%}" for each in shown),
-    )
+    measured, modelled = goodput(lines, ended, blocked, statistics.median(gaps))
+    return {
+        "strategy": STRATEGIES[number],
+        "faults": sum(each.element == number for each in storm.happened),
+        "starts": len({line.attempt for line in lines}),
+        "steps needed": epochs * STEPS_PER_EPOCH,
+        "steps taken": len(lines),
+        "samples": sum(count_samples(home, epochs)),
+        "corrupt": len(damaged(home / "runs/a/checkpoints")),
+        "same bits": "yes" if digest_end(home) == digest_end(calm) else "NO",
+        "goodput": f"{measured:.0%}",
+        "Young-Daly": f"{modelled:.0%}",
+    }
 
 
-def train_undisturbed(home: Path, epochs: int) -> None:
-    """Train with each strategy on two ranks, outside of the cluster, without faults and a pace."""
-    for strategy in STRATEGIES:
-        command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(SCRIPT), "--"]
-        command += ["--home", f"calm-{strategy}", "--strategy", strategy, "--epochs", str(epochs)]
-        with (home / f"calm-{strategy}.txt").open("wb") as output:
-            subprocess.run(
-                [*command, "--mtbf", "100"], cwd=home, stdout=output, stderr=output, check=True
-            )
+def train_undisturbed(home: Path, *options: str) -> str:
+    """Train on two ranks in a new directory, outside of the cluster; return the SHA-256 of the end."""
+    home.mkdir()
+    command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(SCRIPT), "--", *options]
+    with (home / "output.txt").open("wb") as output:
+        subprocess.run(command, cwd=home, stdout=output, stderr=output, check=True)
+    return digest_end(home)
 
 
-def submit(cluster: Cluster, home: Path, epochs: int) -> str:
+def train_all_undisturbed(home: Path, epochs: int) -> None:
+    """Train with each strategy without faults and a pace."""
+    for name in STRATEGIES:
+        options = ("--strategy", name, "--epochs", str(epochs), "--mtbf", "100")
+        train_undisturbed(home / f"calm-{name}", *options)
+
+
+def submit_array(cluster: Cluster, home: Path, epochs: int) -> str:
     """Submit the array and return its job number."""
-    (home / "train.py").write_text(SCRIPT.read_text())
     sweep = [f"--home {name} --strategy {name}" for name in STRATEGIES]
     (home / "sweep.txt").write_text("\n".join(sweep) + "\n")
-    command = [sys.executable, "-m", "shoal", "submit", "--nodes", "2", "-n", "2", "--time", "24:00:00"]
-    command += [
-        "--directive=--exclusive",
-        "--restarts",
-        "1000",
-        "--run",
-        "jobs",
-        "--sweep",
-        "sweep.txt",
-    ]
-    command += ["train.py", "--", "--epochs", str(epochs), "--pace", str(PACE)]
+    options = ["--nodes", "2", "-n", "2", "--time", "24:00:00", "--directive=--exclusive"]
+    options += ["--restarts", "1000", "--run", "jobs", "--sweep", "sweep.txt", "train.py", "--"]
     mtbf = str(GAP * len(STRATEGIES))
-    variables = {name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME")}
-    done = cluster.run([*command, "--mtbf", mtbf], folder=home, variables=variables)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return done.stdout.split()[1].rstrip(":")
+    script = ["--epochs", str(epochs), "--pace", str(PACE), "--mtbf", mtbf]
+    return submit(cluster, home, *options, *script)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--home", type=Path, help="a new directory, which is kept")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    epochs = round(options.minutes * 60 * FILLED / PACE / STEPS_PER_EPOCH)
+    given = parse(__doc__, minutes=30.0, seed=0, home=Path)
+    epochs = max(1, round(given.minutes * 60 * FILLED / PACE / STEPS_PER_EPOCH))
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as temporary:
-        home = (options.home or Path(temporary, "home")).absolute()
+        home = (given.home or Path(temporary, "home")).absolute()
         home.mkdir(parents=True)
-        cluster = Cluster(Path(temporary, "cluster"), nodes=NODES, silence=SILENCE, settings=URGENT)
-        with ThreadPoolExecutor() as pool, cluster:
-            undisturbed = pool.submit(train_undisturbed, home, epochs)
-            storm = SlurmStorm(cluster, home, submit(cluster, home, epochs), options.seed)
-            ended = storm.run(60 * options.minutes)
+        with ThreadPoolExecutor() as pool, started(NODES, silence=SILENCE, settings=URGENT) as cluster:
+            undisturbed = pool.submit(train_all_undisturbed, home, epochs)
+            storm = SlurmStorm(cluster, submit_array(cluster, home, epochs), given.seed)
+            ended = storm.run(60 * given.minutes)
             print(f"{time.strftime('%H:%M:%S')} the storm is over", flush=True)
             until = time.monotonic() + LIMIT
             while storm.left():
@@ -411,13 +385,14 @@ def main() -> None:
         undisturbed.result()
         homes = [home / name for name in STRATEGIES]
         faults = fault_rows(storm, homes)
-        rows = [
+        jobs = [
             job_row(number, each, home / f"calm-{each.name}", storm, ended, epochs)
             for number, each in enumerate(homes)
         ]
         (home / "faults.json").write_text(json.dumps([asdict(each) for each in storm.happened]))
-        print_results(FAULT_HEAD, faults, as_json=options.json)
-        print_results(JOB_HEAD, rows, as_json=options.json)
+    show(versions("shoal", "torch"), faults)
+    show("jobs", jobs)
+    finish(given, {"faults": faults, "jobs": jobs})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Random bit flips in small trainings: which guard finds them, and false alarms and cost of guards.
 
-    python benchmarks/guards.py [--flips 100] [--strategies ddp,fsdp]
+    python benchmarks/guards.py [--flips 100] [--strategies ddp fsdp]
     python benchmarks/guards.py --quiet 10000
     python benchmarks/guards.py --cost 60 --width 512      # seconds; on an idle machine
 
@@ -13,12 +13,9 @@ Each flip is repeated without a guard and with each guard alone, which checks th
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from itertools import count
 from typing import Any, cast
 
@@ -36,6 +33,7 @@ from guards_training import (
     Recorder,
     draw_flip,
 )
+from harness import finish, machine, parse, show
 from shoal.telemetry.events import Events
 from shoal.training.guards.create import create_guards
 
@@ -121,72 +119,44 @@ def run_case(name: str, given: argparse.Namespace) -> Any:
         return measure_flips(training, f"{given.seed} {name}", given.flips)
 
 
-FLIPS = ("bits flipped in", *GUARDS, "raises", "missed", "no effect")
-
-
-def flip_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of a table: flips that a guard found / with the right rank and tensor."""
+def flip_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a table: flips that a guard found / with the right rank and tensor."""
     return [
-        [
-            row["kind"],
-            *("/".join(map(str, row[guard])) if guard in row else "-" for guard in GUARDS),
-            *(str(row[name]) for name in ("raised", "missed", "unchanged")),
-        ]
+        {"bits flipped in": row["kind"]}
+        | {guard: "/".join(map(str, row[guard])) if guard in row else "-" for guard in GUARDS}
+        | {"raises": row["raised"], "missed": row["missed"], "no effect": row["unchanged"]}
         for row in rows
     ]
 
 
-CHECKS = ("strategy", "steps", "of", "checks", "seconds", "share")
-
-
-def check_rows(name: str, found: dict[str, Any]) -> list[list[str]]:
-    """Return the cells of a table: the checks of each guard and their share of the time."""
+def check_rows(name: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a table: the checks of each guard and their share of the time."""
     return [
-        [
-            name,
-            f"{found['steps']:,}",
-            each["checked"],
-            f"{each['checks']:,}",
-            f"{each['of']:.0f}",
-            f"{each['seconds'] / each['of']:.3%}",
-        ]
+        {
+            "strategy": name,
+            "steps": found["steps"],
+            "of": each["checked"],
+            "checks": each["checks"],
+            "seconds": each["of"],
+            "share": f"{each['seconds'] / each['of']:.3%}",
+        }
         for each in found["checks"]
     ]
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table as Markdown."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for line in (head, ["-" * width for width in widths], *rows):
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print(f"| {' | '.join(cells)} |")
-
-
-NUMBERS = {"flips": 100, "seed": 0, "width": 8, "quiet": 0, "cost": 0}
-
-
 def main() -> None:
-    """Print a table for each strategy, or one of checks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name, value in NUMBERS.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--strategies", default=",".join(CASES), help=f"default: {','.join(CASES)}")
-    parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
-    given = parser.parse_args()
-    print(f"shoal {version('shoal')}, torch {version('torch')}, Linux {platform.release()}")
+    given = parse(__doc__, strategies=CASES, flips=100, seed=0, width=8, quiet=0, cost=0)
     found: dict[str, Any] = {}
-    checks: list[list[str]] = []
-    for name in given.strategies.split(","):
+    checks: list[dict[str, Any]] = []
+    for name in given.strategies:
         found[name] = shoal.launch(run_case, name, given, processes=CASES[name].ranks)[0]
         if given.quiet or given.cost:
             checks += check_rows(CASES[name].name, found[name])
         else:
-            print(f"\n{CASES[name].name}\n", flush=True)
-            print_table(FLIPS, flip_rows(found[name]))
+            show(CASES[name].name, flip_rows(found[name]))
     if checks:
-        print_table(CHECKS, checks)
-    if given.json:
-        print(json.dumps({"guards": found}))
+        show(machine(), checks)
+    finish(given, {"guards": found})
 
 
 if __name__ == "__main__":

@@ -1,48 +1,39 @@
 """Size of an installation of Shoal, and time of importing it: bytes, files and seconds.
 
-Sizes: Shoal's own files, and for each installed dependency the files in its RECORD; torch and its own
-dependencies are left out. Times: new processes, in an order that rotates, so that all see the same
-machine; a training rank uses every name that examples/digits.py uses.
+    python benchmarks/install.py [--rounds 7] [--json]
 
-    python benchmarks/install.py [--repeats 7] [--json]
+Sizes: Shoal's own files, and for each installed dependency the files in its RECORD; torch and its own
+dependencies are left out. Times: new processes; a training rank uses every name that examples/digits.py
+uses.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import shoal
-from spread import Spread, spread
-
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "digits.py"
+from harness import ROOT, alternate, finish, machine, parse, show, spread
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """Files and bytes, without compiled Python."""
-
-    files: int
-    bytes: int
+def size_row(name: str, sizes: list[int]) -> dict[str, Any]:
+    return {"package": name, "MiB": sum(sizes) / 2**20, "files": len(sizes)}
 
 
-def own() -> Size:
-    """Return the size of Shoal's folder, since an editable installation's RECORD doesn't list it."""
+def own() -> list[int]:
+    """Return the sizes of Shoal's files, since an editable installation's RECORD doesn't list them."""
     files = [path for path in Path(shoal.__file__).parent.rglob("*") if path.is_file()]
-    sizes = [path.stat().st_size for path in files if path.suffix != ".pyc"]
-    return Size(files=len(sizes), bytes=sum(sizes))
+    return [path.stat().st_size for path in files if path.suffix != ".pyc"]
 
 
-def recorded(name: str) -> Size:
-    sizes = [file.size or 0 for file in metadata.files(name) or () if file.suffix != ".pyc"]
-    return Size(files=len(sizes), bytes=sum(sizes))
+def recorded(name: str) -> list[int]:
+    return [file.size or 0 for file in metadata.files(name) or () if file.suffix != ".pyc"]
 
 
 def dependencies(of: str) -> set[str]:
@@ -53,29 +44,20 @@ def dependencies(of: str) -> set[str]:
         for requirement in metadata.requires(asked.pop()) or ():
             name = re.split(r"[^\w.-]", requirement)[0].lower()
             wanted = "extra ==" not in requirement and name != "torch" and name not in found
-            if wanted and _installed(name):
+            if wanted and any(True for _ in metadata.Distribution.discover(name=name)):
                 found.add(name)
                 asked.append(name)
     return found
 
 
-def _installed(name: str) -> bool:
-    """Return False for dependencies that only another platform or Python needs."""
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def commands() -> dict[str, list[str]]:
-    names = sorted(set(re.findall(r"\bshoal\.(\w+)", EXAMPLE.read_text())))
-    rank = "import torch, shoal; " + "; ".join(f"shoal.{name}" for name in names)
+    example = (ROOT / "examples" / "digits.py").read_text()
+    names = sorted(set(re.findall(r"\bshoal\.(\w+)", example)))
     codes = {
         "python": "",
         "import shoal": "import shoal",
         "import torch": "import torch",
-        "a training rank": rank,
+        "a training rank": "import torch, shoal; " + "; ".join(f"shoal.{name}" for name in names),
     }
     return {
         **{name: [sys.executable, "-c", code] for name, code in codes.items()},
@@ -83,43 +65,29 @@ def commands() -> dict[str, list[str]]:
     }
 
 
-def measure(repeats: int) -> dict[str, Spread]:
-    """Return seconds of each command, and paired differences of a training rank and `import torch`."""
-    named = list(commands().items())
-    times: dict[str, list[float]] = {name: [] for name, _ in named}
-    for repeat in range(-1, repeats):  # once each for the file system's cache, not counted
-        turn = repeat % len(named)
-        for name, command in named[turn:] + named[:turn]:
-            started = time.perf_counter()
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
-            times[name] += [time.perf_counter() - started] if repeat >= 0 else []
-    pairs = zip(times["a training rank"], times["import torch"], strict=True)
-    figures = {name: spread(values) for name, values in times.items()}
-    return figures | {"a training rank - import torch": spread([ours - base for ours, base in pairs])}
+def seconds(command: list[str]) -> float:
+    started = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    return time.perf_counter() - started
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    options = parser.parse_args()
+    given = parse(__doc__, rounds=7)
     needed = {name: recorded(name) for name in dependencies("shoal")}
-    largest_first = sorted(needed.items(), key=lambda item: -item[1].bytes)
-    together = Size(
-        files=sum(size.files for size in needed.values()),
-        bytes=sum(size.bytes for size in needed.values()),
+    sizes = [size_row(name, found) for name, found in {"shoal": own(), **needed}.items()]
+    sizes.sort(key=lambda row: -row["MiB"])
+    sizes.append(
+        size_row("dependencies together", [size for found in needed.values() for size in found])
     )
-    sizes = {"shoal": own(), **dict(largest_first), "dependencies together": together}
-    for name, size in sizes.items():
-        print(f"  {name:<32}{size.bytes / 2**20:>8.2f} MiB{size.files:>7} files")
-    times = measure(options.repeats)
-    print(f"seconds; median (lowest to highest) of {options.repeats}")
-    for name, values in times.items():
-        print(f"  {name:<32}{values}")
-    if options.json:
-        plain_sizes = {name: asdict(size) for name, size in sizes.items()}
-        seconds = {name: asdict(values) for name, values in times.items()}
-        print(json.dumps({"sizes": plain_sizes, "seconds": seconds}))
+    show(f"sizes, {machine()}", sizes)
+    actions = {name: partial(seconds, command) for name, command in commands().items()}
+    # Once each for the file system's cache, uncounted.
+    times = alternate(actions, given.rounds, uncounted=1)
+    pairs = zip(times["a training rank"], times["import torch"], strict=True)
+    times["a training rank - import torch"] = [ours - base for ours, base in pairs]
+    rows = [{"process": name, "seconds": spread(values)} for name, values in times.items()]
+    show("times", rows)
+    finish(given, {"sizes": sizes, "seconds": rows})
 
 
 if __name__ == "__main__":

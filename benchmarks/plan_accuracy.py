@@ -13,27 +13,82 @@ once with N parameters fitted on other rows than those that are predicted.
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import math
 import random
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from plan_bands import Case, print_bands
+from harness import finish, parse, show
+from plan_calibration import fit_efficiency
 from plan_peers import Predict, find_peers
 from shoal.distributed.layout import Layout
-from shoal.tools.plan.calibration import fit_efficiency
 from shoal.tools.plan.machine.machines import Efficiency, Machine, find_machine
 from shoal.tools.plan.time.bands import step_kind
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer
+
+COVERED, FOLDS = 0.8, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """The log of measured over predicted time. Cases of one group are never judged by each other."""
+
+    table: str
+    kind: str
+    group: Hashable
+    error: float
+
+
+def band_of(cases: Sequence[Case]) -> tuple[float, float]:
+    """Return the quantiles of the errors between which COVERED of them are.
+
+    Each group counts once. With few groups, the quantiles are farther out, as in conformal prediction.
+    """
+    rows = Counter(each.group for each in cases)
+    weighted = sorted((each.error, 1 / rows[each.group]) for each in cases)
+    covered = min(1.0, COVERED * (1 + 1 / len(rows)))
+    edges = []
+    for below in ((1 - covered) / 2, (1 + covered) / 2):
+        seen = 0.0
+        for error, weight in weighted:
+            seen += weight
+            if seen >= below * len(rows) - 1e-9:
+                edges.append(error)
+                break
+    return edges[0], edges[1]
+
+
+def held_out_coverage(cases: Sequence[Case]) -> float:
+    """Return the part of the groups inside bands that were chosen on other groups."""
+    rows = Counter(each.group for each in cases)
+    groups = sorted(rows, key=str)
+    random.Random(0).shuffle(groups)
+    inside = 0.0
+    for fold in range(FOLDS):
+        out = set(groups[fold::FOLDS])
+        low, high = band_of([each for each in cases if each.group not in out])
+        held = (each for each in cases if each.group in out and low <= each.error <= high)
+        inside += sum(1 / rows[each.group] for each in held)
+    return inside / len(rows)
+
+
+def band_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Return the band of each kind, as factors of the prediction, and its coverage."""
+    rows = []
+    for kind in sorted({each.kind for each in cases}):
+        own = [each for each in cases if each.kind == kind]
+        low, high = (math.exp(edge) for edge in band_of(own))
+        groups = len({each.group for each in own})
+        row = {"kind": kind, "rows": len(own), "groups": groups, "low": low, "high": high}
+        rows.append({**row, "held-out": f"{held_out_coverage(own):.0%}"})
+    return rows
 
 
 @dataclass(frozen=True)
@@ -161,7 +216,7 @@ def gpt(number: dict[str, int], vocab: int) -> Transformer:
 
 def predicted(row: Row, efficiency: Efficiency | None = None) -> float:
     machine = row.machine if efficiency is None else replace(row.machine, efficiency=efficiency)
-    return estimate_step(row.model, row.plan, machine).total
+    return float(estimate_step(row.model, row.plan, machine).total)
 
 
 def band_cases(name: str, rows: Sequence[Row], times: Sequence[float]) -> list[Case]:
@@ -248,20 +303,22 @@ def regret(rows: Sequence[Row], times: Sequence[float], top: int) -> float:
     return statistics.mean(losses) if losses else math.nan
 
 
-def figures(rows: Sequence[Row], times: Sequence[float]) -> dict[str, float]:
+def figures(rows: Sequence[Row], times: Sequence[float]) -> dict[str, Any]:
     kept = [(row, time) for row, time in zip(rows, times, strict=True) if not math.isnan(time)]
     rows, times = [row for row, _ in kept], [time for _, time in kept]
     errors = [abs(time / row.seconds - 1) for row, time in kept]
     logs = sorted(math.log(time / row.seconds) for row, time in kept)
-    return {
-        "rows": len(rows),
+    regrets = {f"top {top}": regret(rows, times, top) for top in (1, 3)}
+    percent = {
         "mean": statistics.mean(errors),
         "median": statistics.median(errors),
         "worst": max(errors),
-        "rank_correlation": statistics.correlation(ranks(times), ranks([row.seconds for row in rows])),
-        "regret_1": regret(rows, times, 1),
-        "regret_3": regret(rows, times, 3),
-        "bias": statistics.mean(logs),
+        **{name: value for name, value in regrets.items() if not math.isnan(value)},
+    }
+    return {
+        "rows": len(rows),
+        **{name: f"{value:.1%}" for name, value in percent.items()},
+        "rank": statistics.correlation(ranks(times), ranks([row.seconds for row in rows])),
         "low": logs[len(logs) // 10],
         "high": logs[-1 - len(logs) // 10],
     }
@@ -279,51 +336,36 @@ TABLES: dict[str, tuple[Callable[[Path], list[Row]], tuple[str, ...], int, bool]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", type=Path, required=True)
-    parser.add_argument("--peers", type=Path, help="clones of other planners")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    report: dict[str, dict[str, dict[str, float]]] = {}
+    given = parse(__doc__, tables=Path, peers=Path)
+    if given.tables is None:
+        raise SystemExit("plan_accuracy.py needs --tables")
+    report: list[dict[str, Any]] = []
     catalogue: list[Case] = []
     calibrated: list[Case] = []
-    peers = find_peers(options.peers) if options.peers else {}
-    for name, (revision, _) in peers.items():
-        print(f"{name} {revision}")
-    print(
-        f"{'table':28}{'planner':14}{'fitted':>7}{'rows':>6}{'mean':>8}{'median':>8}{'worst':>8}"
-        f"{'rank':>7}{'top 1':>8}{'top 3':>8}{'80 % of log errors':>20}"
-    )
+    peers = find_peers(given.peers) if given.peers else {}
     for name, (read, names, folds, eighth) in TABLES.items():
-        rows = read(options.tables)
+        rows = read(given.tables)
         plain = [predicted(row) for row in rows]
         fitted = cross_validated(rows, names, folds, eighth)
-        report[name] = {
-            "shoal 0": figures(rows, plain),
-            f"shoal {len(names)}": figures(rows, fitted),
-        }
+        found = {("shoal", 0): plain, ("shoal", len(names)): fitted}
+        for peer, (_, predictions) in peers.items():
+            found |= {(peer, n): times for n, times in enumerate(peer_times(rows, predictions, folds))}
+        report += [
+            {"table": name, "planner": planner, "fitted": count, **figures(rows, times)}
+            for (planner, count), times in found.items()
+            if not all(map(math.isnan, times))
+        ]
         catalogue += band_cases(name, rows, plain)
         calibrated += band_cases(name, rows, fitted)
-        for peer, (_, predictions) in peers.items():
-            for number, times in enumerate(peer_times(rows, predictions, folds)):
-                if not all(map(math.isnan, times)):
-                    report[name][f"{peer} {number}"] = figures(rows, times)
-        for key, each in report[name].items():
-            planner, count = key.split()
-            regrets = [
-                "-" if math.isnan(each[top]) else f"{each[top]:.1%}" for top in ("regret_1", "regret_3")
-            ]
-            print(
-                f"{name:28}{planner:14}{count:>7}{each['rows']:6.0f}{each['mean']:8.1%}"
-                f"{each['median']:8.1%}{each['worst']:8.1%}{each['rank_correlation']:7.3f}"
-                f"{regrets[0]:>8}{regrets[1]:>8}{each['low']:+10.3f}{each['high']:+10.3f}"
-            )
+    commits = (f"{name} {revision}" for name, (revision, _) in peers.items())
+    show(", ".join(["errors; low to high holds 80 % of log errors", *commits]), report)
     bands = {
-        "catalogue": print_bands("from the catalogue", catalogue),
-        "fitted": print_bands("with fitted parameters", calibrated),
+        "from the catalogue": band_rows(catalogue),
+        "with fitted parameters": band_rows(calibrated),
     }
-    if options.json:
-        print(json.dumps({"tables": report, "bands": bands}))
+    for title, each in bands.items():
+        show(f"80 % bands of measured / predicted time, {title}", each)
+    finish(given, {"tables": report, "bands": bands})
 
 
 if __name__ == "__main__":

@@ -6,23 +6,19 @@
 The measured peak is what torch's profiler records, from the creation of the model to the end of the
 third step: the smallest and the largest of all ranks with the same part of the model, in all runs.
 Traced memory comes from one process. The models are those of `tests/plan/test_memory_trace.py`. The
-figures do not depend on the load of the machine.
+figures do not depend on the load of the machine. By default, a micro-batch is the local batch, in a
+pipeline 2.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import shoal
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-
+from harness import finish, parse, show, versions
 from helpers.measured_memory import measured_peak
 from helpers.planned_models import MODELS
 from helpers.ranks import Ranks
@@ -46,48 +42,6 @@ def measured_here(world: shoal.World, name: str, plan: PlannedStep, folder: str)
     return measured_peak(world, MODELS[name], plan, Path(folder) / f"trace-{world.rank}.json")
 
 
-def main() -> None:
-    """Print a table for each layout, and with --json one line of its figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, help="layouts")
-    parser.add_argument("--batch", type=int, default=8, help="global batch size")
-    parser.add_argument("--micro-batch", type=int, help="samples (default: local batch; pipeline: 2)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    figures: dict[str, dict[str, Any]] = {}
-    for text in options.layouts:
-        layout = Layout.parse(text)
-        usual = 2 if layout.pipeline > 1 else options.batch // layout.data_size
-        plan = PlannedStep(
-            layout=layout,
-            global_batch=options.batch,
-            micro_batch=options.micro_batch or usual,
-            recompute=options.recompute,
-            precision="fp32",
-        )
-        print(f"{text}, global batch {options.batch}, recompute {options.recompute}, float32")
-        figures[text] = {}
-        with tempfile.TemporaryDirectory() as folder, Ranks(layout.size, layout=text) as ranks:
-            for name in options.models:
-                try:
-                    row = compared(ranks, name, plan, folder, options.runs)
-                except ShoalError as error:
-                    print(f"{name:18} none: {error.found}", flush=True)
-                    continue
-                figures[text][name] = row
-                low, high, traced = row["smallest"], row["largest"], row["traced"]
-                print(
-                    f"{name:18}{low / 1e6:8.1f} to{high / 1e6:6.1f} MB{traced / 1e6:9.1f} MB"
-                    f"{traced / low - 1:9.1%}",
-                    flush=True,
-                )
-    if options.json:
-        print(json.dumps(figures))
-
-
 def compared(ranks: Ranks, name: str, plan: PlannedStep, folder: str, runs: int) -> dict[str, Any]:
     """Return the traced peak and the measured ones of the place in the pipeline that needs most."""
     steps = trace_pipeline(partial(built, name), plan, find_machine("cpu"))
@@ -100,12 +54,39 @@ def compared(ranks: Ranks, name: str, plan: PlannedStep, folder: str, runs: int)
         each = ranks.call(measured_here, name, step.plan, folder)
         peaks += [each[rank] for rank in mine]
     return {
-        "smallest": min(peaks),
-        "largest": max(peaks),
-        "traced": step.memory.total,
+        "smallest, MB": min(peaks) / 1e6,
+        "largest, MB": max(peaks) / 1e6,
+        "traced, MB": step.memory.total / 1e6,
+        "error": f"{step.memory.total / min(peaks) - 1:+.1%}",
         "moment": step.memory.moment,
-        "split_points": step.plan.split_points,
     }
+
+
+def main() -> None:
+    usual = {"layouts": LAYOUTS, "models": MODELS, "recompute": ("none", "selective", "full")}
+    given = parse(__doc__, **usual, batch=8, micro_batch=int, runs=2)
+    figures: dict[str, list[dict[str, Any]]] = {}
+    for text in given.layouts:
+        layout = Layout.parse(text)
+        micro_batch = 2 if layout.pipeline > 1 else given.batch // layout.data_size
+        plan = PlannedStep(
+            layout=layout,
+            global_batch=given.batch,
+            micro_batch=given.micro_batch or micro_batch,
+            recompute=given.recompute,
+            precision="fp32",
+        )
+        rows = figures[text] = []
+        with tempfile.TemporaryDirectory() as folder, Ranks(layout.size, layout=text) as ranks:
+            for name in given.models:
+                try:
+                    found = compared(ranks, name, plan, folder, given.runs)
+                except ShoalError as error:
+                    found = {"moment": f"none: {error.found}"}
+                rows.append({"model": name, **found})
+        title = f"{text}, global batch {given.batch}, recompute {given.recompute}, float32"
+        show(f"{title}, {versions('shoal', 'torch')}", rows)
+    finish(given, {"plan_memory": figures})
 
 
 if __name__ == "__main__":

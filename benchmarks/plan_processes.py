@@ -1,9 +1,9 @@
 """Predicted and measured step times of layouts: on 1, 2 and 4 processes, and over a narrow network.
 
     python benchmarks/plan_processes.py                          # both
-    python benchmarks/plan_processes.py network --nodes 8 --rates 1gbit 200mbit
-    python benchmarks/plan_processes.py processes --launches 1 --steps 40     # about 7 minutes
-    python benchmarks/plan_processes.py processes --numbers 4 --ranks 4
+    python benchmarks/plan_processes.py --what network --nodes 8 --rates 1gbit 200mbit
+    python benchmarks/plan_processes.py --what processes --launches 1 --steps 40     # about 7 minutes
+    python benchmarks/plan_processes.py --what processes --numbers 4 --ranks 4
 
 *processes* measures this machine with `shoal bench comm` and `shoal bench machine --model`, with one
 thread per process, and trains a transformer. As many processes run `shoal bench machine` at once as
@@ -15,7 +15,7 @@ freed memory: otherwise, the kernel clears it again in some steps. A loop of the
 on each core. Without it, a core of a virtual machine stops when a rank waits for another one, and it
 may take 1 ms until it runs again.
 
-*network* starts a Slurm cluster on this machine (see nodes.py): a network namespace and a link for
+*network* starts a Slurm cluster on this machine (see cluster.py): a network namespace and a link for
 each node. It measures the ranks, all at once, with `shoal bench comm` and `shoal bench machine` at
 each rate. Almost all of the computation is a sleep of known duration, so that the ranks do not
 disturb each other and the network is tested. The layouts are ranked by both times. LocalSGD, which is
@@ -24,7 +24,6 @@ another training, is not among them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -42,13 +41,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-import nodes
+import cluster
 import shoal
+from harness import finish, parse, show
 from helpers.planned_models import Transformer, values, words
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Machine, find_machine
-from shoal.tools.plan.time.traced_time import mean_time, run_ranks, step_seconds
+from shoal.tools.plan.time.simulation import mean_time, run_ranks, step_seconds
 from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.tools.plan.work.trace import planned_strategies, trace_step
 
@@ -184,7 +184,7 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
             for rank in plan.layout.group(0, "pipeline")
         ]
         segments = [each.segments for each in ranks]
-        return max(each.time.total for each in run_ranks(segments, plan, machine))
+        return float(max(each.time.total for each in run_ranks(segments, plan, machine)))
     strategy = shoal.LocalSGD(sync_every=AVERAGING)
     steps = [
         trace_step(
@@ -196,7 +196,7 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
         for averaging in (True, False)
     ]
     one, others = (step_seconds(each.segments, plan, machine) for each in steps)
-    return mean_time(one, others, AVERAGING).total
+    return float(mean_time(one, others, AVERAGING).total)
 
 
 def run_rank(model: str, layout: str, steps: int, file: Path) -> None:
@@ -250,12 +250,9 @@ def compare(
     rows: list[dict[str, Any]] = []
     for layout in named:
         predicted, measured = predicted_seconds(model, layout, size, machine), measure(layout)
-        error = predicted / measured - 1
-        print(
-            f"  {layout:20}measured {measured:7.3f} s, predicted {predicted:7.3f} s, {error:+6.1%}",
-            flush=True,
-        )
-        rows.append({"layout": layout, "predicted": predicted, "measured": measured})
+        row = {"layout": layout, "measured": measured, "predicted": predicted}
+        rows.append({**row, "error": f"{predicted / measured - 1:+.1%}"})
+    show(f"{size} ranks; seconds per step", rows)
     ranked = [row for row in rows if row["layout"] != "LocalSGD"]
     if len(ranked) > 1:
         best = [min(ranked, key=lambda row: row[key])["layout"] for key in ("predicted", "measured")]
@@ -265,7 +262,18 @@ def compare(
 
 def rank_arguments(model: str, layout: str, steps: int, file: Path) -> list[str]:
     """Return the arguments with which this script is a rank."""
-    return ["rank", "--model", model, "--layout", layout, "--steps", str(steps), "--file", str(file)]
+    return [
+        "--what",
+        "rank",
+        "--model",
+        model,
+        "--layout",
+        layout,
+        "--steps",
+        str(steps),
+        "--file",
+        str(file),
+    ]
 
 
 @contextmanager
@@ -332,7 +340,6 @@ def compare_processes(
             print(f"  median step {every:.3f} s, on a machine {slowdown:.2f} times slower")
             return statistics.median(seconds * fastest / around for seconds, around in times)
 
-        print(f"{size} processes", flush=True)
         found[str(size)] = compare("computing", size, machine, measure, layouts(size))
     return found
 
@@ -341,10 +348,10 @@ def compare_network(count: int, rates: Sequence[str], steps: int, folder: Path) 
     """Compare layouts of one rank per network namespace at each rate."""
     found = {}
     comm, mine, out = folder / "comm.json", folder / "mine.toml", folder / "seconds.json"
-    with nodes.started(count) as cluster:
+    with cluster.started(count) as nodes:
 
         def run(script: str, *arguments: str) -> None:
-            nodes.run_ranks(cluster, script, arguments, variables=ONE_THREAD)
+            cluster.run_ranks(nodes, script, arguments, variables=ONE_THREAD)
 
         def measure(layout: str) -> float:
             run(__file__, *rank_arguments("sleeping", layout, steps, out))
@@ -354,7 +361,7 @@ def compare_network(count: int, rates: Sequence[str], steps: int, folder: Path) 
             return statistics.median(map(statistics.fmean, groups))
 
         for rate in rates:
-            nodes.limit(cluster, rate)
+            cluster.limit(nodes, rate)
             run(SHOAL, "bench", "comm", *COMM, "-o", str(comm))
             run(SHOAL, "bench", "machine", "--comm", str(comm), "--link", "1", "-o", str(mine))
             print(mine.read_text(), f"{count} ranks, {rate}", sep="\n", flush=True)
@@ -364,34 +371,24 @@ def compare_network(count: int, rates: Sequence[str], steps: int, folder: Path) 
 
 
 def main() -> None:
-    """Compare what is asked for; the last line with --json is one object."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="?", choices=("processes", "network", "rank"))
-    parser.add_argument("--numbers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--ranks", type=int, default=2, help="that measure the link of the processes")
-    parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--launches", type=int, default=6, help="of each layout of processes")
-    parser.add_argument("--json", action="store_true")
-    for name in ("--model", "--layout", "--file"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.what == "rank":
-        run_rank(options.model, options.layout, options.steps, Path(options.file))
+    ways = ("both", "processes", "network", "rank")
+    lists = {"numbers": [1, 2, 4], "rates": ["200mbit", "1gbit"]}
+    rank = {"model": str, "layout": str, "file": Path}
+    given = parse(__doc__, what=ways, **lists, **rank, ranks=2, nodes=8, steps=12, launches=6)
+    if given.what == "rank":
+        run_rank(given.model, given.layout, given.steps, given.file)
         return
     figures = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if options.what != "network":
+        if given.what != "network":
             with cores_awake():
                 figures["processes"] = compare_processes(
-                    options.numbers, options.ranks, options.steps, options.launches, folder
+                    given.numbers, given.ranks, given.steps, given.launches, folder
                 )
-        if options.what != "processes":
-            figures["network"] = compare_network(options.nodes, options.rates, options.steps, folder)
-    if options.json:
-        print(json.dumps(figures))
+        if given.what != "processes":
+            figures["network"] = compare_network(given.nodes, given.rates, given.steps, folder)
+    finish(given, figures)
 
 
 if __name__ == "__main__":

@@ -2,42 +2,37 @@
 
     python benchmarks/plan_rehearsal.py [--minutes 20] [--seed 0] [--home DIR] [--json]
 
-The cluster is the one of the tests: each node is a slurmd in namespaces on this machine. `shoal submit`
-starts one job on two of three nodes, with one rank each. First, the step, the save and the restart are
-measured: on undisturbed steps, and on one node that is killed. Then the nodes of a seeded trace are
-killed, and come back, at its times. The rehearsal gets the measured values and the same trace. A step
-takes PACE seconds, most of which a sleep adds. Needs root, Slurm, munge and iproute2.
+`shoal submit` starts one job on two of three nodes, with one rank each. First, the step, the save and
+the restart are measured: on undisturbed steps, and on one node that is killed. Then the nodes of a
+seeded trace are killed, and come back, at its times. The rehearsal gets the measured values and the
+same trace. A step takes PACE seconds, most of which a sleep adds. `--home` is a new directory, which is
+kept. Needs what cluster.py needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from shoal.distributed.cluster_env import expand_hosts
+from chaos_slurm import Line, read_lines
+from cluster import nodes_of, started, submit
+from harness import finish, parse, show, versions
+from helpers.cluster.slurm import Cluster
 from shoal.telemetry.events import read_events
 from shoal.tools.plan.training.failure_trace import read_trace
 from shoal.tools.plan.training.rehearsal import Fleet, rehearse
 from shoal.training.save_policy import YoungDaly
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY / "tests"))
-
-from chaos_slurm import Line, read_lines  # noqa: E402
-from chaos_training import SCRIPT, print_results  # noqa: E402
-from helpers.cluster.slurm import Cluster  # noqa: E402
 
 POOL, USED = 3, 2
 PACE = 1.0
@@ -48,18 +43,6 @@ GAP = 120.0
 OUTAGE = (40.0, 120.0)
 MTBF = GAP * POOL / USED
 LIMIT = 400.0
-
-HEAD = (
-    "kills",
-    "restarts",
-    "step",
-    "save",
-    "start",
-    "restart",
-    "goodput",
-    "rehearsed",
-    "difference",
-)
 
 Outage = tuple[float, int, float]
 """A kill: seconds from the begin, the node's index, and the seconds until it is back."""
@@ -110,18 +93,12 @@ def write_trace(trace: Sequence[Outage], path: Path) -> None:
         writer.writerows(trace)
 
 
-def submit(cluster: Cluster, home: Path) -> str:
+def submit_job(cluster: Cluster, home: Path) -> str:
     """Submit the job and return its number."""
-    (home / "train.py").write_text(SCRIPT.read_text())
-    command = [sys.executable, "-m", "shoal", "submit", "--nodes", str(USED), "-n", str(USED)]
-    command += ["--time", "24:00:00", "--directive=--exclusive", "--restarts", "1000", "--run", "jobs"]
-    command += ["train.py", "--", "--home", str(home / "training"), "--epochs", "100000"]
-    command += ["--pace", str(PACE), "--mtbf", str(MTBF)]
-    variables = {name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME")}
-    done = cluster.run(command, folder=home, variables=variables)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return done.stdout.split()[1].rstrip(":")
+    options = ["--nodes", str(USED), "-n", str(USED), "--time", "24:00:00", "--directive=--exclusive"]
+    options += ["--restarts", "1000", "--run", "jobs", "train.py", "--", "--epochs", "100000"]
+    options += ["--home", str(home / "training"), "--pace", str(PACE), "--mtbf", str(MTBF)]
+    return submit(cluster, home, *options)
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -130,10 +107,6 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > until:
             raise SystemExit(f"{what}: not within {LIMIT:.0f} s")
         time.sleep(0.2)
-
-
-def nodes_of(cluster: Cluster, job: str) -> list[str]:
-    return expand_hosts(cluster.run(["squeue", "-h", "-j", job, "-o", "%N"]).stdout.strip())
 
 
 def replay(cluster: Cluster, job: str, trace: Sequence[Outage], seconds: float) -> None:
@@ -165,15 +138,11 @@ def measure_restart(cluster: Cluster, job: str, home: Path) -> float:
     return killed
 
 
-def record(options: argparse.Namespace, home: Path, trace: Sequence[Outage]) -> Record:
+def record(seconds: float, home: Path, trace: Sequence[Outage]) -> Record:
     """Run the job under the trace and return what was recorded."""
-    seconds = 60 * options.minutes
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        Cluster(Path(temporary, "cluster"), nodes=POOL) as cluster,
-    ):
+    with started(POOL) as cluster:
         submitted = time.time()
-        job = submit(cluster, home)
+        job = submit_job(cluster, home)
         killed = measure_restart(cluster, job, home)
         begun = time.time()
         print(f"{time.strftime('%H:%M:%S')} the trace begins", flush=True)
@@ -227,7 +196,7 @@ def rehearsed_steps(measured: Measured, found: Record, trace: Sequence[Outage], 
     return bisect_right(range(1, most + 1), found.seconds, key=seconds)
 
 
-def compare(found: Record, trace: Sequence[Outage], home: Path) -> tuple[str, ...]:
+def compare(found: Record, trace: Sequence[Outage], home: Path) -> dict[str, Any]:
     """Return a row with the goodput on the cluster and that of the rehearsal."""
     lines = read_lines(home / "training")
     measured = measure(lines, found, home)
@@ -236,31 +205,27 @@ def compare(found: Record, trace: Sequence[Outage], home: Path) -> tuple[str, ..
     real = (reached[1] - reached[0]) * measured.step / found.seconds
     predicted = rehearsed_steps(measured, found, trace, home) * measured.step / found.seconds
     attempts = {line.attempt for line in lines if found.begun < line.at < end}
-    return (
-        str(len(trace)),
-        str(len(attempts) - 1),
-        *(f"{value:.2f} s" for value in astuple(measured)),
-        f"{real:.1%}",
-        f"{predicted:.1%}",
-        f"{predicted / real - 1:+.1%}",
-    )
+    return {
+        "kills": len(trace),
+        "restarts": len(attempts) - 1,
+        **{f"{name}, s": value for name, value in asdict(measured).items()},
+        "goodput": f"{real:.1%}",
+        "rehearsed": f"{predicted:.1%}",
+        "difference": f"{predicted / real - 1:+.1%}",
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--home", type=Path, help="a new directory, which is kept")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    given = parse(__doc__, minutes=20.0, seed=0, home=Path)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as temporary:
-        home = (options.home or Path(temporary, "home")).absolute()
+        home = (given.home or Path(temporary, "home")).absolute()
         home.mkdir(parents=True)
-        trace = draw_trace(options.seed, 60 * options.minutes)
+        trace = draw_trace(given.seed, 60 * given.minutes)
         write_trace(trace, home / "trace.csv")
-        found = record(options, home, trace)
-        print_results(HEAD, [compare(found, trace, home)], as_json=options.json)
+        row = compare(record(60 * given.minutes, home, trace), trace, home)
+    show(versions("shoal", "torch"), [row])
+    finish(given, {"plan_rehearsal": row})
 
 
 if __name__ == "__main__":

@@ -1,145 +1,95 @@
 """Cost of checking for a signal in a step, and the time until ranks agree on the tick to stop in.
 
-    python benchmarks/preempt.py [--rounds 20] [--json]
+    python benchmarks/preempt.py [--ranks 1 2 4] [--rounds 20] [--json]
 
-On 1, 2 and 4 ranks through `shoal run`: nanoseconds of one call of `due`, as `Run.tick` makes it
-without a signal, and milliseconds from a signal to one rank until every rank knows the last tick. Then
-the step of a small training loop with and without it, interleaved in rounds in a rotating order, as the
-median of the ratios within rounds.
+On each number of ranks: nanoseconds of one call of `due`, as `Run.tick` makes it without a signal, and
+milliseconds from a signal to one rank until every rank knows the last tick. Then the step of a small
+training loop with and without it, as the ratio within rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import signal
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 import shoal
+from harness import alternate, finish, machine, parse, quartiles, ratios, show, spread, timed
+from loops import adamw, labelled, sampled, stack, train
 from shoal.training.preemption import PreemptionHandler
 
-SIZES = (1, 2, 4)
-CALLS = 200_000
-STEPS = 200
+CALLS, STEPS, WIDTH = 200_000, 200, 32
 
 
-def cost(world: shoal.World) -> float:
-    """Return the nanoseconds of one call of `due`."""
+@contextlib.contextmanager
+def handler(world: shoal.World) -> Iterator[PreemptionHandler]:
+    """Start a handler on all ranks."""
+    former = signal.getsignal(signal.SIGUSR1)
     stopping = PreemptionHandler(world)
     stopping.start()
     world.barrier()
-    begun = time.perf_counter()
-    for _ in range(CALLS):
-        stopping.due()
-    spent = time.perf_counter() - begun
+    yield stopping
     stopping.stop()
-    return spent / CALLS * 1e9
+    signal.signal(signal.SIGUSR1, former)  # a handler that has stopped its run leaves its own
 
 
 def agreement(world: shoal.World) -> float:
     """Return the milliseconds from a signal to the last rank until all ranks know, by one clock."""
-    stopping = PreemptionHandler(world)
-    stopping.start()
-    world.barrier()
-    sent = time.monotonic()
-    if world.rank == world.size - 1:
-        os.kill(os.getpid(), signal.SIGUSR1)
-    while stopping.due() is None:
-        time.sleep(1e-4)  # a step
-    known = max(world.gather(time.monotonic()))
-    stopping.stop()
+    with handler(world) as stopping:
+        sent = time.monotonic()
+        if world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        while stopping.due() is None:
+            time.sleep(1e-4)  # a step
+        known = max(world.gather(time.monotonic()))
     return float(known - world.broadcast(sent, source=world.size - 1)) * 1e3
 
 
-def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, stopping: PreemptionHandler | None
-) -> float:
-    """Return the seconds of STEPS steps, each followed by `due` if there is a `stopping`."""
-    inputs = torch.randn(16, 32)
-    begun = time.perf_counter()
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        model(inputs).square().sum().backward()
-        optimizer.step()
-        if stopping is not None:
-            stopping.due()
-    return time.perf_counter() - begun
+def cost(world: shoal.World) -> float:
+    """Return the nanoseconds of one call of `due`."""
+    with handler(world) as stopping:
+        return 1e9 * timed(world, stopping.due, CALLS)
 
 
-def ratio(world: shoal.World, rounds: int) -> float:
-    """Return the ratio of the times of a tiny model's step with and without it."""
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    steps(model, optimizer, None)
-    ratios = []
-    for number in range(rounds):
-        times = {}
-        for ready in (False, True) if number % 2 else (True, False):
-            stopping = PreemptionHandler(world) if ready else None
-            if stopping is not None:
-                stopping.start()
-            world.barrier()
-            times[ready] = steps(model, optimizer, stopping)
-            if stopping is not None:
-                stopping.stop()
-        ratios.append(times[True] / times[False])
-    return statistics.median(ratios)
+def steps(world: shoal.World, loop: Iterator[None], *, checked: bool) -> float:
+    """Return the seconds of a step, which `due` follows if it is checked."""
+    if not checked:
+        return timed(world, loop.__next__, STEPS)
+    with handler(world) as stopping:
+        return timed(world, lambda: (next(loop), stopping.due()), STEPS)
 
 
-def measure(world: shoal.World, rounds: int) -> dict[str, Any]:
-    former = signal.getsignal(signal.SIGUSR1)
-    spans = []
-    for _ in range(rounds):
-        spans.append(agreement(world))
-        signal.signal(signal.SIGUSR1, former)  # a Stopping that has stopped its run leaves its handler
-    return {
-        "ranks": world.size,
-        "due_ns": statistics.median(cost(world) for _ in range(5)),
-        "agreement_ms": {"median": statistics.median(spans), "most": max(spans)},
-        "step_ratio": ratio(world, rounds),
-    }
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Measure on this rank."""
+    torch.set_num_threads(1)
+    with shoal.init() as world:
+        model = stack(WIDTH, 2)  # of each rank by itself
+        loop = train(model, sampled(world, labelled(1024, WIDTH, WIDTH), 16), adamw(model.parameters()))
+        agreed = [agreement(world) for _ in range(given.rounds)]
+        turns = {
+            name: partial(steps, world, loop, checked=name == "with") for name in ("with", "without")
+        }
+        times = alternate(turns, given.rounds, uncounted=1)
+        return {
+            "ranks": world.size,
+            "due, ns": quartiles([cost(world) for _ in range(5)]),
+            "agreed, ms": spread(agreed),
+            "step with / without": quartiles(ratios(times["with"], times["without"])),
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.inside is not None:
-        torch.set_num_threads(1)
-        with shoal.init() as world:
-            figures = measure(world, options.rounds)
-            if world.is_rank_zero:
-                options.inside.write_text(json.dumps(figures))
-        return
-    found = []
-    print(f"{'ranks':>5} {'due, ns':>9} {'agreed, ms':>11} {'at most':>8} {'step, ratio':>12}")
-    for size in SIZES:
-        with tempfile.TemporaryDirectory() as directory:
-            result = Path(directory) / "figures.json"
-            again = ["--rounds", str(options.rounds), "--inside", str(result)]
-            command = [sys.executable, "-m", "shoal", "run", "-n", str(size), __file__, "--", *again]
-            subprocess.run(command, check=True)
-            each = json.loads(result.read_text())
-        found.append(each)
-        span = each["agreement_ms"]
-        print(
-            f"{each['ranks']:>5} {each['due_ns']:>9.0f} {span['median']:>11.2f} {span['most']:>8.2f} "
-            f"{each['step_ratio']:>12.4f}"
-        )
-    if options.json:
-        print(json.dumps({"preempt": found}))
+    given = parse(__doc__, ranks=[1, 2, 4], rounds=20)
+    rows = [shoal.launch(measure, given, processes=size)[0] for size in given.ranks]
+    show(f"preemption, {machine()}", rows)
+    finish(given, {"preempt": rows})
 
 
 if __name__ == "__main__":

@@ -5,28 +5,18 @@
 A deep stack of wide layers, compute bound, 8 micro-batches to a batch. Each process has one thread: one
 process alone with the full model; `shoal.RPCPipeline` and `shoal.Pipeline` with half of the layers on
 each of two; and torch's own ScheduleGPipe and Schedule1F1B over the same two stages, with the same
-loss, clipping and AdamW by hand. A round runs each for the same number of steps, in a new random order,
-while the others wait; speed-ups over the one process are within rounds.
+loss, clipping and AdamW by hand. While one of them runs, the others wait.
 
 The possible speed-up is measured too: both halves at once, without waiting or communication. It is the
 value of two cores of this machine. With two stages and 8 micro-batches each idles for a ninth of the
-time, while the pipeline fills and drains, so 8 / 9 of it is the maximum.
+time, while the pipeline fills and drains, so 8 / 9 of it is the maximum. RPCPipeline's aim is 1.5.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import shoal
-from spread import Spread, quartiles
+from harness import alternate, finish, machine, parse, quartiles, ratios, show, timed
+from loops import adamw, labelled, loss
 
-WIDTH, LAYERS, MICRO_BATCHES, ROWS, CLASSES = 768, 12, 8, 512, 16
-BATCH, SAMPLES = MICRO_BATCHES * ROWS, 4 * MICRO_BATCHES * ROWS
+LAYERS, MICRO_BATCHES, CLASSES = 12, 8, 16
 HALF = LAYERS // 2
 AIM = 1.5
 FULL = MICRO_BATCHES / (MICRO_BATCHES + 1)
@@ -47,10 +37,17 @@ ONE, APART = "one process", "halves, nothing sent"
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    """All layers, or the first or the second half of them."""
+
+    def __init__(self, width: int, half: int | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, CLASSES)
+        torch.manual_seed(0)
+        layers, head = (
+            nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS)),
+            nn.Linear(width, CLASSES),
+        )
+        self.layers = layers if half is None else layers[HALF:] if half else layers[:HALF]
+        self.head = nn.Identity() if half == 0 else head
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -59,96 +56,61 @@ class Net(nn.Module):
         return scores
 
 
-class Half(nn.Module):
-    """The first or the last of the same layers."""
+class Loops:
+    """The loops of a rank, whose iterations return the loss of the step."""
 
-    def __init__(self, net: Net, *, last: bool) -> None:
-        super().__init__()
-        self.layers = net.layers[HALF:] if last else net.layers[:HALF]
-        self.head = net.head if last else nn.Identity()
+    def __init__(self, world: shoal.World, given: argparse.Namespace) -> None:
+        self.world, self.width, self.rows = world, given.width, given.rows
+        self.batch = MICRO_BATCHES * given.rows
+        self.data = labelled(4 * self.batch, given.width, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        found: Tensor = self.head(x)
-        return found
+    def batches(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yield the micro-batches of each batch, in order."""
+        while True:
+            for pair in zip(*(column.split(self.batch) for column in self.data), strict=True):
+                yield list(zip(*(column.split(self.rows) for column in pair), strict=True))
 
+    def shoal(self, strategy: Any) -> Iterator[float]:
+        model = shoal.parallelize(Net(self.width), self.world, strategy)
+        step = shoal.Step(model, adamw(model.parameters()), shoal.Task(loss), clip=1.0)
+        options: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "shuffle": False}
+        for batch in shoal.Loader(self.data, self.world, batch_size=self.batch, **options).epochs(
+            10**9
+        ):
+            yield step(batch).loss
 
-def dataset() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(SAMPLES, WIDTH, generator=generator), torch.arange(SAMPLES) % CLASSES
-
-
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
-
-
-def through_shoal(world: shoal.World, strategy: Any) -> Iterator[float]:
-    torch.manual_seed(0)
-    model = shoal.parallelize(Net(), world, strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
-    data = shoal.Loader(dataset(), world, batch_size=BATCH, micro_batches=MICRO_BATCHES, shuffle=False)
-    for batch in data.epochs(10**9):
-        yield step(batch).loss
-
-
-def alone() -> Iterator[float]:
-    """Train all layers by hand in one process, on one of the ranks of the world."""
-    torch.manual_seed(0)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    inputs, labels = dataset()
-    while True:
-        for first in range(0, SAMPLES, BATCH):
+    def alone(self, half: int | None = None) -> Iterator[float]:
+        """Train by hand in one process: all layers, or a half with its own inputs."""
+        net = Net(self.width, half)
+        optimizer = adamw(net.parameters())
+        for batch in self.batches():
             total = 0.0
-            for start in range(first, first + BATCH, ROWS):
-                some = slice(start, start + ROWS)
-                mean = F.cross_entropy(net(inputs[some]), labels[some]) / MICRO_BATCHES
-                mean.backward()
-                total += mean.item()
+            for inputs, labels in batch:
+                output = net(inputs if half is None else inputs.requires_grad_())
+                mean = output.mean() if half == 0 else F.cross_entropy(output, labels)
+                (mean / MICRO_BATCHES).backward()
+                total += mean.item() / MICRO_BATCHES
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             yield total
 
-
-def apart(world: shoal.World) -> Iterator[float]:
-    """Train half of the layers on each of two processes, each with its own inputs."""
-    half = Half(Net(), last=world.rank == 1)
-    optimizer = torch.optim.AdamW(half.parameters(), lr=1e-4)
-    inputs, labels = dataset()
-    while True:
-        for first in range(0, SAMPLES, BATCH):
-            for start in range(first, first + BATCH, ROWS):
-                some = slice(start, start + ROWS)
-                output = half(inputs[some].requires_grad_())
-                loss = F.cross_entropy(output, labels[some]) if world.rank else output.mean()
-                (loss / MICRO_BATCHES).backward()
-            nn.utils.clip_grad_norm_(half.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield 0.0
-
-
-def by_hand(world: shoal.World, kind: type[Any]) -> Iterator[float]:
-    """Train with torch's pipelining over two stages."""
-    torch.manual_seed(0)
-    half = Half(Net(), last=world.rank == 1)
-    stage = PipelineStage(half, world.rank, 2, world.device, group=world.group)
-    schedule = kind(stage, MICRO_BATCHES, loss_fn=F.cross_entropy)
-    optimizer = torch.optim.AdamW(half.parameters(), lr=1e-4)
-    inputs, labels = dataset()
-    while True:
-        for first in range(0, SAMPLES, BATCH):
-            some = slice(first, first + BATCH)
+    def torch(self, kind: type[Any]) -> Iterator[float]:
+        """Train with torch's pipelining over two stages."""
+        half = Net(self.width, self.world.rank)
+        stage = PipelineStage(half, self.world.rank, 2, self.world.device, group=self.world.group)
+        schedule = kind(stage, MICRO_BATCHES, loss_fn=F.cross_entropy)
+        optimizer = adamw(half.parameters())
+        for batch in self.batches():
+            inputs, labels = map(torch.cat, zip(*batch, strict=True))
             losses: list[Tensor] = []
             if stage.is_first:
-                schedule.step(inputs[some])
+                schedule.step(inputs)
             else:
-                schedule.step(target=labels[some], losses=losses, return_outputs=False)
+                schedule.step(target=labels, losses=losses, return_outputs=False)
             gradients = [p.grad for p in half.parameters() if p.grad is not None]
-            sums = torch.stack((sum(g.square().sum() for g in gradients), torch.zeros(())))  # type: ignore[arg-type]
+            sums = torch.zeros(2)
+            sums[0] = sum(g.square().sum() for g in gradients)
             if losses:
                 sums[1] = torch.stack(losses).mean().detach()
             dist.all_reduce(sums)
@@ -160,40 +122,30 @@ def by_hand(world: shoal.World, kind: type[Any]) -> Iterator[float]:
             yield float(sums[1])
 
 
-def measure(world: shoal.World, rounds: int, steps: int) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the seconds of a step of each loop in each round."""
     halves = {
         "front": [f"layers.{number}" for number in range(HALF)],
         "back": [*(f"layers.{number}" for number in range(HALF, LAYERS)), "head"],
     }
-    split = (f"layers.{HALF}",)
-    makers: dict[str, Callable[[], Iterator[float]]] = {
-        ONE: alone,
-        "shoal.RPCPipeline": partial(through_shoal, world, shoal.RPCPipeline(stages=halves)),
-        "shoal.Pipeline, 1f1b": partial(through_shoal, world, shoal.Pipeline(split_points=split)),
-        "torch ScheduleGPipe": partial(by_hand, world, ScheduleGPipe),
-        "torch Schedule1F1B": partial(by_hand, world, Schedule1F1B),
-        APART: partial(apart, world),
-    }
-    loops = {name: make() for name, make in makers.items()}
-    losses = {name: [next(loop) for _ in range(2)] for name, loop in loops.items()}
-    _check(losses)
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(rounds):
-        for name in random.Random(number).sample(list(loops), len(loops)):
-            world.barrier()
-            begun = time.perf_counter()
-            if name != ONE or world.is_rank_zero:
-                for _ in range(steps):
-                    next(loops[name])
-            world.barrier()
-            times[name].append((time.perf_counter() - begun) / steps)
-    return {
-        name: {
-            "seconds": statistics.median(own),
-            "speedup": asdict(quartiles([a / b for a, b in zip(times[ONE], own, strict=True)])),
+    with shoal.init(layout="pipeline=2") as world:
+        torch.set_num_threads(1)
+        made = Loops(world, given)
+        loops = {
+            ONE: made.alone(),
+            "shoal.RPCPipeline": made.shoal(shoal.RPCPipeline(stages=halves)),
+            "shoal.Pipeline, 1f1b": made.shoal(shoal.Pipeline(split_points=(f"layers.{HALF}",))),
+            "torch ScheduleGPipe": made.torch(ScheduleGPipe),
+            "torch Schedule1F1B": made.torch(Schedule1F1B),
+            APART: made.alone(world.rank),
         }
-        for name, own in times.items()
-    }
+        _check({name: [next(loop) for _ in range(2)] for name, loop in loops.items()})
+
+        def turn(name: str) -> float:
+            here = name != ONE or world.is_rank_zero
+            return timed(world, loops[name].__next__ if here else int, given.steps)
+
+        return alternate({name: partial(turn, name) for name in loops}, given.rounds)
 
 
 def _check(losses: dict[str, list[float]]) -> None:
@@ -207,35 +159,23 @@ def _check(losses: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
-    parser.add_argument("--inside", metavar="FILE", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.inside is not None:
-        with shoal.init(layout="pipeline=2") as world:
-            torch.set_num_threads(1)
-            figures = measure(world, options.rounds, options.steps)
-            if world.is_rank_zero:
-                Path(options.inside).write_text(json.dumps(figures))
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        path = f"{directory}/figures.json"
-        given = ["--rounds", str(options.rounds), "--steps", str(options.steps), "--inside", path]
-        command = [sys.executable, "-m", "shoal", "run", "-n", "2", __file__, "--", *given]
-        subprocess.run(command, check=True)
-        figures = json.loads(Path(path).read_text())
-    what = f"{LAYERS} layers of {WIDTH} x {WIDTH}, {MICRO_BATCHES} micro-batches of {ROWS} rows"
-    print(f"\n{what}, one thread in each process")
-    for name, own in figures.items():
-        print(f"  {name:<22} {own['seconds'] * 1e3:8.1f} ms a step  {Spread(**own['speedup'])} x")
-    most = FULL * figures[APART]["speedup"]["median"]
-    print(f"  the maximum with {MICRO_BATCHES} micro-batches: {most:.3f} x")
-    reached = figures["shoal.RPCPipeline"]["speedup"]["median"]
-    print(f"  RPCPipeline's aim is {AIM} x: {'reached' if reached >= AIM else 'not reached'}")
-    if options.json:
-        print(json.dumps({"remote": figures}))
+    given = parse(__doc__, width=768, rows=512, rounds=10, steps=1)
+    times = shoal.launch(measure, given, processes=2)[0]
+    rows: list[dict[str, Any]] = [
+        {
+            "way": name,
+            "ms per step": quartiles([1e3 * each for each in own]),
+            "speed-up": quartiles(ratios(times[ONE], own)),
+        }
+        for name, own in times.items()
+    ]
+    what = f"{LAYERS} layers of {given.width}, {MICRO_BATCHES} micro-batches of {given.rows} rows"
+    show(f"{what}, one thread in each process, {machine()}", rows)
+    speed = {row["way"]: row["speed-up"].median for row in rows}
+    print(f"the maximum with {MICRO_BATCHES} micro-batches: {FULL * speed[APART]:.3f} x")
+    reached = "reached" if speed["shoal.RPCPipeline"] >= AIM else "not reached"
+    print(f"RPCPipeline's aim is {AIM} x: {reached}")
+    finish(given, {"remote": rows})
 
 
 if __name__ == "__main__":

@@ -2,27 +2,26 @@
 
     python benchmarks/restart.py [--ranks 4] [--rounds 3] [--kills 4] [--json]
 
-A round starts the same script with either launcher, in an order that alternates. In each start
-`--kills` ranks kill themselves, one after the other. The time is from just before a kill to the last
-rank's first all-reduce afterwards. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it
-its ranks on Gloo read the addresses of the previous attempt and never connect. The last column divides
-the medians of each round.
+A round starts the same script with either launcher. In each start `--kills` ranks kill themselves, one
+after the other. The time is from just before a kill to the last rank's first all-reduce afterwards.
+torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it its ranks on Gloo read the addresses
+of the previous attempt and never connect. The ratio is that of the medians of each round. Budget at
+four ranks: 2.5 s.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-BUDGET = 2.5
-"""Seconds, at four ranks."""
+from harness import alternate, finish, machine, parse, ratios, show, spread
 
+BUDGET = 2.5
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -44,25 +43,10 @@ if attempt < kills:
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-def command(launcher: str, ranks: int, kills: int) -> list[str]:
-    """Return the command line of the launcher before the script."""
-    if launcher == "shoal run":
-        return [
-            sys.executable,
-            "-m",
-            "shoal",
-            "run",
-            "-n",
-            f"{ranks}",
-            "--restarts",
-            f"{kills}",
-        ]
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", f"{ranks}", "--max-restarts", f"{kills}"),
-    ]
+LAUNCHERS = {
+    "shoal run": "-m shoal run -n {ranks} --restarts {kills}",
+    "torchrun": "-m torch.distributed.run --standalone --nproc-per-node {ranks} --max-restarts {kills}",
+}
 
 
 def measure(launcher: str, ranks: int, kills: int) -> list[float]:
@@ -71,9 +55,12 @@ def measure(launcher: str, ranks: int, kills: int) -> list[float]:
         folder = Path(name)
         script = folder / "script.py"
         script.write_text(SCRIPT)
-        words = [*command(launcher, ranks, kills), str(script), name, str(kills)]
+        words = LAUNCHERS[launcher].format(ranks=ranks, kills=kills).split()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+        command = [sys.executable, *words, str(script), name, str(kills)]
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=300, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{launcher}: exit code {done.returncode}\n{done.stderr}")
 
@@ -87,34 +74,23 @@ def measure(launcher: str, ranks: int, kills: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure, print a table, and with --json the figures as one object on the last line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=4, help="in each start")
-    parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
-    options = parser.parse_args()
-    launchers = ["shoal run", "torchrun"]
-    times: dict[str, list[float]] = {launcher: [] for launcher in launchers}
-    ratios = []
-    for round_ in range(options.rounds):
-        medians = {}
-        for launcher in launchers[:: 1 if round_ % 2 == 0 else -1]:
-            found = measure(launcher, options.ranks, options.kills)
-            times[launcher] += found
-            medians[launcher] = statistics.median(found)
-            print(f"{launcher:>9}:", *(f"{value:.2f}" for value in found), "s", flush=True)
-        ratios.append(medians["shoal run"] / medians["torchrun"])
-    print(f"\nSIGKILL of one of {options.ranks} ranks to all reducing again, seconds")
-    print(f"{'':>10}{'median':>8}{'worst':>8}{'kills':>7}")
-    for launcher, found in times.items():
-        print(f"{launcher:>10}{statistics.median(found):8.2f}{max(found):8.2f}{len(found):7}")
-    ratio = statistics.median(ratios)
-    print(f"{'ratio':>10}{ratio:8.2f}   (rounds: {', '.join(f'{each:.2f}' for each in ratios)})")
-    worst = max(times["shoal run"])
+    given = parse(__doc__, ranks=4, rounds=3, kills=4)
+    turns = {name: partial(measure, name, given.ranks, given.kills) for name in LAUNCHERS}
+    killed = alternate(turns, given.rounds)
+    medians = {name: [statistics.median(each) for each in rounds] for name, rounds in killed.items()}
+    seconds = {name: [each for found in rounds for each in found] for name, rounds in killed.items()}
+    rows = [
+        {
+            "launcher": name,
+            "seconds": spread(own),
+            "/ torchrun": spread(ratios(medians[name], medians["torchrun"])),
+        }
+        for name, own in seconds.items()
+    ]
+    show(f"SIGKILL of one of {given.ranks} ranks to all reducing again, {machine()}", rows)
+    worst = max(seconds["shoal run"])
     print(f"budget {BUDGET} s: {'kept' if worst <= BUDGET else 'exceeded'}, at worst {worst:.2f} s")
-    if options.json:
-        print(json.dumps({"ranks": options.ranks, "seconds": times, "ratio": ratio, "budget": BUDGET}))
+    finish(given, {"restart": rows})
 
 
 if __name__ == "__main__":

@@ -19,20 +19,20 @@ measurements. All ranks use this machine's cores, so b is larger than on separat
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from spread import Spread, spread
+from harness import Spread, alternate, finish, machine, parse, ratios, show, spread
+from helpers.ranks import free_port
 
 SCRIPT = """
 import os, sys, time
@@ -45,6 +45,22 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     file.write(repr(time.perf_counter()))
 dist.destroy_process_group()
 """
+RANK = """
+import json, os, sys, time
+
+begun = float(sys.argv[2])
+import shoal
+from shoal import init
+spent, imported = time.process_time(), time.perf_counter()
+with init() as world:
+    world.barrier()
+    formed = time.perf_counter()
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump([spent, imported - begun, formed - begun], file)
+"""
+PARTS = ("imports, processor", "imports, slowest", "forming")
+BEYOND = (256, 1024)
+SHOAL = [sys.executable, "-m", "shoal"]
 
 
 def first_reduce(command: Sequence[str], script: Path, processes: int) -> float:
@@ -60,28 +76,16 @@ def first_reduce(command: Sequence[str], script: Path, processes: int) -> float:
     return max(ends) - started
 
 
-RANK = """
-import json, os, sys, time
-
-begun = float(sys.argv[2])
-import shoal
-from shoal import init
-spent, imported = time.process_time(), time.perf_counter()
-with init() as world:
-    world.barrier()
-    formed = time.perf_counter()
-with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-    json.dump([spent, imported - begun, formed - begun], file)
-"""
-BEYOND = (256, 1024)
-
-
 def together(processes: int, script: Path) -> tuple[float, float, float]:
-    """Start ranks at once; return seconds: processor time of imports, slowest imports, forming."""
+    """Start ranks at once; return the seconds of PARTS."""
     with tempfile.TemporaryDirectory() as folder:
-        port, begun = str(free_port()), time.perf_counter()
-        size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        size = {
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "OMP_NUM_THREADS": "1",
+        }
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        begun = time.perf_counter()
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(script), folder, str(begun)],
@@ -102,53 +106,30 @@ def together(processes: int, script: Path) -> tuple[float, float, float]:
     return statistics.median(spent), max(imported), max(formed) - max(imported)
 
 
-def scale(sizes: Sequence[int], repeats: int) -> dict[str, dict[str, Spread]]:
-    """Return the three durations of `together` for each number of processes."""
-    found: dict[int, list[tuple[float, float, float]]] = {size: [] for size in sizes}
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "rank.py"
-        script.write_text(RANK)
-        together(1, script)  # for the file system's cache
-        for _ in range(repeats):
-            for size in sizes:
-                found[size].append(together(size, script))
-    names = ("imports, processor", "imports, slowest", "forming")
-    return {
-        str(size): dict(zip(names, map(spread, zip(*values, strict=True)), strict=True))
-        for size, values in found.items()
-    }
+def scale(sizes: Sequence[int], repeats: int, script: Path) -> dict[str, Any]:
+    """Return the durations of PARTS for each number of processes, and the model."""
+    script.write_text(RANK)
+    together(1, script)  # for the file system's cache
+    turns = {str(size): partial(together, size, script) for size in sizes}
+    rows = []
+    for size, rounds in alternate(turns, repeats).items():
+        parts = map(spread, zip(*rounds, strict=True))
+        rows.append({"processes": int(size), **dict(zip(PARTS, parts, strict=True))})
+    show(f"median (lowest to highest) of {repeats}, in seconds; {machine()}", rows)
+    imports, base, slope = modelled(rows)
+    print(f"modelled: {imports:.2f} x max(1, r / c) + {base:.2f} + {slope:.4f} x ranks;", end=" ")
+    print(", ".join(f"{n}: {imports + base + slope * n:.1f} s" for n in BEYOND), "with a core for each")
+    return {"measured": rows, "imports": imports, "a": base, "b": slope}
 
 
-def modelled(found: dict[str, dict[str, Spread]]) -> tuple[float, float, float]:
+def modelled(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
     """Return the imports, a and b of the model, in seconds, from sizes of at least two processes."""
-    imports = statistics.median(each["imports, processor"].median for each in found.values())
-    forming = {int(size): each["forming"].median for size, each in found.items() if size != "1"}
+    imports = statistics.median(row[PARTS[0]].median for row in rows)
+    forming = {row["processes"]: row["forming"].median for row in rows if row["processes"] > 1}
     if len(forming) < 2:
         return imports, sum(forming.values()), 0.0
     slope, base = statistics.linear_regression(list(forming), list(forming.values()))
     return imports, base, slope
-
-
-def show_scale(sizes: Sequence[int], repeats: int, *, as_json: bool) -> None:
-    found = scale(sizes, repeats)
-    print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f};", end=" ")
-    print(f"median (lowest to highest) of {repeats}, in seconds")
-    for size, durations in found.items():
-        for name, values in durations.items():
-            print(f"  {size:>4} processes, {name:20} {values}")
-    imports, base, slope = modelled(found)
-    print(f"modelled: {imports:.2f} x max(1, r / c) + {base:.2f} + {slope:.4f} x ranks;", end=" ")
-    print(", ".join(f"{n}: {imports + base + slope * n:.1f} s" for n in BEYOND), "with a core for each")
-    if as_json:
-        plain = {size: {name: asdict(v) for name, v in each.items()} for size, each in found.items()}
-        print(json.dumps({"measured": plain, "imports": imports, "a": base, "b": slope}))
-
-
-def free_port() -> int:
-    """Return a port that is free now; the static rendezvous of torchrun finds none by itself."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def duration(command: Sequence[str]) -> float:
@@ -158,52 +139,32 @@ def duration(command: Sequence[str]) -> float:
     return time.perf_counter() - started
 
 
-def measure(processes: int, repeats: int) -> dict[str, Spread]:
-    shoal = [sys.executable, "-m", "shoal"]
-    runs = {
-        "shoal run": [*shoal, "run", "-n", str(processes)],
-        "torchrun": [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nproc-per-node", str(processes), "--master-port", str(free_port())),
-        ],
-    }
-    commands = {"shoal --help": [*shoal, "--help"], "python -c pass": [sys.executable, "-c", ""]}
-    times: dict[str, list[float]] = {name: [] for name in (*runs, *commands)}
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "reduce.py"
-        script.write_text(SCRIPT)
-        # Once each for the file system's cache, uncounted.
-        for repeat in range(-1, repeats):
-            # In turn, and each is first half of the time, so that neither always follows the other.
-            for name in sorted(runs, reverse=bool(repeat % 2)):
-                value = first_reduce(runs[name], script, processes)
-                times[name] += [value] if repeat >= 0 else []
-            for name, command in commands.items():
-                value = duration(command)
-                times[name] += [value] if repeat >= 0 else []
-    figures = {name: spread(values) for name, values in times.items()}
-    pairs = zip(times["shoal run"], times["torchrun"], strict=True)
-    figures["shoal run / torchrun"] = spread([ours / theirs for ours, theirs in pairs])
-    return figures
+def compare(processes: int, repeats: int, script: Path) -> dict[str, Spread]:
+    """Return the seconds of the launchers and of short commands, and the ratio of the launchers."""
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    torchrun.append(f"--master-port={free_port()}")  # its static rendezvous finds none by itself
+    launchers = {"shoal run": [*SHOAL, "run", "-n", str(processes)], "torchrun": torchrun}
+    commands = {"shoal --help": [*SHOAL, "--help"], "python -c pass": [sys.executable, "-c", ""]}
+    actions = {name: partial(first_reduce, each, script, processes) for name, each in launchers.items()}
+    actions |= {name: partial(duration, each) for name, each in commands.items()}
+    # Once each for the file system's cache, uncounted.
+    times = alternate(actions, repeats, uncounted=1)
+    times["shoal run / torchrun"] = ratios(times["shoal run"], times["torchrun"])
+    return {name: spread(values) for name, values in times.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--scale", type=int, nargs="+", metavar="N", help="numbers of ranks to start")
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    options = parser.parse_args()
-    if options.scale:
-        show_scale(options.scale, options.repeats, as_json=options.json)
-        return
-    figures = measure(options.processes, options.repeats)
-    print(f"{options.processes} processes on {len(os.sched_getaffinity(0))} cores;", end=" ")
-    print(f"median (lowest to highest) of {options.repeats}, in seconds")
-    for name, values in figures.items():
-        print(f"  {name:22} {values}")
-    if options.json:
-        print(json.dumps({name: asdict(values) for name, values in figures.items()}))
+    given = parse(__doc__, processes=2, repeats=7, scale=[0])
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        if any(given.scale):
+            finish(given, scale(given.scale, given.repeats, script))
+            return
+        figures = compare(given.processes, given.repeats, script)
+    title = f"{given.processes} processes; median (lowest to highest) of {given.repeats}, in seconds"
+    show(f"{title}; {machine()}", [{"what": name, "": value} for name, value in figures.items()])
+    finish(given, figures)
 
 
 if __name__ == "__main__":

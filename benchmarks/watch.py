@@ -2,37 +2,29 @@
 
     python benchmarks/watch.py [--rounds 40] [--steps 100] [--json]
 
-A tiny model under DDP on two ranks, through `shoal run`, takes steps with neither, with the watch, and
-with the watch and the check that compares each collective between ranks. A round runs all three, in an
-order that rotates; ratios are taken within rounds, so that drift cancels.
+A tiny model under DDP on two ranks takes steps with neither, with the watch, and with the watch and the
+check that compares each collective between ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import statistics
-import subprocess
-import sys
-import time
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
 
 import shoal
+from harness import alternate, finish, machine, parse, show, time_rows, timed
+from loops import labelled, stack, through_shoal
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.watchdog.mismatch import CollectiveMatcher
 from shoal.distributed.watchdog.watch import Watch
 
 MODES = ("neither", "watch", "watch and check")
-WIDTH, BATCH, SETTLE = 32, 32, 20
-
-
-def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
-    return output.square().sum(), len(output)
+WIDTH, BATCH, WARM_UP, SETTLE = 32, 32, 50, 20
 
 
 def begin(world: shoal.World, mode: str) -> ExitStack:
@@ -53,65 +45,30 @@ def begin(world: shoal.World, mode: str) -> ExitStack:
     return started
 
 
-def rounds(world: shoal.World, count: int, steps: int) -> dict[str, list[float]]:
-    """Return the microseconds per step of each mode, round by round."""
-    model = shoal.parallelize(torch.nn.Linear(WIDTH, WIDTH), world)
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-4), shoal.Task(loss))
-    loader = shoal.Loader((torch.randn(1024, WIDTH),), world, batch_size=BATCH)
-    data = loader.epochs(10**9)
-    for batch in islice(data, 50):
-        step(batch)
-    times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for number in range(count):
-        turn = number % len(MODES)
-        for mode in MODES[turn:] + MODES[:turn]:
-            with begin(world, mode):
-                gc.collect()  # garbage of the start does not belong to a step
-                for batch in islice(data, SETTLE):  # time for a thread to start
-                    step(batch)
-                world.barrier()
-                begun = time.perf_counter()
-                for batch in islice(data, steps):
-                    step(batch)
-                times[mode].append((time.perf_counter() - begun) / steps * 1e6)
-    return times
-
-
-def work(count: int, steps: int) -> None:
+def measure(given: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the seconds of a step in each mode, round by round."""
+    torch.set_num_threads(1)
     with shoal.init(seed=0) as world:
         world.watchdog.leave()  # it would run in all modes
-        times = rounds(world, count, steps)
-        if world.is_rank_zero:
-            print(json.dumps(times), flush=True)
+        loop = through_shoal(world, stack(WIDTH, 1), labelled(1024, WIDTH, WIDTH), BATCH)
 
+        def turn(mode: str) -> float:
+            with begin(world, mode):
+                gc.collect()  # garbage of the start does not belong to a step
+                for _ in islice(loop, SETTLE):  # time for a thread to start
+                    pass
+                return timed(world, loop.__next__, given.steps)
 
-def show(times: dict[str, list[float]]) -> dict[str, float]:
-    figures: dict[str, float] = {}
-    print(f"{'':16} {'us a step':>10} {'ratio':>8}  (quartiles)")
-    for mode in MODES:
-        ratios = [a / b for a, b in zip(times[mode], times["neither"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        figures |= {f"{mode}, us": statistics.median(times[mode]), f"{mode}, ratio": middle}
-        print(f"{mode:16} {figures[f'{mode}, us']:10.1f} {middle:8.3f}  ({low:.3f} to {high:.3f})")
-    return figures
+        for _ in islice(loop, WARM_UP):
+            pass
+        return alternate({mode: partial(turn, mode) for mode in MODES}, given.rounds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
-        work(given.rounds, given.steps)
-        return
-    options = ["--rank", "--rounds", str(given.rounds), "--steps", str(given.steps)]
-    command = [sys.executable, "-m", "shoal", "run", "-n", "2", __file__, "--", *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    figures = show(json.loads(done.stdout.splitlines()[-1]))
-    if given.json:
-        print(json.dumps(figures))
+    given = parse(__doc__, rounds=40, steps=100)
+    rows = time_rows(shoal.launch(measure, given, processes=2)[0], "neither")
+    show(f"a step of a tiny model on two ranks, {machine()}", rows)
+    finish(given, {"watch": rows})
 
 
 if __name__ == "__main__":

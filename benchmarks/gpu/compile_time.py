@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -26,6 +27,8 @@ from torch import Tensor
 
 import shoal
 from gpt import GPT
+
+import harness  # isort: skip
 
 HOW = {"eager": None, "inductor": "inductor", "blocks": "blocks"}
 WAYS = [f"{whose} {how}" for how in HOW for whose in ("torch", "shoal")]
@@ -95,20 +98,18 @@ def apart(given: argparse.Namespace, way: str) -> tuple[float, float]:
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     shape = {"layers": 12, "width": 256, "heads": 4, "context": 128, "batch": 4, "words": 4096}
-    for name, value in (shape | {"rounds": 3, "steps": 8}).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--way", choices=WAYS, help="measure this one here, and print JSON")
-    given = parser.parse_args()
-    if given.way is not None:
+    given = harness.parse(__doc__, ways={way: way for way in WAYS}, **shape, rounds=3, steps=8, way=str)
+    if given.way is not None:  # in a process of its own
         print(json.dumps(measure(given)))
         return
-    rounds = [{way: apart(given, way) for way in WAYS} for _ in range(given.rounds)]
-    print(f"torch {torch.__version__}, {given.layers} blocks, {given.rounds} rounds")
-    for way in WAYS:
-        first, later = (statistics.median(found[way][part] for found in rounds) for part in (0, 1))
-        print(f"{way:>14}  first step {first:7.2f} s   later steps {later * 1e3:8.1f} ms")
+    found = harness.alternate({way: partial(apart, given, way) for way in given.ways}, given.rounds)
+    rows = []
+    for way, rounds in found.items():
+        first, later = map(harness.spread, zip(*rounds, strict=True))
+        rows.append({"way": way, "first step, s": first, "later steps, s": later})
+    harness.show(f"{given.layers} blocks, {harness.machine()}", rows)
+    harness.finish(given, {"compile_time": rows})
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ python benchmarks/gpu/gpt.py --layers 2 --width 128 --heads 2 --context 64 --rou
 
 Model FLOPs utilization (MFU) is that of Chowdhery et al. 2022: a token costs 6 FLOPs for each parameter
 that multiplies and 12 x layers x width x context for attention. It is relative to the peak in the data
-sheet of the GPU, or to --peak. Both clip by the global norm, and use the fused AdamW. Neither reads the
-loss. Eager loops come first, then both compile the model with its loss, or each of its blocks.
+sheet of the GPU, or to --peak, in TFLOP/s. Both clip by the global norm, and use the fused AdamW.
+Neither reads the loss. Eager loops come first, then both compile the model with its loss, or each of
+its blocks.
 """
 
 from __future__ import annotations
@@ -22,53 +23,58 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from measuring import (
-    add_options,
-    alternate,
-    cells_of,
-    figures_of,
-    middle,
-    print_figures,
-    ratios,
-    show,
-    since_start,
-)
-from shoal.telemetry.usage.device_peaks import peak_here
+from measuring import alternate, cells_of, figures_of, parse_options, print_figures, show, since_start
+from shoal.telemetry.usage.flops import peak_here
+
+from harness import ratios, spread  # isort: skip
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, dropout
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(self.before(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
         mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
         )
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.between(x))  # type: ignore[no-any-return]
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.mlp(self.between(x)))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
-    """A model that takes tokens and their successors, and returns the sum of the losses."""
+    """A GPT-2, with dropout of the embedding, of attention and of the residual branches.
 
-    def __init__(self, given: argparse.Namespace) -> None:
+    It takes tokens, and returns logits; with their successors too, the sum of the losses.
+    """
+
+    def __init__(self, given: argparse.Namespace, dropout: float = 0.0) -> None:
         super().__init__()
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
         self.words = nn.Embedding(given.words, given.width)
         self.places = nn.Embedding(given.context, given.width)
-        self.blocks = nn.Sequential(*(Block(given.width, given.heads) for _ in range(given.layers)))
+        self.blocks = nn.Sequential(
+            *(Block(given.width, given.heads, dropout) for _ in range(given.layers))
+        )
         self.norm = nn.LayerNorm(given.width)
         self.head = nn.Linear(given.width, given.words, bias=False)
         self.head.weight = self.words.weight
         nn.init.normal_(self.words.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
-        logits = self.head(self.norm(self.blocks(x)))
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.drop(self.words(tokens) + self.places.weight[: tokens.shape[1]])
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        if labels is None:
+            return logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
@@ -144,9 +150,9 @@ def compare(
             {
                 "loop": name,
                 **cells_of(measured),
-                "tokens/s": middle(rates, 0),
-                "MFU": middle(used) if used else "the peak is unknown: --peak",
-                "throughput / hand-written": middle(
+                "tokens/s": spread(rates),
+                "MFU": spread(used) if used else "the peak is unknown: --peak",
+                "throughput / hand-written": spread(
                     ratios(found["hand-written"].times, measured.times)
                 ),
             }
@@ -158,15 +164,10 @@ def compare(
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     # GPT-2 has 50257 words; a multiple of 128 is faster.
     shape = {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "words": 50304, "batch": 8}
-    for name, value in (shape | {"rounds": 10, "steps": 10}).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--peak", type=float, help="TFLOP/s in bf16; default: by the GPU's name")
-    parser.add_argument("--compile", choices=("inductor", "blocks"), default="inductor")
-    add_options(parser)
-    given = parser.parse_args()
+    how = {"rounds": 10, "steps": 10, "peak": float, "compile": ("inductor", "blocks")}
+    given = parse_options(__doc__, **shape, **how)
     with shoal.init() as world:
         generator = torch.Generator().manual_seed(0)
         shape_of_data = (given.batch * 32, given.context + 1)

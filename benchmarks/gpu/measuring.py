@@ -1,15 +1,16 @@
-"""Shared parts of the GPU benchmarks: alternating rounds in a given time, peak memory, the table."""
+"""Shared parts of the GPU benchmarks: rounds in a given time, peak memory, the table."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -19,6 +20,10 @@ from torch.optim import Optimizer
 
 import shoal
 from shoal.util import accelerator
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import harness
 
 WARM_UP = 5
 """Steps before the first round: torch.compile compiles, and Shoal compares the ranks."""
@@ -35,15 +40,9 @@ class Measured(NamedTuple):
     """The most bytes of tensors in a step, of this loop alone; None where the device counts none."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all GPU benchmarks have."""
-    parser.add_argument("--json", action="store_true", help="end with a line of figures in JSON")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=math.inf,
-        help="from the start of the process: fewer rounds rather than more time, but at least one",
-    )
+def parse_options(doc: str | None, **defaults: Any) -> argparse.Namespace:
+    """Return the options, with `--seconds` from the start of the process for fewer rounds."""
+    return harness.parse(doc, **defaults, seconds=math.inf)
 
 
 def since_start() -> float:
@@ -57,17 +56,6 @@ def enough_time(seconds: float, begun: float, world: shoal.World) -> bool:
     return bool(max(world.gather(now + (now - begun))) <= seconds)
 
 
-def timed(step: Callable[[], object], steps: int, world: shoal.World) -> float:
-    """Return the seconds of a step, the mean of several, on the slowest rank. Collective."""
-    accelerator.synchronize(world.device)
-    world.barrier()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step()
-    accelerator.synchronize(world.device)
-    return float(max(world.gather((time.perf_counter() - begun) / steps)))
-
-
 def alternate(
     makers: Mapping[str, Callable[[], Callable[[], object]]],
     world: shoal.World,
@@ -76,27 +64,33 @@ def alternate(
     steps: int,
     seconds: float = math.inf,
 ) -> dict[str, Measured]:
-    """Make the loops, and measure their steps in rounds, until `seconds` after the start. Collective.
-
-    Rounds alternate, in an order that rotates, so that clocks and heat drift for all loops.
-    """
-    loops: dict[str, Callable[[], object]] = {}
-    found: dict[str, Measured] = {}
+    """Make the loops, and measure their steps in rounds until `seconds` after the start. Collective."""
+    loops: dict[str, Callable[[], float]] = {}
+    peaks: dict[str, int | None] = {}
     for name, make in makers.items():
         before = allocated(world.device)
-        loops[name] = make()
-        timed(loops[name], WARM_UP, world)
-        peak = peak_allocated(loops[name], world.device)
-        found[name] = Measured([], None if peak is None or before is None else peak - before)
-    names = list(loops)
-    for number in range(rounds):
-        begun = since_start()
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            found[name].times.append(timed(loops[name], steps, world))
-        if not enough_time(seconds, begun, world):
-            break
-    return found
+        step = make()
+        harness.timed(world, step, WARM_UP)
+        peak = peak_allocated(step, world.device)
+        peaks[name] = None if peak is None or before is None else peak - before
+        loops[name] = partial(harness.timed, world, step, steps)
+    goes_on = RoundTimer(seconds, world).goes_on
+    times = harness.alternate(loops, rounds, goes_on=goes_on)
+    return {name: Measured(own, peaks[name]) for name, own in times.items()}
+
+
+class RoundTimer:
+    """The time that is left for rounds, each of which takes as long as the one before it."""
+
+    def __init__(self, seconds: float, world: shoal.World) -> None:
+        self._seconds, self._world = seconds, world
+        self._begun = since_start()
+
+    def goes_on(self) -> bool:
+        """Return whether there is time for another round on all ranks. Collective."""
+        now, begun = since_start(), self._begun
+        self._begun = now
+        return bool(max(self._world.gather(2 * now - begun)) <= self._seconds)
 
 
 def allocated(device: torch.device) -> int | None:
@@ -115,17 +109,6 @@ def peak_allocated(step: Callable[[], object], device: torch.device) -> int | No
     step()
     accelerator.synchronize(device)
     return accelerator.memory(device)["device_peak"]
-
-
-def middle(values: Sequence[float], digits: int = 3) -> str:
-    """Return the median, the lowest and the highest value."""
-    found = statistics.median(values), min(values), max(values)
-    return "{} ({} to {})".format(*(f"{value:,.{digits}f}" for value in found))
-
-
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return the ratio of the values of each round."""
-    return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 def peak_memory(
@@ -157,31 +140,29 @@ def figures_of(found: Mapping[str, Measured], plain: str) -> dict[str, Any]:
     for name, (times, peak) in found.items():
         figures[name] = {"step_ms": round(statistics.median(times) * 1e3, 3), "rounds": len(times)}
         if name != plain:
-            speed = statistics.median(ratios(found[plain].times, times))
+            speed = statistics.median(harness.ratios(found[plain].times, times))
             figures[name][f"throughput / {plain}"] = round(speed, 4)
         if peak is not None:
             figures[name]["peak_mb"] = round(peak / 1e6, 1)
     return figures
 
 
-def cells_of(measured: Measured) -> dict[str, str]:
+def cells_of(measured: Measured) -> dict[str, Any]:
     """Return the columns of step time and peak memory."""
-    peak = {} if measured.peak is None else {"peak (MB)": f"{measured.peak / 1e6:,.1f}"}
-    return {"step (ms)": middle([1e3 * each for each in measured.times], 1), **peak}
+    peak = {} if measured.peak is None else {"peak (MB)": measured.peak / 1e6}
+    return {"step (ms)": harness.spread([1e3 * each for each in measured.times]), **peak}
 
 
 def print_figures(given: argparse.Namespace, figures: Mapping[str, Any], world: shoal.World) -> None:
     """Print figures as one line of JSON, if it was asked for."""
-    if given.json:
-        world.print(json.dumps(figures))
+    if world.is_rank_zero:
+        harness.finish(given, figures)
 
 
-def show(title: str, rows: Sequence[Mapping[str, str]], world: shoal.World) -> None:
-    """Print a table in Markdown on rank 0, with the device, the version of torch and the date."""
-    device = accelerator.name(world.device) or "CPU"
-    backend = next(str(each.value) for each in world.decisions if each.what == "backend")
-    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks ({backend})"
-    today = datetime.datetime.now(datetime.UTC).date()
-    world.print(f"{title}: {ranks}, {device}, torch {torch.__version__}, {today}\n")
-    for cells in (rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)):
-        world.print(f"| {' | '.join(cells)} |")
+def show(title: str, rows: Sequence[Mapping[str, Any]], world: shoal.World) -> None:
+    """Print a table on rank 0, with the device, the version of torch and the date."""
+    if world.is_rank_zero:
+        device = accelerator.name(world.device) or "CPU"
+        backend = next(str(each.value) for each in world.decisions if each.what == "backend")
+        ranks = "1 rank" if world.size == 1 else f"{world.size} ranks ({backend})"
+        harness.show(f"{title}: {ranks}, {device}, {harness.machine()}", rows)

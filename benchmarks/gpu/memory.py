@@ -3,15 +3,16 @@
 shoal run -n 2 benchmarks/gpu/memory.py        # two ranks may share one GPU
 shoal run -n 2 benchmarks/gpu/memory.py --layers 2 --width 64 --heads 2 --context 16 --words 96
 
-Each block is a unit, and so is the rest. Parameters are gathered in bf16, gradients reduced in fp32.
-"allocated" is the peak of the device's allocator, "tracked" that of torch's memory tracker, both of
-rank 0.
+`--batch` is the number of rows of each rank. Each block is a unit, and so is the rest. Parameters are
+gathered in bf16, gradients reduced in fp32. "allocated" is the peak of the device's allocator,
+"tracked" that of torch's memory tracker, both of rank 0.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 import shoal
 from gpt import GPT
-from measuring import add_options, peak_memory, print_figures, show
+from measuring import parse_options, peak_memory, print_figures, show
 
 Made = tuple[nn.Module, Optimizer, Callable[[], object]]
 
@@ -74,16 +75,11 @@ def measure(
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    shape = {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "words": 50304}
-    for name, value in shape.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--batch", type=int, default=2, help="rows of each rank")
-    add_options(parser)
-    given = parser.parse_args()
+    shape = {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "words": 50304, "batch": 2}
+    given = parse_options(__doc__, **shape)
     with shoal.init(layout="shard=-1") as world:
         if world.size == 1:
-            parser.error(f"a single process shards nothing: shoal run -n 2 {parser.prog}")
+            raise SystemExit("a single process shards nothing: shoal run -n 2 benchmarks/gpu/memory.py")
         generator = torch.Generator().manual_seed(0)
         shape_of_data = (given.batch * world.size * 4, given.context + 1)
         tokens = torch.randint(0, given.words, shape_of_data, generator=generator)
@@ -93,10 +89,10 @@ def main() -> None:
         }
         rows = []
         for name, found in peaks.items():
-            row = {"FSDP": name}
+            row: dict[str, Any] = {"FSDP": name}
             for kind, size in found.items():
-                row[f"{kind} (MB)"] = f"{size / 1e6:,.1f}"
-                row[f"{kind} / hand-written"] = f"{size / peaks['hand-written'][kind]:.3f}"
+                row[f"{kind} (MB)"] = size / 1e6
+                row[f"{kind} / hand-written"] = size / peaks["hand-written"][kind]
             rows.append(row)
         show(f"Peak memory, {given.layers} layers of {given.width}", rows, world)
         in_mb = {

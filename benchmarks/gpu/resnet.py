@@ -21,7 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from measuring import add_options, alternate, cells_of, figures_of, middle, print_figures, ratios, show
+from measuring import alternate, cells_of, figures_of, parse_options, print_figures, show
+
+from harness import ratios, spread  # isort: skip
+
 
 DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 CLASSES = 1000
@@ -53,19 +56,23 @@ def normalized(inputs: int, outputs: int, size: int, stride: int = 1) -> tuple[n
     return convolution, nn.BatchNorm2d(outputs)
 
 
-def build(given: argparse.Namespace) -> nn.Module:
+def network(depth: int, width: int) -> nn.Module:
     """Return a ResNet of this depth; its width is 64 in the paper."""
     torch.manual_seed(0)
-    parts: list[nn.Module] = [*normalized(3, given.width, 7, 2), nn.ReLU(inplace=True)]
+    parts: list[nn.Module] = [*normalized(3, width, 7, 2), nn.ReLU(inplace=True)]
     parts.append(nn.MaxPool2d(3, 2, 1))
-    before = given.width
-    for stage, blocks in enumerate(DEPTHS[given.depth]):
-        width = given.width << stage
+    before = width
+    for stage, blocks in enumerate(DEPTHS[depth]):
         for block in range(blocks):
-            parts.append(Bottleneck(before, width, 2 if stage and not block else 1))
-            before = 4 * width
+            parts.append(Bottleneck(before, width << stage, 2 if stage and not block else 1))
+            before = 4 * width << stage
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, CLASSES)]
-    model = nn.Sequential(*parts, *head)
+    return nn.Sequential(*parts, *head)
+
+
+def build(given: argparse.Namespace) -> nn.Module:
+    """Return the ResNet in the memory format that GPUs prefer."""
+    model = network(given.depth, given.width)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
 
@@ -131,16 +138,8 @@ def through_shoal(
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--depth", type=int, choices=DEPTHS, default=50)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--size", type=int, default=224, help="pixels of an edge")
-    parser.add_argument("--batch", type=int, default=256, help="images over all ranks")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--compile", action="store_true")
-    add_options(parser)
-    given = parser.parse_args()
+    sizes = {"depth": tuple(DEPTHS), "width": 64, "size": 224, "batch": 256, "rounds": 8, "steps": 10}
+    given = parse_options(__doc__, **sizes, compile=False)
     with shoal.init() as world:
         generator = torch.Generator().manual_seed(0)
         samples = 4 * given.batch
@@ -157,8 +156,8 @@ def main() -> None:
             {
                 "loop": name,
                 **cells_of(found),
-                "images/s": middle([given.batch / seconds for seconds in found.times], 0),
-                "throughput / plain": middle(ratios(times["plain"].times, found.times)),
+                "images/s": spread([given.batch / seconds for seconds in found.times]),
+                "throughput / plain": spread(ratios(times["plain"].times, found.times)),
             }
             for name, found in times.items()
         ]

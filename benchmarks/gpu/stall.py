@@ -27,10 +27,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 import shoal
-from measuring import add_options, enough_time, middle, print_figures, show, since_start, timed
+from measuring import RoundTimer, parse_options, print_figures, show
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.async_save import BackgroundSaver
 from shoal.util import accelerator
+
+from harness import spread, timed  # isort: skip
 
 BYTES_PER_PARAMETER = 12
 """A weight in float32 and two moments of AdamW."""
@@ -119,7 +121,7 @@ def stalled(
     training: Training, save: Save, directory: Path, steps: int, world: shoal.World
 ) -> tuple[float, float]:
     """Return the seconds by which a save prolongs the steps after it, and until it is in the files."""
-    alone = steps * timed(training.advance, steps, world)
+    alone = steps * timed(world, training.advance, steps)
     accelerator.synchronize(world.device)
     begun = time.perf_counter()
     wait = save(directory)
@@ -143,15 +145,15 @@ def measure(
 ) -> dict[str, list[tuple[float, float]]]:
     """Return the stall and the total of each save in each round; print the medians so far."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
+    timer = RoundTimer(given.seconds, world)
     for number in range(-1, given.rounds):  # the first one makes the buffers
-        begun = since_start()
         for name, save in saves.items():
             times = stalled(training, save, folder / "saved", given.steps, world)
-            if number >= 0:
-                found[name].append(times)
+            found[name] += [times] if number >= 0 else []
+        goes_on = timer.goes_on()
         if number >= 0:
             print_figures(given, {"gigabytes": given.gigabytes, **medians(found)}, world)
-            if not enough_time(given.seconds, begun, world):
+            if not goes_on:
                 break
     return found
 
@@ -169,15 +171,8 @@ def medians(found: Mapping[str, list[tuple[float, float]]]) -> dict[str, dict[st
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="of model and optimizer state")
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20, help="before and after each save")
-    parser.add_argument("--directory", type=Path, help="on the disk to write to; default: temporary")
-    add_options(parser)
-    given = parser.parse_args()
+    sizes = {"gigabytes": 8.0, "width": 4096, "batch": 4096, "rounds": 2, "steps": 20}
+    given = parse_options(__doc__, **sizes, directory=Path)
     with shoal.init() as world, tempfile.TemporaryDirectory(dir=given.directory) as folder:
         training = Training(given, world)
         in_place = StagingOptions(False, False, False, False)
@@ -193,7 +188,7 @@ def main() -> None:
         rows = []
         for name, pairs in found.items():
             stalls, totals = zip(*pairs, strict=True)
-            rows.append({"save": name, "stall (s)": middle(stalls), "total (s)": middle(totals)})
+            rows.append({"save": name, "stall (s)": spread(stalls), "total (s)": spread(totals)})
         show(f"A checkpoint of {given.gigabytes:g} GB", rows, world)
         print_figures(given, {"gigabytes": given.gigabytes, **medians(found)}, world)
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 import shoal
-from shoal._torch import autograd, c10d, checkpointing, dispatch, fsdp, mesh, pipelining, versions
+from shoal._torch import autograd, c10d, dispatch, fsdp, mesh, pipelining, versions
 from shoal.util.errors import LaunchError
 
 pytestmark = pytest.mark.compat
@@ -41,12 +41,12 @@ LACKING: list[tuple[str, str, Callable[[], object]]] = [
     (
         "torch.distributed._composable:checkpoint_activation",
         "checkpoint",
-        lambda: checkpointing.checkpoint(nn.Linear(1, 1)),
+        lambda: autograd.checkpoint(nn.Linear(1, 1)),
     ),
     (
         "torch.distributed._composable.contract:",
         "_get_registry",
-        lambda: checkpointing.is_checkpointed(nn.Linear(1, 1)),
+        lambda: autograd.is_checkpointed(nn.Linear(1, 1)),
     ),
     (
         "torch.distributed.fsdp:FSDPModule",

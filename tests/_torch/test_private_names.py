@@ -21,7 +21,6 @@ from helpers import rules
 from shoal._torch import (
     autograd,
     c10d,
-    checkpointing,
     dataloader,
     dispatch,
     foreach,
@@ -131,9 +130,9 @@ def test_checkpoint_activation() -> None:
             return super().forward(given)
 
     model = Counting(2, 2)
-    assert not checkpointing.is_checkpointed(model)
-    checkpointing.checkpoint(model)
-    assert checkpointing.is_checkpointed(model)
+    assert not autograd.is_checkpointed(model)
+    autograd.checkpoint(model)
+    assert autograd.is_checkpointed(model)
     model(torch.ones(1, 2)).sum().backward()
     assert (model.calls, list(dict(model.named_parameters()))) == (2, ["weight", "bias"])
 
@@ -327,7 +326,7 @@ def test_random_operations_are_replaced() -> None:
     program = """
 import torch
 from torch import nn
-from shoal._torch.random_operations import in_backward, replace_draws
+from shoal._torch.graphs import in_backward, replace_draws
 
 def instead(original, tensor, low=0.0, high=1.0, *, generator=None):
     return original() if generator is not None else tensor.fill_(7)
@@ -348,7 +347,7 @@ def test_attention_is_replaced() -> None:
     program = """
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
-from shoal._torch.random_operations import replace_attention
+from shoal._torch.graphs import replace_attention
 
 def result(x):
     x = x.clone().requires_grad_()

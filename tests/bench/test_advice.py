@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.tools.bench.compile.display import Mode
-from shoal.tools.bench.compile.display import mode_advice as advise_modes
+from shoal.tools.bench.compile.advice import Mode
+from shoal.tools.bench.compile.advice import mode_advice as advise_modes
 from shoal.tools.bench.data_loading.advice import LoaderTrials, Need, worker_advice
 from shoal.tools.bench.data_loading.measure import Trial
 from shoal.tools.bench.import_target import call_target, import_named
-from shoal.tools.bench.scaling.interrupt import InterruptFlag
+from shoal.tools.bench.measurement import keep_on_interrupt
 
 
 def measured(
@@ -143,13 +143,13 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_first_ctrl_c_asks_and_the_second_or_one_at_once_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with InterruptFlag() as interrupts:
+    with keep_on_interrupt() as interrupts:
         signal.raise_signal(signal.SIGINT)
         assert interrupts.asked == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
-    with InterruptFlag() as interrupts:
+    with keep_on_interrupt() as interrupts:
         interrupts.at_once = True
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)

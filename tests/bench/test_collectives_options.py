@@ -9,64 +9,45 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.tools.bench.collectives import command, display
+from shoal.tools.bench.collectives import command, document
 from shoal.tools.bench.collectives.machine_file import CollectiveSeries
-from shoal.tools.bench.collectives.measure import OPERATIONS, summarize_samples
-from shoal.tools.bench.collectives.message_sizes import parse_sizes
+from shoal.tools.bench.collectives.measure import summarize_samples
+from shoal.tools.bench.measurement import Output
+from shoal.tools.bench.options import parse_numbers, parse_sizes, parse_words
 from shoal.util.units import bandwidth, binary_size, duration, percent
 
 
-def request(**changed: Any) -> command.CollectivesOptions:
+def ask(*, processes: int | None = 2, **changed: Any) -> int:
     usual: dict[str, Any] = {
-        "backends": "",
-        "operations": "",
-        "sizes": "1KiB:64MiB",
+        "backends": (),
+        "operations": (),
+        "sizes": (1024,),
         "repeats": 20,
         "seconds": 30.0,
         "pairs": False,
         "out": None,
-        "csv": None,
-        "json": False,
+        "output": Output(),
     }
-    return command.parse_options(**{**usual, **changed})
-
-
-def test_without_options_all_is_measured() -> None:
-    asked = request()
-    assert asked.backends == ()
-    assert asked.operations == OPERATIONS
-    assert asked.sizes == tuple(1024 * 4**power for power in range(9))
-    # MPI is the world, and gloo stands beside it.
-    assert request(backends="gloo, mpi").backends == ("mpi", "gloo")
+    return command.benchmark_collectives(command.CollectivesRequest(**{**usual, **changed}), processes)
 
 
 def test_what_can_not_be_asked() -> None:
-    for changed, found in (
-        ({"backends": "ucx"}, "'ucx' is not one of mpi, nccl, gloo"),
-        ({"operations": "all_reduce,scan"}, "'scan' is not one of all_reduce"),
-        ({"sizes": "0"}, "not between 1 byte"),
-        ({"sizes": "1MiB:0"}, "not between 1 byte"),
-        ({"sizes": "2MiB:1MiB"}, "2MiB is more than 1MiB"),
-        ({"sizes": "many"}, "'many' is not a size"),
-        ({"sizes": ""}, "'' is not a size"),
-        ({"sizes": "9999GiB"}, "not between"),
-        ({"repeats": 0}, "--repeats must be 1 or more"),
-        ({"seconds": math.nan}, "seconds above 0"),
-        ({"seconds": -1.0}, "seconds above 0"),
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"backends": ("ucx",)}, "--backend is one of mpi, nccl, gloo"),
+        ({"operations": ("all_reduce", "scan")}, "--operations is one of all_reduce"),
+        ({"repeats": 0}, "--repeats is an integer, 1 or more"),
+        ({"seconds": math.nan}, "--seconds is a number above 0"),
+        ({"seconds": -1.0}, "--seconds is a number above 0"),
         ({"out": Path("no/such/m.json")}, "there is no directory"),
-        ({"csv": Path(".")}, "it is a directory"),
-    ):
+        ({"output": Output(csv=Path("."))}, "it is a directory"),
+        ({"processes": None}, "no other to communicate with"),
+        ({"processes": 1}, "no other to communicate with"),
+        ({"backends": ("mpi",)}, "not ranks of MPI"),
+        ({"sizes": (1 << 39,)}, "of memory"),
+    )
+    for changed, found in refused:
         with pytest.raises(shoal.LaunchError, match=found):
-            request(**changed)
-    # Or not here.
-    for processes, changed, found in (
-        (None, {}, "no other to communicate with"),
-        (1, {}, "no other to communicate with"),
-        (2, {"backends": "mpi"}, "not ranks of MPI"),
-        (2, {"sizes": "512GiB"}, "of memory"),
-    ):
-        with pytest.raises(shoal.LaunchError, match=found):
-            command.benchmark_collectives(request(**changed), processes)
+            ask(**changed)
 
 
 def test_ranks_of_a_job_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +55,36 @@ def test_ranks_of_a_job_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -
     for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(shoal.LaunchError, match="has already started all ranks") as caught:
-        command.benchmark_collectives(request(), 2)
+        ask()
     assert caught.value.fix == "remove -n"
 
 
+def test_lists_of_options() -> None:
+    assert parse_words("gloo, mpi,,gloo") == ("gloo", "mpi")
+    assert parse_words("") == ()
+    assert parse_numbers("--workers", "", least=0) == ()
+    assert parse_numbers("--workers", "4,0, 2,4", least=0) == (0, 2, 4)
+    for text, least, found in (
+        ("0", 1, "-n 0\nfound: not positive integers"),
+        ("1,two", 1, "not positive integers, separated by commas"),
+        ("-1", 0, "not integers of 0 or more"),
+    ):
+        with pytest.raises(shoal.LaunchError, match=found):
+            parse_numbers("-n", text, least=least)
+
+
 def test_sizes() -> None:
+    assert parse_sizes("1KiB:64MiB") == tuple(1024 * 4**power for power in range(9))
+    for text, found in (
+        ("0", "not between 1 byte"),
+        ("1MiB:0", "not between 1 byte"),
+        ("2MiB:1MiB", "2MiB is more than 1MiB"),
+        ("many", "'many' is not a size"),
+        ("", "'' is not a size"),
+        ("9999GiB", "not between"),
+    ):
+        with pytest.raises(shoal.LaunchError, match=found):
+            parse_sizes(text)
     assert parse_sizes("1KiB") == (1024,)
     assert parse_sizes("1.5k, 2 MB,7") == (7, 1536, 2 << 20)
     assert parse_sizes("1KiB:10KiB") == (1024, 4096, 10240)
@@ -104,7 +110,7 @@ def test_a_point_is_the_median_and_the_quartiles() -> None:
     assert (point.low, point.seconds, point.high, point.samples) == (2.0, 3.0, 4.0, 5)
     assert summarize_samples(8, [2.0]).spread == 0
     # Backends are compared at the ends.
-    said = display.compare_backends(series("mpi", 1e-5), series("gloo", 1e-3))
+    said = document.compare_backends(series("mpi", 1e-5), series("gloo", 1e-3))
     assert said == ("gloo takes 91 times as long as mpi at 1 KiB, 1.9 times as long at 1 MiB.")
 
 

@@ -12,15 +12,16 @@ import torch
 
 import shoal
 from shoal.tools.bench.compile import measure
+from shoal.tools.bench.measurement import Output
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 WAYS = ["Python loop", "torch operations", "TorchScript", "torch.compile"]
 
 
-def ask(**changed: Any) -> int:
-    usual: dict[str, Any] = {"model": None, "batch": 4, "seconds": 0.5, "csv": None, "json": True}
-    return measure.benchmark_modes(measure.CompileOptions(**{**usual, **changed}))
+def ask(model: str | None = None, *, csv: Path | None = None, **changed: Any) -> int:
+    usual = {"batch": 4, "seconds": 0.5, "output": Output(csv=csv, json=True)}
+    return measure.benchmark_modes(model, **{**usual, **changed})
 
 
 def found(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -67,8 +68,8 @@ def test_the_real_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 def test_what_can_not_be_measured() -> None:
     for changed, words in (
-        ({"batch": 0}, "--batch must be 1 or more"),
-        ({"seconds": 0.0}, "--seconds above 0"),
+        ({"batch": 0}, "--batch 0\nfound: it must be 1 or more"),
+        ({"seconds": 0.0}, "--seconds 0\nfound: it must be above 0"),
         ({"model": "no_such_model"}, "neither a built-in model"),
         ({"model": "no_such_package:f"}, "No module named"),
     ):

@@ -14,7 +14,6 @@ from shoal.tools.bench.scaling.aggregate import Repeat
 from shoal.tools.bench.scaling.configurations import StudyOptions
 from shoal.tools.bench.scaling.directory import Study, begin_study
 from shoal.tools.bench.scaling.job_summary import summarize
-from shoal.util.tables import plain_console
 
 pytestmark = [pytest.mark.processes, pytest.mark.system]
 
@@ -66,8 +65,8 @@ def made_up(path: Path, *, faster: float = 1.0) -> Study:
 @pytest.mark.skipif(program() is None, reason="needs chromium")
 def test_the_pages_of_studies_are_whole_in_every_window(tmp_path: Path) -> None:
     quad, octo = made_up(tmp_path / "quad"), made_up(tmp_path / "octo", faster=2.0)
-    scaling.print_study(quad, plain_console())
-    scaling.compare_studies(quad, octo, tmp_path / "both", plain_console())
+    scaling.show_study(quad)
+    scaling.compare_studies(quad, octo, tmp_path / "both")
     with browser(tmp_path / "profile") as window:
         for page in (tmp_path / "quad" / "index.html", tmp_path / "both" / "index.html"):
             for width in (1280, 390):

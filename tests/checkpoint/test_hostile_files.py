@@ -23,8 +23,8 @@ import shoal
 from helpers import rules
 from helpers.checkpoint_files import Alone, Hostile, forge, names
 from shoal.checkpoint import Checkpoints
+from shoal.checkpoint.inspect import locate
 from shoal.checkpoint.inspect import manifest as contents
-from shoal.checkpoint.inspect import verify
 from shoal.checkpoint.inspect.tensor_reader import TensorFiles
 from shoal.checkpoint.state_tree import DTYPES
 from shoal.checkpoint.store import DamageError, FileRecord, Manifest
@@ -190,7 +190,7 @@ def test_a_table_that_no_tensor_has(row: dict[str, Any], step: Path) -> None:
     forged["tensors"]["state/weight"] = right | row
     forge(step, "state.json", json.dumps(forged).encode())
     assert_refused(step, "state.json")
-    assert verify.examine(step, read=True).problems
+    assert locate.examine(step, read=True).problems
 
 
 def test_a_table_without_a_tensor(step: Path) -> None:
@@ -274,7 +274,7 @@ def test_what_is_no_file(name: str, kind: str, step: Path) -> None:
     (step / name).unlink()
     NO_FILES[kind](step / name, original)
     assert_refused(step, name)
-    assert any(name in problem for problem in verify.examine(step, read=True).problems)
+    assert any(name in problem for problem in locate.examine(step, read=True).problems)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
@@ -285,7 +285,7 @@ def test_a_state_that_no_manifest_names_is_not_waited_for(kind: str, step: Path)
     (step / "state.json").unlink()
     NO_FILES[kind](step / "state.json", step)
     assert_refused(step, "state.json")
-    assert verify.examine(step, read=True).problems
+    assert locate.examine(step, read=True).problems
 
 
 @pytest.mark.parametrize("form", ["step-0", "step-2.partial", "step-2.trash", "step-1.trash"])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from helpers.checkpoint_files import Alone, checkpoint, flip
 from shoal.checkpoint import AnyPath, Checkpoints, commit, paths, store
-from shoal.checkpoint.inspect import extract, listing, locate, manifest, verify
+from shoal.checkpoint.inspect import extract, listing, locate, manifest
 from shoal.checkpoint.object_store import RemotePath
 from shoal.util.errors import CheckpointError
 
@@ -77,7 +77,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts[path.name] += 1
         return original(path)
 
-    for module in (store, verify):
+    for module in (store, locate):
         monkeypatch.setattr(module, "open_file", counted)
     return counts
 
@@ -121,10 +121,10 @@ def test_a_save_of_the_same_step_is_not_damage(after: Meet, tmp_path: Path) -> N
     final, partial = tmp_path / "step-1", tmp_path / "step-1.partial"
     for given in (tmp_path, final):
         save(tmp_path, 1)
-        after(verify, "manifest", lambda: save(tmp_path, 1, 2.0))
+        after(locate, "manifest_of", lambda: save(tmp_path, 1, 2.0))
         assert said("verify", given) == whole
     # With the same content.
-    after(verify, "manifest", lambda: replace(tmp_path))
+    after(locate, "manifest_of", lambda: replace(tmp_path))
     after(locate, "examine", lambda: partial.rename(final))
     assert said("verify", tmp_path) == whole
     # Its new name is another one after both names were listed.
@@ -132,7 +132,7 @@ def test_a_save_of_the_same_step_is_not_damage(after: Meet, tmp_path: Path) -> N
     after(commit.DiskStore, "candidates", lambda: publish(tmp_path))
     assert said("verify", tmp_path) == whole
     # Between its two renames.
-    after(verify, "manifest", lambda: replace(tmp_path))
+    after(locate, "manifest_of", lambda: replace(tmp_path))
     found = locate.examine_listed(final, read=True)
     assert found is not None
     assert (found.path, found.problems) == (partial, [])
@@ -142,7 +142,7 @@ def test_one_that_is_replaced_all_the_time_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save(tmp_path, 1)
-    original = verify.manifest
+    original = store.manifest_of
     reads: list[AnyPath] = []
 
     def replaced(path: AnyPath) -> store.Manifest:
@@ -151,7 +151,7 @@ def test_one_that_is_replaced_all_the_time_is_an_error(
         save(tmp_path, 1, len(reads) + 1.0)
         return found
 
-    monkeypatch.setattr(verify, "manifest", replaced)
+    monkeypatch.setattr(locate, "manifest_of", replaced)
     with pytest.raises(CheckpointError, match="replaced it each time"):
         said("verify", tmp_path)
     assert len(reads) == 5
@@ -192,7 +192,7 @@ def test_a_given_save_that_is_running(tmp_path: Path) -> None:
 def test_remote_saves_and_removals_are_not_damage(after: Meet, remote: AnyPath) -> None:
     checkpoints = Checkpoints(remote, Alone(), keep=2)
     checkpoints.save(1, {}, {}, {})
-    after(verify, "manifest", lambda: checkpoints.save(1, {}, {}, {"second": True}))
+    after(locate, "manifest_of", lambda: checkpoints.save(1, {}, {}, {"second": True}))
     assert said("verify", remote) == (0, f"{remote}/step-1.a0.2: complete (step 1)")
     checkpoints.save(2, {}, {}, {})
     # The manifest of one is gone, and other files are there.

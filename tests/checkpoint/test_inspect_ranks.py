@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.killed_training import same
 from helpers.ranks import Ranks
-from shoal.checkpoint.inspect import diff, extract, manifest, verify
+from shoal.checkpoint.inspect import diff, extract, locate, manifest
 
 pytestmark = pytest.mark.processes
 
@@ -98,7 +98,7 @@ def test_as_if_one_process_had_saved(
     ranks_of(1).call(save_again, tmp_path / "many")
     places = ("many/run/checkpoints", "one/run/checkpoints", "many/run/again")
     paths = [tmp_path / place / "step-2" for place in places]
-    assert [verify.examine(path, read=True).problems for path in paths] == [[]] * 3
+    assert [locate.examine(path, read=True).problems for path in paths] == [[]] * 3
     many, one, again = map(manifest.inspect_checkpoint, paths)
     if isinstance(strategy, shoal.FSDP):
         assert {len(row.chunks) for name, row in many.tensors.items() if name.endswith("weight")} == {3}

@@ -124,7 +124,7 @@ def test_a_state_of_other_data_is_refused(world: shoal.World) -> None:
 def test_batches_that_cannot_be_cut() -> None:
     wrong: list[tuple[Any, int, int]] = [(0, 1, 1), (-4, 1, 1), (4.0, 1, 1), (4, 0, 1)]
     for sizes in wrong:
-        with pytest.raises(DataError, match="positive integers"):
+        with pytest.raises(DataError, match="is an integer, 1 or more"):
             check_sizes(*sizes)
     for batch_size, micros, ranks in ((3, 1, 4), (7, 4, 2)):
         with pytest.raises(DataError, match=f"{ranks} x {micros} micro-batches: 1 of them"):

@@ -134,17 +134,20 @@ def test_is_a_frozen_value() -> None:
 def test_bad_input() -> None:
     order: Any = Permutation(5, seed=0)
     wrong: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str, str]] = [
-        *((Permutation, (n,), {"seed": 0}, f"size={n}", "from 1 to 2**63 - 1") for n in (0, -3, 2**63)),
-        (Permutation, (5,), {"seed": 0, "epoch": -1}, "epoch=-1", "counted from 0"),
-        (Permutation, (2.5,), {"seed": 0}, "size=2.5", "float, not an integer"),
-        (Permutation, (5,), {"seed": None}, "seed=None", "NoneType"),
+        *(
+            (Permutation, (n,), {"seed": 0}, f"size={n}", "an integer from 1 to")
+            for n in (0, -3, 2**63)
+        ),
+        (Permutation, (5,), {"seed": 0, "epoch": -1}, "epoch=-1", "0 or more"),
+        (Permutation, (2.5,), {"seed": 0}, "size=2.5", "an integer from 1 to"),
+        (Permutation, (5,), {"seed": None}, "seed=None", "seed is an integer"),
         (order.__getitem__, (5,), {}, "positions [5, 6)", "positions [0, 5)"),
         (order.__getitem__, (-1,), {}, "positions [-1, 0)", "positions [0, 5)"),
         (order.indices, (0, 6), {}, "positions [0, 6)", "positions [0, 5)"),
         (order.indices, (3, 2), {}, "positions [3, 2)", "positions [0, 5)"),
         (Permutation(5, seed=0, shuffle=False).indices, (0, 6), {}, "positions [0, 6)", "5 samples"),
         (order.blocks, (0, 6), {}, "positions [0, 6)", "positions [0, 5)"),
-        (order.blocks, (0, 5), {"block": 0}, "block=0", "at least one"),
+        (order.blocks, (0, 5), {"block": 0}, "block=0", "1 or more"),
     ]
     for make, positional, options, given_text, found_text in wrong:
         with pytest.raises(DataError) as error:

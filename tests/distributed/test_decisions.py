@@ -12,10 +12,9 @@ import torch
 
 import shoal
 from helpers import recordings
-from shoal.distributed.backend import choose_backend, why_shared
 from shoal.distributed.cluster_env import LAUNCHERS, Placement
 from shoal.distributed.cpu_affinity import threads
-from shoal.distributed.device import RankDevice, choose_device
+from shoal.distributed.device import RankDevice, choose_backend, choose_device, why_shared
 from shoal.distributed.env_vars import placement
 from shoal.distributed.initialize import check_limits, choose_layout
 from shoal.util.decision import GIVEN, Decision

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.distributed.failure import (
+    SAME_STEPS,
     DepartedRank,
     Failure,
     culprit,
@@ -18,7 +19,6 @@ from shoal.distributed.failure import (
     locate,
     report,
 )
-from shoal.distributed.watchdog.peer_errors import SAME_STEPS
 from shoal.util.errors import DataError
 
 OWN = Failure(rank=0, code=1, when=2.0, where="a, train.py:7", text="ValueError: boom\n")

@@ -11,7 +11,7 @@ import pytest
 from shoal.distributed.env_vars import REPORTS, set_variables
 from shoal.distributed.failure import Failure, decode
 from shoal.distributed.watchdog import abort, stacks
-from shoal.distributed.watchdog.abort import EXIT_CODE, HangReport
+from shoal.distributed.watchdog.abort import EXIT_CODE
 from shoal.distributed.watchdog.diagnosis import (
     BUSY_SECONDS,
     HangDiagnosis,
@@ -198,13 +198,13 @@ def test_where_the_main_thread_is() -> None:
 
 
 def test_a_report_reaches_the_launcher_as_a_failure() -> None:
-    report = HangReport(rank=1, size=3, where="b, train.py:5", text="all of it", when=4.0)
+    report = Failure(
+        rank=1, code=EXIT_CODE, when=4.0, where="b, train.py:5", text="all of it", hung=True
+    )
     ours, theirs = Pipe(duplex=False)
     with set_variables({REPORTS: f"{os.getpid()}:{theirs.fileno()}"}):
         assert abort.tell_launcher(report)
-    assert decode(ours.recv_bytes()) == Failure(
-        rank=1, code=EXIT_CODE, when=4.0, where="b, train.py:5", text="all of it", hung=True
-    )
+    assert decode(ours.recv_bytes()) == report
     # What a rank has started itself is not heard through the rank's pipe.
     with set_variables({REPORTS: f"{os.getpid() + 1}:{theirs.fileno()}"}):
         assert not abort.tell_launcher(report)

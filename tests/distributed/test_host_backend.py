@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.scripts import Script
-from shoal.distributed.backend import backends
+from shoal.distributed.device import backends
 
 SCRIPT = f"""
 import os, sys
@@ -18,7 +18,7 @@ import torch, torch.distributed as dist
 from helpers import simulated_device as simulated
 from shoal._torch.c10d import device_types
 from shoal.distributed import objects
-from shoal.distributed.backend import backends
+from shoal.distributed.device import backends
 
 simulated.setup()
 rank = int(os.environ["RANK"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.distributed import env_vars
-from shoal.distributed.backend import choose_backend
+from shoal.distributed.device import choose_backend
 from shoal.distributed.mpi import require, serve
 from shoal.util.errors import LaunchError
 

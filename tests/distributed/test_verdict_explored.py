@@ -12,8 +12,9 @@ import pytest
 from helpers.exploration.explorer import BrokenPropertyError, Execution, Protocol, explore
 from helpers.exploration.mutants import load_variant
 from helpers.exploration.shared_store import SharedAttribute, SharedClock
+from shoal.distributed.failure import Failure
 from shoal.distributed.watchdog import diagnosis, side_channel, watch
-from shoal.distributed.watchdog.abort import HangReport
+from shoal.distributed.watchdog.abort import EXIT_CODE
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.telemetry.flight_recorder import Collective
 
@@ -84,8 +85,8 @@ class Hang:
         made._counts = lambda: len(self.arrived)
         made._still_waits = lambda before: len(self.arrived) == before
         made._see, made._ask = partial(self.see, rank), self.ask
-        made._put_into_words = lambda decided, found: HangReport(
-            rank=decided.rank, size=len(self.places), where=decided.where, text="", when=0.0
+        made._put_into_words = lambda decided, found: Failure(
+            rank=decided.rank, code=EXIT_CODE, where=decided.where, when=0.0
         )
         return made
 
@@ -122,7 +123,7 @@ class Hang:
         self.world.spawn(name, rank, partial(complete, ending))
         return True
 
-    def told(self, rank: int, report: HangReport) -> bool:
+    def told(self, rank: int, report: Failure) -> bool:
         self.blamed.append((rank, report.rank))
         self.world.shared[f"blamed {len(self.blamed)}"] = (rank, report.rank)
         return True
@@ -159,13 +160,13 @@ class Hang:
 def replace_abort(
     module: Any,
     world: Execution,
-    told: Callable[[int, HangReport], bool],
+    told: Callable[[int, Failure], bool],
     leave: Callable[[int, object], None],
 ) -> None:
     """Note the reports, and end the tasks of a rank in place of its process."""
     module.abort = SimpleNamespace(
         tell_launcher=lambda report: told(world.current.rank, report),
-        tell_people=lambda _: None,
+        tell_people=lambda *_: None,
         launched=lambda: True,
         exit_process=lambda strangers: leave(world.current.rank, strangers),
     )

@@ -14,7 +14,7 @@ import pytest
 
 from shoal.tools.doctor import support_bundle
 from shoal.tools.doctor.findings import Examination, failure, ok
-from shoal.tools.doctor.support_bundle import LINES, Bundle, Redactor, collect_bundle, stand_ins
+from shoal.tools.doctor.support_bundle import LINES, Redactor, collect_bundle, stand_ins, write_bundle
 from shoal.util.errors import LaunchError
 
 # Each is planted where one finds it, and must be nowhere in the archive.
@@ -93,7 +93,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_secret_is_in_it_and_all_that_helps_is(run: Path, anonymous: bool, tmp_path: Path) -> None:
     told = [*SECRETS.values(), f"https://me:{LOGIN}@h/x", "wide " * 30 + SECRETS["HF_TOKEN"]]
     found = collect_bundle(examined(*told), described=SECRETS["HF_TOKEN"], run=run, anonymous=anonymous)
-    said = found.write(tmp_path / "b.zip")
+    said = write_bundle(found, tmp_path / "b.zip")
     texts = content(tmp_path / "b.zip")
     whole = "\n".join([*texts, *texts.values()])
     for secret in (*SECRETS.values(), LOGIN, *IN_LOGS):
@@ -120,12 +120,12 @@ def test_hosts_user_and_home_are_replaced_the_same_everywhere(run: Path) -> None
         f"{user}@gpu08: {home}/x on gpu07 and gpu07.example.org, {here}\n"
     )
     finding = f"rank 1 (gpu08) in {home}/runs"
-    texts = collect_bundle(examined(finding), described="", run=run, anonymous=True).texts
+    texts = collect_bundle(examined(finding), described="", run=run, anonymous=True)
     assert texts["run/logs/rank-0.log"] == "USER@host-2: HOME/x on host-1 and host-1, host-3\n"
     assert "rank 1 (host-2) in HOME/runs" in texts["report.txt"]
     assert json.loads(texts["report.json"])["hosts"] == ["host-1", "host-2"]
     assert "SLURM_JOB_NODELIST=***" in texts["environment.txt"].splitlines()
-    named = collect_bundle(examined(finding), described="", run=run, anonymous=False).texts
+    named = collect_bundle(examined(finding), described="", run=run, anonymous=False)
     assert f"gpu08) in {home}/runs" in named["report.txt"]
 
 
@@ -141,10 +141,10 @@ def test_only_whole_lines_of_the_end_are_kept(tmp_path: Path) -> None:
 
 def test_a_file_that_is_there_is_not_replaced_and_others_cannot_read_it(tmp_path: Path) -> None:
     path = tmp_path / "b.zip"
-    Bundle(texts={"a": "1"}).write(path)
+    write_bundle({"a": "1"}, path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(LaunchError, match="File exists"):
-        Bundle(texts={"a": "2"}).write(path)
+        write_bundle({"a": "2"}, path)
     assert content(path) == {"a": "1"}
 
 
@@ -154,7 +154,7 @@ def test_half_an_archive_does_not_stay(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
     with pytest.raises(LaunchError, match="No space left"):
-        Bundle(texts={"a": "1"}).write(tmp_path / "b.zip")
+        write_bundle({"a": "1"}, tmp_path / "b.zip")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -30,6 +30,7 @@ PRELOADED = [
     "shoal.training.step",
 ]
 CALL_SECONDS = 400.0
+LIMITS = {"timeout": 120.0, "prepare_timeout": 120.0}
 Kind = TypeVar("Kind", bound=shoal.ShoalError)
 
 _HELD: list[socket.socket] = []
@@ -48,19 +49,18 @@ def free_port() -> int:
 
 
 class Ranks:
-    """`ranks.call(function, *arguments)` runs `function(world, *arguments)` on every rank."""
+    """`ranks.call(function, *arguments)` runs `function(world, *arguments)` on every rank.
+
+    Further options are those of `shoal.init`.
+    """
 
     def __init__(
         self,
         size: int,
         *,
         layout: str = "replicate=-1",
-        seed: int = 0,
-        timeout: float = 120.0,
-        prepare_timeout: float = 120.0,
-        device: str | None = None,
-        exact: str = "rounding",
         call_seconds: float = CALL_SECONDS,
+        **options: Any,
     ) -> None:
         self.size = size
         self._call_seconds = call_seconds
@@ -73,7 +73,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, size, division, seed, timeout, prepare_timeout, device, exact),
+                args=(theirs, rank, size, division, LIMITS | options),
                 daemon=True,
             )
             process.start()
@@ -190,11 +190,7 @@ def _serve(
     rank: int,
     size: int,
     division: _Division | None,
-    seed: int,
-    timeout: float,
-    prepare_timeout: float,
-    device: str | None,
-    exact: str,
+    options: Mapping[str, Any],
 ) -> None:
     os.setpgid(0, 0)
     gc.freeze()  # what the fork server has imported
@@ -209,14 +205,7 @@ def _serve(
     torch.set_num_threads(1)
     while division is not None:
         os.environ["MASTER_PORT"] = str(division.port)
-        with shoal.init(
-            layout=division.layout,
-            device=device,
-            seed=seed,
-            timeout=timeout,
-            prepare_timeout=prepare_timeout,
-            exact=exact,
-        ) as world:
+        with shoal.init(layout=division.layout, **options) as world:
             division = _answer(pipe, world)
 
 

@@ -111,7 +111,7 @@ def assigned_worlds(package: Path) -> Iterator[str]:
                     yield f"{inside}:{node.lineno}: assigns {ast.unparse(node)}"
 
 
-MAY_WRITE_PICKLES = {"checkpoint/model_file.py"}
+MAY_WRITE_PICKLES = {"checkpoint/inspect/extract.py"}
 """Where a `.pt` is written because the user names one; nothing ever reads it back."""
 MAY_PICKLE = "util/pickling.py"
 """Calls and what they return cross by it between processes of one run, and never a file."""

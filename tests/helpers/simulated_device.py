@@ -261,8 +261,8 @@ def setup() -> None:
 def make_world(size: int, layout: str, rank: int) -> Any:
     """Return the world of one rank of `size`, whose other ranks do not exist."""
     from shoal.distributed import env_vars, initialize, world
-    from shoal.distributed.determinism import DeterministicMode
     from shoal.distributed.layout import Layout
+    from shoal.distributed.seeds import DeterministicMode
     from shoal.distributed.watchdog.diagnosis import WaitLimits
     from shoal.distributed.watchdog.world_watchdog import Watchdog
 

@@ -65,7 +65,7 @@ def test_status_cancel_and_a_second_submission(pool: Fakes) -> None:
 
 def test_what_the_scheduler_does_not_have_is_an_error(pool: Fakes) -> None:
     error = refused(*SUBMIT, "--launcher", "srun", "train.py")
-    assert "the launchers are pool-run, mpirun" in error.found
+    assert "--launcher is one of pool-run, mpirun" in error.found
     pool.set("pool-submit", code=1, err="no more today\n")
     error = refused(*SUBMIT, "train.py")
     assert (error.found, Path("runs").exists()) == ("no more today", False)

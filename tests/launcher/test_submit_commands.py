@@ -121,7 +121,7 @@ def test_what_can_not_work_is_refused_and_leaves_nothing(fakes: Fakes) -> None:
     for arguments, found in (
         ([], "no time limit"),
         (["--time=1h"], "it is not a duration"),
-        (["--time=1:00:00", "--launcher", "aprun"], "the launchers are srun, torchrun, mpirun"),
+        (["--time=1:00:00", "--launcher", "aprun"], "--launcher is one of srun, torchrun, mpirun"),
         (["--time=1:00:00", "--site", "nowhere"], "the sites are jean-zay, plain"),
         (["--time=1:00:00", "--gpus-per-node", "4", "-n", "1"], "3 GPU-hours of 4"),
         (["--time=1:00:00", "--run", "."], "train.py is in it"),

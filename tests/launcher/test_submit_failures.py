@@ -24,7 +24,7 @@ FAILS = """
 import os, sys
 from pathlib import Path
 from shoal.distributed.env_vars import failures
-from shoal.distributed.failure_reports import report_into
+from shoal.distributed.failure import report_into
 
 rank = int(os.environ["RANK"])
 report_into(failures(), rank=rank, size=2)

@@ -156,7 +156,7 @@ def measured_case(world: shoal.World, layout: str, number: int, folder: str) -> 
 def allowed(layout: str, number: int) -> float:
     _, built, plan = random_case(random.Random(number), layout)
     traced = trace_step(lambda: Workload(*built), plan).memory.total
-    return (1 + margin_of(plan.layout)) * traced + SMALL_MARGIN
+    return float((1 + margin_of(plan.layout)) * traced + SMALL_MARGIN)
 
 
 @pytest.mark.full

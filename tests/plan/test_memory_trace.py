@@ -21,8 +21,9 @@ from helpers.planned_models import MODELS, SAMPLES, Built, classes
 from helpers.ranks import Ranks
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
+from shoal.tools.plan.memory.rank_memory import RankMemory
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
-from shoal.tools.plan.work.trace import TracedMemory, trace_step
+from shoal.tools.plan.work.trace import trace_step
 from shoal.util.errors import ShoalError
 
 WITHIN = 0.05
@@ -45,7 +46,7 @@ def planned(
     )
 
 
-def traced(build: Callable[[], Built], plan: PlannedStep) -> TracedMemory:
+def traced(build: Callable[[], Built], plan: PlannedStep) -> RankMemory:
     return trace_step(lambda: Workload(*build()), plan).memory
 
 
@@ -68,7 +69,7 @@ def test_recomputed_activations(
     measured = measured_peak(world, MODELS[name], plan, tmp_path / "trace.json")
     found = traced(MODELS[name], plan)
     assert found.total == pytest.approx(measured, rel=WITHIN)
-    assert found.activations < traced(MODELS[name], planned(8, 4)).activations
+    assert found.kinds["activations"] < traced(MODELS[name], planned(8, 4)).kinds["activations"]
 
 
 @pytest.mark.long
@@ -76,9 +77,9 @@ def test_a_stage_frees_the_modules_of_the_others() -> None:
     plan = replace(planned(8, 2, "pipeline=2"), split_points=("3",))
     parts = [trace_step(lambda: Workload(*MODELS["MLP"]()), plan, rank=rank).memory for rank in (0, 1)]
     one = traced(MODELS["MLP"], planned(8, 2))
-    assert sum(part.parameters for part in parts) == one.parameters
+    assert sum(part.kinds["parameters"] for part in parts) == one.kinds["parameters"]
     assert all(part.moment == "update" for part in parts)  # after all activations
-    assert all(part.activations < 0.05 * part.parameters for part in parts)
+    assert all(part.kinds["activations"] < 0.05 * part.kinds["parameters"] for part in parts)
 
 
 SCHEDULED = [
@@ -164,7 +165,8 @@ def test_the_checks_on_the_first_batch_are_traced(world: shoal.World, tmp_path: 
     measured = measured_peak(world, build, planned(), tmp_path / "trace.json")
     assert found.moment == "checks"
     assert found.total == pytest.approx(measured, rel=0.01)
-    assert found.total == pytest.approx(2 * found.parameters, rel=0.01)  # they keep a copy of the table
+    # They keep a copy of the table.
+    assert found.total == pytest.approx(2 * found.kinds["parameters"], rel=0.01)
 
 
 class Branching(nn.Module):
@@ -194,18 +196,18 @@ def test_a_module_that_fails_on_fake_tensors_is_named() -> None:
     assert "module gate (Gate) on fake tensors" in caught.value.given
     assert "--measure" in caught.value.fix
     found = trace_step(lambda: Workload(*branching()), planned(), fake=False).memory
-    assert found.parameters == 4 * (4 * 4 + 4)
-    assert found.gradients == found.parameters
+    assert found.kinds["parameters"] == 4 * (4 * 4 + 4)
+    assert found.kinds["gradients"] == found.kinds["parameters"]
     plan = planned(micro=2, layout="shard=2")  # the values of the other rank are missing
-    assert trace_step(lambda: Workload(*branching()), plan, fake=False).memory.parameters == 40
+    assert trace_step(lambda: Workload(*branching()), plan, fake=False).memory.kinds["parameters"] == 40
 
 
 @pytest.mark.full
 def test_a_rank_of_many_holds_its_shard() -> None:
     one, many = (traced(MODELS["MLP"], planned(16, 16 // size, f"shard={size}")) for size in (1, 16))
-    assert many.parameters == pytest.approx(one.parameters / 16, rel=0.05)
-    assert many.optimizer == pytest.approx(one.optimizer / 16, rel=0.05)
-    assert many.communication > one.communication
+    assert many.kinds["parameters"] == pytest.approx(one.kinds["parameters"] / 16, rel=0.05)
+    assert many.kinds["optimizer"] == pytest.approx(one.kinds["optimizer"] / 16, rel=0.05)
+    assert many.kinds["communication"] > one.kinds["communication"]
 
 
 @pytest.mark.full
@@ -320,7 +322,7 @@ def test_functions_that_read_values_or_convert_the_model() -> None:
         ("double", eight(lambda: nn.Linear(8, 8).double(), torch.float64), 72, 8),
         ("half", eight(lambda: nn.Linear(8, 8).to(half), half), 72, 2),
     ):
-        assert traced(partial(tuple, made), planned()).parameters == width * count, name
+        assert traced(partial(tuple, made), planned()).kinds["parameters"] == width * count, name
 
 
 SHAPES = """

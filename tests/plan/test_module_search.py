@@ -13,7 +13,8 @@ from helpers.cli import shoal as command
 from helpers.planned_models import MODELS
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Machine, find_machine
-from shoal.tools.plan.search.module_search import ModuleSearch, module_layouts, search_module
+from shoal.tools.plan.search.module_search import module_layouts, search_module
+from shoal.tools.plan.search.prediction import SearchResult
 from shoal.util.errors import ShoalError
 
 SCRIPT = """
@@ -28,7 +29,7 @@ def build():
 """
 
 
-def searched(name: str, machine: Machine, devices: int = 2, batch: int = 4) -> ModuleSearch:
+def searched(name: str, machine: Machine, devices: int = 2, batch: int = 4) -> SearchResult:
     workload = Workload(*MODELS[name]())
     return search_module(lambda: workload, devices, batch, machine, precision="fp32")
 
@@ -50,7 +51,7 @@ def test_the_fastest_comes_first_and_others_have_reasons() -> None:
     assert times == sorted(times)
     names = [str(each.plan.layout) for each in found.best]
     assert {"replicate=2", "shard=2", "pipeline=2"} <= {*names}
-    reasons = dict(found.rejected)
+    reasons = {str(each.layout): each.reason for each in found.rejected}
     assert "no repeated blocks" in reasons["context=2"]
     assert not set(names) & set(reasons)
 

@@ -18,8 +18,9 @@ from helpers.planned_models import Transformer, values, words
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import RANGES, find_machine
 from shoal.tools.plan.machine.operation_times import OperationTimes, fit_operations, time_operations
-from shoal.tools.plan.time.layer_time import Work, compute_seconds
+from shoal.tools.plan.time.rates import compute_seconds
 from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.segments import Work
 from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util.errors import ShoalError
 
@@ -174,7 +175,7 @@ def test_the_command_measures_a_model(short: None, tmp_path: Path) -> None:
     [
         (("--model", "nowhere.py:build"), "no file"),
         (("--micro-batch", "4"), "no --model"),
-        (("-o", "nowhere/mine.toml"), "not a directory"),
+        (("-o", "nowhere/mine.toml"), "no directory"),
         (("-o", "/"), "it is a directory"),
         (("--model", "resnet-small:size=8,blocks=1"), "can't be measured"),
     ],

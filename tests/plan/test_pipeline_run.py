@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from shoal.strategies.pipeline.schedules import timetable
 from shoal.tools.plan.machine.machines import find_machine
 from shoal.tools.plan.memory.estimate import held_micro_batches
 from shoal.tools.plan.time import pipeline_run
-from shoal.tools.plan.time.pipeline_run import run_pipeline, simulate_actions
+from shoal.tools.plan.time.pipeline_run import pipeline_bubble, simulate_actions
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
@@ -93,7 +94,7 @@ def test_a_simulation_takes_the_time_of_the_timetable() -> None:
         shape = plan.layout.pipeline, plan.micro_batches
         table = timetable(plan.schedule, *shape, plan.stages)
         orders = action_lists(plan.schedule, shape[0], plan.stages, shape[1])
-        seconds, _ = simulate_actions(orders, [UNITS] * (shape[0] * plan.stages))
+        seconds = simulate_actions(orders, [UNITS] * (shape[0] * plan.stages))
         assert seconds == len(table.rows[0]), plan
 
 
@@ -116,16 +117,26 @@ def test_actions_are_those_of_torch() -> None:
         assert compared >= 8, schedule
 
 
+def most_held(plan: PlannedStep) -> float:
+    """Return the micro-batches that a rank holds until the gradients of weights, by the actions."""
+    shape = plan.layout.pipeline, plan.stages, plan.micro_batches
+    most = 0
+    for order in action_lists(plan.schedule, *shape):
+        changes = ({"F": 1, "I": 0}.get(each.kind, -1) for each in order)
+        most = max(most, *accumulate(changes))
+    return most / plan.stages
+
+
 def test_closed_forms() -> None:
     for plan in PLANS:
-        found = run_pipeline(MODEL, plan, A100)
-        assert found.held == held_micro_batches(plan), plan
-        bubble = estimate_step(MODEL, plan, A100).bubble
-        assert found.bubble >= bubble * (1 - 1e-9), plan
+        found = pipeline_bubble(MODEL, plan, A100)
+        assert most_held(plan) == held_micro_batches(plan), plan
+        bubble = estimate_step(MODEL, plan, A100).parts["bubble"]
+        assert found >= bubble * (1 - 1e-9), plan
         even = plan.micro_batches % plan.layout.pipeline == 0
         if plan.schedule in ("1f1b", "gpipe") or (plan.schedule == "interleaved" and even):
             # A pass through the output layer, here a few launches, may delay other stages.
-            assert found.bubble == pytest.approx(bubble, rel=0.1), plan
+            assert found == pytest.approx(bubble, rel=0.1), plan
 
 
 def repeats(plan: PlannedStep) -> bool:
@@ -142,14 +153,13 @@ def test_further_rounds_take_the_time_of_the_busiest_rank(monkeypatch: pytest.Mo
         if plan.micro_batches > 12 or not repeats(plan):
             continue
         long = replace(plan, global_batch=7 * plan.micro_batches)
-        found = run_pipeline(MODEL, long, A100)
+        found = pipeline_bubble(MODEL, long, A100)
         with monkeypatch.context() as patch:
             patch.setattr(pipeline_run, "_ROUNDS", 1000)
-            complete = run_pipeline(MODEL, long, A100)
-        assert found.held == complete.held, plan
+            complete = pipeline_bubble(MODEL, long, A100)
         if SCHEDULES[plan.schedule].folded:
             # Other ranks than that of the output layer are the busiest at first.
             step = estimate_step(MODEL, long, A100).total
-            assert -1e-9 * step <= found.bubble - complete.bubble <= 0.005 * step, plan
+            assert -1e-9 * step <= found - complete <= 0.005 * step, plan
         else:
-            assert found.bubble == pytest.approx(complete.bubble, rel=1e-6, abs=1e-9), plan
+            assert found == pytest.approx(complete, rel=1e-6, abs=1e-9), plan

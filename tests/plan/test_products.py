@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from shoal._torch.dispatch import TorchDispatchMode
 from shoal.distributed.layout import Layout
 from shoal.tools.plan.machine.machines import find_machine
-from shoal.tools.plan.time.layer_time import backward_work, layer_work
 from shoal.tools.plan.time.step_time import estimate_step, slowest
 from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.layers import layer_products, layer_work, product_work
 from shoal.tools.plan.work.products import alignment_factor, tiled_flops
 from shoal.tools.plan.work.transformer import Transformer
 
@@ -46,7 +46,7 @@ def test_a_vocabulary_that_is_not_a_multiple_of_eight_is_slower() -> None:
     assert alignment_factor(50304, 2) == alignment_factor(4, 4) == 1
     assert alignment_factor(50257, 2) > 1
     odd = estimate_step(replace(MODEL, vocab=50257), PLAN, A100)
-    assert odd.products > 1.1 * estimate_step(MODEL, PLAN, A100).products
+    assert odd.parts["products"] > 1.1 * estimate_step(MODEL, PLAN, A100).parts["products"]
 
 
 class CountedProducts(TorchDispatchMode):
@@ -72,10 +72,12 @@ def test_recomputation_skips_the_last_product_as_torch_does() -> None:
         recomputed = counted.found[True] - gradients
         assert recomputed == 1 + dropout
         model = replace(MODEL, dropout=dropout)
-        work = layer_work(model, PLAN, A100.units)
-        _, again = backward_work(model, work, "full")
-        skipped = work.forward.products - again.products
-        assert skipped == (0 if dropout else work.last.products)
+        plan = replace(PLAN, recompute="full")
+        work = layer_work(model, plan, A100.units)
+        skipped = work.forward.products - work.recompute.products
+        shape = layer_products(model, plan)[-1]
+        one = product_work(shape, plan.numbers.activation, A100.units).products
+        assert skipped == (0 if dropout else one)
 
 
 def test_the_slowest_of_more_devices_is_slower() -> None:
@@ -88,5 +90,6 @@ def test_the_slowest_of_more_devices_is_slower() -> None:
 
 def test_sums_of_tensor_parallelism_that_overlap_are_shorter() -> None:
     plan = replace(PLAN, layout=Layout(tensor=8), recompute="full")
-    apart = estimate_step(MODEL, plan, A100).tensor
-    assert 0 < estimate_step(MODEL, replace(plan, tensor_overlap=True), A100).tensor < apart
+    apart = estimate_step(MODEL, plan, A100).parts["tensor"]
+    overlapped = replace(plan, tensor_overlap=True)
+    assert 0 < estimate_step(MODEL, overlapped, A100).parts["tensor"] < apart

@@ -16,13 +16,15 @@ from helpers.planned_models import MODELS
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Efficiency, Machine
-from shoal.tools.plan.search.fit import ModuleFit, fit_plan, trace_pipeline
-from shoal.tools.plan.time.collectives import RankGroup, collective_seconds
-from shoal.tools.plan.time.layer_time import Work, compute_seconds
-from shoal.tools.plan.time.traced_time import collective_totals, run_ranks, step_seconds
+from shoal.tools.plan.search.fit import fit_plan, trace_pipeline
+from shoal.tools.plan.search.prediction import Prediction
+from shoal.tools.plan.time.collectives import collective_seconds
+from shoal.tools.plan.time.rates import compute_seconds
+from shoal.tools.plan.time.simulation import collective_totals, run_ranks, step_seconds
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.segments import RankGroup, Segment, StepCollective, Work
 from shoal.tools.plan.work.trace import TracedStep, trace_step
-from shoal.tools.plan.work.traced_work import TracedCollective, TracedSegment, TracedWork
+from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util.errors import ShoalError
 
 CPU = Machine(
@@ -62,11 +64,9 @@ def planned(layout: str, batch: int = 8) -> PlannedStep:
     )
 
 
-def segment(
-    moment: str, operation: str = "", wait: str = "update", work: Work = SECOND
-) -> TracedSegment:
-    called = TracedCollective(operation=operation, count=BYTES, group=RankGroup(2, 1), wait=wait)
-    return TracedSegment(moment=moment, work=work, collective=called if operation else None)
+def segment(moment: str, operation: str = "", wait: str = "update", work: Work = SECOND) -> Segment:
+    called = StepCollective(operation=operation, count=BYTES, group=RankGroup(2, 1), wait=wait)
+    return Segment(moment=moment, work=work, collective=called if operation else None)
 
 
 def test_a_cpu_computes_after_it_has_started_an_operation() -> None:
@@ -82,10 +82,8 @@ def test_a_cpu_computes_after_it_has_started_an_operation() -> None:
     assert times["gpu"] == pytest.approx((2**4 + 1) ** 0.25)
 
 
-def communication(
-    *segments: TracedSegment, layout: str = "replicate=2", machine: Machine = CPU
-) -> float:
-    return step_seconds(segments, planned(layout), machine).communication
+def communication(*segments: Segment, layout: str = "replicate=2", machine: Machine = CPU) -> float:
+    return float(step_seconds(segments, planned(layout), machine).parts["communication"])
 
 
 def test_a_bucket_that_backward_hides_takes_no_time() -> None:
@@ -135,7 +133,7 @@ def test_a_module_waits_for_its_collectives() -> None:
 def test_devices_that_share_cores_take_turns() -> None:
     node = replace(CPU, devices=4, cores=2)
     times = [
-        step_seconds([segment("forward")], planned(f"replicate={ranks}"), node).products
+        step_seconds([segment("forward")], planned(f"replicate={ranks}"), node).parts["products"]
         for ranks in (1, 2, 4, 8)
     ]
     assert times == pytest.approx([1.0, 1.0, 2.0, 2.0])
@@ -191,10 +189,10 @@ def test_operations_in_place_read_and_write() -> None:
     assert [each.work.traffic for each in found.segments] == [2 * 3 * 4000]
 
 
-def message(operation: str, number: int, work: Work = SECOND) -> TracedSegment:
+def message(operation: str, number: int, work: Work = SECOND) -> Segment:
     """Return work before a message, which takes a second, between the two ranks of a pipeline."""
     place = 1 if operation == "send" else 0
-    called = TracedCollective(
+    called = StepCollective(
         operation=operation,
         count=BYTES,
         group=RankGroup(2, 1),
@@ -202,7 +200,7 @@ def message(operation: str, number: int, work: Work = SECOND) -> TracedSegment:
         peer=place,
         message=number,
     )
-    return TracedSegment(moment="forward", work=work, collective=called)
+    return Segment(moment="forward", work=work, collective=called)
 
 
 def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
@@ -213,8 +211,8 @@ def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
     sender, receiver = (each.time for each in runs)
     # Gloo transfers a message after the receiver has asked for it: the first from 1 to 2, the second
     # after the computation from 2 to 3, which needs the first.
-    assert (sender.products, sender.bubble) == pytest.approx((3.0, 2.0), abs=NEAR)
-    assert (receiver.products, receiver.bubble) == pytest.approx((2.0, 3.0), abs=NEAR)
+    assert (sender.parts["products"], sender.parts["bubble"]) == pytest.approx((3.0, 2.0), abs=NEAR)
+    assert (receiver.parts["products"], receiver.parts["bubble"]) == pytest.approx((2.0, 3.0), abs=NEAR)
     assert runs[1].spans[0].start == pytest.approx(2.0, abs=NEAR)
     assert runs[1].spans[-1].end == pytest.approx(5.0, abs=NEAR)
     # On a GPU, the messages arrive at 2 and 3, while the receiver computes.
@@ -222,8 +220,8 @@ def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
         each.time
         for each in run_ranks([first, last], planned("pipeline=2"), replace(machine, cores=None))
     )
-    assert (sender.products, sender.bubble) == pytest.approx((3.0, 1.0), abs=NEAR)
-    assert (receiver.products, receiver.bubble) == pytest.approx((2.0, 2.0), abs=NEAR)
+    assert (sender.parts["products"], sender.parts["bubble"]) == pytest.approx((3.0, 1.0), abs=NEAR)
+    assert (receiver.parts["products"], receiver.parts["bubble"]) == pytest.approx((2.0, 2.0), abs=NEAR)
     # Without the sender, nothing arrives.
     with pytest.raises(RuntimeError, match="wait for messages"):
         run_ranks([[], last], planned("pipeline=2"), machine)
@@ -252,11 +250,13 @@ def test_a_stage_that_waits_leaves_its_core() -> None:
         runs = run_ranks([first, last], planned(layout), machine)
         assert [each.spans[-1].end for each in runs] == pytest.approx(ends, abs=NEAR), layout
         # Stages that share the core are slower, and the step ends at the same time for all.
-        assert runs[0].time.products + runs[0].time.bubble == pytest.approx(ends[1], abs=NEAR)
+        assert runs[0].time.parts["products"] + runs[0].time.parts["bubble"] == pytest.approx(
+            ends[1], abs=NEAR
+        )
         assert runs[1].time.total == pytest.approx(ends[1], abs=NEAR), layout
 
 
-def apart(segment: TracedSegment) -> TracedCollective | None:
+def apart(segment: Segment) -> StepCollective | None:
     """Return a message to a stage that is two ranks away."""
     found = segment.collective
     return None if found is None else replace(found, group=RankGroup(2, 2))
@@ -266,8 +266,8 @@ def test_stages_meet_in_collectives() -> None:
     short = [segment("backward", "all_reduce", "stream")]
     long = [segment("backward"), *short]
     found = [each.time for each in run_ranks([short, long], planned("pipeline=2"), CPU)]
-    assert [each.bubble for each in found] == pytest.approx([1.0, 0.0], abs=NEAR)
-    assert [each.communication for each in found] == pytest.approx([1.0, 1.0], abs=NEAR)
+    assert [each.parts["bubble"] for each in found] == pytest.approx([1.0, 0.0], abs=NEAR)
+    assert [each.parts["communication"] for each in found] == pytest.approx([1.0, 1.0], abs=NEAR)
 
 
 def layers() -> nn.Module:
@@ -286,7 +286,7 @@ def test_stages_of_a_trace_end_together(schedule: str) -> None:
     slow = replace(CPU, fp32=1e8)
     runs = run_ranks([each.segments for each in steps], steps[0].plan, slow)
     found = [each.time for each in runs]
-    alone = [each.total - each.bubble for each in found]
+    alone = [each.total - each.parts["bubble"] for each in found]
     assert found[0].total == pytest.approx(found[1].total)
     assert max(alone) < found[0].total < sum(alone)
     for name in ("send", "recv"):
@@ -321,7 +321,7 @@ def test_the_command_predicts_the_time() -> None:
     assert found["collectives"]["all_reduce"]["calls"] == 1
 
 
-def strategy_step(strategy: object) -> ModuleFit:
+def strategy_step(strategy: object) -> Prediction:
     build, (_, task, data) = layers, MODELS["MLP"]()
     machine = replace(CPU, fp32=1e9, network=1e7)
     return fit_plan(lambda: Workload(build, task, data, strategy), planned("replicate=2"), machine)
@@ -333,7 +333,7 @@ def test_one_of_several_steps_averages_parameters() -> None:
     averaging = one.step_seconds - many.step_seconds
     assert averaging > 0.1
     assert some.step_seconds == pytest.approx(many.step_seconds + averaging / 4, rel=1e-3)
-    assert many.time.communication == pytest.approx(0.0, abs=0.01)
+    assert many.time.parts["communication"] == pytest.approx(0.0, abs=0.01)
     assert strategy_step(shoal.DiLoCo(sync_every=4)).step_seconds > some.step_seconds
 
 

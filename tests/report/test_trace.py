@@ -21,8 +21,7 @@ from shoal.cli.main import app
 from shoal.telemetry import clock_offset
 from shoal.telemetry.clock_offset import ClockOffset, RoundTrip
 from shoal.telemetry.profiler import window
-from shoal.telemetry.profiler.requests import Requests
-from shoal.telemetry.profiler.window import Window
+from shoal.telemetry.profiler.window import Requests, Window
 from shoal.telemetry.step_timer import OTHER, UPDATE
 from shoal.tools.report import read_history
 from shoal.tools.report.trace.coarse import write_coarse_trace
@@ -298,6 +297,7 @@ def block(end: float, **columns: list[int]) -> dict[str, Any]:
         "step": list(range(5, 5 + count)),
         "at": [100_000 * n for n in reversed(range(count))],
         "wall": [90_000] * count,
+        "load": [0] * count,
         **columns,
     }
 

@@ -20,7 +20,7 @@ from helpers.ranks import Ranks
 from shoal.strategies import engine_of
 from shoal.strategies.coupled_layers import say_division
 from shoal.training import coupling_check
-from shoal.training.coupling_check import _digest, _first_difference
+from shoal.training.coupling_check import digest, first_difference
 
 pytestmark = pytest.mark.processes
 
@@ -318,8 +318,8 @@ def test_faint_noise_of_a_rank_is_not_taken_for_coupled_samples() -> None:
     key = ("", 0, 4)
     model = nn.Identity()
     halves = [{key: half} for half in (rows + 0.03 * noise[0]).chunk(2)]
-    assert _first_difference(model, {key: rows}, {key: rows}, halves) == "the model (Identity)"
-    assert _first_difference(model, {key: rows}, {key: rows + 0.015 * noise[1]}, halves) == ""
+    assert first_difference(model, {key: rows}, {key: rows}, halves) == "the model (Identity)"
+    assert first_difference(model, {key: rows}, {key: rows + 0.015 * noise[1]}, halves) == ""
 
 
 def test_digests_of_parts_are_those_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,4 +329,4 @@ def test_digests_of_parts_are_those_of_whole_rows(monkeypatch: pytest.MonkeyPatc
     expected = torch.stack((values @ weights, values.norm(dim=1)), 1)
     for converted in (1, 6, 100):
         monkeypatch.setattr(coupling_check, "_CONVERTED", converted)
-        torch.testing.assert_close(_digest(rows), expected)
+        torch.testing.assert_close(digest(rows), expected)

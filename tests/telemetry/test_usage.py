@@ -21,10 +21,8 @@ import shoal
 from helpers.commands import wait_for
 from shoal.distributed.seeds import random_state
 from shoal.telemetry.events import Events
-from shoal.telemetry.usage.device_peaks import peak_here, peak_of
-from shoal.telemetry.usage.flops import FlopCounting
-from shoal.telemetry.usage.process import GpuMeter, Usage
-from shoal.telemetry.usage.sampler import PeriodicTask, UsageSampler, noting
+from shoal.telemetry.usage.flops import FlopCounting, peak_here, peak_of
+from shoal.telemetry.usage.sampler import GpuMeter, PeriodicTask, Usage, UsageSampler, noting
 from shoal.training.run_monitor import RunMonitor
 
 
@@ -167,7 +165,7 @@ def test_peaks_are_those_of_data_sheets_or_unknown(
 
 SWITCHED = """
 import torch
-from shoal.telemetry.usage.device_peaks import tf32_allowed
+from shoal.telemetry.usage.flops import tf32_allowed
 
 found = [tf32_allowed()]
 torch.set_float32_matmul_precision("high")

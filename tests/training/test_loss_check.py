@@ -213,7 +213,7 @@ def test_the_trial_leaves_no_trace() -> None:
         batch = next(shoal.Loader((X, Y), world, batch_size=8).epochs(1))
         draws = draw_after(lambda: net(batch.micros[0].value[0]))
         assert draw_after(lambda: step(batch)) == draws
-    assert seen == [True, False, True]
+    assert seen == [True, True, True]
     assert [module.training for module in net.modules()] == [True, True, False]
     assert norm.running_mean is not None
     assert not norm.running_mean.any()
@@ -406,14 +406,11 @@ def test_values_are_put_back_whose_shape_has_changed(inference: bool) -> None:
     assert torch.equal(value, torch.arange(6.0).view(2, 3))
 
 
-@pytest.mark.parametrize(("compile", "tried"), [(None, [8, 8]), ("inductor", [2, 2])])
-def test_the_loss_of_a_model_to_be_compiled_is_tried_on_two_samples(
+@pytest.mark.parametrize(("compile", "tried"), [(None, [8]), ("inductor", [4])])
+def test_the_loss_of_a_model_to_be_compiled_is_tried_on_four_samples(
     compile: str | None, tried: list[int], world: shoal.World
 ) -> None:
-    """Uncompiled, a whole batch of it may need more memory than there is.
-
-    Once for the loss, and once in the model's own mode for its random draws, of which it has none.
-    """
+    """Uncompiled, a whole batch of it may need more memory than there is."""
     seen: list[int] = []
 
     class Seen(nn.Linear):

@@ -1,4 +1,4 @@
-"""Private names of autograd and of tensors."""
+"""Private names of autograd, of tensors and of activation checkpointing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal._torch.versions import required
+from shoal._torch.versions import imported, required
 
 
 def after_backward(callback: Callable[[], object]) -> None:
@@ -130,3 +130,19 @@ def framed_apply() -> Iterator[None]:
 def made_by(node: Any, function: type[torch.autograd.Function]) -> bool:
     """Return whether `node` is the backward node of `function`; torch makes the class of a node."""
     return getattr(node, "_forward_cls", None) is function
+
+
+def checkpoint(module: nn.Module, **options: Any) -> None:
+    """Recompute the forward of `module` in backward.
+
+    The public `checkpoint_wrapper` changes parameter names; this composable one hooks the module.
+    """
+    place = "torch.distributed._composable.checkpoint_activation"
+    imported(place, "checkpoint", "ActivationCheckpointing")(module, **options)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether `checkpoint` was applied to `module` itself."""
+    place = "torch.distributed._composable.contract"
+    registry = imported(place, "_get_registry", "ActivationCheckpointing")(module)
+    return "checkpoint" in (registry or {})

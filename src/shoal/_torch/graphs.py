@@ -1,9 +1,14 @@
-"""Private parts of torch's compiler: backends by name, and graphs of Dynamo."""
+"""Private parts of torch's compiler, and of the random operations in its graphs.
+
+Backends by name, graphs of Dynamo, loops of inductor for further operations, and the interception of
+random operations ahead of the kernels that draw.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial, partialmethod
 from typing import Any, TypeAlias
 
 import torch
@@ -111,3 +116,113 @@ def copy_graph(module: GraphModule) -> GraphModule:
     if hasattr(module, "_param_name_to_source"):
         found._param_name_to_source = module._param_name_to_source
     return found
+
+
+Element = Callable[..., "LoopValue"]
+"""Called with the words of a row of the table, the indices of row and column, and the option."""
+
+
+class LoopValue:
+    """An int64 number in a loop that inductor generates, with the operators of a tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def _with(self, operation: str, other: LoopValue | int) -> LoopValue:
+        from torch._inductor.virtualized import ops
+
+        value = other.value if isinstance(other, LoopValue) else ops.constant(other, torch.int64)
+        return LoopValue(getattr(ops, operation)(self.value, value))
+
+    __add__ = partialmethod(_with, "add")
+    __sub__ = partialmethod(_with, "sub")
+    __mul__ = partialmethod(_with, "mul")
+    __and__ = partialmethod(_with, "bitwise_and")
+    __or__ = partialmethod(_with, "bitwise_or")
+    __xor__ = partialmethod(_with, "bitwise_xor")
+    __rshift__ = partialmethod(_with, "bitwise_right_shift")
+
+
+def generate_loop(
+    operation: Any, element: Element, result: Callable[[Any], tuple[torch.dtype, float]]
+) -> bool:
+    """Let inductor generate a loop for an operation, which it fuses with others, in place of a call.
+
+    The arguments of the operation are a table of dtype int64, the number of a row of it, an option, and
+    the shape of its result, two numbers. `result(option)` returns the dtype of the result and the unit
+    of its integers. Return False if this torch lacks a name for it, and the operation is called.
+    """
+    try:
+        from torch._inductor.ir import Pointwise
+        from torch._inductor.lowering import register_lowering
+        from torch._inductor.virtualized import ops
+    except ImportError:
+        return False
+
+    def lower(table: Any, row: int, option: Any, rows: Any, columns: Any) -> Any:
+        load = table.make_loader()
+        dtype, unit = result(option)
+
+        def loop(index: Any) -> Any:
+            entry = [LoopValue(load([row, place])) for place in range(3)]
+            places = [LoopValue(ops.index_expr(each, torch.int64)) for each in index]
+            value = ops.to_dtype(element(entry, *places, option).value, dtype)
+            return value if unit == 1 else ops.mul(value, ops.constant(unit, dtype))
+
+        return Pointwise.create(
+            device=table.get_device(), dtype=dtype, inner_fn=loop, ranges=[rows, columns]
+        )
+
+    register_lowering(operation, type_promotion_kind=None)(lower)
+    return True
+
+
+Instead = Callable[..., Any]
+"""Called with `original`, a function without arguments that draws as torch does, and the arguments."""
+
+_KEY = "BackendSelect"
+
+
+def replace_draws(instead: Mapping[str, Instead]) -> bool:
+    """Call `instead[name]` in place of the kernels of aten operations, for the rest of the process.
+
+    Autograd runs before it. Tracing with fake tensors, as torch.compile does, bypasses it.
+    Return False if this torch lacks a name for it, and nothing is intercepted.
+    """
+    keyset = getattr(torch._C, "_dispatch_keyset_full_after", None)
+    if keyset is None:
+        return False
+    below = keyset(getattr(torch._C.DispatchKey, _KEY))
+    # Graphs that run as they are, with backend="eager", would otherwise have torch compile the kernel.
+    uncompiled: Any = torch.compiler.disable(_call)
+    for name, call in instead.items():
+        packet, _, overload = name.partition(".")
+        kernel = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        _LIBRARY.impl(name, partial(uncompiled, call, kernel, below), _KEY, with_keyset=True)
+    return True
+
+
+def replace_attention(instead: Instead, key: str = "AutogradCUDA") -> None:
+    """Call `instead` in place of `scaled_dot_product_attention` on a device, for the whole process.
+
+    `original` chooses one of torch's kernels, as torch does. Autograd runs in them, not before.
+    """
+    kernel = torch.ops.aten.scaled_dot_product_attention.default
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return instead(partial(kernel.decompose, *arguments, **named), *arguments, **named)
+
+    _LIBRARY.impl("scaled_dot_product_attention", call, key)
+
+
+_LIBRARY: Any = torch.library.Library("aten", "IMPL")
+
+
+def _call(call: Instead, kernel: Any, below: Any, keys: Any, *arguments: Any, **named: Any) -> Any:
+    return call(partial(kernel.redispatch, keys & below, *arguments, **named), *arguments, **named)
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs backward, in which parts of a forward pass may be recomputed."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1

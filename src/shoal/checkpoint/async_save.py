@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.checkpoint.collective_errors import Ranks
-from shoal.checkpoint.state_tree import DTYPES
+from shoal.checkpoint.state_tree import safetensors_header
 from shoal.distributed import objects
 from shoal.distributed.membership import LOOK_SECONDS, Survivors
 from shoal.distributed.watchdog.mismatch import BACKGROUND_SAVE
@@ -142,9 +141,8 @@ class StoreChannel:
 class Staging:
     """A copy of tensors in one reused buffer of host memory, laid out as a safetensors file.
 
-    https://huggingface.co/docs/safetensors: the length of the header in 8 bytes, the header, the data
-    without gaps. Wide dtypes come first, so that all are aligned. The writer of the safetensors library
-    makes additional copies, and can neither hash nor sync the data that it writes.
+    The writer of the safetensors library makes additional copies, and can neither hash nor sync the
+    data that it writes.
     """
 
     def __init__(self) -> None:
@@ -166,29 +164,19 @@ class Staging:
         The host does not wait for devices: a change comes after the copy on the same stream.
         """
         real = {name: _as_real(tensor) for name, tensor in tensors.items()}
-        names = sorted(real, key=lambda name: (-real[name].element_size(), name))
-        described: dict[str, object] = {}
-        places: dict[str, slice] = {}
-        end = 0
-        for name in names:
-            start, end = end, end + real[name].nbytes
-            places[name] = slice(start, end)
-            described[name] = {
-                "dtype": DTYPES[real[name].dtype],
-                "shape": list(real[name].shape),
-                "data_offsets": [start, end],
-            }
-        self._bytes = end
-        self._header = _header(described)
+        self._bytes = end = sum(tensor.nbytes for tensor in real.values())
+        self._header, places = safetensors_header(
+            {name: (tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in real.items()}
+        )
         devices = {tensor.device for tensor in real.values() if is_accelerator(tensor.device)}
         if self._buffer.numel() < end or (devices and not self._pinned):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._pinned = bool(devices)
             first = next(iter(devices), None)
             self._buffer = pinned(end, first) if first else torch.empty(end, dtype=torch.uint8)
-        for name in names:
+        for name, place in places.items():
             tensor = real[name]
-            target = self._buffer[places[name]].view(tensor.dtype).view(tensor.shape)
+            target = self._buffer[place].view(tensor.dtype).view(tensor.shape)
             target.copy_(tensor, non_blocking=True)
         self._copied = [event for device in devices if (event := record(device)) is not None]
 
@@ -261,12 +249,6 @@ class BackgroundSaver:
         if self._group is None:
             return value
         return objects.broadcast(value, self._group)
-
-
-def _header(described: Mapping[str, object]) -> bytes:
-    text = json.dumps(described).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _as_real(tensor: Tensor) -> Tensor:

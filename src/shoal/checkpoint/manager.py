@@ -32,6 +32,7 @@ from shoal.checkpoint.store import (
     manifest_of,
 )
 from shoal.checkpoint.tensor_index import STATE, read_tensor_index
+from shoal.util.arguments import check_integer
 from shoal.util.errors import CheckpointError
 
 
@@ -80,18 +81,9 @@ class Checkpoints:
         files: Files | None = None,
     ) -> None:
         """Keep the newest `keep` complete checkpoints, all newer ones, and each `keep_every`-th."""
-        if type(keep) is not int or keep < 1:
-            raise CheckpointError(
-                given=f"keep={keep!r}",
-                found="keep must be an integer of at least 1",
-                fix="pass keep=1 or more",
-            )
-        if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
-            raise CheckpointError(
-                given=f"keep_every={keep_every!r}",
-                found="keep_every must be None or an integer of at least 1",
-                fix="pass keep_every=10_000, or leave it out",
-            )
+        check_integer(CheckpointError, "", "keep", keep, 1)
+        if keep_every is not None:
+            check_integer(CheckpointError, "", "keep_every", keep_every, 1, usual=10_000)
         self.directory = directory
         self._world = world
         self._agreement = Agreement(world)
@@ -179,8 +171,17 @@ class Checkpoints:
         from shoal.checkpoint.save import SaveAttempt
 
         given = f"a checkpoint of step {step} in {self.directory}"
-        attempt = SaveAttempt(step, self._world, self._store, self.background, given=given, join=join)
-        attempt.begin(state, rank_state, info)
+        attempt = SaveAttempt(
+            step,
+            self._world,
+            self._store,
+            self.background,
+            state,
+            rank_state,
+            info,
+            given=given,
+            join=join,
+        )
 
         def finish() -> AnyPath:
             name = attempt.finish()

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class _System:
         return text
 
 
+@dataclass(frozen=True)
 class RemotePath:
     """A path on a file system of fsspec, with the methods of pathlib that checkpoints use.
 
@@ -82,22 +83,12 @@ class RemotePath:
     any other failure RemoteError.
     """
 
-    def __init__(self, system: _System, key: str, url: str) -> None:
-        self._system = system
-        self._key = key
-        self._url = url
+    _system: _System = field(repr=False, compare=False)
+    _key: str = field(repr=False, compare=False)
+    _url: str
 
     def __str__(self) -> str:
         return self._url
-
-    def __repr__(self) -> str:
-        return f"RemotePath({self._url!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and other._url == self._url
-
-    def __hash__(self) -> int:
-        return hash(self._url)
 
     def __truediv__(self, name: str) -> RemotePath:
         return RemotePath(self._system, f"{self._key.rstrip('/')}/{name}", f"{self._url}/{name}")

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,26 +29,16 @@ class RankPart(NamedTuple):
     state: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Contents:
-    """The result of `begin`: the encoded values, the plan's table and the copy of this rank's tensors.
-
-    `size` is that of the tensors of all ranks, in bytes.
-    """
-
-    state: Any
-    rank_state: Any
-    info: Any
-    table: dict[str, Any]
-    size: int
-    copied: Future[None]
-
-
 class SaveAttempt:
-    """One save: `begin` on the caller's thread, then `finish` in the background, both collective.
+    """One save: it begins on the caller's thread, and `finish` runs in the background.
 
-    `finish` calls `write`, `collect` and `commit`, which raise the errors of their rank. `begin` and
-    `finish` raise the same CheckpointError on all ranks.
+    The constructor waits for the previous save, checks the values, decides which rank writes which
+    tensors, and copies those of this rank. When it returns, the values may change. With `join`, the
+    dicts of `state` may have other keys on each rank.
+
+    `finish` calls `write`, `collect` and `commit`, which raise the errors of their rank; `write` raises
+    those of the copy, so that training does not wait until all ranks have copied. The constructor and
+    `finish` are collective, and raise the same CheckpointError on all ranks, about `given`.
     """
 
     def __init__(
@@ -58,48 +47,38 @@ class SaveAttempt:
         world: Ranks,
         store: Store[Any],
         background: BackgroundSaver,
+        state: Tree,
+        rank_state: Tree,
+        info: Mapping[str, Any],
         *,
         given: str,
         join: bool,
     ) -> None:
-        """Prepare a save. With `join`, the dicts of the state may have other keys on each rank."""
         self._step = step
         self._world = world
         self._store = store
         self._background = background
         self._given = given
         self._join = join
-        self._agreement = Agreement(world)
-
-    def begin(self, state: Tree, rank_state: Tree, info: Mapping[str, Any]) -> None:
-        """Check the values, decide which rank writes which tensors, and copy those of this rank.
-
-        Waits for the previous save. When this returns, the values may change. `write` raises an error
-        of the copy, so that training does not wait here until all ranks have copied.
-        """
-        background = self._background
         background.wait()
         background.prepare()
-        self._store.expect(self._step)
-        parts, own_parts, info_json = self._agreement.together(
-            self._given, lambda: encode_checkpoint(state, rank_state, info, self._world.rank)
+        store.expect(step)
+        self._together = Agreement(world).together
+        parts, own_parts, self._info = self._together(
+            given, lambda: encode_checkpoint(state, rank_state, info, world.rank)
         )
+        self._state, self._rank_state = parts.json, own_parts.json
         tensors = parts.tensors | own_parts.tensors
         plan = self._plan(tensors)
         while not background.fits:  # a rank has ended since, and others have to write its tensors
             background.prepare()
             plan = self._plan(tensors)
-        self._contents = _Contents(
-            state=parts.json,
-            rank_state=own_parts.json,
-            info=info_json,
-            table=plan.table,
-            size=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-            copied=outcome_of(lambda: background.staging.fill(chunks_of(plan, tensors))),
-        )
+        self._table = plan.table
+        self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self._copied = outcome_of(lambda: background.staging.fill(chunks_of(plan, tensors)))
         # In the background the world may lose ranks and renumber the others.
-        self._rank, self._size = self._world.rank, self._world.size
-        self._ranks = RankZeroAgreement(background, self._rank, self._given)
+        self._rank, self._size = world.rank, world.size
+        self._ranks = RankZeroAgreement(background, self._rank, given)
 
     def _plan(self, tensors: dict[str, torch.Tensor]) -> WritePlan:
         """Return the plan of the previous save if it fits the tensors of all ranks, or a new plan."""
@@ -107,7 +86,7 @@ class SaveAttempt:
         plan = self._background.plan
         same = plan is not None and plan.form == form
         if plan is None or not all(self._world.gather(same)):
-            rank, together = self._world.rank, self._agreement.together
+            rank, together = self._world.rank, self._together
             mine = together(self._given, lambda: local_plan(tensors, first=rank == 0))
             all_plans = self._world.gather(mine)
             plan = together(self._given, lambda: global_plan(form, all_plans, rank))
@@ -122,15 +101,14 @@ class SaveAttempt:
 
     def _make_room(self) -> None:
         if self._rank == 0:
-            self._store.begin(self._step, self._contents.size, self._size)
+            self._store.begin(self._step, self._bytes, self._size)
 
     def write(self) -> RankPart:
         """Write the tensors of this rank."""
-        contents = self._contents
-        contents.copied.result()
+        self._copied.result()
         blocks = self._background.staging.blocks()
         record = self._store.write(self._step, file_of(self._rank), blocks)
-        return RankPart(record, contents.rank_state, contents.state if self._join else None)
+        return RankPart(record, self._rank_state, self._state if self._join else None)
 
     def collect(self, part: Future[RankPart]) -> list[RankPart]:
         """Return the parts of all ranks on rank 0, and an empty list on the others."""
@@ -144,20 +122,20 @@ class SaveAttempt:
         """
         if self._rank != 0:
             return ""
-        contents, state = self._contents, self._contents.state
+        state = self._state
         with self._discarded_on_error():
             for part in parts:
                 state = joined(state, part.state)
             content = {
                 "state": state,
                 "rank_state": [part.rank_state for part in parts],
-                "tensors": contents.table,
+                "tensors": self._table,
             }
             text = json.dumps(content, separators=(",", ":"), allow_nan=False)
             records = {file_of(rank): part.record for rank, part in enumerate(parts)}
             records[STATE] = self._store.write(self._step, STATE, [text.encode()])
             # A rank may have ended since it wrote its part: the world is smaller then.
-            self._store.seal(self._step, Manifest(self._step, len(parts), contents.info, records))
+            self._store.seal(self._step, Manifest(self._step, len(parts), self._info, records))
         published = self._store.publish(self._step)
         self._store.confirm(published)
         return str(published.name)

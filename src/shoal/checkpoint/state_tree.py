@@ -9,6 +9,7 @@ type, subclasses included, raises an error with its path, because a restore woul
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,29 @@ DTYPES = {
     torch.complex64: "F32",
     torch.complex128: "F64",
 }
+
+
+def safetensors_header(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int], int]],
+) -> tuple[bytes, dict[str, slice]]:
+    """Return the header of a safetensors file, and the place of each tensor's data after it.
+
+    `tensors` has the dtype, the shape and the bytes of each. The format
+    (https://huggingface.co/docs/safetensors): the length of the header in 8 bytes, the header, the data
+    without gaps. Wide dtypes come first, so that all are aligned.
+    """
+    described, places, end = {}, {}, 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+        dtype, shape, size = tensors[name]
+        start, end = end, end + size
+        places[name] = slice(start, end)
+        kind = "C64" if dtype is torch.complex64 else DTYPES[dtype]
+        described[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places
+
+
 # Not every reader of JSON is exact beyond this integer.
 _EXACT = 2**53
 _DEEPEST = 64

@@ -338,34 +338,35 @@ def _is_ours(path: AnyPath) -> bool:
     return not (isinstance(path, Path) and path.is_file())
 
 
-def damage(path: AnyPath, manifest: Manifest, *, share: int = 0, of: int = 1) -> str | None:
+def damage(
+    path: AnyPath, manifest: Manifest, *, share: int = 0, of: int = 1, read: bool = True
+) -> str | None:
     """Return the first difference between the files of a checkpoint and its manifest, or None.
 
-    Reads every `of`-th file from number `share` on, so that ranks split the work. Raises RemoteError if
-    a file can't be reached now.
+    Reads every `of`-th file from number `share` on, so that ranks split the work; compares only their
+    sizes unless `read`. Raises RemoteError if a file can't be reached now.
     """
     for name in sorted(manifest.files)[share::of]:
-        reason = manifest.files[name].difference(path / name)
-        if reason is not None:
+        if reason := manifest.files[name].difference(path / name, read=read):
             return f"{name} {reason}"
     return None
 
 
 def is_complete(path: AnyPath) -> bool:
     """Return whether a candidate has a manifest and all files in their sizes. Raises RemoteError."""
-    try:
-        records = manifest_of(path).files
-    except DamageError:
-        return False
-    return not any(record.difference(path / name, read=False) for name, record in records.items())
+    with suppress(DamageError):
+        return damage(path, manifest_of(path), read=False) is None
+    return False
 
 
 def manifest_of(path: AnyPath) -> Manifest:
-    """Return the manifest of a checkpoint of the step in its name; raises DamageError.
+    """Return the manifest of a checkpoint, of the step in its name if it has one. Raises DamageError.
 
     Raises RemoteError if it can't be reached now.
     """
-    _refuse_link(path)
+    name = DirectoryName.read(path.name)
+    if name is not None:
+        _refuse_link(path)
     try:
         manifest = read_manifest(path)
     except FileNotFoundError:
@@ -374,7 +375,7 @@ def manifest_of(path: AnyPath) -> Manifest:
         raise
     except OSError as error:
         raise DamageError(f"{MANIFEST} can't be read: {error}") from None
-    if manifest.step != step_of(path):
+    if name is not None and manifest.step != name.step:
         raise DamageError(f"its {MANIFEST} is of step {manifest.step}")
     return manifest
 

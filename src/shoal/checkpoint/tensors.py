@@ -192,15 +192,10 @@ class ChunkReader(StorageReader):
     def _read_item(
         self, file: Any, item: ReadItem, chunk: dict[str, Any], planner: LoadPlanner
     ) -> None:
-        if tuple(item.lengths) == tuple(chunk["sizes"]):
-            value = file.get_tensor(chunk["key"])
-        else:
-            spans = zip(item.storage_offsets, item.lengths, strict=True)
-            parts = tuple(slice(offset, offset + length) for offset, length in spans)
-            value = file.get_slice(chunk["key"])[parts]
-        check_piece(value, item.lengths, self._table[item.storage_index.fqn]["dtype"])
-        if _DTYPE_NAMES[self._table[item.storage_index.fqn]["dtype"]].is_complex:
-            value = torch.view_as_complex(value)
+        pairs = zip(item.storage_offsets, item.lengths, strict=True)
+        spans = [(offset, offset + length) for offset, length in pairs]
+        dtype = self._table[item.storage_index.fqn]["dtype"]
+        value = read_piece(file, chunk["key"], chunk["sizes"], spans, dtype)
         target = planner.resolve_tensor(item).detach()
         target.copy_(value)
         planner.commit_tensor(item, target)
@@ -219,15 +214,24 @@ class ChunkReader(StorageReader):
         return False
 
 
-def check_piece(value: torch.Tensor, sizes: Sequence[int], dtype: str) -> None:
-    """Raise DamageError if a file holds another piece than the table says.
+def read_piece(
+    file: Any, key: str, whole: Sequence[int], spans: Sequence[tuple[int, int]], dtype: str
+) -> torch.Tensor:
+    """Return a part of a chunk of `whole` sizes in an open file; `spans` are its limits in the chunk.
 
-    Copying it would convert or repeat its values.
+    Raises DamageError if the file holds another piece than the table says: copying it would convert
+    or repeat its values.
     """
+    sizes = [stop - start for start, stop in spans]
+    if sizes == list(whole):
+        value = file.get_tensor(key)
+    else:
+        value = file.get_slice(key)[tuple(slice(*span) for span in spans)]
     wanted = _DTYPE_NAMES[dtype]
     pair = (2,) if wanted.is_complex else ()
     if tuple(value.shape) != (*sizes, *pair) or value.dtype != wanted.to_real():
-        raise DamageError(f"a file holds {_form(value)} in place of {dtype} {list(sizes)}")
+        raise DamageError(f"a file holds {_form(value)} in place of {dtype} {sizes}")
+    return torch.view_as_complex(value) if wanted.is_complex else value
 
 
 def _form(value: torch.Tensor) -> str:

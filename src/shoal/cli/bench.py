@@ -140,17 +140,18 @@ def scaling(
     Each configuration runs several times as a separate job, in an order that changes. Jobs that have
     a result do not run again. The report explains what limits the speed-up.
     """
+    from shoal.tools.bench.options import parse_numbers, parse_words
     from shoal.tools.bench.scaling import allocations, configurations
 
     options = configurations.StudyOptions(
         model=model,
         args=tuple(args or ()),
-        processes=_numbers(processes, "-n"),
-        scalings=_words(scaling),
-        backends=_words(backends),
-        strategies=_words(strategies),
-        precisions=_words(precisions),
-        ways=_words(ways),
+        processes=parse_numbers("-n", processes, least=1),
+        scalings=parse_words(scaling),
+        backends=parse_words(backends),
+        strategies=parse_words(strategies),
+        precisions=parse_words(precisions),
+        ways=parse_words(ways),
         batch=batch,
         steps=steps,
         warmup=warmup,
@@ -181,14 +182,13 @@ def _run(given: Path | None, options: StudyOptions, threads: int | None, mpirun:
     from shoal.tools.bench.scaling.configurations import threads_for
     from shoal.util.tables import plain_console, print_line
 
+    console = plain_console()
     if threads is None:
         threads = threads_for(options.processes, len(os.sched_getaffinity(0)))
-    console = plain_console()
-    options = replace(options, threads=threads)
-    folder = _directory(given, options)
+    folder, options = _directory(given, options), replace(options, threads=threads)
     done = studies.run_study(folder, options, mpirun, lambda line: print_line(console, line))
     console.print()
-    studies.print_study(done, console)
+    studies.show_study(done)
     if not any(repeat.measured for repeat in done.repeats()):
         raise typer.Exit(1)
 
@@ -204,15 +204,12 @@ def _submit(
     from shoal.tools.bench.scaling import study as studies
     from shoal.tools.bench.scaling.allocations import node_capacity
     from shoal.tools.submit.site_catalog import choose
-    from shoal.util.tables import plain_console
 
     site = choose(asked.site).value
     if threads is None:  # as many as it has cores
         threads = node_capacity(site, asked).cpus or 1
     folder, options = _directory(given, options), replace(options, threads=threads)
-    if dry:
-        studies.print_planned_jobs(folder, options, asked, site)
-    elif not studies.submit_study(folder, options, asked, site, plain_console()):
+    if not studies.submit_study(folder, options, asked, site, dry=dry):
         raise typer.Exit(1)
 
 
@@ -228,11 +225,10 @@ def _require_local(model: str, asked: ClusterRequest, *, dry: bool) -> None:
         )
 
 
-_Directory = Annotated[Path, typer.Argument(metavar="STUDY", help="A study's directory.")]
-
-
 @benches.command(epilog=examples("shoal bench collect studies/resnet50"))
-def collect(study: _Directory) -> None:
+def collect(
+    study: Annotated[Path, typer.Argument(metavar="STUDY", help="A study's directory.")],
+) -> None:
     """Show the results of a submitted study.
 
     It lists jobs that are waiting, running or ended without a result, and exits with 1 while
@@ -240,52 +236,34 @@ def collect(study: _Directory) -> None:
     """
     from shoal.tools.bench.scaling import study as studies
     from shoal.tools.bench.scaling.directory import load_study
-    from shoal.util.tables import plain_console
 
-    raise typer.Exit(int(not studies.collect_study(load_study(study), plain_console())))
-
-
-_First = Annotated[Path, typer.Argument(metavar="A", help="A study's directory.")]
-_Second = Annotated[Path, typer.Argument(metavar="B", help="The directory of another study.")]
-_Out = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--out", metavar="DIR", help="Directory of the page (default: B/compared-with-A)."
-    ),
-]
+    raise typer.Exit(int(not studies.collect_study(load_study(study))))
 
 
 @benches.command(epilog=examples("shoal bench compare studies/a studies/b"))
-def compare(first: _First, second: _Second, *, out: _Out = None) -> None:
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A study's directory.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The directory of another study.")],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", metavar="DIR", help="Directory of the page (default: B/compared-with-A)."
+        ),
+    ] = None,
+) -> None:
     """Compare two studies of one model."""
     from shoal.tools.bench.scaling import study as studies
     from shoal.tools.bench.scaling.directory import load_study
-    from shoal.util.tables import plain_console
 
-    one, other = load_study(first), load_study(second)
     folder = out or second / f"compared-with-{first.resolve().name}"
-    studies.compare_studies(one, other, folder, plain_console())
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    studies.compare_studies(load_study(first), load_study(second), folder)
 
 
 def _seconds(time: str | None) -> int | None:
     from shoal.tools.submit.times import parse_time
 
     return None if time is None else parse_time(time)
-
-
-def _numbers(text: str, option: str) -> tuple[int, ...]:
-    words = _words(text)
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise LaunchError(
-            given=f"{option} {text}",
-            found="not positive integers, separated by commas",
-            fix=f"{option} 1,2,4",
-        )
-    return tuple(sorted(int(word) for word in words))
 
 
 def _directory(given: Path | None, options: StudyOptions) -> Path:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.util.errors import LaunchError
+from shoal.util.errors import LaunchError, explained
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shoal.tools.plan.time.layer_time import Work
+    from shoal.tools.plan.work.segments import Work
 
 _MICRO_BATCH = 8
 _CAUSES = "The model is too small, or other programs use the machine."
@@ -65,17 +64,18 @@ def comm(
     mpirun or torchrun, it measures the ranks of the job.
     """
     from shoal.tools.bench.collectives import command as measuring
+    from shoal.tools.bench.measurement import Output
+    from shoal.tools.bench.options import parse_sizes, parse_words
 
-    asked = measuring.parse_options(
-        backends=backend,
-        operations=operations,
-        sizes=sizes,
+    asked = measuring.CollectivesRequest(
+        backends=parse_words(backend),
+        operations=parse_words(operations),
+        sizes=parse_sizes(sizes),
         repeats=repeats,
         seconds=seconds,
         pairs=pairs,
         out=out,
-        csv=csv,
-        json=json,
+        output=Output(csv=csv, json=json),
     )
     raise typer.Exit(measuring.benchmark_collectives(asked, processes))
 
@@ -111,31 +111,20 @@ def data(
     json: _Json = False,
 ) -> None:
     """Measure data loading and suggest num_workers."""
-    from shoal.tools.bench.data_loading import command as measuring
+    from shoal.tools.bench.data_loading.command import benchmark_data_loading
+    from shoal.tools.bench.measurement import Output
+    from shoal.tools.bench.options import parse_numbers
 
-    asked = measuring.DataLoadingOptions(
-        target=target,
-        workers=_whole_numbers(workers, "--workers"),
-        batch_sizes=_whole_numbers(batch_size, "--batch-size"),
+    code = benchmark_data_loading(
+        target,
+        workers=parse_numbers("--workers", workers, least=0),
+        batch_sizes=parse_numbers("--batch-size", batch_size, least=1),
         seconds=seconds,
         step_time=step_time,
         run=run,
-        csv=csv,
-        json=json,
+        output=Output(csv=csv, json=json),
     )
-    raise typer.Exit(measuring.benchmark_data_loading(asked))
-
-
-def _whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Return the distinct integers of a list, in ascending order."""
-    try:
-        return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
-    except ValueError:
-        raise LaunchError(
-            given=f"{option} {text}",
-            found="not integers, separated by commas",
-            fix=f"{option} 1,2,4",
-        ) from None
+    raise typer.Exit(code)
 
 
 def modes(
@@ -159,11 +148,11 @@ def modes(
 
     It measures a toy function, and the forward and backward passes of a model.
     """
-    from shoal.tools.bench.compile import measure as measuring
+    from shoal.tools.bench.compile.measure import benchmark_modes
+    from shoal.tools.bench.measurement import Output
 
-    chosen = None if model == "none" else model
-    asked = measuring.CompileOptions(model=chosen, batch=batch, seconds=seconds, csv=csv, json=json)
-    raise typer.Exit(measuring.benchmark_modes(asked))
+    chosen, output = None if model == "none" else model, Output(csv=csv, json=json)
+    raise typer.Exit(benchmark_modes(chosen, batch=batch, seconds=seconds, output=output))
 
 
 def machine(
@@ -236,16 +225,14 @@ def machine(
     if out is None:
         typer.echo(text, nl=False)
         return
-    try:
+    with explained(LaunchError, given=f"-o {out}", fix="use a directory where you have permission"):
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(
-            given=f"-o {out}", found=str(error), fix="use a directory where you have permission"
-        ) from None
 
 
 def _check_machine_options(name: str, model: str, micro_batch: int | None, out: Path | None) -> None:
     """Raise LaunchError for options of `shoal bench machine` that are wrong before it measures."""
+    from shoal.tools.bench.options import check_file
+
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise LaunchError(
             given=f"--name {name}",
@@ -258,11 +245,4 @@ def _check_machine_options(name: str, model: str, micro_batch: int | None, out: 
             found="no --model",
             fix="--model train.py:build, or leave out --micro-batch",
         )
-    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise LaunchError(
-            given=f"-o {out}",
-            found="it is a directory"
-            if out.is_dir()
-            else f"{out.parent} is not a directory where you can write",
-            fix=f"-o {out}/machine.toml" if out.is_dir() else f"mkdir -p {out.parent}",
-        )
+    check_file("-o", out)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.options import ScriptArgs
+from shoal.cli.options import AsJson, ScriptArgs
 from shoal.cli.output import show_document
 from shoal.cli.submit import script_arguments
 from shoal.util.errors import LaunchError
@@ -40,7 +40,7 @@ def chaos(
     shrink: Annotated[
         bool, typer.Option(help="Repeat a storm that fails with fewer faults, to find those needed.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Inject faults and compare the final checkpoint.
 
@@ -88,15 +88,10 @@ def _run(request: StormRequest) -> dict[str, Any]:
 
 
 def _check_script(script: str) -> None:
+    from shoal.launcher.entry_point import find_script
     from shoal.tools.chaos.containment import SCRATCH
 
-    path = Path(script).absolute()
-    if not path.is_file():
-        raise LaunchError(
-            given=f"shoal chaos {script}",
-            found=f"there is no file {path}",
-            fix="give the path of a Python file: shoal chaos train.py",
-        )
+    path = Path(find_script(script, "shoal chaos train.py")).absolute()
     if Path.cwd().is_relative_to(SCRATCH) or path.is_relative_to(SCRATCH):
         raise LaunchError(
             given=f"shoal chaos in {Path.cwd()}",

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.options import AsJson
 from shoal.cli.output import show_document
+from shoal.util.arguments import check_integer
 from shoal.util.errors import LaunchError, ShoalError
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Skip the measurements of compute and links.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
     bundle: Annotated[
         Path | None,
         typer.Option(metavar="FILE.zip", help="Write an archive for support."),
@@ -82,12 +84,7 @@ def doctor(
     )
     if processes is None:
         raise typer.Exit(_diagnose(options))
-    if processes < 1:
-        raise LaunchError(
-            given=f"-n {processes}",
-            found="a number of processes is 1 or more",
-            fix="run shoal doctor -n 2, or start one process for each GPU",
-        )
+    check_integer(LaunchError, "shoal doctor", "-n", processes, 1, usual=2)
     codes = launch(_diagnose, options, processes=processes)
     raise typer.Exit(max(code or 0 for code in codes))  # a rank that exited at once returned nothing
 
@@ -119,13 +116,14 @@ def _report(options: DoctorOptions, found: Examination) -> int:
     show_document(examination_document(found), as_json=options.as_json)
     if options.bundle is not None:
         from shoal.tools.doctor.info import info_document
-        from shoal.tools.doctor.support_bundle import UNWRAPPED, collect_bundle
+        from shoal.tools.doctor.support_bundle import UNWRAPPED, collect_bundle, write_bundle
         from shoal.util.tables import rendered
 
         described = rendered(info_document(), UNWRAPPED)
-        made = collect_bundle(
+        texts = collect_bundle(
             found, described=described, run=options.request.run, anonymous=options.anonymous
-        ).write(options.bundle)
+        )
+        made = write_bundle(texts, options.bundle)
         _progress(f"in {options.bundle}, to attach to a request; look through it first:", *made)
     return int(options.strict and found.failed)
 

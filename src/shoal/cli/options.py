@@ -15,6 +15,7 @@ SCRIPT_LAST = {
 ScriptArgs = Annotated[
     list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 Site = Annotated[
     str | None,
     typer.Option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from shoal.cli.plan_options import PlanOptions, refuse_options, write_page
+from shoal.cli.plan_options import PlanOptions, refuse_options, show_plan
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.cli.plan_try import TriedLayout
-    from shoal.tools.plan.search.search import Prediction
-    from shoal.tools.plan.work.configuration import PlannedLayout, Recompute
+    from shoal.tools.plan.search.prediction import Prediction
+    from shoal.tools.plan.show.report import PlanReport
+    from shoal.tools.plan.work.configuration import Recompute
 
 
 _Model = Annotated[
@@ -213,19 +212,15 @@ def plan(
     updated = _updated_file(machine, check) if update else None
     options.check(of_run=check is not None)
     started: dict[str, object] = {"--submit": submit, "--try": tried}
-    best: Sequence[PlannedLayout] = ()
+    best: Sequence[Prediction] = ()
     if len(numbers) > 1:
         check_numbers(devices, model, started | {"--check": check, "--what-if": what_if})
         compare_numbers(options, numbers)
     elif check is not None:
         refuse_options(started | {"--training": training, "--what-if": what_if}, "--check")
         _check_run(check, options, updated)
-    elif options.traced:
-        from shoal.cli.plan_module import plan_module
-
-        best = plan_module(options)
     else:
-        best = _search(options)
+        best = _predict(options)
     if submit is not None:
         submit_plan(best, submit, options)
 
@@ -244,7 +239,7 @@ def _updated_file(machine: str, check: Path | None) -> str:
 def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
     """Compare the prediction for a run with its measured steps, and update a machine file."""
     from shoal.tools.plan.check import check_run
-    from shoal.tools.plan.show.display import check_values, print_check
+    from shoal.tools.plan.show.check import check_document
     from shoal.tools.plan.work.transformer import parse_model
     from shoal.util.tables import plain_console, print_line
 
@@ -257,14 +252,7 @@ def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
         recompute=options.recompute,
         schedule=options.schedule,
     )
-    if options.as_json:
-        typer.echo(json.dumps(check_values(found), indent=2))
-    else:
-        print_check(plain_console(), found)
-    if options.html is not None:
-        from shoal.tools.plan.show.page import check_page
-
-        write_page(check_page(found), options.html)
+    show_plan(check_document(found), options)
     if updated is not None:
         from shoal.tools.plan.machine.update import efficiency_changes, update_machine_file
 
@@ -275,58 +263,50 @@ def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
             print_line(plain_console(stderr=True), line)
 
 
-def _search(options: PlanOptions) -> Sequence[Prediction]:
+def _predict(options: PlanOptions) -> Sequence[Prediction]:
     """Print the fastest configurations and return them; exit with 1 if none fits."""
-    from shoal.cli.plan_try import print_tried, tried_values, try_layouts
+    from shoal.cli.plan_try import try_layouts
+    from shoal.tools.plan.show.report import plan_document
+
+    if options.traced:
+        from shoal.cli.plan_module import traced_report
+
+        report = traced_report(options)
+    else:
+        report = _search(options)
+    if options.tried is not None and report.result.best:
+        best, tried = try_layouts(report.result.best, options.tried, options.machine, options.words)
+        found = replace(report.result, best=tuple(best))
+        report = replace(report, result=found, tried=tuple(tried))
+    show_plan(plan_document(report), options)
+    if not report.result.best:
+        raise typer.Exit(1)
+    return report.result.best
+
+
+def _search(options: PlanOptions) -> PlanReport:
+    """Search all configurations of a transformer, also with each change that is asked for."""
     from shoal.tools.plan.search.search import search_plans
     from shoal.tools.plan.search.what_if import answer_what_if, changed_machine
-    from shoal.tools.plan.show.display import (
-        answer_values,
-        print_answers,
-        print_result,
-        print_trainings,
-        result_values,
-        training_values,
-        trainings_on,
-    )
+    from shoal.tools.plan.show.report import PlanReport
     from shoal.tools.plan.work.transformer import parse_model
-    from shoal.util.tables import plain_console
+    from shoal.util.units import compact
 
-    dimensions, machine = parse_model(options.model), options.machine
+    model, machine = parse_model(options.model), options.machine
     size = options.devices, options.batch
-    asked = options.training_on(options.devices)
+    training = options.training_on(options.devices)
     for question in options.what_if:
         changed_machine(machine, question)  # mistakes are reported before the search
-    result = search_plans(dimensions, machine, *size, precision=options.precision, top=options.top)
-    tried: list[TriedLayout] = []
-    if options.tried is not None:
-        best, tried = try_layouts(result.best, options.tried, machine, options.words)
-        result = replace(result, best=tuple(best))
-    whole = trainings_on(asked, result.best, machine, dimensions.seq)
+    result = search_plans(model, machine, *size, precision=options.precision, top=options.top)
     answers = [
-        answer_what_if(each, result, dimensions, machine, *size, precision=options.precision)
+        answer_what_if(each, result, model, machine, *size, precision=options.precision)
         for each in options.what_if
     ]
-    if options.as_json:
-        values = result_values(dimensions, machine, result)
-        values |= {"tried_layouts": tried_values(tried)} if tried else {}
-        values |= {"what_if": [answer_values(each) for each in answers]} if answers else {}
-        if whole:
-            for each, training_time in zip(values["best"], whole, strict=True):
-                each["training"] = training_values(training_time)
-        typer.echo(json.dumps(values, indent=2))
-    else:
-        print_result(plain_console(), dimensions, machine, result)
-        if tried:
-            print_tried(plain_console(), tried)
-        if answers:
-            print_answers(plain_console(), answers)
-        if whole:
-            print_trainings(plain_console(), result.best, whole)
-    if options.html is not None:
-        from shoal.tools.plan.show.page import plan_page
-
-        write_page(plan_page(dimensions, machine, result, whole, answers), options.html)
-    if not result.best:
-        raise typer.Exit(1)
-    return result.best
+    return PlanReport(
+        name=f"{compact(model.parameters)} parameters",
+        machine=machine,
+        model=model,
+        result=result,
+        training=training,
+        answers=tuple(answers),
+    )

@@ -2,70 +2,50 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from shoal.cli.plan_options import AUTO, PlanOptions, write_page
+from shoal.cli.plan_options import AUTO, PlanOptions
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.tools.plan.search.fit import ModuleFit
-    from shoal.tools.plan.search.module_search import ModuleSearch
-    from shoal.tools.plan.training.whole_training import Training, TrainingEstimate
-    from shoal.util.document import Document
+    from shoal.tools.plan.search.prediction import Prediction, SearchResult
+    from shoal.tools.plan.show.report import PlanReport
 
 
-def plan_module(options: PlanOptions) -> Sequence[ModuleFit]:
-    """Print the traced memory and time, and return the plans that fit; exit with 1 if none does."""
-    from shoal.cli.plan_try import TriedLayout, print_tried, tried_values, try_layouts
-    from shoal.tools.plan.show.display import print_trainings, training_values, trainings_on
-    from shoal.util.tables import plain_console
+def traced_report(options: PlanOptions) -> PlanReport:
+    """Return the traced plans that fit: the given one, with changes if it does not fit, or all.
 
-    asked = _asked_training(options)
-    found = _search(options) if options.layout == AUTO else _one_layout(options)
-    best, tried = found.best, list[TriedLayout]()
-    if options.tried is not None and best:
-        best, tried = try_layouts(best, options.tried, options.machine, options.words)
-    whole = trainings_on(asked, best, options.machine)
-    if options.as_json:
-        values = found.values(best)
-        values |= {"tried_layouts": tried_values(tried)} if tried else {}
-        for each, one in zip(values["best"], whole, strict=False):
-            each["training"] = training_values(one)
-        typer.echo(json.dumps(values, indent=2))
+    Raises ShoalError if the training has tokens.
+    """
+    from shoal.tools.plan.search.prediction import SearchResult
+    from shoal.tools.plan.show.report import PlanReport
+
+    training = options.training_on(options.devices)
+    if training is not None and training.tokens:
+        raise ShoalError(
+            given=f"--training {options.training} with a traced module",
+            found="the number of tokens in a sample is not known",
+            fix="use --training steps=…",
+        )
+    changes: list[Prediction] = []
+    if options.layout == AUTO:
+        found = _search(options)
     else:
-        found.show(best)
-        if tried:
-            print_tried(plain_console(), tried)
-        if whole:
-            print_trainings(plain_console(), best, whole)
-    if options.html is not None:
-        write_page(found.page(best, whole), options.html)
-    if not best:
-        raise typer.Exit(1)
-    return best
+        changes = _one_layout(options)
+        best = tuple(each for each in changes[:1] if each.fits)
+        found = SearchResult(best=best, rejected=(), tried=1, fitting=len(best), evaluated=1)
+    return PlanReport(
+        name=options.model,
+        machine=options.machine,
+        result=found,
+        changes=tuple(changes),
+        training=training,
+    )
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """Plans that fit, the fastest first, and how they are shown; `--try` may change their order."""
-
-    best: list[ModuleFit]
-    values: Callable[[list[ModuleFit]], dict[str, Any]]
-    show: Callable[[list[ModuleFit]], None]
-    page: Callable[[list[ModuleFit], Sequence[TrainingEstimate]], Document]
-
-
-def _one_layout(options: PlanOptions) -> _Traced:
+def _one_layout(options: PlanOptions) -> list[Prediction]:
     """Trace the given layout, and changes with which it fits."""
     from shoal.tools.plan.search.fit import fit_module, named_workload, plan_of
-    from shoal.tools.plan.show.module_display import fit_values, print_fit
-    from shoal.tools.plan.show.module_page import module_page
-    from shoal.util.tables import plain_console
 
     plan = plan_of(
         options.layout,
@@ -77,23 +57,14 @@ def _one_layout(options: PlanOptions) -> _Traced:
         options.split_points,
         options.schedule,
     )
-    model, machine = options.model, options.machine
-    build = named_workload(model, options.batch)
-    found = fit_module(build, plan, machine, fake=options.fake)
-    return _Traced(
-        best=[each for each in found[:1] if each.fits],
-        values=lambda _: fit_values(found),
-        show=lambda _: print_fit(plain_console(), machine, found),
-        page=lambda _, whole: module_page(model, machine, found, whole),
-    )
+    build = named_workload(options.model, options.batch)
+    return fit_module(build, plan, options.machine, fake=options.fake)
 
 
-def _search(options: PlanOptions) -> _Traced:
+def _search(options: PlanOptions) -> SearchResult:
     """Trace all layouts. Raises ShoalError for split points, which belong to one of them."""
     from shoal.tools.plan.search.fit import named_workload
     from shoal.tools.plan.search.module_search import search_module
-    from shoal.tools.plan.show.module_display import print_search, search_values
-    from shoal.tools.plan.show.module_page import search_page
     from shoal.util.tables import plain_console, print_line
 
     if options.split_points:
@@ -102,12 +73,11 @@ def _search(options: PlanOptions) -> _Traced:
             found="stages of pipelines get equal FLOPs in a search",
             fix="leave --split-points out",
         )
-    model, machine = options.model, options.machine
-    found = search_module(
-        named_workload(model, options.batch),
+    return search_module(
+        named_workload(options.model, options.batch),
         options.devices,
         options.batch,
-        machine,
+        options.machine,
         micro_batch=options.micro_batch,
         recompute=options.recompute,
         precision=options.precision,
@@ -116,25 +86,3 @@ def _search(options: PlanOptions) -> _Traced:
         top=options.top,
         note=lambda line: print_line(plain_console(stderr=True), line),
     )
-
-    def ordered(best: list[ModuleFit]) -> ModuleSearch:
-        return replace(found, best=tuple(best))
-
-    return _Traced(
-        best=list(found.best),
-        values=lambda best: search_values(ordered(best), machine),
-        show=lambda best: print_search(plain_console(), machine, ordered(best)),
-        page=lambda best, whole: search_page(model, machine, ordered(best), whole),
-    )
-
-
-def _asked_training(options: PlanOptions) -> Training | None:
-    """Return the training that an option describes. Raises ShoalError if it has tokens."""
-    found = options.training_on(options.devices)
-    if found is not None and found.tokens:
-        raise ShoalError(
-            given=f"--training {options.training} with a traced module",
-            found="the number of tokens in a sample is not known",
-            fix="use --training steps=…",
-        )
-    return found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 import typer
 
-from shoal.cli.plan_options import PlanOptions, write_page
+from shoal.cli.plan_options import PlanOptions, show_plan
 from shoal.util.errors import ShoalError
 
 _MOST = 65536
@@ -42,21 +41,14 @@ def check_numbers(devices: str, model: str, options: Mapping[str, object]) -> No
 
 def compare_numbers(options: PlanOptions, numbers: Sequence[int]) -> None:
     """Print the fastest layout on each number of devices; exit with 1 if none fits on any."""
-    from shoal.tools.plan.search.device_numbers import numbers_values, print_numbers, search_numbers
+    from shoal.tools.plan.search.device_numbers import search_numbers
+    from shoal.tools.plan.show.numbers import numbers_document
     from shoal.tools.plan.work.transformer import parse_model
-    from shoal.util.tables import plain_console
 
     dimensions, machine = parse_model(options.model), options.machine
     found = search_numbers(
         dimensions, machine, numbers, options.batch, options.precision, options.training_on
     )
-    if options.as_json:
-        typer.echo(json.dumps(numbers_values(dimensions, machine, found), indent=2))
-    else:
-        print_numbers(plain_console(), dimensions, machine, found)
-    if options.html is not None:
-        from shoal.tools.plan.show.page import numbers_page
-
-        write_page(numbers_page(dimensions, machine, found), options.html)
+    show_plan(numbers_document(dimensions, machine, found), options)
     if not any(each.best for each in found):
         raise typer.Exit(1)

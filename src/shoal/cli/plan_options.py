@@ -141,10 +141,14 @@ def _check_choice(option: str, given: str, known: Sequence[str], usual: str) -> 
         )
 
 
-def write_page(page: Document, folder: Path) -> None:
-    """Write a page to the directory of `--html` and print its path."""
-    from shoal.tools.report.html import save_page
-    from shoal.util.tables import plain_console, print_path
+def show_plan(document: Document, options: PlanOptions) -> None:
+    """Print a document as the options ask, and write its page to the directory of `--html`."""
+    from shoal.cli.output import show_document
 
-    path = save_page(page, folder / "index.html", option="--html DIR")[0]
-    print_path(plain_console(stderr=True), str(path))
+    show_document(document, as_json=options.as_json)
+    if options.html is not None:
+        from shoal.tools.report.html import save_page
+        from shoal.util.tables import plain_console, print_path
+
+        path = save_page(document, options.html / "index.html", option="--html DIR")[0]
+        print_path(plain_console(stderr=True), str(path))

@@ -15,7 +15,8 @@ from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.cli.plan_options import PlanOptions
-    from shoal.tools.plan.work.configuration import PlannedLayout, PlannedStep
+    from shoal.tools.plan.search.prediction import Prediction
+    from shoal.tools.plan.work.configuration import PlannedStep
 
 _EXAMPLE = "--submit 1 -- --time 20:00:00 train.py --layout {layout}"
 _TRIED = "--try 3 -- train.py --layout {layout} --run {run} --steps {steps}"
@@ -52,7 +53,7 @@ def check_words(number: int | None, tried: int | None, top: int, words: Sequence
             )
 
 
-def submit_plan(best: Sequence[PlannedLayout], number: int, options: PlanOptions) -> None:
+def submit_plan(best: Sequence[Prediction], number: int, options: PlanOptions) -> None:
     """Submit the layout of a number: the words are those of `shoal submit`, with values in braces.
 
     With `--json`, its output goes to standard error: standard output has the plan only.

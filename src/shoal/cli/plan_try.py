@@ -6,24 +6,19 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from shoal.cli.plan_submit import filled
 from shoal.distributed.env_vars import job_nodes
 from shoal.tools.bench.scaling.jobs import LOG, end_job_on_signals, execute, reason_of
 from shoal.util.errors import CheckpointError, ShoalError
-from shoal.util.tables import plain_console, print_line, print_rows
+from shoal.util.tables import plain_console, print_line
 from shoal.util.units import counted, duration
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from shoal.tools.plan.machine.machines import Machine
-    from shoal.tools.plan.work.configuration import PlannedLayout
-
-_Layout = TypeVar("_Layout", bound="PlannedLayout")
+    from shoal.tools.plan.search.prediction import Prediction, TriedLayout
 
 STEPS = 30
 """Steps that a script takes; the first ones warm up and do not count."""
@@ -33,19 +28,9 @@ LIMIT = 900.0
 """Seconds after which a script is ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TriedLayout:
-    """A layout with the predicted and the measured seconds of a step, or the end of a failed run."""
-
-    layout: str
-    predicted: float
-    measured: float | None
-    problem: str = ""
-
-
 def try_layouts(
-    given: Sequence[_Layout], count: int, machine: Machine, words: Sequence[str]
-) -> tuple[list[_Layout], list[TriedLayout]]:
+    given: Sequence[Prediction], count: int, machine: Machine, words: Sequence[str]
+) -> tuple[list[Prediction], list[TriedLayout]]:
     """Run a script in the first layouts, and return all of them with the fastest one first.
 
     Rounds alternate the layouts. A layout whose run fails is recorded and stays behind. Configurations
@@ -54,7 +39,9 @@ def try_layouts(
     Raises:
         ShoalError: If this machine has too few devices, or all runs fail.
     """
-    commands: dict[tuple[str, ...], _Layout] = {}
+    from shoal.tools.plan.search.prediction import TriedLayout
+
+    commands: dict[tuple[str, ...], Prediction] = {}
     for each in given:
         commands.setdefault(tuple(filled(words, each.plan)), each)
     best = list(commands.values())[:count]
@@ -93,36 +80,8 @@ def try_layouts(
     return [*ordered, *rest], [tried[place] for place in order]
 
 
-def print_tried(console: Console, tried: Sequence[TriedLayout]) -> None:
-    """Print the predicted and the measured time of a step in each layout, and the fastest."""
-    rows = [
-        (
-            each.layout,
-            duration(each.predicted),
-            "failed" if each.measured is None else duration(each.measured),
-            each.problem,
-        )
-        for each in tried
-    ]
-    print_rows(console, "Tried", ("layout", "predicted", "measured", ""), rows, right=("measured",))
-    first = tried[0]
-    if first.measured is not None:
-        ratio = first.measured / first.predicted
-        ran = sum(each.measured is not None for each in tried)
-        print_line(
-            console,
-            f"{first.layout} is the fastest of {counted(ran, 'layout')} that ran here: "
-            f"{ratio:.2f} times the predicted time.",
-        )
-
-
-def tried_values(tried: Sequence[TriedLayout]) -> list[dict[str, Any]]:
-    """Return tried layouts as plain values, in seconds."""
-    return [asdict(each) for each in tried]
-
-
 def _run(
-    found: PlannedLayout, machine: Machine, words: Sequence[str], directory: Path
+    found: Prediction, machine: Machine, words: Sequence[str], directory: Path
 ) -> tuple[float | None, str]:
     """Return the median seconds of a step, or the reason of a failed run."""
     plan = found.plan

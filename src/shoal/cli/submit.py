@@ -32,15 +32,15 @@ sites = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+_SiteName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")]
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of the job.")]
 
 
-def _check_script(script: Path) -> Path:
+def _check_script(script: str) -> str:
     """Raise LaunchError if the script does not exist."""
-    from shoal.tools.submit.submit import check_script
+    from shoal.launcher.entry_point import find_script
 
-    check_script(script)
-    return script
+    return find_script(script, "shoal submit … train.py")
 
 
 def _check_time(ctx: typer.Context, time: str) -> str:
@@ -59,7 +59,7 @@ def _check_time(ctx: typer.Context, time: str) -> str:
 
 
 _Script = Annotated[
-    Path, typer.Argument(metavar="SCRIPT", help="A Python file.", callback=_check_script)
+    str, typer.Argument(metavar="SCRIPT", help="A Python file.", callback=_check_script)
 ]
 _Time = Annotated[
     str,
@@ -181,7 +181,7 @@ def submit(
     from shoal.tools.submit.times import parse_time
 
     request = JobRequest(
-        script=str(script),
+        script=script,
         args=tuple(script_arguments(args)),
         time=parse_time(time),
         nodes=nodes,
@@ -298,9 +298,7 @@ def list_sites() -> None:
 
 
 @sites.command("show", epilog=examples("shoal sites show jean-zay"))
-def show_site(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")],
-) -> None:
+def show_site(name: _SiteName) -> None:
     """Print the file of a cluster profile."""
     from shoal.tools.submit.site_catalog import find_entry
 
@@ -308,7 +306,7 @@ def show_site(
 
 
 @sites.command("new", epilog=examples("shoal sites new mycluster"))
-def new_site(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")]) -> None:
+def new_site(name: _SiteName) -> None:
     """Draft a cluster profile from the scheduler."""
     from shoal.tools.submit.schedulers import scheduler_here
     from shoal.tools.submit.site_catalog import folder

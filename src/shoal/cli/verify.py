@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import ScriptArgs
+from shoal.cli.options import AsJson, ScriptArgs
 from shoal.cli.output import show_document
 from shoal.cli.submit import script_arguments
 from shoal.util.errors import LaunchError
@@ -39,7 +39,7 @@ def verify(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML page.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check if restarts or ranks change the results.
 

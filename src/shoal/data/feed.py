@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shoal._torch.dataloader import worker_processes
 from shoal.data.map_dataset import BlockDataset
 from shoal.data.orders import CheckedOrder
 from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
 from shoal.data.shards import Lanes
-from shoal.data.timed_dataset import timed
 from shoal.data.worker_failure import LoaderWorkers
 from shoal.distributed.virtual_ranks import VirtualRanks
 from shoal.distributed.world import World
+from shoal.util.clock import CLOCK
 from shoal.util.errors import DataError
 
 
@@ -289,3 +289,39 @@ def _end_when_the_rank_says_so() -> None:
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
         pass
     os._exit(0)
+
+
+def timed(dataset: Dataset[Any]) -> Dataset[tuple[Any, float]]:
+    """Return the same dataset, each item with the seconds that making it took.
+
+    A rank with workers measures only its wait for them: almost nothing while they keep up. If all
+    ranks' workers are too slow, only one rank waits for its workers, and the others wait for that rank.
+    """
+    if isinstance(dataset, IterableDataset):
+        return _TimedIterable(dataset)
+    return _TimedItems(dataset)
+
+
+class _TimedItems(Dataset[tuple[Any, float]]):
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> tuple[Any, float]:
+        begun = CLOCK.now()
+        item = self._dataset[index]
+        return item, CLOCK.now() - begun
+
+
+class _TimedIterable(IterableDataset[tuple[Any, float]]):
+    def __init__(self, dataset: IterableDataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[tuple[Any, float]]:
+        items = iter(self._dataset)
+        while True:
+            begun = CLOCK.now()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            yield item, CLOCK.now() - begun

@@ -25,7 +25,9 @@ from shoal.data.loader_arguments import (
     check_shares,
     check_sizes,
     check_world,
+    copied,
     fixed_size,
+    parts_of,
 )
 from shoal.data.map_dataset import BlockDataset, Collate, SampleSource
 from shoal.data.micro import MicroBatch
@@ -37,14 +39,13 @@ from shoal.data.skipped_batches import LeftOutBatch, ends_epoch, is_left_out
 from shoal.data.speed_balance import SpeedBalance
 from shoal.data.tensor_dataset import source
 from shoal.data.token_budget import BatchSize
-from shoal.data.virtual_micro_batches import copied, parts_of
 from shoal.distributed.consistency import check_same_data, warn_of_other_arrays
 from shoal.distributed.to_device import move
 from shoal.distributed.virtual_ranks import VirtualRanks, virtual_ranks_of
 from shoal.distributed.world import World
 from shoal.telemetry.step_timer import WAIT
 from shoal.util.accelerator import is_accelerator
-from shoal.util.arguments import integer_like, is_integer
+from shoal.util.arguments import check_integer
 from shoal.util.clock import CLOCK
 from shoal.util.errors import DataError
 
@@ -291,12 +292,7 @@ class Loader:
         Raises:
             DataError: If `count` is not an integer, 0 or more.
         """
-        if not is_integer(count):
-            raise DataError(
-                given=f"loader.epochs({count!r})",
-                found="the number of epochs is an integer, 0 or more",
-                fix=f"loader.epochs({integer_like(count, 10)})",
-            )
+        check_integer(DataError, "loader.epochs", "count", count, usual=10)
         self.goal = None if self.epoch_size is None else count * self.epoch_size
         return self._all_batches(count)
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a Loader."""
+"""Checks of the arguments of a Loader, and what depends on virtual ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from shoal.data.map_dataset import BlockDataset
 from shoal.data.sampler import RankSampler
 from shoal.data.token_budget import BatchSize
 from shoal.distributed.world import World
-from shoal.util.arguments import integer_like, is_integer
+from shoal.util.arguments import check_choice, check_integer
 from shoal.util.errors import DataError
 
 MEASURED = "measured"
@@ -21,12 +22,7 @@ SHARES = ("equal", MEASURED)
 
 def check_shares(shares: object, dataset: object, world: World) -> None:
     """Raise DataError for a value of `shares`, or a dataset or World that it does not fit."""
-    if shares not in SHARES:
-        raise DataError(
-            given=f"Loader(…, shares={shares!r})",
-            found=f"shares is one of {', '.join(map(repr, SHARES))}",
-            fix="pass shares='measured', or leave it out",
-        )
+    check_choice(DataError, "Loader", "shares", shares, SHARES)
     if shares == MEASURED and world.virtual_ranks is not None:
         raise DataError(
             given="Loader(…, shares='measured') with exact='bits'",
@@ -58,25 +54,18 @@ def check_seed(shuffle: object, seed: object) -> int:
         raise DataError(
             given=f"Loader(shuffle={shuffle!r})", found="shuffle is a boolean", fix="shuffle=False"
         )
-    if not is_integer(seed, least=-(2**63)):
-        raise DataError(given=f"Loader(seed={seed!r})", found="a seed is an integer", fix="seed=0")
-    return seed
+    return check_integer(DataError, "Loader", "seed", seed, -(2**63))
 
 
 def check_sizes(
     batch_size: int | BatchSize, micro_batches: int, ranks: int
 ) -> tuple[int | BatchSize, int]:
     """Return both arguments as integers. Raise DataError if a batch cannot fill every micro-batch."""
-    sizes = (getattr(batch_size, "max_samples", batch_size), micro_batches)
-    if not all(is_integer(size, least=1) for size in sizes):
-        raise DataError(
-            given=f"batch_size={batch_size!r}, micro_batches={micro_batches!r}",
-            found="both must be positive integers",
-            fix=f"pass batch_size={integer_like(batch_size, 512)}, "
-            f"micro_batches={integer_like(micro_batches, 4)}",
-        )
+    largest = getattr(batch_size, "max_samples", batch_size)
+    check_integer(DataError, "Loader", "batch_size", largest, 1, usual=512)
+    micro_batches = check_integer(DataError, "Loader", "micro_batches", micro_batches, 1)
     if not isinstance(batch_size, int | np.integer):
-        return batch_size, int(micro_batches)
+        return batch_size, micro_batches
     if batch_size < ranks * micro_batches:
         raise DataError(
             given=f"batch_size={batch_size}, micro_batches={micro_batches}, on {ranks} data rank(s)",
@@ -84,7 +73,7 @@ def check_sizes(
             f"{ranks * micro_batches - batch_size} of them would never get a sample",
             fix=f"batch_size={ranks * micro_batches} or more, counted over all ranks",
         )
-    return int(batch_size), int(micro_batches)
+    return int(batch_size), micro_batches
 
 
 def fixed_size(batch_size: int | BatchSize, order: Any) -> int:
@@ -117,12 +106,7 @@ def check_epoch(sampler: RankSampler, samples: BlockDataset, drop_last: bool) ->
 
 def check_fetch(device: torch.device, num_workers: int, pin_memory: bool) -> None:
     """Raise DataError for a wrong number of workers, or samples that workers cannot read."""
-    if not is_integer(num_workers):
-        raise DataError(
-            given=f"Loader(…, num_workers={num_workers!r})",
-            found="the number of worker processes is an integer, 0 or more",
-            fix="pass num_workers=4, or leave it out to load in this process",
-        )
+    check_integer(DataError, "Loader", "num_workers", num_workers, usual=4)
     if device.type != "cpu" and (num_workers or pin_memory):
         raise DataError(
             given=f"Loader(tensors on {device}, num_workers={num_workers}, pin_memory={pin_memory})",
@@ -130,3 +114,31 @@ def check_fetch(device: torch.device, num_workers: int, pin_memory: bool) -> Non
             fix="use num_workers=0 without pin_memory, because the tensors are already loaded; or "
             "call tensor.cpu()",
         )
+
+
+def parts_of(dataset: object, micro_batches: object, world: World) -> int:
+    """Return the number of ranks, or of virtual ranks, that a batch is cut for.
+
+    Raises DataError for arguments that do not fit virtual ranks.
+    """
+    virtual = world.virtual_ranks
+    if virtual is None:
+        return world.data_size
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            given="Loader(IterableDataset, …) with exact='bits'",
+            found="a stream without random access is not cut into virtual ranks",
+            fix="use a map-style dataset or a ShardedDataset, or leave exact out",
+        )
+    if micro_batches != 1:
+        raise DataError(
+            given=f"Loader(…, micro_batches={micro_batches!r}) with exact='bits'",
+            found=f"each of {virtual.total} virtual ranks is one micro-batch already",
+            fix=f"for smaller ones, shoal.init(exact='bits', virtual_ranks={2 * virtual.total})",
+        )
+    return virtual.total
+
+
+def copied(tensor: Tensor, _: torch.device) -> Tensor:
+    """Return a copy with memory of its own, whose alignment does not depend on the batch."""
+    return tensor.clone()

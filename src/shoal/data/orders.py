@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler, WeightedRandomSampler
 
 from shoal.data.permutation import Permutation
+from shoal.util.arguments import check_integer
 from shoal.util.errors import DataError
 
 Indices = npt.NDArray[np.int64]
@@ -82,12 +83,8 @@ class WeightedSampling:
                 found="weights are one finite number >= 0 per sample, and not all 0",
                 fix="pass one weight per sample, for example 1 / count[label] for each label",
             )
-        if size is not None and size < 1:
-            raise DataError(
-                given=f"WeightedSampling(weights, size={size})",
-                found="the number of draws in an epoch is 1 or more",
-                fix="leave size out for one draw per sample",
-            )
+        if size is not None:
+            check_integer(DataError, "WeightedSampling", "size", size, 1, usual=len(table))
         self.samples = len(table)
         self._size = self.samples if size is None else int(size)
         # Scaling by a power of two is exact. Unscaled sums could overflow or underflow.

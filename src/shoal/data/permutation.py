@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import operator
+import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from shoal.util.arguments import check_integer
 from shoal.util.errors import DataError
 
 # Positions per pass: fewer spend the time in calls, more leave the L2 cache (benchmarks/order.py).
@@ -59,20 +60,11 @@ class Permutation:
 
     def __post_init__(self) -> None:
         # NumPy integers become Python's, which do not overflow.
-        for name in ("size", "seed", "epoch"):
-            object.__setattr__(self, name, _integer(getattr(self, name), name))
-        if not 1 <= self.size <= _MAX_SIZE:
-            raise DataError(
-                given=f"size={self.size}",
-                found="an order has from 1 to 2**63 - 1 samples",
-                fix="check that the dataset is not empty: len(dataset)",
-            )
-        if self.epoch < 0:
-            raise DataError(
-                given=f"epoch={self.epoch}",
-                found="epochs are counted from 0",
-                fix="pass epoch=0 for the first one",
-            )
+        fix = "check that the dataset is not empty: len(dataset)"
+        size = check_integer(DataError, "", "size", self.size, 1, most=_MAX_SIZE, fix=fix)
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "seed", _integer(self.seed, "seed"))
+        object.__setattr__(self, "epoch", _integer(self.epoch, "epoch", 0))
 
     def __len__(self) -> int:
         return self.size
@@ -129,13 +121,7 @@ class Permutation:
             An iterator over int64 arrays.
         """
         start, stop = self._checked(start, stop)
-        block = _integer(block, "block")
-        if block < 1:
-            raise DataError(
-                given=f"block={block}",
-                found="a block holds at least one position",
-                fix="leave block out, or pass 1 or more",
-            )
+        block = _integer(block, "block", 1)
         cuts = range(start, stop, block)
         return (self.indices(cut, min(cut + block, stop)) for cut in cuts)
 
@@ -249,12 +235,5 @@ class _Network:
         values |= low
 
 
-def _integer(value: SupportsIndex, name: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise DataError(
-            given=f"{name}={value!r}",
-            found=f"a {type(value).__name__}, not an integer",
-            fix=f"pass {name} as an int",
-        ) from None
+def _integer(value: SupportsIndex, name: str, least: float = -math.inf) -> int:
+    return check_integer(DataError, "", name, value, least)

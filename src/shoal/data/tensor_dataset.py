@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
-from shoal.data.dataset_digest import digest
-from shoal.data.map_dataset import ArrayDataset, BlockDataset, Collate, MapStyleDataset, values_of
+from shoal.data.map_dataset import (
+    ArrayDataset,
+    BlockDataset,
+    Collate,
+    MapStyleDataset,
+    digest,
+    values_of,
+)
 from shoal.data.sampler import LocalBatch
 from shoal.data.shards import ShardedDataset, ShardSource
 from shoal.util.errors import DataError

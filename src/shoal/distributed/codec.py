@@ -14,10 +14,10 @@ import io
 import json
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,27 +31,9 @@ SENDABLE = (
 _LENGTH = 8
 _WIDE = 1 << 63
 """Python does not parse very long decimal integers; from here on they are written in base 16."""
-
-_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "Size": torch.Size,
-}
-_MAPPINGS: dict[str, Callable[[Any], Any]] = {
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": lambda pairs: Counter(dict(pairs)),
-}
 _FACTORIES: dict[str, Any] = {"None": None} | {
     kind.__name__: kind for kind in (list, dict, set, int, float, str)
 }
-_CONSTANTS: dict[type, str] = {
-    torch.dtype: "dtype",
-    torch.layout: "layout",
-    torch.memory_format: "memory_format",
-}
-_NAMES = {id(kind): name for name, kind in (_SEQUENCES | _MAPPINGS).items()} | {id(Counter): "Counter"}
 
 
 class CodecError(ValueError):
@@ -92,78 +74,74 @@ class _Writer:
     def write(self, value: Any) -> Any:
         """Return the representation of `value` in the text."""
         kind = type(value)
-        if value is None or kind in (bool, float, str):
+        if value is None or kind in (bool, float, str) or (kind is int and -_WIDE <= value < _WIDE):
             return value
-        if kind is int:
-            return value if -_WIDE <= value < _WIDE else {"int": hex(value)}
         if kind is list:
-            return [self.write(item) for item in value]
+            return self.items(value)
         if kind is dict and all(type(key) is str for key in value):
             return {"map": {key: self.write(item) for key, item in value.items()}}
-        name = _NAMES.get(id(kind))
-        if name in _SEQUENCES:
-            return {name: [self.write(item) for item in value]}
-        if name is not None:
-            return {name: self._pairs(value)}
-        return self._write_rare(value, kind)
-
-    def _write_rare(self, value: Any, kind: type) -> Any:
-        if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
-            return {"tensor": self._tensor(value)}
-        if kind in (bytes, bytearray):
-            return {kind.__name__: self._buffer(bytes(value))}
-        if kind is np.ndarray or isinstance(value, np.generic):
-            return {"array" if kind is np.ndarray else "scalar": self._array(np.asarray(value))}
-        if kind is defaultdict and value.default_factory in _FACTORIES.values():
-            factory = value.default_factory
-            return {"defaultdict": [factory.__name__ if factory else "None", self._pairs(value)]}
-        if kind is complex:
-            return {"complex": [value.real, value.imag]}
-        if isinstance(value, Path):
-            return {"path": str(value)}
-        if kind is torch.device:
-            return {"device": str(value)}
-        if kind in _CONSTANTS:
-            return {_CONSTANTS[kind]: str(value).removeprefix("torch.")}
-        return self._write_object(value, kind)
-
-    def _write_object(self, value: Any, kind: type) -> Any:
-        if isinstance(value, Enum):
-            if value.name not in type(value).__members__:
-                raise CodecError(f"{value!r}, which has no name in {kind.__qualname__}")
-            return {"enum": [*_path(kind), value.name]}
-        if isinstance(value, ShoalError):
-            fields = [value.given, value.found, value.fix, value.where]
-            return {"error": [*_path(kind), *fields]}
-        if isinstance(value, str):
+        if isinstance(value, str) and not isinstance(value, Enum | np.generic):
             return str(value)
-        names = _fields(kind)
-        if names is None:
-            raise CodecError(f"{kind.__module__}.{kind.__qualname__}")
-        if not isinstance(value, tuple) and not getattr(value, "__dict__", {}).keys() <= set(names):
-            raise CodecError(
-                f"{kind.__module__}.{kind.__qualname__} with attributes that are not fields"
-            )
-        return {"object": [*_path(kind), [self.write(getattr(value, name)) for name in names]]}
+        name = _NAMES.get(kind) or next(
+            (n for n, base in _BASES.items() if isinstance(value, base)), "object"
+        )
+        return {name: _FORMS[name].write(self, value)}
 
-    def _pairs(self, value: Any) -> list[Any]:
-        return [[self.write(key), self.write(item)] for key, item in value.items()]
+    def items(self, values: Iterable[Any]) -> list[Any]:
+        """Return the representations of several values."""
+        return [self.write(item) for item in values]
 
-    def _tensor(self, value: torch.Tensor) -> list[Any]:
+    def pairs(self, value: Mapping[Any, Any]) -> list[Any]:
+        """Return the representations of keys and values, which JSON restricts to strings."""
+        return [self.items(pair) for pair in value.items()]
+
+    def default_dict(self, value: defaultdict[Any, Any]) -> list[Any]:
+        """Return the name of a built-in factory, and the pairs."""
+        for name, factory in _FACTORIES.items():
+            if value.default_factory is factory:
+                return [name, self.pairs(value)]
+        raise CodecError("collections.defaultdict with a factory of its own")
+
+    def tensor(self, value: torch.Tensor) -> list[Any]:
+        """Return dtype, shape and bytes."""
+        if value.layout is not torch.strided:
+            raise CodecError(f"torch.Tensor of layout {value.layout}")
         plain = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value.detach())
         data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return [str(value.dtype).removeprefix("torch."), list(value.shape), *self._buffer(data)]
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), *self.buffer(data)]
 
-    def _array(self, value: np.ndarray[Any, Any]) -> list[int]:
+    def array(self, value: Any) -> list[int]:
+        """Return the bytes of an array or a scalar of NumPy."""
         if value.dtype.hasobject:
             raise CodecError("a NumPy array of objects")
         file = io.BytesIO()
-        np.save(file, value, allow_pickle=False)
-        return self._buffer(file.getvalue())
+        np.save(file, np.asarray(value), allow_pickle=False)
+        return self.buffer(file.getvalue())
 
-    def _buffer(self, data: bytes) -> list[int]:
+    def buffer(self, data: bytes) -> list[int]:
+        """Append bytes after the text, and return their number."""
         self.buffers.append(data)
         return [len(data)]
+
+    def member(self, value: Enum) -> list[str]:
+        """Return the class and the name of an enum's member."""
+        if value.name not in type(value).__members__:
+            raise CodecError(f"{value!r}, which has no name in {type(value).__qualname__}")
+        return [*_path(type(value)), value.name]
+
+    def error(self, value: ShoalError) -> list[Any]:
+        """Return the class and the texts of an error."""
+        return [*_path(type(value)), value.given, value.found, value.fix, value.where]
+
+    def object(self, value: Any) -> list[Any]:
+        """Return the class and the fields of a dataclass or named tuple."""
+        kind: type = type(value)
+        names, shown = _fields(kind), f"{kind.__module__}.{kind.__qualname__}"
+        if names is None:
+            raise CodecError(shown)
+        if not isinstance(value, tuple) and not getattr(value, "__dict__", {}).keys() <= set(names):
+            raise CodecError(f"{shown} with attributes that are not fields")
+        return [*_path(kind), self.items(getattr(value, name) for name in names)]
 
 
 class _ByteReader:
@@ -177,20 +155,13 @@ class _ByteReader:
             return [self.read(item) for item in tree]
         if not isinstance(tree, dict):
             return tree
-        ((kind, content),) = tree.items()
-        if kind == "map":
+        ((name, content),) = tree.items()
+        if name == "map":
             return {key: self.read(item) for key, item in content.items()}
-        if kind in _SEQUENCES:
-            return _SEQUENCES[kind](self.read(item) for item in content)
-        if kind in _MAPPINGS:
-            return _MAPPINGS[kind](self._pairs(content))
-        if kind == "defaultdict":
-            return defaultdict(_FACTORIES[content[0]], self._pairs(content[1]))
-        if kind in _CONSTANTS.values():
-            return _constant(kind, content)
-        return _READ[kind](self, content)
+        return _FORMS[name].read(self, content)
 
-    def _pairs(self, content: list[Any]) -> list[tuple[Any, Any]]:
+    def pairs(self, content: list[Any]) -> list[tuple[Any, Any]]:
+        """Return keys and values."""
         return [(self.read(key), self.read(item)) for key, item in content]
 
     def buffer(self, size: int) -> bytearray:
@@ -235,7 +206,7 @@ class _ByteReader:
 
 def _constant(kind: str, name: str) -> Any:
     found = vars(torch).get(name)
-    if _CONSTANTS.get(type(found)) != kind:
+    if type(found) is not getattr(torch, kind):
         raise CodecError(f"a {kind} {name!r}")
     return found
 
@@ -258,20 +229,68 @@ def _enum(content: list[Any]) -> Enum:
     return kind.__members__[name]
 
 
-_READ: dict[str, Callable[[_ByteReader, Any], Any]] = {
-    "int": lambda _, content: int(content, 16),
-    "tensor": _ByteReader.tensor,
-    "bytes": lambda reader, content: bytes(reader.buffer(*content)),
-    "bytearray": lambda reader, content: reader.buffer(*content),
-    "array": _ByteReader.array,
-    "scalar": lambda reader, content: reader.array(content)[()],
-    "complex": lambda _, content: complex(*content),
-    "path": lambda _, content: Path(content),
-    "device": lambda _, content: torch.device(content),
-    "enum": lambda _, content: _enum(content),
-    "error": lambda _, content: _error(content),
-    "object": _ByteReader.object,
+class _Form(NamedTuple):
+    """The values of some types in the text: how they are written, and read."""
+
+    types: tuple[type, ...]
+    write: Callable[[_Writer, Any], Any]
+    read: Callable[[_ByteReader, Any], Any]
+
+
+def _sequence(kind: type, make: Callable[[list[Any]], Any]) -> _Form:
+    return _Form((kind,), _Writer.items, lambda reader, content: make(reader.read(content)))
+
+
+def _mapping(kind: type, make: Callable[[Any], Any]) -> _Form:
+    return _Form((kind,), _Writer.pairs, lambda reader, content: make(reader.pairs(content)))
+
+
+def _text(kind: type, make: Callable[[str], Any]) -> _Form:
+    return _Form(
+        (kind,), lambda _, value: str(value).removeprefix("torch."), lambda _, text: make(text)
+    )
+
+
+_FORMS: dict[str, _Form] = {
+    "tuple": _sequence(tuple, tuple),
+    "set": _sequence(set, set),
+    "frozenset": _sequence(frozenset, frozenset),
+    "Size": _sequence(torch.Size, torch.Size),
+    "dict": _mapping(dict, dict),
+    "OrderedDict": _mapping(OrderedDict, OrderedDict),
+    "Counter": _mapping(Counter, lambda pairs: Counter(dict(pairs))),
+    "defaultdict": _Form(
+        (defaultdict,),
+        _Writer.default_dict,
+        lambda reader, content: defaultdict(_FACTORIES[content[0]], reader.pairs(content[1])),
+    ),
+    "int": _Form((int,), lambda _, value: hex(value), lambda _, text: int(text, 16)),
+    "complex": _Form(
+        (complex,),
+        lambda _, value: [value.real, value.imag],
+        lambda _, parts: complex(*parts),
+    ),
+    "bytes": _Form((bytes,), _Writer.buffer, lambda reader, content: bytes(reader.buffer(*content))),
+    "bytearray": _Form(
+        (bytearray,),
+        lambda writer, value: writer.buffer(bytes(value)),
+        lambda reader, content: reader.buffer(*content),
+    ),
+    "tensor": _Form((torch.Tensor, torch.nn.Parameter), _Writer.tensor, _ByteReader.tensor),
+    "array": _Form((np.ndarray,), _Writer.array, _ByteReader.array),
+    "scalar": _Form((), _Writer.array, lambda reader, content: reader.array(content)[()]),
+    "device": _text(torch.device, torch.device),
+    "dtype": _text(torch.dtype, lambda name: _constant("dtype", name)),
+    "layout": _text(torch.layout, lambda name: _constant("layout", name)),
+    "memory_format": _text(torch.memory_format, lambda name: _constant("memory_format", name)),
+    "path": _text(Path, Path),
+    "enum": _Form((), _Writer.member, lambda _, content: _enum(content)),
+    "error": _Form((), _Writer.error, lambda _, content: _error(content)),
+    "object": _Form((), _Writer.object, _ByteReader.object),
 }
+_NAMES = {kind: name for name, form in _FORMS.items() for kind in form.types}
+_BASES = {"scalar": np.generic, "path": Path, "enum": Enum, "error": ShoalError}
+"""The forms of subclasses."""
 
 
 def _path(kind: type) -> tuple[str, str]:

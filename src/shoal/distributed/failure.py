@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import socket
+import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from types import TracebackType
 
 from shoal.distributed.cluster_env import REQUEUE
-from shoal.distributed.watchdog.peer_errors import SAME_STEPS, is_by_peer
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.user_code import is_library, own_traceback
 
@@ -275,3 +279,57 @@ def locate(error: BaseException) -> str | None:
     # The line in Shoal that detected a user's mistake does not help to find it.
     chosen = own or ([] if isinstance(error, ShoalError) else list(frames))
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else None
+
+
+_ROOM = 17
+
+
+def report_into(folder: Path, *, rank: int, size: int) -> None:
+    """Write a report into a directory if an exception ends this process.
+
+    Files sort by relevance: a rank's own errors come before those that look like the death of a peer,
+    and the earliest come first.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # A rank takes a while to exit, and the others notice its end: its file must sort first.
+        with suppress(OSError):
+            now = CLOCK.wall()
+            found = from_exception(error, rank=rank, host=socket.gethostname(), when=now)
+            if not isinstance(error, KeyboardInterrupt):
+                name = f"{int(found.by_peer)}-{now:0{_ROOM}.6f}-{rank}"
+                (folder / name).write_text(report(found, size=size))
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+# The errors of ranks whose peer has died (Gloo, NCCL, TCPStore), and of ranks to which it sent
+# its own error.
+_BY_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|remote process exited"
+    r"|communicator was aborted|failed to recv|peer closed"
+    r"|see that rank's own error",
+    re.IGNORECASE,
+)
+
+SAME_STEPS = (
+    "let all ranks take the same number of steps: no sys.exit, os._exit, break or return that only "
+    "some of them reach"
+)
+"""The fix if a rank leaves while others still need it."""
+
+
+def is_by_peer(error: BaseException) -> bool:
+    """Return whether an error, or its cause, looks like the result of another rank's death."""
+    seen: BaseException | None = error
+    passed: set[int] = set()
+    # `raise error from error` is its own cause.
+    while seen is not None and id(seen) not in passed:
+        passed.add(id(seen))
+        with suppress(Exception):  # `str(error)` itself may raise
+            if _BY_PEER.search(str(seen)):
+                return True
+        seen = seen.__context__ if seen.__cause__ is None else seen.__cause__
+    return False

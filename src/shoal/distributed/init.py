@@ -8,13 +8,13 @@ import sys
 import torch
 
 from shoal.distributed import env_vars
-from shoal.distributed.determinism import DeterministicMode
 from shoal.distributed.initialize import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, join
 from shoal.distributed.layout import Layout
-from shoal.distributed.virtual_ranks import BITS, VIRTUAL_RANKS, check_exact
+from shoal.distributed.seeds import DeterministicMode
+from shoal.distributed.virtual_ranks import BITS, EXACT, VIRTUAL_RANKS
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.world import World
-from shoal.util.arguments import is_integer
+from shoal.util.arguments import check_choice, check_integer
 from shoal.util.errors import LaunchError
 
 
@@ -77,11 +77,9 @@ def init(
         ...     print(world.size, world.rank, world.device)
         1 0 cpu
     """
-    if not is_integer(seed, least=-(2**63)):
-        raise LaunchError(
-            given=f"shoal.init(seed={seed!r})", found="a seed is an integer", fix="seed=0"
-        )
-    check_exact(exact, virtual_ranks)
+    check_integer(LaunchError, "shoal.init", "seed", seed, -(2**63))
+    check_choice(LaunchError, "shoal.init", "exact", exact, EXACT)
+    check_integer(LaunchError, "shoal.init", "virtual_ranks", virtual_ranks, 1, usual=VIRTUAL_RANKS)
     bits = exact == BITS
     deterministic_mode = DeterministicMode(enabled=deterministic, bits=bits)  # NCCL's groups read it
     try:
@@ -102,7 +100,7 @@ def init(
             print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
     if folder := env_vars.failures():
         # Only jobs of `shoal submit` need it.
-        from shoal.distributed.failure_reports import report_into
+        from shoal.distributed.failure import report_into
 
         report_into(folder, rank=joined.placement.rank, size=joined.placement.size)
     limits = WaitLimits(step=timeout, prepare=prepare_timeout)

@@ -21,9 +21,16 @@ from torch.distributed.rendezvous import rendezvous
 from shoal._torch.names import note_untested
 from shoal.distributed import cpu_affinity, env_vars, interfaces, mpi, objects
 from shoal.distributed import rendezvous as meeting
-from shoal.distributed.backend import MPI, backends, choose_backend, why_shared
 from shoal.distributed.cluster_env import Placement
-from shoal.distributed.device import RankDevice, choose_device, neighbours
+from shoal.distributed.device import (
+    MPI,
+    RankDevice,
+    backends,
+    choose_backend,
+    choose_device,
+    neighbours,
+    why_shared,
+)
 from shoal.distributed.layout import Layout
 from shoal.distributed.virtual_ranks import VirtualRanks, choose_virtual_ranks
 from shoal.util import accelerator
@@ -107,11 +114,13 @@ def join(
         if placement.rank == 0:
             told = _tell(placement, machines, count.value, variable)
             told += "".join(f"; {name}={value}" for name, value in written.items())
-    if virtual is not None and placement.rank == 0:
-        told = "; ".join(filter(None, (told, _tell_bits(virtual.total))))
     untested = note_untested(torch.__version__)
-    if untested is not None and placement.rank == 0:
-        told = "; ".join(filter(None, (told, f"torch {untested.value} is {untested.reason}")))
+    notes = (
+        told,
+        virtual
+        and f"exact='bits': {virtual.total} virtual ranks, 1 thread per rank, deterministic algorithms",
+        f"torch {untested.value} is {untested.reason}" if untested else None,
+    )
     return JoinedWorld(
         placement=placement,
         layout=division.value,
@@ -124,7 +133,7 @@ def join(
             *(count, place, means, division, limits, *numbers),
             *([] if untested is None else [untested]),
         ),
-        told=told,
+        told="; ".join(filter(None, notes)) if placement.rank == 0 else "",
         host="127.0.0.1" if way is None else way.address,
         variables=tuple(written),
         virtual_ranks=virtual,
@@ -319,11 +328,6 @@ def _choose_threads(
         )
     torch.set_num_threads(count.value)
     return count
-
-
-def _tell_bits(virtual_ranks: int) -> str:
-    """Return the settings of exact="bits", which results depend on."""
-    return f"exact='bits': {virtual_ranks} virtual ranks, 1 thread per rank, deterministic algorithms"
 
 
 def _tell(placement: Placement, machines: int, threads: int, variable: str) -> str:

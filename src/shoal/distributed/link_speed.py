@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from shoal.distributed.backend import backend_of
+from shoal.distributed.device import backend_of
 from shoal.util import accelerator
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError

@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import psutil
@@ -32,7 +32,7 @@ _SILENT = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOW
 _AT_ONCE = struct.pack("ii", 1, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Outage:
     """A span of time in which a machine answered no call.
 
@@ -45,13 +45,13 @@ class Outage:
     host: str
     address: str
     port: int
-    interface: str
-    began: float
-    seconds: float
-    calls: int
-    why: str
-    answered: bool
-    over: bool
+    interface: str = ""
+    began: float = field(default_factory=CLOCK.wall)
+    seconds: float = 0.0
+    calls: int = 0
+    why: str = ""
+    answered: bool = False
+    over: bool = False
 
     def __str__(self) -> str:
         by = f" by {self.interface}" if self.interface else ""
@@ -63,51 +63,21 @@ class Outage:
         )
 
 
-@dataclass(kw_only=True)
-class _ProbeHistory:
-    """The results of the calls to one machine; times by both clocks."""
-
-    host: str
-    address: str
-    port: int
-    interface: str = ""
-    begun: float = field(default_factory=CLOCK.now)
-    began: float = field(default_factory=CLOCK.wall)
-    answered: bool = False
-    calls: int = 0
-    why: str = ""
-
-    def outage(self, *, over: bool) -> Outage | None:
-        seconds = CLOCK.now() - self.begun
-        if self.calls < _LEAST_CALLS or seconds < LEAST_SECONDS:
-            return None
-        return Outage(
-            host=self.host,
-            address=self.address,
-            port=self.port,
-            interface=self.interface,
-            began=self.began,
-            seconds=seconds,
-            calls=self.calls,
-            why=self.why,
-            answered=self.answered,
-            over=over,
-        )
-
-
 class Probes:
     """Repeated calls to machines within a block, each given by its name with an address and a port."""
 
     def __init__(self, machines: Mapping[str, tuple[str, int]]) -> None:
         self._machines = machines
-        self._lines: dict[str, _ProbeHistory] = {}
+        self._lines: dict[str, Outage] = {}
+        self._begun: dict[str, float] = {}
         self._past: list[Outage] = []
         self._lock = threading.Lock()
         self._over = threading.Event()
 
     def __enter__(self) -> Probes:
         for host, (address, port) in self._machines.items():
-            line = _ProbeHistory(host=host, address=address, port=port)
+            line = Outage(host=host, address=address, port=port)
+            self._begun[host] = CLOCK.now()
             self._lines[host] = line
             threading.Thread(target=self._watch, args=(line,), daemon=True).start()
         return self
@@ -123,27 +93,30 @@ class Probes:
     def outages(self) -> list[Outage]:
         """Return all outages so far, those that are over first."""
         with self._lock:
-            now = [line.outage(over=False) for line in self._lines.values()]
-            return [*self._past, *(one for one in now if one is not None)]
+            return [*self._past, *(one for line in self._lines.values() for one in self._silent(line))]
 
-    def _watch(self, line: _ProbeHistory) -> None:
+    def _silent(self, line: Outage, *, over: bool = False) -> list[Outage]:
+        """Return the outage since the last answer, if it is one."""
+        seconds = CLOCK.now() - self._begun[line.host]
+        lasting = line.calls >= _LEAST_CALLS and seconds >= LEAST_SECONDS
+        return [replace(line, seconds=seconds, over=over)] if lasting else []
+
+    def _watch(self, line: Outage) -> None:
         while not self._over.is_set():
             with suppress(socket.gaierror):  # an unknown name says nothing about the network
                 address = socket.getaddrinfo(line.address, line.port, type=socket.SOCK_STREAM)[0]
-                line.interface = interface_to(address[4]) or line.interface
+                line.interface = _interface_to(address[4]) or line.interface
                 why = _call(address[0], address[4])
                 with self._lock:
                     self._note(line, why)
             CLOCK.wait(self._over, _PAUSE)
 
-    def _note(self, line: _ProbeHistory, why: str) -> None:
+    def _note(self, line: Outage, why: str) -> None:
         if why:
             line.calls, line.why = line.calls + 1, why
             return
-        past = line.outage(over=True)
-        if past is not None:
-            self._past.append(past)
-        line.begun, line.began = CLOCK.now(), CLOCK.wall()
+        self._past += self._silent(line, over=True)
+        self._begun[line.host], line.began = CLOCK.now(), CLOCK.wall()
         line.answered, line.calls = True, 0
 
 
@@ -161,13 +134,20 @@ def _call(family: int, address: tuple[object, ...]) -> str:
     return ""
 
 
-def interface_to(address: tuple[object, ...]) -> str:
-    """Return this machine's interface for packets to an address; empty if there is none."""
+def address_towards(address: tuple[object, ...]) -> str:
+    """Return the address from which this machine calls another one; empty if there is no route."""
     family = socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends no packet
-        own = probe.getsockname()[0]
-        for name, known in psutil.net_if_addrs().items():
-            if any(one.address.partition("%")[0] == own for one in known):
-                return name
+        # No packet is sent: connecting a datagram socket only selects a route.
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _interface_to(address: tuple[object, ...]) -> str:
+    """Return this machine's interface for packets to an address; empty if there is none."""
+    own = address_towards(address)
+    for name, known in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own for one in known):
+            return name
     return ""

@@ -9,7 +9,6 @@ free, and two jobs on one machine can't be mixed up.
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +19,10 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
-from shoal.distributed.outages import Probes
+from shoal.distributed.outages import Probes, address_towards
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
+from shoal.util.regular_file import appearing, write_new
 
 LONGEST = 300.0
 """Longest time in seconds for which ranks look for rank 0, the same as in torch's own stores."""
@@ -285,11 +285,8 @@ def _published(meeting: Meeting, port: int) -> Iterator[None]:
     path = _file(meeting)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write("".join(f"{host} {port}\n" for host in own_addresses()))
-        partial.rename(path)
+        with appearing(path) as partial:
+            write_new(partial, "".join(f"{host} {port}\n" for host in own_addresses()), private=True)
     except OSError as error:
         raise LaunchError(
             given=f"rank 0 publishes its address in {path.parent}",
@@ -316,9 +313,5 @@ def own_addresses() -> list[str]:
     """Return the addresses by which other machines may call this one: of its default route, and its
     name.
     """
-    addresses = [socket.gethostname()]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # No packet is sent: connecting a datagram socket only selects a route. RFC 5737's address.
-        probe.connect(("192.0.2.1", 9))
-        addresses.insert(0, probe.getsockname()[0])
-    return addresses
+    routed = address_towards(("192.0.2.1", 9))  # of RFC 5737: by the default route
+    return [*filter(None, (routed,)), socket.gethostname()]

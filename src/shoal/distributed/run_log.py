@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
@@ -13,6 +14,16 @@ from shoal.util.errors import LaunchError
 Record = Callable[[Mapping[str, Any]], None]
 
 
+@dataclass
+class _OpenRun:
+    """A run that is open, and whether another one was opened in its directory later."""
+
+    record: WeakMethod[Record]
+    directory: Path
+    place: str
+    replaced: bool = False
+
+
 class RunLog:
     """The connection to the run that was opened last, if one is open: its log and its directory.
 
@@ -20,40 +31,36 @@ class RunLog:
     """
 
     def __init__(self) -> None:
-        self.directory: Path | None = None
+        self._runs: list[_OpenRun] = []
         self._record: Record | None = None
-        self._earlier: list[tuple[WeakMethod[Record], Path]] = []
-        self._newest: dict[str, WeakMethod[Record]] = {}
-        self._replaced: list[WeakMethod[Record]] = []
 
     @property
     def attached(self) -> bool:
         """Whether a run is open."""
         return self._record is not None
 
+    @property
+    def directory(self) -> Path | None:
+        """The directory of the run that was opened last, if one is open."""
+        runs = self._runs
+        return runs[-1].directory if runs else None
+
     def attach(self, record: Record, directory: Path) -> None:
         """Send values to `record` from now on, the method of a run in `directory`."""
-        if self._record is not None and self.directory is not None:
-            self._earlier.append((WeakMethod(self._record), self.directory))
-        self._record, self.directory = record, directory
-        path = os.path.realpath(directory)
-        self._replaced = [each for each in self._replaced if each() not in (record, None)]
-        if path in self._newest and self._newest[path]() != record:
-            self._replaced.append(self._newest[path])
-        self._newest[path] = WeakMethod(record)
+        place = os.path.realpath(directory)
+        for each in self._runs:
+            each.replaced |= each.place == place
+        self._runs.append(_OpenRun(WeakMethod(record), directory, place))
+        self._record = record
 
     def is_newest(self, record: Record) -> bool:
         """Return whether no run was opened in the same directory after the one with this method."""
-        return all(each() != record for each in self._replaced)
+        return not any(each.replaced and each.record() == record for each in self._runs)
 
     def detach(self, record: Record) -> None:
         """Disconnect from the run with this method, which is closed, and return to the one before."""
-        self._earlier = [each for each in self._earlier if each[0]() not in (record, None)]
-        if self._record == record:
-            self._record = self.directory = None
-            if self._earlier:
-                reference, self.directory = self._earlier.pop()
-                self._record = reference()
+        self._runs = [each for each in self._runs if each.record() not in (record, None)]
+        self._record = self._runs[-1].record() if self._runs else None
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Record `values` with the open run. Raises LaunchError if there is none."""

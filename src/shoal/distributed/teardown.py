@@ -18,8 +18,7 @@ from shoal._torch import c10d
 from shoal.distributed.failure import exit_status
 from shoal.distributed.watchdog import abort
 from shoal.telemetry.flight_recorder import recording_groups
-from shoal.util import time_limit
-from shoal.util.clock import CLOCK
+from shoal.util.clock import CLOCK, start_work
 
 GIVE_UP_SECONDS = 10.0
 """Seconds after which a process ends without its groups."""
@@ -55,7 +54,7 @@ def leave_groups(error: BaseException | None, *, exiting: bool) -> None:
         faulthandler.cancel_dump_traceback_later()
     else:
         until = CLOCK.now() + GIVE_UP_SECONDS
-        ending = time_limit.start(end)
+        ending = start_work(end)
         if not _ended(ending, REPORT_SECONDS if code else GIVE_UP_SECONDS):
             atexit.register(_end_process, ending, until, code)
             return

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.distributed.layout import Layout
-from shoal.util.arguments import is_integer
 from shoal.util.decision import GIVEN, Decision
-from shoal.util.errors import LaunchError, LayoutError
+from shoal.util.errors import LayoutError
 
 VIRTUAL_RANKS = 8
 """The default number: each of 1, 2, 4 or 8 ranks computes equally many."""
@@ -31,22 +30,6 @@ class VirtualRanks(NamedTuple):
 def virtual_ranks_of(rank: int, *, ranks: int, total: int) -> VirtualRanks:
     """Return the virtual ranks of `rank`. The numbers of two ranks differ by at most one."""
     return VirtualRanks(total, rank * total // ranks, (rank + 1) * total // ranks)
-
-
-def check_exact(exact: str, virtual_ranks: int) -> None:
-    """Raise LaunchError for a value that `shoal.init` does not take."""
-    if exact not in EXACT:
-        raise LaunchError(
-            given=f"shoal.init(exact={exact!r})",
-            found="exact is 'rounding' or 'bits'",
-            fix="pass exact='bits', or leave it out",
-        )
-    if not is_integer(virtual_ranks, least=1):
-        raise LaunchError(
-            given=f"shoal.init(virtual_ranks={virtual_ranks!r})",
-            found="the number of virtual ranks is a positive integer",
-            fix=f"pass virtual_ranks={VIRTUAL_RANKS}, or leave it out",
-        )
 
 
 def choose_virtual_ranks(

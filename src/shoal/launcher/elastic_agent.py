@@ -111,8 +111,19 @@ class Agent(ElasticAgent):
     agent has none to stop.
     """
 
-    def __init__(self, spec: WorkerSpec, orders: Connection) -> None:
-        super().__init__(spec)
+    def __init__(
+        self, handler: RendezvousHandler, orders: Connection, *, processes: int, restarts: int
+    ) -> None:
+        super().__init__(
+            WorkerSpec(
+                role="rank",
+                local_world_size=processes,
+                rdzv_handler=handler,
+                entrypoint="script",
+                max_restarts=restarts,
+                monitor_interval=0.001,  # the launcher itself waits, without polling
+            )
+        )
         self._orders = orders
         self._preemptions = 0
 
@@ -184,16 +195,8 @@ class Agent(ElasticAgent):
 
 def supervise(orders: Connection, *, processes: int, restarts: int, port: int) -> None:
     """Order attempts until one succeeds or the restarts are used up."""
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=processes,
-        rdzv_handler=LocalRendezvous(port),
-        entrypoint="script",
-        max_restarts=restarts,
-        monitor_interval=0.001,  # the launcher itself waits, without polling
-    )
     with quiet():
-        Agent(spec, orders).run()
+        Agent(LocalRendezvous(port), orders, processes=processes, restarts=restarts).run()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec, module_from_spec
 from typing import Protocol
 
+from shoal.util.arguments import check_file
 from shoal.util.errors import LaunchError
 from shoal.util.pickling import pickle_value, unpickle
 
@@ -106,15 +107,9 @@ class Module:
             exec(code, module.__dict__)
 
 
-def find_script(path: str) -> str:
-    """Return the path if it is a file. Raises LaunchError."""
-    if not os.path.isfile(path):
-        full = os.path.abspath(path)
-        raise LaunchError(
-            given=path,
-            found=f"{full} is a directory" if os.path.isdir(path) else f"there is no file {full}",
-            fix="give the path of a Python file: shoal run -n 2 script.py",
-        )
+def find_script(path: str, command: str = "shoal run -n 2 script.py") -> str:
+    """Return the path if it is a file. Raises LaunchError, with a command that takes one."""
+    check_file(LaunchError, path, path, fix=f"give the path of a Python file: {command}")
     return path
 
 

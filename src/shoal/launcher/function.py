@@ -19,6 +19,7 @@ from shoal.distributed.env_vars import placement
 from shoal.distributed.failure import Failure, decode, reason
 from shoal.launcher.signals import SIGNALS
 from shoal.util import pickling
+from shoal.util.arguments import check_integer
 from shoal.util.errors import LaunchError
 
 _T = TypeVar("_T")
@@ -114,12 +115,14 @@ def _check(function: object, processes: object, restarts: object, given: str) ->
             fix="pass the function and its arguments separately: shoal.launch(train, 0.1, processes=2)",
         )
     for name, value, least in (("processes", processes, 1), ("restarts", restarts, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise LaunchError(
-                given=f"launch({_name(function)}, {name}={value!r})",
-                found=f"{name} must be an integer, at least {least}",
-                fix=f"shoal.launch({_name(function)}, …, processes=2)",
-            )
+        check_integer(
+            LaunchError,
+            "shoal.launch",
+            name,
+            value,
+            least,
+            fix=f"shoal.launch({_name(function)}, …, processes=2)",
+        )
     here = placement()
     if here.size > 1:
         raise LaunchError(

@@ -16,6 +16,7 @@ from shoal.launcher.launcher import Launcher, RunEnd
 from shoal.launcher.logs import Logs
 from shoal.launcher.nodes import SILENCE, WAIT, Nodes, choose_nodes, describe_script
 from shoal.launcher.signals import Interrupted, Interrupts
+from shoal.util.arguments import check_integer
 from shoal.util.errors import LaunchError
 
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
@@ -139,19 +140,9 @@ def _open_standard_files() -> None:
 
 
 def _check(script: str, *, processes: int, restarts: int, preemptions: int, port: int | None) -> None:
-    if processes < 1:
-        raise LaunchError(
-            given=f"-n {processes}",
-            found="a run needs at least one process",
-            fix=f"shoal run -n 1 {script}",
-        )
+    check_integer(LaunchError, "shoal run", "-n", processes, 1, fix=f"shoal run -n 1 {script}")
     for name, value in (("restarts", restarts), ("preemptions", preemptions)):
-        if value < 0:
-            raise LaunchError(
-                given=f"--{name} {value}",
-                found=f"the number of {name} is 0 or more",
-                fix=f"shoal run -n {processes} --{name} 0 {script}",
-            )
+        check_integer(LaunchError, "shoal run", f"--{name}", value)
     if port is not None:
         _check_port(port)
 
@@ -185,8 +176,7 @@ def check_folder() -> None:
 
 def _check_port(port: int) -> None:
     fix = "leave --port out to use a free one, or choose another"
-    if not 1 <= port <= 65535:
-        raise LaunchError(given=f"--port {port}", found="ports are 1 to 65535", fix=fix)
+    check_integer(LaunchError, "shoal run", "--port", port, 1, most=65535, fix=fix)
     with socket.socket() as probe:
         # The same option as the store's server, so that ports in TIME_WAIT count as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

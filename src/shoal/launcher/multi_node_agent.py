@@ -41,19 +41,20 @@ class NodesAgent(Agent):
 
     def __init__(
         self,
-        spec: WorkerSpec,
-        orders: Connection,
         rendezvous: NodesRendezvous,
+        orders: Connection,
         nodes: Nodes,
         *,
-        label: str,
+        processes: int,
+        restarts: int,
         preemptions: int,
+        label: str,
     ) -> None:
-        super().__init__(spec, orders)
+        super().__init__(rendezvous, orders, processes=processes, restarts=restarts)
         self._rendezvous_handler = rendezvous
         self._nodes = nodes
         self._label = label
-        self._budgets: dict[Kind, int] = {"failed": spec.max_restarts, "preempted": preemptions}
+        self._budgets: dict[Kind, int] = {"failed": restarts, "preempted": preemptions}
         self._begin()
         self.verdict: AttemptOutcome | None = None
         self._signature = ""
@@ -164,10 +165,7 @@ class NodesAgent(Agent):
             return self._fail(verdict, mine)
         if verdict.kind == "ended":
             text = f"{names} received a signal to end{verdict.text}: all nodes end\n"
-            self.ask("stop", [verdict.code, text, verdict.saving, False])
-            self.verdict = verdict
-            self.end_restarts()
-            return RunResult(state=WorkerState.FAILED)
+            return self._give_up(verdict, text)
         if verdict.kind == "left":
             self._rendezvous_handler.note_left(verdict.nodes, mine)
         return self._again(f"{names} {verdict.kind}: restarting\n", verdict.saving)
@@ -185,7 +183,10 @@ class NodesAgent(Agent):
             return self._again(text, False, verdict.code, mine)
         if before < most:
             text += no_restart(verdict.signature)
-        self.ask("stop", [verdict.code, text, False, mine])
+        return self._give_up(verdict, text, mine)
+
+    def _give_up(self, verdict: AttemptOutcome, text: str, first: bool = False) -> RunResult:
+        self.ask("stop", [verdict.code, text, verdict.saving, first])
         self.verdict = verdict
         self.end_restarts()
         return RunResult(state=WorkerState.FAILED)
@@ -234,33 +235,28 @@ def supervise(
 def _supervise(
     orders: Connection, processes: int, restarts: int, preemptions: int, nodes: Nodes, label: str
 ) -> None:
-    agent: NodesAgent | None = None
-    rendezvous: NodesRendezvous | None = None
+    rendezvous = NodesRendezvous(nodes, processes=processes, label=label)
+    agent = NodesAgent(
+        rendezvous,
+        orders,
+        nodes,
+        processes=processes,
+        restarts=restarts,
+        preemptions=preemptions,
+        label=label,
+    )
     try:
-        rendezvous = NodesRendezvous(nodes, processes=processes, label=label)
-        spec = WorkerSpec(
-            role="rank",
-            local_world_size=processes,
-            rdzv_handler=rendezvous,
-            entrypoint="script",
-            max_restarts=restarts,
-            monitor_interval=0.001,  # the launcher itself waits
-        )
-        agent = NodesAgent(spec, orders, rendezvous, nodes, label=label, preemptions=preemptions)
         agent.ask("tell", f"{label} waits at {nodes.address} for --nodes {nodes.text}\n")
         _run_to_end(agent, rendezvous)
     except ClosedError:
-        if rendezvous is not None:
-            rendezvous.depart()
+        rendezvous.depart()
         raise
     except NodeExit as leaving:
         with suppress(RendezvousError, DistError):
-            if rendezvous is not None:
-                rendezvous.leave(_leaving(label, rendezvous.hosts, leaving.code))
+            rendezvous.leave(_leaving(label, rendezvous.hosts, leaving.code))
         # The launcher answers when the ranks have saved. The store stays until others have read it.
         _order(orders, "left", None)
-        if rendezvous is not None:
-            rendezvous.wait_for_others()
+        rendezvous.wait_for_others()
 
 
 def _run_to_end(agent: NodesAgent, rendezvous: NodesRendezvous) -> None:

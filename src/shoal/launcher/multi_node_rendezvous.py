@@ -27,9 +27,8 @@ from shoal.distributed.cluster_env import NODES_RUN_ID
 from shoal.launcher.attempt_outcome import AttemptOutcome, Kind
 from shoal.launcher.elastic_agent import serve
 from shoal.launcher.nodes import Nodes, differences, listen, way_to, why_silent
-from shoal.util.clock import CLOCK, local_time
+from shoal.util.clock import CLOCK, local_time, run_within
 from shoal.util.errors import LaunchError
-from shoal.util.time_limit import run_within
 
 BEAT = 1.0
 """Seconds between two signs of life of a node; torch looks for changes as often."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.distributed.cluster_env import Placement
+from shoal.distributed.outages import address_towards
+from shoal.util.arguments import check_number
 from shoal.util.errors import LaunchError
 
 WAIT = 600.0
@@ -67,14 +69,8 @@ def choose_nodes(
     least, most = parse_numbers(nodes)
     if most == 1:
         return None
-    for option, value, low in (("--wait", wait, 1.0), ("--silence", silence, 2.0)):
-        if not low <= value <= 86400.0:
-            raise LaunchError(
-                given=f"{option} {value:g}",
-                found=f"the time is a number of seconds, from {low:g} to 86400",
-                fix=f"pass {option} {(WAIT if option == '--wait' else SILENCE):g}, which is the "
-                "default",
-            )
+    check_number(LaunchError, "shoal run", "--wait", wait, 1.0, most=86400.0, usual=WAIT)
+    check_number(LaunchError, "shoal run", "--silence", silence, 2.0, most=86400.0, usual=SILENCE)
     meeting = placement.meeting
     common = dict(job)
     if meeting is not None:
@@ -191,8 +187,4 @@ def why_silent(host: str, port: int) -> str:
 
 def way_to(host: str, port: int) -> str:
     """Return the address by which this machine reaches `host`, and others reach this machine."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # No packet is sent: connecting a datagram socket only selects a route.
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    return address_towards(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][4])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from shoal._torch.checkpointing import checkpoint, is_checkpointed
+from shoal._torch.autograd import checkpoint, is_checkpointed
 from shoal.distributed.world import World
 from shoal.strategies.module_patterns import find_units
 from shoal.util.errors import StepError

@@ -46,7 +46,6 @@ EventKind: TypeAlias = Literal[
     "start",
     "restore",
     "steps",
-    "step",
     "log",
     "evaluation",
     "usage",
@@ -242,7 +241,8 @@ def step_columns(block: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     for name in ("loss", "counted", "size"):
         if name in block:
             columns[name] = _column(block[name], count)
-    for name in ("load", *_TIMES):
+    columns["load"] = _durations(block["load"], count)
+    for name in _TIMES:
         if name in block:
             columns[name] = _durations(block[name], count)
     return columns
@@ -291,9 +291,7 @@ def _single_steps(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         return
     count = len(columns["step"])
     absent = [0.0] * count
-    parts = {name: columns[name].tolist() if name in columns else absent for name in _TIMES}
-    if "load" in columns:
-        parts["load"] = columns["load"].tolist()
+    parts = {name: columns[name].tolist() if name in columns else absent for name in (*_TIMES, "load")}
     others = {
         name: values
         for name, values in block.items()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal._torch.modules import bare
 from shoal.checkpoint import Agreement
 from shoal.checkpoint.collective_errors import explained
-from shoal.checkpoint.model_file import appearing, save_pickled
+from shoal.checkpoint.inspect.extract import save_pickled
 from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.to_device import move, tensors_in
 from shoal.distributed.world import World
@@ -33,6 +33,7 @@ from shoal.training.run import Run
 from shoal.training.state_names import model_differences, shapes
 from shoal.training.step import Step
 from shoal.util.errors import CheckpointError, LaunchError
+from shoal.util.regular_file import appearing
 
 PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """The prefixes of names by wrappers: DDP and DataParallel, torch.compile, FSDP1."""

@@ -15,10 +15,8 @@ from shoal.distributed.world import World
 from shoal.telemetry.collective_stats import CollectiveStats
 from shoal.telemetry.events import Events
 from shoal.telemetry.profiler.window import Window
-from shoal.telemetry.usage.device_peaks import peak_here
-from shoal.telemetry.usage.flops import FlopCounting
-from shoal.telemetry.usage.process import Usage
-from shoal.telemetry.usage.sampler import PeriodicTask, UsageSampler, noting
+from shoal.telemetry.usage.flops import FlopCounting, peak_here
+from shoal.telemetry.usage.sampler import PeriodicTask, Usage, UsageSampler, noting
 from shoal.training.trace_recorder import Recorder
 
 if TYPE_CHECKING:

@@ -35,10 +35,9 @@ from shoal.strategies.coupled_layers import say_division
 from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import CHECKPOINT, FORWARD
-from shoal.training.coupling_check import say_coupled
+from shoal.training.first_batch import check_first_batch
 from shoal.training.guards.bad_steps import BadStepRule
 from shoal.training.guards.nonfinite import find_nonfinite
-from shoal.training.loss_check import check_loss_adds_up
 from shoal.training.loss_scale import LossScale
 from shoal.training.pending_step import PendingStep, result_mode
 from shoal.training.train_state import TrainState
@@ -386,10 +385,18 @@ class Step(TrainState):
         Raises StepError, on all ranks, if it returns a mean instead of a sum.
         """
         if not self._tried:
-            check_loss_adds_up(
-                self.engine, self.task, batch, autocast=self._autocast, compiled=self.compiled
-            )
-            self._tried = True
+            self._try_first(batch, coupling=False)
+
+    def _try_first(self, batch: Batch, *, coupling: bool) -> None:
+        check_first_batch(
+            self.engine,
+            self.task,
+            batch,
+            autocast=self._autocast,
+            compiled=self.compiled,
+            coupling=coupling,
+        )
+        self._tried = True
 
     def infer(self, micro: MicroBatch, seed: int) -> Any:
         """Return the model's output on a micro-batch in this step's precision. Collective.
@@ -468,9 +475,8 @@ class Step(TrainState):
             )
         check_same_environment(self.engine.world)
         batch.compare_ranks()
-        self.try_loss(batch)
+        self._try_first(batch, coupling=True)
         say_division(self.engine, len(batch), compiled=self._draws_compiled)
-        say_coupled(self.engine, self.task, batch, autocast=self._autocast)
         waits = self.result_mode.value == "now" and self._result_given is None
         self.tell_hints(self.result_mode.reason if waits else "")
         if self._compile is not None:

@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shoal.distributed.world import World
 from shoal.telemetry.clock_offset import ClockOffset, measure_offset
-from shoal.telemetry.profiler.requests import Requests
-from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, trace_path
+from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Requests, Window, trace_path
 from shoal.telemetry.step_timer import OTHER
 from shoal.util.clock import CLOCK
+from shoal.util.regular_file import appearing
 
 
 @dataclass
@@ -143,11 +143,9 @@ class Recorder:
             recording.profiler.add_metadata_json("shoal", json.dumps(self._described(recording)))
             recording.profiler.stop()
             path = trace_path(self._folder, self._world.rank, recording.window)
-            part = path.with_name(f"part-{path.name}")
             try:
-                self._folder.mkdir(exist_ok=True)
-                recording.profiler.export_chrome_trace(str(part))
-                part.replace(path)
+                with appearing(path) as part:
+                    recording.profiler.export_chrome_trace(str(part))
                 self._forget_others(recording.window)
             except OSError as error:
                 self._world.print(

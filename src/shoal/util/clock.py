@@ -1,14 +1,17 @@
-"""Clocks. Only this module of Shoal reads a clock or sleeps.
+"""Clocks and time limits. Only this module of Shoal reads a clock or sleeps.
 
 Objects that measure time, wait or time out take a `Clock`, which their tests advance by hand.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import UTC, datetime
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 
 class Clock(Protocol):
@@ -76,3 +79,54 @@ def jump_clock(seconds: float) -> None:
     """Change the result of time.time() in this process. Other functions and programs do not change."""
     read = time.time
     setattr(time, "time", lambda: read() + seconds)  # noqa: B010
+
+
+T = TypeVar("T")
+
+
+def start_work(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a thread, and return the future of its result.
+
+    A thread that a dead file system holds cannot be ended. It ends with the process.
+    """
+    future: Future[T] = Future()
+    try:
+        threading.Thread(target=_run, args=(work, future), daemon=True).start()
+    except RuntimeError:  # Python 3.12 starts no thread when it exits
+        _run(work, future)
+    return future
+
+
+def run_within(seconds: float, work: Callable[[], T]) -> T:
+    """Return what `work` returns, or raise what it raises; TimeoutError if it takes longer."""
+    return start_work(work).result(timeout=seconds)
+
+
+def _run(work: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+_AT_ONCE = 0.002
+"""Seconds in which it only yields to other threads between polls, since most waits are shorter."""
+_SHARE = 100
+"""Then it sleeps a hundredth of the time it has waited, so that it overshoots by 1 % at most."""
+_LONGEST = 0.001
+
+
+class PollBackoff:
+    """Pauses between polls, of growing length. `least` is the length of the first ones, in seconds."""
+
+    def __init__(self, least: float = 0.0) -> None:
+        self._begun = CLOCK.now()
+        self._least = least
+
+    def pause(self) -> None:
+        """Sleep until the next poll. Signal handlers run during the sleep."""
+        waited = CLOCK.now() - self._begun
+        if not self._least and waited < _AT_ONCE:
+            os.sched_yield()
+        else:
+            CLOCK.sleep(min(max(waited / _SHARE, self._least), _LONGEST))

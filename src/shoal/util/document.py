@@ -49,8 +49,8 @@ class KeyNumbers(DocumentBlock):
 class Table(DocumentBlock):
     """Rows of strings. Empty columns are not shown, and a table without rows neither.
 
-    The columns in `right` hold numbers, the cells of those in `whole` stay on one line, and a terminal
-    narrower than 100 columns omits those in `wide`.
+    The columns in `right` hold numbers, the cells of those in `whole` stay on one line. If a table is
+    wider than a terminal of less than 100 columns, this omits columns in `wide`, the last one first.
     """
 
     caption: str

@@ -1,4 +1,4 @@
-"""Opening of files to write: only regular ones, and never through a symbolic link.
+"""Files to write: only regular ones, never through a symbolic link, and complete when they appear.
 
 A run directory may come from someone else, with links in place of files that a run writes.
 Directories in it may be links, since users keep checkpoints on another file system that way.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -43,6 +45,21 @@ def replace(path: Path, text: str) -> None:
     partial.unlink(missing_ok=True)  # left by a killed process, or a link
     write_new(partial, text)
     partial.replace(path)
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Yield a file next to `path` to write to; rename it to `path` after the block, or remove it.
+
+    So a reader sees either the old or the new file, and two processes may write it at once.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _refused(path: Path, why: str) -> OSError:

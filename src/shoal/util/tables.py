@@ -19,7 +19,7 @@ from shoal.util.document import Table as Rows
 from shoal.util.safe_text import printable
 
 _NARROW = 14
-_WIDE = 100
+_WIDE, _UNBOUNDED = 100, 100_000
 _BAR = 30
 
 
@@ -45,14 +45,25 @@ def _print_block(console: Console, block: DocumentBlock) -> None:
             if block.advice:
                 print_line(console, f"    {block.advice}")
         case KeyNumbers():
-            print_pairs(console, block.caption, block.pairs)
+            table = _table(block.pairs, "", "")
+            # Most names are short; a narrow terminal must leave room for the values.
+            table.columns[0].max_width = max(_NARROW, console.width // 3)
+            _print_table(console, block.caption, table)
         case Rows():
-            shown = block.without(() if console.width >= _WIDE else block.wide)
-            print_rows(
-                console, block.caption, shown.head, shown.rows, right=block.right, whole=block.whole
-            )
+            _print_table(console, block.caption, _fitting_table(console, block))
         case Figure(drawing=BarPlot() as plot):
             _print_bars(console, block.caption, plot)
+
+
+def _fitting_table(console: Console, block: Rows) -> Table:
+    least = 0 if console.width < _WIDE else len(block.wide)
+    free = console.options.update(width=_UNBOUNDED)
+    for kept in range(len(block.wide), -1, -1):
+        shown = block.without(block.wide[kept:])
+        table = _table(shown.rows, *shown.head, right=block.right, whole=block.whole)
+        if kept == least or console.measure(table, options=free).maximum <= console.width:
+            break
+    return table
 
 
 def _print_bars(console: Console, caption: str, plot: BarPlot) -> None:
@@ -67,29 +78,6 @@ def _print_bars(console: Console, caption: str, plot: BarPlot) -> None:
     print_rows(console, caption, ("part", plot.x, ""), rows, right=(plot.x,))
 
 
-def make_table(*headers: str, right: Collection[str] = (), whole: Collection[str] = ()) -> Table:
-    """Return an empty table; columns in `right` contain numbers, those in `whole` are not folded."""
-    table = Table(box=box.SIMPLE_HEAD if any(headers) else None, pad_edge=False, show_edge=False)
-    for header in headers:
-        # Words longer than a column are folded, since truncated text could be what a user looks for.
-        justify = "right" if header in right else "left"
-        table.add_column(header, overflow="fold", justify=justify, no_wrap=header in whole)  # type: ignore[arg-type]
-    return table
-
-
-def add_row(table: Table, *cells: str) -> None:
-    """Add a row of strings."""
-    table.add_row(*(as_text(cell) for cell in cells))
-
-
-def print_table(console: Console, title: str, table: Table) -> None:
-    """Print a title, if there is one, a table and an empty line."""
-    if title:
-        print_path(console, title)
-    console.print(table)
-    console.print()
-
-
 def print_rows(
     console: Console,
     title: str,
@@ -100,21 +88,31 @@ def print_rows(
     whole: Collection[str] = (),
 ) -> None:
     """Print a title, a table with these rows of strings, and an empty line."""
-    table = make_table(*headers, right=right, whole=whole)
+    _print_table(console, title, _table(rows, *headers, right=right, whole=whole))
+
+
+def _table(
+    rows: Iterable[Iterable[str]],
+    *headers: str,
+    right: Collection[str] = (),
+    whole: Collection[str] = (),
+) -> Table:
+    head = box.SIMPLE_HEAD if any(headers) else None
+    table = Table(box=head, show_header=head is not None, pad_edge=False, show_edge=False)
+    for header in headers:
+        # Words longer than a column are folded, since truncated text could be what a user looks for.
+        justify = "right" if header in right else "left"
+        table.add_column(header, overflow="fold", justify=justify, no_wrap=header in whole)  # type: ignore[arg-type]
     for row in rows:
-        add_row(table, *row)
-    print_table(console, title, table)
+        table.add_row(*map(_as_text, row))
+    return table
 
 
-def print_pairs(console: Console, title: str, pairs: Iterable[tuple[str, str]]) -> None:
-    """Print names and values in two columns."""
-    table = make_table("", "")
-    table.show_header = False
-    # Most names are short; a narrow terminal must leave room for the values.
-    table.columns[0].max_width = max(_NARROW, console.width // 3)
-    for pair in pairs:
-        add_row(table, *pair)
-    print_table(console, title, table)
+def _print_table(console: Console, title: str, table: Table) -> None:
+    if title:
+        print_path(console, title)
+    console.print(table)
+    console.print()
 
 
 def rendered(document: Document, width: int) -> str:
@@ -127,14 +125,14 @@ def rendered(document: Document, width: int) -> str:
 def print_line(console: Console, *texts: str) -> None:
     """Print strings, each on a separate line."""
     for text in texts:
-        console.print(as_text(text), overflow="fold")
+        console.print(_as_text(text), overflow="fold")
 
 
 def print_path(console: Console, text: str) -> None:
     """Print a line with a path in it without wrapping, so that users can find and copy the path."""
-    console.print(as_text(text), soft_wrap=True)
+    console.print(_as_text(text), soft_wrap=True)
 
 
-def as_text(text: str) -> RichText:
-    """Return text without markup: `node[01-03]` is not markup."""
+def _as_text(text: str) -> RichText:
+    # Without markup: `node[01-03]` is a name.
     return RichText(printable(text))

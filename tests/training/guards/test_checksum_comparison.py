@@ -11,9 +11,9 @@ import torch
 import shoal
 from helpers.clocks import ManualClock
 from shoal.training.guards.checksums import sum_bits
-from shoal.training.guards.options import Guards, GuardTimes, steps_to_next_check
-from shoal.training.guards.replicas import DifferingTensor, differing_tensors
-from shoal.training.guards.schedule import CheckSchedule
+from shoal.training.guards.options import Guards
+from shoal.training.guards.schedule import CheckSchedule, GuardTimes, steps_to_next_check
+from shoal.training.guards.votes import Verdict, differing_tensors
 from shoal.util.errors import StepError
 
 KINDS = (
@@ -65,7 +65,7 @@ def test_the_comparison_finds_the_odd_rank_of_a_majority() -> None:
         ([(0, 1, 2)], [{"a": 1}, {"a": 1}, {}], ("a", (2,), True)),  # a tensor that a rank lacks
     ]
     for groups, ranks, (name, odd, outvoted) in rows:
-        expected = DifferingTensor(name=name, odd=odd, outvoted=outvoted)
+        expected = Verdict(ranks=odd, tensors=(name,), outvoted=outvoted)
         assert differing_tensors(groups, ranks) == [expected]
 
 

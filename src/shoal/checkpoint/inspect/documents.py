@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.inspect.listing import CheckpointEntry, Leftover, moment
+from shoal.checkpoint.inspect.listing import files_and_bytes, info_of, moment
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, Reference, leaves
 from shoal.checkpoint.paths import AnyPath
 from shoal.checkpoint.tensor_index import TensorEntry
@@ -16,46 +16,46 @@ from shoal.util.units import age, counted, size
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect.diff import Comparison
     from shoal.checkpoint.inspect.extract import ExtractedModel
-    from shoal.checkpoint.inspect.verify import Examined
+    from shoal.checkpoint.inspect.locate import Examined
 
 _LONGEST = 200
 
 
 def listing_document(
-    folder: AnyPath, found: Sequence[CheckpointEntry], left: Sequence[Leftover], *, verified: bool
+    folder: AnyPath, found: Sequence[Examined], left: Sequence[str], *, verified: bool
 ) -> Document:
     """Return the checkpoints in one directory, their problems, and the leftovers of saves."""
-    now, good = CLOCK.wall(), "verified" if verified else "complete"
-    rows = [
-        (
-            entry.path.name,
-            _number(entry.info.get("position")),
-            _number(entry.info.get("epoch")),
-            _when(entry.saved),
-            "" if entry.saved is None else age(now - entry.saved),
-            _number(entry.ranks),
-            str(entry.info.get("layout", "")),
-            _number(entry.files),
-            size(entry.bytes),
-            "damaged" if entry.problems else good,
-        )
-        for entry in found
-    ]
-    head = (
-        *("checkpoint", "position", "epoch", "saved", "age"),
-        *("ranks", "layout", "files", "size", "state"),
-    )
     table = Table(
         caption=str(folder),
-        head=head,
-        rows=rows,
+        head=(
+            *("checkpoint", "position", "epoch", "saved", "age"),
+            *("ranks", "layout", "files", "size", "state"),
+        ),
+        rows=[_row(each, verified=verified) for each in found],
         right=("position", "epoch", "ranks", "files", "size"),
-        wide=("saved", "files"),
+        wide=("layout", "epoch", "saved", "files"),
     )
-    wrong = [f"{entry.path.name} {each}" for entry in found for each in entry.problems]
-    wrong += [f"{one.path.name}, {size(one.bytes)}: {one.what}" for one in left]
     nothing = [] if found else [Text(text=f"{folder}: no checkpoint", whole=True)]
-    return _document("ls", folder, table, *nothing, *(Text(text=each) for each in wrong))
+    wrong = [f"{each.path.name} {problem}" for each in found for problem in each.problems]
+    return _document("ls", folder, table, *nothing, *(Text(text=line) for line in (*wrong, *left)))
+
+
+def _row(found: Examined, *, verified: bool) -> tuple[str, ...]:
+    said, info = found.manifest, info_of(found.manifest)
+    saved = None if said is None else moment(found.path, info)
+    files, length = files_and_bytes(found)
+    return (
+        found.path.name,
+        _number(info.get("position")),
+        _number(info.get("epoch")),
+        _when(saved),
+        "" if saved is None else age(CLOCK.wall() - saved),
+        "" if said is None else f"{said.world_size:,}",
+        str(info.get("layout", "")),
+        f"{files:,}",
+        size(length),
+        "damaged" if found.problems else "verified" if verified else "complete",
+    )
 
 
 def contents_document(found: CheckpointManifest) -> Document:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,13 @@ import torch
 
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, Reference
 from shoal.checkpoint.inspect.tensor_reader import TensorFiles, blocks
-from shoal.checkpoint.model_file import appearing, save_pickled
-from shoal.checkpoint.state_tree import DTYPES
+from shoal.checkpoint.state_tree import safetensors_header
 from shoal.util.errors import CheckpointError
+from shoal.util.regular_file import appearing
 
 ENDINGS = (".safetensors", ".pt")
 
 _BLOCK = 1 << 26
-# The name of the library's own writer; a checkpoint keeps pairs of real numbers.
-_NAMES = {**DTYPES, torch.complex64: "C64"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +75,18 @@ def extract(
     return ExtractedModel(path=path, step=chosen, ema=ema, tensors=len(model), bytes=size, left=left)
 
 
+def save_pickled(tensors: dict[str, Any], path: Path) -> None:
+    """Write a `.pt` file; raises OSError if it can't be written."""
+    try:
+        with path.open("wb") as file:
+            torch.save(tensors, file)
+    except RuntimeError as error:
+        # For a full disk, torch only reports an unexpected position.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
 def _section(tree: Any, key: str) -> dict[str, Any]:
     found = tree.get(key) if isinstance(tree, dict) else None
     return found if isinstance(found, dict) else {}
@@ -110,27 +119,18 @@ def _without(contents: CheckpointManifest, found: str) -> CheckpointError:
 def _write(
     model: Mapping[str, str], contents: CheckpointManifest, values: TensorFiles, path: Path
 ) -> None:
-    """Write a safetensors file (https://huggingface.co/docs/safetensors), widest dtypes first."""
+    """Write a safetensors file."""
     rows = {name: contents.tensors[of] for name, of in model.items()}
     dtypes = {name: getattr(torch, row.dtype) for name, row in rows.items()}
     odd = [name for name, dtype in dtypes.items() if dtype is torch.complex128]
     if odd:
         raise _without(contents, f"{odd[0]} is complex128, which only .pt can hold")
-    ordered = sorted(rows, key=lambda name: (-dtypes[name].itemsize, name))
-    header: dict[str, Any] = {}
-    end = 0
-    for name in ordered:
-        start, end = end, end + rows[name].bytes
-        header[name] = {
-            "dtype": _NAMES[dtypes[name]],
-            "shape": list(rows[name].shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    header, places = safetensors_header(
+        {name: (dtypes[name], row.shape, row.bytes) for name, row in rows.items()}
+    )
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in ordered:
+        file.write(header)
+        for name in places:
             for spans in blocks(rows[name], _BLOCK):
                 part = values.part(model[name], spans).contiguous().reshape(-1)
                 file.write(part.view(torch.uint8).numpy().data)

@@ -1,73 +1,52 @@
-"""The contents of a directory of checkpoints, one line each."""
+"""The contents of a directory of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import TRASH
 from shoal.checkpoint.filesystem import Files
-from shoal.checkpoint.inspect.locate import candidates, examine_all, examine_listed, no_directory
+from shoal.checkpoint.inspect.locate import (
+    Examined,
+    candidates,
+    examine,
+    examine_all,
+    examine_listed,
+    no_directory,
+)
 from shoal.checkpoint.inspect.manifest import simplify
-from shoal.checkpoint.inspect.verify import Examined, examine
 from shoal.checkpoint.paths import AnyPath, size_of
-from shoal.checkpoint.store import MANIFEST
+from shoal.checkpoint.store import MANIFEST, Manifest
+from shoal.util.units import size
 
 _LAST = 2.0**36  # in the year 4147; not every clock can show later times
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointEntry:
-    """A checkpoint; `saved` is in seconds since the epoch. Values of a damaged one may be unknown."""
-
-    path: AnyPath
-    info: dict[str, Any]
-    saved: float | None
-    ranks: int | None
-    files: int
-    bytes: int
-    problems: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leftover:
-    """A directory that takes space and is not a checkpoint."""
-
-    path: AnyPath
-    bytes: int
-    what: str
-
-
-def entries(folder: AnyPath, *, verify: bool) -> Iterator[CheckpointEntry]:
+def entries(folder: AnyPath, *, verify: bool) -> Iterator[Examined]:
     """Yield the checkpoints in a directory, oldest first; `verify` reads all of their files."""
-    for found in examine_all(folder, _oldest_first, read=verify):
-        yield _entry(found)
+    return examine_all(folder, lambda each: candidates(each)[::-1], read=verify)
 
 
-def _oldest_first(folder: AnyPath) -> Sequence[AnyPath]:
-    return candidates(folder)[::-1]
+def leftovers(folder: AnyPath) -> list[str]:
+    """Return a line for each directory that takes space and is not a checkpoint.
 
-
-def leftovers(folder: AnyPath) -> list[Leftover]:
-    """Return the directories of interrupted or running saves and removals."""
+    They are those of interrupted or running saves and removals.
+    """
     removed = "an interrupted or running removal; the next save finishes it"
     saved = "an interrupted or running save; the next save removes it"
-    found = [
-        Leftover(path=path, bytes=size_of(path), what=removed if path.name.endswith(TRASH) else saved)
-        for path in store_in(folder, Files()).leftovers()
-    ]
+    paths = store_in(folder, Files()).leftovers()
+    found = {path: removed if path.name.endswith(TRASH) else saved for path in paths}
     probes = [path for path in folder.iterdir() if path.name.startswith(".probe-") and path.is_file()]
-    return found + [
-        Leftover(path=path, bytes=size_of(path), what="a write test of a start that was killed")
-        for path in sorted(probes, key=lambda path: path.name)
-    ]
+    tested = "a write test of a start that was killed"
+    found |= dict.fromkeys(sorted(probes, key=lambda path: path.name), tested)
+    return [f"{path.name}, {size(size_of(path))}: {what}" for path, what in found.items()]
 
 
-def entry(path: AnyPath, *, verify: bool) -> CheckpointEntry:
+def entry(path: AnyPath, *, verify: bool) -> Examined:
     """Return one checkpoint or unfinished save; `verify` reads all of its files.
 
     Raises CheckpointError if a live run has removed it.
@@ -75,32 +54,16 @@ def entry(path: AnyPath, *, verify: bool) -> CheckpointEntry:
     found = examine_listed(path, read=verify)
     if found is None and not path.is_dir():
         raise no_directory(path)
-    return _entry(found or examine(path, read=verify))
+    return found or examine(path, read=verify)
 
 
-def _entry(found: Examined) -> CheckpointEntry:
+def files_and_bytes(found: Examined) -> tuple[int, int]:
+    """Return the number of files of a checkpoint and their size; of a damaged one those that exist."""
     path, said = found.path, found.manifest
-    if said is None:
-        files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
-        return CheckpointEntry(
-            path=path,
-            info={},
-            saved=None,
-            ranks=None,
-            files=len(files),
-            bytes=size_of(path),
-            problems=tuple(found.problems),
-        )
-    info = _info(said.info)
-    return CheckpointEntry(
-        path=path,
-        info=info,
-        saved=moment(path, info),
-        ranks=said.world_size,
-        files=len(said.files),
-        bytes=sum(record.bytes for record in said.files.values()),
-        problems=tuple(found.problems),
-    )
+    if said is not None:
+        return len(said.files), sum(record.bytes for record in said.files.values())
+    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
+    return len(files), size_of(path)
 
 
 def moment(path: AnyPath, info: dict[str, Any]) -> float | None:
@@ -113,9 +76,10 @@ def moment(path: AnyPath, info: dict[str, Any]) -> float | None:
     return None
 
 
-def _info(encoded: Any) -> dict[str, Any]:
+def info_of(manifest: Manifest | None) -> dict[str, Any]:
+    """Return the info of a save; empty if it is damaged, or that of another program."""
     try:
-        info = simplify(encoded)
+        info = None if manifest is None else simplify(manifest.info)
     except (ValueError, TypeError, RecursionError):
-        info = None  # the manifest of another program
+        info = None
     return info if isinstance(info, dict) else {}

@@ -1,19 +1,21 @@
-"""The kinds of path: a run directory, a directory of checkpoints, or one checkpoint."""
+"""The checkpoints at a path: of a run directory, of a directory of checkpoints, or one of them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import is_named, step_of
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, inspect_checkpoint
-from shoal.checkpoint.inspect.verify import Examined, examine
-from shoal.checkpoint.object_store import RemotePath
-from shoal.checkpoint.paths import AnyPath
-from shoal.checkpoint.store import MANIFEST
+from shoal.checkpoint.object_store import RemoteError, RemotePath
+from shoal.checkpoint.paths import AnyPath, open_file
+from shoal.checkpoint.store import MANIFEST, DamageError, Manifest, manifest_of
+from shoal.checkpoint.tensor_index import STATE, read_tensor_index
 from shoal.util.errors import CheckpointError
 
 R = TypeVar("R")
@@ -23,6 +25,41 @@ _TRIES = 5
 
 USUAL = "checkpoints"
 """The directory of the checkpoints in a run directory."""
+
+THREADS = 8
+"""The number of reading threads; more gain little and slow down other users of the file system."""
+
+
+class Examined(NamedTuple):
+    """A checkpoint that was read: its manifest, unless that is damaged, and its problems."""
+
+    path: AnyPath
+    manifest: Manifest | None
+    problems: list[str]
+
+
+def examine(path: AnyPath, *, read: bool) -> Examined:
+    """Examine a checkpoint; it has no problems if it is complete. With `read`, read its files."""
+    try:
+        said = manifest_of(path)
+    except DamageError as damage:
+        return Examined(path, None, [str(damage)])
+    names = sorted(said.files)
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+        # Hashing and reading release the GIL.
+        found = list(
+            threads.map(lambda name: said.files[name].difference(path / name, read=read), names)
+        )
+    listed = [f"{name} {reason}" for name, reason in zip(names, found, strict=True) if reason]
+    if read and not listed:
+        try:
+            with open_file(path / STATE) as file:
+                read_tensor_index(file.read(), said)
+        except RemoteError:
+            raise
+        except (DamageError, OSError) as error:
+            listed = [str(error)]
+    return Examined(path, said, listed)
 
 
 def is_checkpoint(path: AnyPath) -> bool:

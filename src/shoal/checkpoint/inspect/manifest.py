@@ -12,7 +12,7 @@ from typing import Any
 from shoal.checkpoint import tensor_index
 from shoal.checkpoint.object_store import RemoteError
 from shoal.checkpoint.paths import AnyPath, open_file
-from shoal.checkpoint.store import DamageError, Manifest, NewerError, read_manifest
+from shoal.checkpoint.store import DamageError, Manifest, NewerError, damage, read_manifest
 from shoal.checkpoint.tensor_index import TensorEntry
 from shoal.util.errors import CheckpointError
 
@@ -56,9 +56,8 @@ def inspect_checkpoint(path: AnyPath) -> CheckpointManifest:
     """
     try:
         manifest = read_manifest(path)
-        for name, record in manifest.files.items():
-            if reason := record.difference(path / name, read=False):
-                raise DamageError(f"{name} {reason}")
+        if reason := damage(path, manifest, read=False):
+            raise DamageError(reason)
         with open_file(path / tensor_index.STATE) as file:
             content = tensor_index.read_tensor_index(file.read(), manifest)
         info, state = simplify(manifest.info), simplify(content["state"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,34 +14,23 @@ from shoal.checkpoint.inspect.manifest import CheckpointManifest
 from shoal.checkpoint.paths import local_file
 from shoal.checkpoint.store import DamageError
 from shoal.checkpoint.tensor_index import Chunk, TensorEntry
-from shoal.checkpoint.tensors import check_piece
+from shoal.checkpoint.tensors import read_piece
 from shoal.util.errors import CheckpointError, explained
 
 DeviceSpan = tuple[int, int]
 """Start and end on one axis."""
 
 
-class TensorFiles:
+class TensorFiles(ExitStack):
     """The open files of a checkpoint. Pages are read on demand, and freed when memory is short.
 
     Remote files are copies, which are removed at the end.
     """
 
     def __init__(self, contents: CheckpointManifest) -> None:
+        super().__init__()
         self._contents = contents
-        self._stack = ExitStack()
         self._open: dict[str, Any] = {}
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
 
     def whole(self, name: str) -> Tensor:
         """Return one tensor. It may share memory with the file: copy it to keep or change it."""
@@ -87,21 +75,14 @@ class TensorFiles:
             yield where, self._read(row, chunk, common)
 
     def _read(self, row: TensorEntry, chunk: Chunk, spans: Sequence[DeviceSpan]) -> Tensor:
-        file = self._file(chunk.file)
-        sizes = [stop - start for start, stop in spans]
-        if sizes == list(chunk.sizes):
-            value = file.get_tensor(chunk.key)
-        else:
-            inside = zip(spans, chunk.offsets, strict=True)
-            value = file.get_slice(chunk.key)[tuple(slice(a - at, b - at) for (a, b), at in inside)]
-        check_piece(value, sizes, row.dtype)
-        return torch.view_as_complex(value) if getattr(torch, row.dtype).is_complex else value
+        inside = [(a - at, b - at) for (a, b), at in zip(spans, chunk.offsets, strict=True)]
+        return read_piece(self._file(chunk.file), chunk.key, chunk.sizes, inside, row.dtype)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            path = self._stack.enter_context(local_file(self._contents.path / name))
+            path = self.enter_context(local_file(self._contents.path / name))
             opened = safe_open(path, framework="pt", device="cpu")
-            self._open[name] = self._stack.enter_context(opened)
+            self._open[name] = self.enter_context(opened)
         return self._open[name]
 
 

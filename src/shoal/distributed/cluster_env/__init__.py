@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from shoal.distributed.cluster_env.env_init import by_hand, check_agreement
 from shoal.distributed.cluster_env.host_lists import expand_hosts, expand_tasks
 from shoal.distributed.cluster_env.mpirun import Commands, hydra, jsrun, open_mpi
 from shoal.distributed.cluster_env.slurm import idle_tasks, is_task, srun
-from shoal.distributed.cluster_env.torchrun import NODES_RUN_ID, RUN_ID, torchrun
+from shoal.distributed.cluster_env.torchrun import (
+    NODES_RUN_ID,
+    RUN_ID,
+    by_hand,
+    check_agreement,
+    torchrun,
+)
 from shoal.distributed.cluster_env.untested import flux, pals
 from shoal.distributed.placement import (
     DIRECTORY,

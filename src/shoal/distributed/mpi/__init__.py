@@ -5,7 +5,6 @@ one tensor, which FSDP needs, no 16-bit sums, and no record of collectives for t
 So this process group is used for every `backend="mpi"`.
 """
 
-from shoal.distributed.mpi.backend import serve
-from shoal.distributed.mpi.library import leaving, require
+from shoal.distributed.mpi.library import leaving, require, serve
 
 __all__ = ["leaving", "require", "serve"]

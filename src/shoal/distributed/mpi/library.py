@@ -1,20 +1,29 @@
-"""The launcher's MPI library in this process: initialized for threads, finalized by all ranks."""
+"""The launcher's MPI library in this process: initialized for threads, the backend of torch's process
+groups, finalized by all ranks.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
+import zlib
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from shoal.distributed import env_vars
 from shoal.distributed.cluster_env import Placement
-from shoal.distributed.mpi.backoff import PollBackoff
+from shoal.util.clock import PollBackoff
 from shoal.util.errors import LaunchError
+
+if TYPE_CHECKING:
+    from shoal.distributed.mpi.process_group import Group
+
 
 _LIBRARIES = {"Open MPI": "libmpi.so.40", "Hydra": "libmpi.so.12"}
 """The library that mpi4py loads for ranks of these launchers. With several MPIs installed, its own
@@ -159,3 +168,43 @@ def _leave(mpi: Any, process: int, code: int = 0) -> None:
         while not request.Test():
             patience.pause()
         mpi.Finalize()
+
+
+BACKEND = "shoal_mpi"
+"""Name of the backend in torch, which reserves "mpi"."""
+_TAGS = 32767
+"""Largest tag that every MPI supports, by the standard."""
+
+
+def serve(placement: Placement) -> tuple[str, str]:
+    """Initialize MPI and register a backend for a world of it; return its name and its description.
+
+    Raises LaunchError if MPI's world is not that of the launcher.
+    """
+    mpi = begin(placement)
+    from shoal.distributed.mpi.base_group import SharedState
+    from shoal.distributed.mpi.process_group import (
+        Group,  # imports mpi4py.MPI, which must be the launcher's
+    )
+
+    shared = SharedState()
+
+    def make(options: Any, _: Any) -> Group:
+        """Return a group of the ranks that call this, which are all of its members."""
+        world = mpi.COMM_WORLD.group
+        ranks = list(options.global_ranks_in_group) or list(range(world.size))
+        _await_members(options.store, len(ranks), options.timeout)
+        tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
+        collectives = mpi.COMM_WORLD.Create_group(world.Incl(ranks), tag)
+        limit = options.timeout.total_seconds()
+        return Group(shared, collectives, collectives.Dup(), limit=limit)
+
+    dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
+    return BACKEND, describe(mpi)
+
+
+def _await_members(store: Any, size: int, timeout: timedelta) -> None:
+    """Wait until all ranks are present or the time is over; MPI itself would wait forever for them."""
+    if store.add("members", 1) == size:
+        store.set("complete", "")
+    store.wait(["complete"], timeout)

@@ -34,13 +34,14 @@ class Group(GroupMembers):
             self._collectives.Iallreduce(MPI.IN_PLACE, buffers.reduced(one), kind)
             for one, (kind, _) in zip(wide, kinds, strict=True)
         ]
-
-        def finish(_: Statuses) -> None:
-            for value, one, (_kind, mean) in zip(values, wide, kinds, strict=True):
-                self._give_reduced(one, value, mean=mean)
-
         return self._collective(
-            "all_reduce", requests, of=values, result=values, buffers=wide, finish=finish, opts=opts
+            "all_reduce",
+            requests,
+            of=values,
+            result=values,
+            buffers=wide,
+            finish=self._giving(wide, values, kinds),
+            opts=opts,
         )
 
     allreduce_coalesced = allreduce
@@ -55,19 +56,35 @@ class Group(GroupMembers):
         sent: Any = MPI.IN_PLACE if self._rank == root else spec
         received = spec if self._rank == root else None
         request = self._collectives.Ireduce(sent, received, kind, root)
-
-        def finish(_: Statuses) -> None:
-            if self._rank == root:
-                self._give_reduced(wide, value, mean=mean)
-
         return self._collective(
-            "reduce", [request], of=values, result=values, buffers=[wide], finish=finish, opts=opts
+            "reduce",
+            [request],
+            of=values,
+            result=values,
+            buffers=[wide],
+            finish=self._giving([wide], values, [(kind, mean)]) if self._rank == root else None,
+            opts=opts,
         )
 
-    def _give_reduced(self, reduced: Tensor, to: Tensor, *, mean: bool) -> None:
-        if mean:
-            buffers.divide(reduced, self._size)
-        _give(reduced, to)
+    def _giving(
+        self,
+        flat: Sequence[Tensor],
+        to: Sequence[Tensor | Sequence[Tensor]],
+        kinds: Sequence[tuple[MPI.Op, bool]] = (),
+    ) -> Finish:
+        """Return the action that copies the buffers to the user's tensors, or cuts them into lists.
+
+        `kinds` are the operations of a reduction; a mean is a sum that is divided here.
+        """
+
+        def finish(_: Statuses) -> None:
+            for one, (_kind, mean) in zip(flat, kinds, strict=False):
+                if mean:
+                    buffers.divide(one, self._size)
+            for one, tensors in zip(flat, to, strict=True):
+                _cut(one, [tensors] if isinstance(tensors, Tensor) else tensors)
+
+        return finish
 
     def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Operation:
         """Copy each tensor of the root to all ranks."""
@@ -81,7 +98,7 @@ class Group(GroupMembers):
             of=values,
             result=values,
             buffers=flat,
-            finish=_giving(flat, values),
+            finish=self._giving(flat, values),
             opts=opts,
         )
 
@@ -114,7 +131,7 @@ class Group(GroupMembers):
             of=values,
             result=filled,
             buffers=[*sources, *flat],
-            finish=_giving(flat, filled),
+            finish=self._giving(flat, filled),
             opts=opts,
         )
 
@@ -134,18 +151,13 @@ class Group(GroupMembers):
             joined.append(torch.empty(sum(counts), dtype=source.dtype))
             spec = buffers.parts(joined[-1], counts)
             requests.append(self._collectives.Iallgatherv(buffers.moved(source), spec))
-
-        def finish(_: Statuses) -> None:
-            for whole, output in zip(joined, filled, strict=True):
-                _cut(whole, output)
-
         return self._collective(
             "all_gather",
             requests,
             of=values,
             result=[each for output in filled for each in output],
             buffers=[*sources, *joined],
-            finish=finish,
+            finish=self._giving(joined, filled),
             opts=opts,
         )
 
@@ -169,18 +181,13 @@ class Group(GroupMembers):
             joined = [torch.empty(sum(counts), dtype=source.dtype)]
             spec = buffers.parts(joined[0], counts)
         request = self._collectives.Igatherv(buffers.moved(source), spec, opts.rootRank)
-
-        def finish(_: Statuses) -> None:
-            for whole in joined:
-                _cut(whole, filled)
-
         return self._collective(
             "gather",
             [request],
             of=values,
             result=filled,
             buffers=[source, *joined],
-            finish=finish,
+            finish=self._giving(joined, [filled] * len(joined)),
             opts=opts,
         )
 
@@ -204,7 +211,7 @@ class Group(GroupMembers):
             of=values,
             result=values,
             buffers=[flat, *joined],
-            finish=_giving([flat], values),
+            finish=self._giving([flat], values),
             opts=opts,
         )
 
@@ -255,18 +262,13 @@ class Group(GroupMembers):
                 buffers.reduced(source), buffers.reduced(part), list(of), kind
             )
             requests.append(request)
-
-        def finish(_: Statuses) -> None:
-            for value, part, (_kind, mean) in zip(values, wide, kinds, strict=True):
-                self._give_reduced(part, value, mean=mean)
-
         return self._collective(
             "reduce_scatter",
             requests,
             of=values,
             result=values,
             buffers=[*sources, *wide],
-            finish=finish,
+            finish=self._giving(wide, values, kinds),
             opts=opts,
         )
 
@@ -294,7 +296,7 @@ class Group(GroupMembers):
             of=[value],
             result=[filled],
             buffers=[source, flat],
-            finish=_giving([flat], [filled]),
+            finish=self._giving([flat], [filled]),
             opts=opts,
         )
 
@@ -319,7 +321,7 @@ class Group(GroupMembers):
             of=values,
             result=filled,
             buffers=[source, joined],
-            finish=lambda _: _cut(joined, filled),
+            finish=self._giving([joined], [filled]),
             opts=opts,
         )
 
@@ -344,7 +346,7 @@ class Group(GroupMembers):
 
         def finish(statuses: Statuses) -> None:
             _check_sizes("recv", value, flat, statuses[0].Get_count(buffers.kind(flat)), flat.numel())
-            _give(flat, value)
+            _cut(flat, [value])
 
         return self._message("recv", request, value, flat, finish)
 
@@ -380,21 +382,11 @@ def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _cut(whole: Tensor, into: Sequence[Tensor]) -> None:
-    for part, tensor in zip(whole.split([each.numel() for each in into]), into, strict=True):
-        tensor.copy_(part.view(tensor.shape))
-
-
-def _give(flat: Tensor, to: Tensor) -> None:
-    if flat is not to:
-        to.copy_(flat)
-
-
-def _giving(flat: Sequence[Tensor], to: Sequence[Tensor]) -> Finish:
-    def finish(_: Statuses) -> None:
-        for one, tensor in zip(flat, to, strict=True):
-            _give(one, tensor)
-
-    return finish
+    """Copy a contiguous tensor into several, unless it is the only one of them."""
+    if len(into) != 1 or whole is not into[0]:
+        parts = whole.reshape(-1).split([each.numel() for each in into])
+        for part, tensor in zip(parts, into, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _check_sizes(operation: str, one: Tensor, other: Tensor, sent: int, received: int) -> None:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from shoal.distributed.mpi.backoff import PollBackoff
-from shoal.util.clock import CLOCK
+from shoal.util.clock import CLOCK, PollBackoff
 
 _ASIDE_SECONDS = 5e-5
 """Shortest sleep of the thread in seconds, so that it does not take the core of the computing thread.

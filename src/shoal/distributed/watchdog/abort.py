@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -16,9 +15,9 @@ import psutil
 
 from shoal.distributed import env_vars
 from shoal.distributed.cluster_env import LEFT, MAY_DIE
+from shoal.distributed.failure import Failure, encode
 from shoal.distributed.watchdog import stacks
-from shoal.util.clock import CLOCK
-from shoal.util.time_limit import run_within
+from shoal.util.clock import CLOCK, run_within
 from shoal.util.user_code import is_library
 
 EXIT_CODE = 124
@@ -27,39 +26,14 @@ EXIT_CODE = 124
 _FLUSH_SECONDS = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class HangReport:
-    """A hang report: `text`, about `rank` at `where` (host and place), of `size` ranks.
-
-    `when` is in seconds of `time.monotonic` on the machine of the rank that wrote it.
-    """
-
-    rank: int
-    size: int
-    where: str
-    text: str
-    when: float
-
-    def __str__(self) -> str:
-        return f"{self.text}\nwhere: rank {self.rank} of {self.size} on {self.where}\n"
-
-
 def launched() -> bool:
     """Return whether a `shoal run` started this process; it shows the report and ends the rest."""
     return env_vars.reports() is not None
 
 
-def tell_launcher(report: HangReport) -> bool:
-    """Send a report to the `shoal run` that started this process; return False if none did."""
-    failure = {
-        "rank": report.rank,
-        "code": EXIT_CODE,
-        "when": report.when,
-        "where": report.where,
-        "text": report.text,
-        "hung": True,
-    }
-    return _tell(json.dumps(failure).encode())
+def tell_launcher(failure: Failure) -> bool:
+    """Send the failure of a rank to the `shoal run` that started this process; False if none did."""
+    return _tell(encode(failure))
 
 
 def tell_left() -> None:
@@ -102,9 +76,9 @@ def _tell(message: bytes) -> bool:
     return True
 
 
-def tell_people(report: HangReport) -> None:
-    """Write a report to stderr."""
-    say(str(report))
+def tell_people(failure: Failure, size: int) -> None:
+    """Write the failure of one of `size` ranks to stderr."""
+    say(f"{failure.text}\nwhere: rank {failure.rank} of {size} on {failure.where}")
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shoal.distributed.watchdog.peer_errors import SAME_STEPS
+from shoal.distributed.failure import SAME_STEPS
 from shoal.telemetry.flight_recorder import Collective
 
 CONFIRM = 1.0

@@ -26,11 +26,10 @@ import psutil
 import torch.distributed as dist
 
 from shoal.distributed import objects
+from shoal.distributed.failure import SAME_STEPS, Failure, is_by_peer
 from shoal.distributed.rendezvous import listen
 from shoal.distributed.watchdog import abort, diagnosis, side_channel, stacks
-from shoal.distributed.watchdog.abort import HangReport
 from shoal.distributed.watchdog.diagnosis import HangDiagnosis, RankReport, SilentRank, WaitLimits
-from shoal.distributed.watchdog.peer_errors import SAME_STEPS, is_by_peer
 from shoal.distributed.watchdog.side_channel import PeerAddress, UnreachableError
 from shoal.telemetry import flight_recorder
 from shoal.telemetry.flight_recorder import Collective
@@ -252,7 +251,7 @@ class Watch:
             self._decided = False
             return
         if not abort.tell_launcher(report):
-            abort.tell_people(report)
+            abort.tell_people(report, self._size)
         await self._end(silent)
 
     async def _ask(
@@ -291,7 +290,7 @@ class Watch:
             return diagnosis.to_plain(self._see())
         if self._decided and not lower:
             return {"refused": True}
-        abort.tell_launcher(HangReport(**question["end"]))
+        abort.tell_launcher(Failure(**question["end"]))
         self._ending = asyncio.create_task(self._end(question["silent"]))
         return {}
 
@@ -330,7 +329,7 @@ class Watch:
 
     def _put_into_words(
         self, decided: HangDiagnosis, found: Sequence[RankReport | SilentRank]
-    ) -> HangReport:
+    ) -> Failure:
         kept = self._keep(f"{decided.line}\n\n{diagnosis.details(found)}")
         name = "timeout" if self.limit == self._limits.step else "prepare_timeout"
         longer = f"shoal.init({name}=…)"
@@ -344,9 +343,10 @@ class Watch:
         error = ShoalError(
             given=given, found=decided.line, fix=f"see {kept}, the stacks of all ranks; {fix}"
         )
-        return HangReport(
+        return Failure(
             rank=decided.rank,
-            size=self._size,
+            code=abort.EXIT_CODE,
+            hung=True,
             where=decided.where,
             text=f"{diagnosis.table(found)}{str(error).lstrip()}",
             when=self._clock.now(),

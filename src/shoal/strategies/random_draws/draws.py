@@ -21,9 +21,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from shoal._torch.graphs import has_no_values
+from shoal._torch.graphs import has_no_values, in_backward, replace_attention, replace_draws
 from shoal._torch.modules import compiled_module, module_called_in
-from shoal._torch.random_operations import in_backward, replace_attention, replace_draws
 from shoal.data.micro import CURRENT_DRAWS, Drawing, Draws, MicroBatch
 from shoal.strategies.random_draws import philox
 from shoal.strategies.random_draws.layouts import Layouts, sample_dimension

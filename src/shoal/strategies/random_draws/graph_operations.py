@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal._torch.dispatch import TorchDispatchMode
-from shoal._torch.inductor import generate_loop
+from shoal._torch.graphs import generate_loop
 from shoal.strategies.random_draws import philox
 from shoal.strategies.random_draws.draws import DrawRows
 from shoal.strategies.random_draws.operations import REPLACED, SiteOf

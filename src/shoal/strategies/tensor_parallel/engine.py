@@ -110,17 +110,15 @@ class PlannedEngine(LocalEngine):
             slices.find(self.module, self.world, call, micro.value)
 
     def infer(self, task: Task, micro: MicroBatch, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output, and check the plan the first time, even if the sharded model fails."""
+        """Return the output; the first time, check the plan before."""
         if self.division is None:
             return super().infer(task, micro, seed, autocast=autocast)
+        with self._exact():
+            call = partial(super().infer, task, micro, seed, autocast=None)
+            self.division.prove(self.module, self.world, call, micro.value)
         self._find_slices(task, micro, seed)
-        try:
-            with self._draws_of_slices(self.division):
-                output = super().infer(task, micro, seed, autocast=autocast)
-        except Exception:
-            self.check_model()
-            raise
-        self.check_model()
+        with self._draws_of_slices(self.division):
+            output = super().infer(task, micro, seed, autocast=autocast)
         say_draws(self.module, self.world)
         return output
 

@@ -7,11 +7,14 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from shoal.distributed import env_vars
+from shoal.util.arguments import check_file
 from shoal.util.errors import LaunchError, ShoalError
 
 
@@ -81,15 +84,22 @@ def call_target(function: object, text: str, *arguments: Any) -> Any:
             + ("the world" if arguments else "no arguments"),
             fix="wrap it in a function without required arguments",
         )
-    try:
+    with target_errors(text):
         return function(*arguments[: len(wanted)])
+
+
+@contextmanager
+def target_errors(given: str) -> Iterator[None]:
+    """Raise the exceptions of the user's code in this block as LaunchError, with their place."""
+    try:
+        yield
     except ShoalError:
         raise
     except (Exception, SystemExit) as error:
-        raise target_error(text, error) from error
+        raise _target_error(given, error) from error
 
 
-def target_error(given: str, error: Exception | SystemExit) -> LaunchError:
+def _target_error(given: str, error: Exception | SystemExit) -> LaunchError:
     """Return the user's exception as an error with its place, the innermost line of the user's code.
 
     SystemExit is that of a script which trains, or reads its arguments, when it is imported or called.
@@ -112,24 +122,20 @@ def target_error(given: str, error: Exception | SystemExit) -> LaunchError:
 def _imported(place: str, text: str) -> ModuleType:
     if place.endswith(".py"):
         path = Path(place)
-        if not path.is_file():
-            raise LaunchError(
-                given=text, found=f"there is no file {path.absolute()}", fix="use the path of a script"
-            )
+        check_file(LaunchError, text, path, fix="use the path of a script")
         return _loaded(path, text)
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        raise LaunchError(
-            given=text,
-            found=str(error),
-            fix=f"try python -c 'import {place}' in this directory, or use path/file.py:name",
-        ) from None
-    except (Exception, SystemExit) as error:
-        raise target_error(text, error) from error
+    with target_errors(text):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise LaunchError(
+                given=text,
+                found=str(error),
+                fix=f"try python -c 'import {place}' in this directory, or use path/file.py:name",
+            ) from None
 
 
 def _loaded(path: Path, text: str) -> ModuleType:
@@ -146,10 +152,11 @@ def _loaded(path: Path, text: str) -> ModuleType:
     before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+        with target_errors(text):
+            spec.loader.exec_module(module)
+    except ShoalError:
         sys.modules.pop(path.stem)
         if before is not None:
             sys.modules[path.stem] = before
-        raise target_error(text, error) from error
+        raise
     return module

@@ -50,20 +50,12 @@ _JUMP = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DisturbedScript:
+class DisturbedScript(Script):
     """A script that a rank runs under faults. Those that have happened before are left out."""
 
-    path: str
-    args: tuple[str, ...]
     control: str
     faults: tuple[dict[str, Any], ...]
     lasting: int
-    safe_path: bool = False
-
-    @property
-    def name(self) -> str:
-        """The script's name in messages."""
-        return self.path
 
     def run(self) -> None:
         """Install the hooks and run the script as `__main__`."""
@@ -74,8 +66,7 @@ class DisturbedScript:
         ]
         injector = FaultInjector(control, placement().rank, faults, self.lasting)
         injector.install()
-        injector.note_start()
-        Script(path=self.path, args=self.args).run()
+        super().run()
 
 
 class FaultInjector:
@@ -95,7 +86,7 @@ class FaultInjector:
         self._nested = False
 
     def install(self) -> None:
-        """Set the hooks. Files are those of checkpoints; other files are not observed."""
+        """Set the hooks on steps and on the files of checkpoints, and write a notice."""
         for name in OPERATIONS:
             setattr(Files, name, self._observed(name, getattr(Files, name)))
         start, tick = Checkpoints.start, Run.tick
@@ -113,9 +104,6 @@ class FaultInjector:
 
         setattr(Checkpoints, "start", started)  # noqa: B010
         setattr(Run, "tick", ticked)  # noqa: B010
-
-    def note_start(self) -> None:
-        """Write a notice that this rank is about to run the script."""
         self._tell("start", 0, "")
 
     def _after_step(self, step: int) -> None:
@@ -182,25 +170,26 @@ class FaultInjector:
 
     def _inject(self, fault: Fault, step: int) -> None:
         self._tell("injected", step, str(fault.number))
-        if fault.kind == "kill" or fault.kind.startswith("kill-in-"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "segfault":
-            ctypes.string_at(0)
-        elif fault.kind == "memory":
-            used = psutil.Process().memory_info().vms
-            resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
-            bytearray(_LARGE)
-        elif fault.kind in ERRORS:
-            raise OSError(ERRORS[fault.kind], os.strerror(ERRORS[fault.kind]))
-        elif fault.kind == "clock-jump":
-            jump_clock(_JUMP if fault.number % 2 else -_JUMP)
-        elif fault.kind == "kill-worker":
-            for child in psutil.Process().children()[:1]:
-                child.kill()
-        else:
-            self._control.request_action(fault.number, fault.kind, os.getpid())
-            if KINDS[fault.kind].lasts:
-                self._active.append((step + self._lasting, fault))
+        match fault.kind:
+            case "kill" | "kill-in-save" | "kill-in-forward" | "kill-in-backward" | "kill-in-update":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "segfault":
+                ctypes.string_at(0)
+            case "memory":
+                used = psutil.Process().memory_info().vms
+                resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+                bytearray(_LARGE)
+            case "io-error" | "read-only" | "quota":
+                raise OSError(ERRORS[fault.kind], os.strerror(ERRORS[fault.kind]))
+            case "clock-jump":
+                jump_clock(_JUMP if fault.number % 2 else -_JUMP)
+            case "kill-worker":
+                for child in psutil.Process().children()[:1]:
+                    child.kill()
+            case _:
+                self._control.request_action(fault.number, fault.kind, os.getpid())
+                if KINDS[fault.kind].lasts:
+                    self._active.append((step + self._lasting, fault))
 
     def _tell(self, kind: str, step: int, value: str) -> None:
         self._control.write_notice(

@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import psutil
 
@@ -48,6 +48,11 @@ class StormAttempt:
     lines: tuple[tuple[float, str], ...]
     ended: float
 
+    @property
+    def output(self) -> str:
+        """The last lines of the output."""
+        return "".join(line for _, line in self.lines[-_LINES:])
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
@@ -76,7 +81,7 @@ class RunResult:
     @property
     def output(self) -> str:
         """The last lines of the output."""
-        return "".join(line for _, line in self.attempts[-1].lines[-_LINES:])
+        return self.attempts[-1].output
 
 
 class Storm:
@@ -124,8 +129,6 @@ class Storm:
         faults: Sequence[Fault],
         lasting: int,
     ) -> StormAttempt:
-        for request in control.requests():
-            control.finish_request(request)
         order = {
             "path": self._request.script,
             "args": self._request.args,
@@ -135,40 +138,68 @@ class Storm:
             "processes": self._request.processes,
             "restarts": 0,
         }
-        (folder / "order.json").write_text(json.dumps(order))
-        (folder / "again.json").write_text(json.dumps({**order, "faults": []}))
-        temporary = folder / "tmp"
-        temporary.mkdir(exist_ok=True)
-        command = ["env", f"TMPDIR={temporary}", sys.executable, "-c", START]
-        process = subprocess.Popen(
-            [*command, str(folder / "order.json")],
-            cwd=disk.path / "work",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        lines: list[tuple[float, str]] = []
-        stream = cast(TextIO, process.stdout)
-        reader = threading.Thread(target=_read_lines, args=(stream, lines), daemon=True)
-        reader.start()
-        until = CLOCK.now() + self._request.limit
-        while process.poll() is None and CLOCK.now() < until:
-            for request in control.requests():
-                if request.action == "second-launcher":
-                    lines += _run_again([*command, str(folder / "again.json")], disk.path / "work")
-                else:
-                    _perform(request, process.pid, disk, self._request.seed)
-                control.finish_request(request)
-            CLOCK.sleep(_PAUSE)
-        ended = CLOCK.now()
-        late = process.poll() is None
-        end_processes()
-        process.wait()
-        reader.join()
-        return StormAttempt(code=124 if late else process.returncode, lines=tuple(lines), ended=ended)
+        home, seed = disk.path / "work", self._request.seed
+
+        def perform(request: ActionRequest, launcher: int) -> Sequence[tuple[float, str]]:
+            if request.action == "second-launcher":
+                return _run_again(order_command({**order, "faults": []}, folder, "again"), home)
+            _perform(request, launcher, disk, seed)
+            return ()
+
+        return run_attempt(order, folder, home, self._request.limit, perform)
+
+
+def order_command(order: Mapping[str, Any], folder: Path, name: str = "order") -> list[str]:
+    """Return the command of one start of a script, which an order describes (`rank.main`)."""
+    (folder / f"{name}.json").write_text(json.dumps(order))
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    return ["env", f"TMPDIR={temporary}", sys.executable, "-c", START, str(folder / f"{name}.json")]
+
+
+def run_attempt(
+    order: Mapping[str, Any],
+    folder: Path,
+    home: Path,
+    limit: float,
+    perform: Callable[[ActionRequest, int], Sequence[tuple[float, str]]],
+    look: Callable[[], object] = lambda: None,
+) -> StormAttempt:
+    """Start a script in `home`, and perform the actions that its ranks ask for, until it ends.
+
+    `perform` gets a request and the process of the launcher, and returns lines for the output; `look`
+    is called repeatedly. Ends all descendants of this process.
+    """
+    control = ControlDirectory(Path(order["control"]))
+    for request in control.requests():
+        control.finish_request(request)
+    process = subprocess.Popen(
+        order_command(order, folder),
+        cwd=home,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    lines: list[tuple[float, str]] = []
+    stream = cast(TextIO, process.stdout)
+    reader = threading.Thread(target=_read_lines, args=(stream, lines), daemon=True)
+    reader.start()
+    until = CLOCK.now() + limit
+    while process.poll() is None and CLOCK.now() < until:
+        for request in control.requests():
+            lines += perform(request, process.pid)
+            control.finish_request(request)
+        look()
+        CLOCK.sleep(_PAUSE)
+    ended = CLOCK.now()
+    late = process.poll() is None
+    end_processes()
+    process.wait()
+    reader.join()
+    return StormAttempt(code=124 if late else process.returncode, lines=tuple(lines), ended=ended)
 
 
 def _read_lines(stream: TextIO, lines: list[tuple[float, str]]) -> None:
@@ -194,27 +225,27 @@ def _run_again(command: Sequence[str], home: Path) -> list[tuple[float, str]]:
 
 def _perform(request: ActionRequest, launcher: int, disk: StormDisk, seed: int) -> None:
     """Inject a fault that a rank can't inject by itself, or end one."""
-    action, pid = request.action, request.pid
-    if action == "kill-launcher":
-        os.kill(launcher, signal.SIGKILL)
-    elif action == "kill-all":
-        end_processes()
-    elif action == "bit-flip":
-        flip_bit(disk.path, random.Random(f"{seed} {request.number}"))
-        end_processes()
-    elif action == "remove-checkpoint":
-        end_processes()
-        for path, _ in replaceable_checkpoints(disk.path):
-            shutil.rmtree(path)
-    elif action == "stop":
-        os.kill(pid, signal.SIGSTOP)
-        threading.Timer(STOP_SECONDS, _continue, (pid,)).start()
-    elif action == "disk-full":
-        disk.fill()
-    elif action == "inodes-full":
-        disk.fill_inodes()
-    else:
-        disk.restore()
+    match request.action:
+        case "kill-launcher":
+            os.kill(launcher, signal.SIGKILL)
+        case "kill-all":
+            end_processes()
+        case "bit-flip":
+            flip_bit(disk.path, random.Random(f"{seed} {request.number}"))
+            end_processes()
+        case "remove-checkpoint":
+            end_processes()
+            for path, _ in replaceable_checkpoints(disk.path):
+                shutil.rmtree(path)
+        case "stop":
+            os.kill(request.pid, signal.SIGSTOP)
+            threading.Timer(STOP_SECONDS, _continue, (request.pid,)).start()
+        case "disk-full":
+            disk.fill()
+        case "inodes-full":
+            disk.fill_inodes()
+        case _:
+            disk.restore()
 
 
 def _continue(pid: int) -> None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 from concurrent.futures import Future, wait
 from typing import TypedDict
 
+from shoal.util.clock import start_work
 from shoal.util.errors import ShoalError
-from shoal.util.time_limit import start
 
 
 class TimedOutcome(TypedDict):
@@ -30,7 +30,7 @@ class TimedOutcome(TypedDict):
 
 def run_together(works: Mapping[str, Callable[[], object]], limit: float) -> dict[str, TimedOutcome]:
     """Run all of `works` at once, and return their outcomes within `limit` seconds."""
-    futures = {name: start(work) for name, work in works.items()}
+    futures = {name: start_work(work) for name, work in works.items()}
     done, _ = wait(futures.values(), timeout=limit)
     late = TimedOutcome(value=None, trouble=f"not finished within {limit:g} s", hung=True)
     return {name: _outcome(each) if each in done else late for name, each in futures.items()}

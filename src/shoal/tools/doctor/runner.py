@@ -211,21 +211,15 @@ def rank_topics(request: DoctorRequest, ranks: int) -> list[Check[Any]]:
         Check(name="limits", look=partial(host.describe_limits, ranks), judge=host.check_limits),
         Check(name="GPU health", look=gpus.describe_gpus, judge=gpus.check_gpus),
     ]
-    if request.source is not None:
-        look = partial(software.describe_sources, request.source)
-        topics.append(Check(name="source", look=look, judge=software.check_sources))
-    if request.data is not None:
-        topics.append(
-            Check(
-                name="dataset",
-                look=partial(dataset.describe_dataset, request.data),
-                judge=dataset.check_dataset,
-            )
-        )
-    if request.run is not None:
-        run = partial(filesystem.try_directory, request.run)
-        topics.append(Check(name="run directory", look=run, judge=filesystem.check_directories))
-    return topics
+    paths: tuple[tuple[str, Path | None, Callable[[Path], Any], Callable[..., Any]], ...] = (
+        ("source", request.source, software.describe_sources, software.check_sources),
+        ("dataset", request.data, dataset.describe_dataset, dataset.check_dataset),
+        ("run directory", request.run, filesystem.try_directory, filesystem.check_directories),
+    )
+    given = [
+        (name, partial(look, path), judge) for name, path, look, judge in paths if path is not None
+    ]
+    return topics + [Check(name=name, look=look, judge=judge) for name, look, judge in given]
 
 
 def examine(request: DoctorRequest) -> tuple[Examination | None, bool]:

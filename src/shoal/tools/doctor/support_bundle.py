@@ -9,9 +9,9 @@ import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import quote
 
 import psutil
@@ -141,39 +141,35 @@ _HOSTS = ("NODELIST", "HOST", "NODENAME")
 _FOLDERS = (".", "logs", "jobs/*", "jobs/*/logs")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bundle:
-    """The contents of an archive: redacted texts, keyed by their file names in it."""
+def write_bundle(texts: Mapping[str, str], path: Path) -> list[str]:
+    """Write an archive to a new file that only its owner can read; return a line for each text in it.
 
-    texts: Mapping[str, str]
-
-    def write(self, path: Path) -> list[str]:
-        """Write it to a new file that only its owner can read; return a line for each text in it.
-
-        Raises LaunchError if that file exists or can't be written.
-        """
-        with explained(
-            LaunchError,
-            given=f"--bundle {path}",
-            fix="use a file that does not exist yet, in a directory that can be written",
-        ):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    self._fill(file)
-            except OSError:
-                path.unlink(missing_ok=True)  # incomplete, it would only block the next try
-                raise
-        return [f"{name} ({size(len(text.encode()))})" for name, text in self.texts.items()]
-
-    def _fill(self, file: IO[bytes]) -> None:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, text in self.texts.items():
-                archive.writestr(name, text)
+    `texts` are keyed by their file names in it. Raises LaunchError if that file exists or can't be
+    written.
+    """
+    with explained(
+        LaunchError,
+        given=f"--bundle {path}",
+        fix="use a file that does not exist yet, in a directory that can be written",
+    ):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with (
+                os.fdopen(descriptor, "wb") as file,
+                zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+            ):
+                for name, text in texts.items():
+                    archive.writestr(name, text)
+        except OSError:
+            path.unlink(missing_ok=True)  # incomplete, it would only block the next try
+            raise
+    return [f"{name} ({size(len(text.encode()))})" for name, text in texts.items()]
 
 
-def collect_bundle(found: Examination, *, described: str, run: Path | None, anonymous: bool) -> Bundle:
-    """Return the contents for a support request.
+def collect_bundle(
+    found: Examination, *, described: str, run: Path | None, anonymous: bool
+) -> dict[str, str]:
+    """Return the redacted texts for a support request, keyed by their file names.
 
     `described` is the output of `shoal info`. Of a run directory it includes the start of each attempt
     and the ends of log files; no data, no checkpoint, and only environment variables with PREFIXES.
@@ -212,7 +208,7 @@ def collect_bundle(found: Examination, *, described: str, run: Path | None, anon
         texts["run/starts.jsonl"] = "".join(f"{json.dumps(one)}\n" for one in starts)
         for name, text in _logs(run):
             texts[redactor.text(f"run/{name}")] = redactor.text(text)
-    return Bundle(texts=texts)
+    return texts
 
 
 def _addresses() -> list[str]:

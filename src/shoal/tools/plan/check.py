@@ -12,7 +12,8 @@ from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.time.bands import BANDS, step_kind
-from shoal.tools.plan.time.step_time import StepEstimate, estimate_step
+from shoal.tools.plan.time.seconds import StepParts
+from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.tools.report import LABELS, SHOWN, Attempt, profile, read_history
@@ -42,7 +43,7 @@ class RunCheck:
     """A prediction and the measured steps of a run."""
 
     plan: PlannedStep
-    step: StepEstimate
+    step: StepParts
     steps: int
     parts: tuple[PartCheck, ...]
 
@@ -89,7 +90,7 @@ def check_run(
     usual = np.median(found.average(found.mean), axis=-1)
     measured = dict(zip(SHOWN, (float(each) for each in usual), strict=True))
     step = estimate_step(model, plan, machine)
-    predicted = predicted_parts(step)
+    predicted = step.measured_parts
     parts = [
         PartCheck(name=name, predicted=predicted[name], measured=sum(measured[each] for each in own))
         for name, own in _MEASURED.items()
@@ -100,24 +101,6 @@ def check_run(
         if measured[each] > 0
     ]
     return RunCheck(plan=plan, step=step, steps=found.steps, parts=tuple(parts))
-
-
-def predicted_parts(step: StepEstimate) -> dict[str, float]:
-    """Return the predicted seconds of a step, by the parts that a run measures."""
-    return {
-        "forward and backward": step.products
-        + step.attention
-        + step.memory
-        + step.recompute
-        + step.launch,
-        "optimizer": step.optimizer,
-        "communication and waiting": step.tensor
-        + step.context
-        + step.bubble
-        + step.pipeline
-        + step.data
-        + step.stragglers,
-    }
 
 
 def _plan_of(

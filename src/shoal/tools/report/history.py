@@ -31,7 +31,7 @@ STEP = np.dtype(
 )
 """One step of one rank: `time` of its tick in seconds since the epoch, durations in seconds.
 
-`load` is the time to make the batch, in the worker if the loader has workers; NaN if unknown.
+`load` is the time to make the batch, in the worker if the loader has workers.
 """
 
 USAGE = np.dtype(

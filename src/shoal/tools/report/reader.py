@@ -125,24 +125,25 @@ class Reader:
         if event is None:
             raise ValueError("not an event")
         kind, time = event["event"], float(event.get("t", 0.0))
-        if kind == "start":
-            began = float(event.get("began", time))
-            if not np.isfinite(began):
-                raise ValueError("an attempt without a start time")
-            file.attempt = self.history.attempt(began, after=file.attempt)
-            file.attempt.starts[file.rank] = event
-            file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
-            file.waiting.clear()
-        elif kind == "steps":
-            self._steps(file, event)
-        elif kind == "usage":
-            _add_usage(self._attempt(file), file.rank, event)
-        elif kind == "collectives":
-            _add_traffic(self._attempt(file), file.rank, event)
-        elif kind == "restore" or file.attempt is None:
-            file.waiting.append(event)
-        elif kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
-            file.attempt.events.append((file.rank, event))
+        match kind:
+            case "start":
+                began = float(event.get("began", time))
+                if not np.isfinite(began):
+                    raise ValueError("an attempt without a start time")
+                file.attempt = self.history.attempt(began, after=file.attempt)
+                file.attempt.starts[file.rank] = event
+                file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
+                file.waiting.clear()
+            case "steps":
+                self._steps(file, event)
+            case "usage":
+                _add_usage(self._attempt(file), file.rank, event)
+            case "collectives":
+                _add_traffic(self._attempt(file), file.rank, event)
+            case _ if kind == "restore" or file.attempt is None:
+                file.waiting.append(event)
+            case _ if kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
+                file.attempt.events.append((file.rank, event))
         if file.attempt is not None and abs(time) < NEVER:
             file.attempt.seen = max(file.attempt.seen, time)
 
@@ -260,7 +261,7 @@ def _add(attempt: Attempt, rank: int, name: str, columns: Mapping[str, Array]) -
     added = rows.append(len(columns["step"]))
     if "size" in columns:
         columns = {**columns, "size": np.clip(np.nan_to_num(columns["size"]), 0, 2**31 - 128)}
-    for column in ("loss", "counted", "load"):
+    for column in ("loss", "counted"):
         added[column] = np.nan
     with np.errstate(over="ignore"):  # a loss that float32 can't hold becomes infinite
         for column, values in columns.items():

@@ -70,7 +70,8 @@ def render(job: Job, site: Site, place: JobContext) -> str:
     unbuffered = Shell("${PYTHONUNBUFFERED-1}")
     variables: list[tuple[str, str]] = [("PYTHONUNBUFFERED", unbuffered), *place.variables]
     if place.python_path:
-        variables.append(("PYTHONPATH", _python_path(place)))
+        own = shlex.quote(":".join(place.python_path))
+        variables.append(("PYTHONPATH", Shell(f"{own}${{PYTHONPATH:+:$PYTHONPATH}}")))
     if site.ports is not None:
         variables.append(("SHOAL_PORTS", Shell(f"${{SHOAL_PORTS:-{site.ports}}}")))
     text = environment.get_template("scheduler").render(
@@ -100,11 +101,6 @@ def render(job: Job, site: Site, place: JobContext) -> str:
         sweep=[quote_words(_staged(word, place) for word in words) for words in place.sweep],
     )
     return re.sub(r"\n{3,}", "\n\n", text)
-
-
-def _python_path(place: JobContext) -> Shell:
-    own = ":".join(place.python_path)
-    return Shell(f"{shlex.quote(own)}${{PYTHONPATH:+:$PYTHONPATH}}")
 
 
 def _turn(turn: JobCommand, job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> Shell:

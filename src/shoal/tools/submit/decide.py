@@ -10,6 +10,7 @@ from shoal.tools.submit.job import Job, JobRequest
 from shoal.tools.submit.scheduler import SchedulerProfile
 from shoal.tools.submit.schedulers import site_scheduler
 from shoal.tools.submit.site import Partition, Qos, Site
+from shoal.util.arguments import check_choice
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
@@ -42,7 +43,9 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
     cpus = _cpus(request, partition, scheduler)
     qos = _qos(request, partition)
     lead = _lead(request, site, save, scheduler)
-    constraint = request.constraint or partition.constraint
+    account = request.account
+    if account is not None and "@" not in account:
+        account += partition.account
     return Job(
         name=request.name or _name(request.script),
         nodes=request.nodes,
@@ -53,9 +56,9 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
         cpus=cpus.value,
         memory=request.memory,
         partition=partition.option,
-        constraint=constraint,
+        constraint=request.constraint or partition.constraint,
         qos=qos.value,
-        account=_account(request.account, partition),
+        account=account,
         multithread=site.multithread,
         time=request.time,
         lead=lead.value,
@@ -74,12 +77,7 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
 
 def _launcher(name: str | None, scheduler: SchedulerProfile) -> str:
     known = scheduler.launchers
-    if name not in (None, *known):
-        raise LaunchError(
-            given=f"--launcher {name}",
-            found=f"the launchers are {', '.join(known)}",
-            fix=f"use --launcher {known[0]}, which is part of every {scheduler.title}",
-        )
+    check_choice(LaunchError, "shoal submit", "--launcher", name or known[0], known)
     return name or known[0]
 
 
@@ -132,12 +130,6 @@ def _lead(
 
 def _rounded(seconds: float) -> int:
     return max(_SIGNAL_STEP, ceil(seconds / _SIGNAL_STEP) * _SIGNAL_STEP)
-
-
-def _account(account: str | None, partition: Partition) -> str | None:
-    if account is None or "@" in account:
-        return account
-    return account + partition.account
 
 
 def _name(script: str) -> str:

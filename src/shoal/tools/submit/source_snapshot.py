@@ -223,7 +223,8 @@ def _is_source(folder: Path, without: Path) -> bool:
 
 def _few_entries(folder: Path, without: Path) -> list[os.DirEntry[str]]:
     """Return the content of a directory; [] if it is too large, a run, or a Python environment."""
-    if folder == without or _is_run(folder) or _is_environment(folder):
+    is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
+    if is_environment or folder == without or _is_run(folder):
         return []
     try:
         with os.scandir(folder) as entries:
@@ -239,10 +240,6 @@ def _are_small_texts(files: Sequence[os.DirEntry[str]]) -> bool:
     if not files or not all(file.name.endswith((*_CODE, *_SETTINGS)) for file in files):
         return False
     return sum(file.stat(follow_symlinks=False).st_size for file in files) <= LARGEST
-
-
-def _is_environment(folder: Path) -> bool:
-    return (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
 
 
 def _is_passed_over(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def status(run: Path) -> Status:
     """
     folder = newest_folder(run)
     record = read_record(folder)
-    last = _last(last_events(run), ("step", "save"))
+    last = {event["event"]: event for event in last_events(run)}
     scheduler, ends = _scheduler(folder, record), read_ends(folder)
     known = {end.job for end in ends}
     queued = scheduler.queued(record.jobs)
@@ -147,10 +147,6 @@ def outcome(code: int) -> str:
 
 def _scheduler(folder: Path, record: SubmittedJob) -> Scheduler:
     return find_scheduler(record.scheduler, str(folder / RECORD))
-
-
-def _last(events: Iterable[dict[str, Any]], kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
-    return {event["event"]: event for event in events if event["event"] in kinds}
 
 
 _TAIL = 8 << 20

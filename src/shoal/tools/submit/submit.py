@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.distributed import env_vars
+from shoal.launcher.entry_point import find_script
 from shoal.tools.submit.batch_script import MARK, JobContext, render
 from shoal.tools.submit.check import check_interpreter, check_job, notes, without_secrets, workers_of
 from shoal.tools.submit.decide import decide
@@ -69,16 +70,6 @@ class SubmitOptions:
     force: bool = False
 
 
-def check_script(script: Path) -> None:
-    """Raise LaunchError if the script does not exist."""
-    if not script.is_file():
-        raise LaunchError(
-            given=str(script),
-            found=f"there is no file {script.absolute()}",
-            fix="give the path of a Python file: shoal submit … train.py",
-        )
-
-
 def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submission:
     """Submit a job, or do what `options` select instead.
 
@@ -87,7 +78,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
     """
     scheduler = site_scheduler(site)
     script = Path(request.script)
-    check_script(script)
+    find_script(request.script, "shoal submit … train.py")
     run = (options.run or Path("runs") / script.stem).resolve()
     if script.resolve().is_relative_to(run):
         raise LaunchError(

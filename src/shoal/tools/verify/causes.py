@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.tools.verify.findings import LikelyCause
@@ -14,7 +15,6 @@ from shoal.tools.verify.observations import (
     RunRecord,
     StepRecord,
 )
-from shoal.tools.verify.source_lines import find_calls, find_global_draw
 
 KEYED = "derive a generator from the sample's index: `torch.Generator().manual_seed(seed + index)`"
 
@@ -250,3 +250,38 @@ def world_size_cause(
             change="clip after the gradients of all ranks have been averaged",
         )
     return None
+
+
+GLOBAL_DRAWS = {
+    "numpy": ("np.random.", "numpy.random."),
+    "python": ("random.",),
+    "torch": ("torch.rand", "torch.normal", "torch.bernoulli", "torch.multinomial"),
+}
+
+
+def find_calls(source: str, names: Collection[str]) -> list[int]:
+    """Return the lines that call a function with one of these names, with or without a module."""
+    found = []
+    for node in _calls(source):
+        called = ast.unparse(node.func)
+        if called in names or called.split(".")[-1] in names:
+            found.append(node.lineno)
+    return sorted(found)
+
+
+def find_global_draw(source: str, generator: str, after: int) -> int | None:
+    """Return the first line from `after` that draws from a global generator, or None."""
+    for node in sorted(_calls(source), key=lambda call: call.lineno):
+        called = ast.unparse(node.func)
+        explicit = any(word.arg == "generator" for word in node.keywords)
+        if node.lineno >= after and not explicit and called.startswith(GLOBAL_DRAWS[generator]):
+            return node.lineno
+    return None
+
+
+def _calls(source: str) -> Iterator[ast.Call]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call))

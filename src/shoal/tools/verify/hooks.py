@@ -37,6 +37,17 @@ from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.sampler import LocalBatch
 from shoal.tools.verify.checksums import checksum_generators, checksum_state, sketch
+from shoal.tools.verify.loaders import (
+    DatasetNumbers,
+    LoaderPass,
+    Source,
+    consumed_samples,
+    describe_loader,
+    describe_torch_loader,
+    innermost_index,
+    multiply_micro_batches,
+    subset_indices,
+)
 from shoal.tools.verify.observations import (
     DeliveredBatch,
     DrawRecord,
@@ -47,19 +58,6 @@ from shoal.tools.verify.observations import (
 )
 from shoal.tools.verify.observed_calls import call_after, observe_clipping, observe_written_files
 from shoal.tools.verify.operation_trace import OperationTrace, plain_name, user_module
-from shoal.tools.verify.shoal_loaders import (
-    Source,
-    consumed_samples,
-    describe_loader,
-    multiply_micro_batches,
-)
-from shoal.tools.verify.torch_loaders import (
-    DatasetNumbers,
-    LoaderPass,
-    describe_torch_loader,
-    innermost_index,
-    subset_indices,
-)
 
 LAYERS = {
     "dropout": ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "MultiheadAttention"),
@@ -452,7 +450,8 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
 
     def program_started(process: Any, *_: Any) -> None:
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code.co_filename in (__file__, subprocess.__file__):
+        between = (__file__, call_after.__code__.co_filename, subprocess.__file__)
+        while frame is not None and frame.f_code.co_filename in between:
             frame = frame.f_back
         by_user = frame is not None and frame.f_code.co_filename.startswith(options.root)
         single = isinstance(process.args, str | bytes | os.PathLike)

@@ -18,19 +18,11 @@ from shoal.tools.verify.observations import ObserverOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObservedScript:
+class ObservedScript(Script):
     """A script that a rank runs under observation."""
 
-    path: str
-    args: tuple[str, ...]
     observer: ObserverOptions
     reverse_files: bool
-    safe_path: bool = False
-
-    @property
-    def name(self) -> str:
-        """The script's name in messages."""
-        return self.path
 
     def run(self) -> None:
         """Install the hooks and run the script as `__main__`."""
@@ -40,7 +32,7 @@ class ObservedScript:
         install_hooks(self.observer, placement().rank)
         if self.reverse_files:
             reverse_listings()
-        Script(path=self.path, args=self.args).run()
+        super().run()
 
 
 def read_order(path: Path) -> tuple[ObservedScript, int]:

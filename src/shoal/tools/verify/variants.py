@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from shoal.launcher.entry_point import find_script
 from shoal.tools.verify.observations import TIMED_OUT, ObserverOptions, RunRecord, read_run
 from shoal.util.errors import LaunchError
 
@@ -62,12 +63,7 @@ class Variant:
 def check_request(request: VerifyRequest) -> None:
     """Raise LaunchError if the script is not in the current directory or a number is not valid."""
     command = f"shoal verify {request.script}"
-    if not Path(request.script).is_file():
-        raise LaunchError(
-            given=command,
-            found=f"there is no file {Path(request.script).absolute()}",
-            fix="give the path of a Python file: shoal verify train.py",
-        )
+    find_script(request.script, "shoal verify train.py")
     folder, name = os.path.split(request.script)
     inside = f"cd {shlex.quote(folder)} && shoal verify {shlex.quote(name)}"
     if Path(folder).is_absolute() or ".." in Path(folder).parts:

@@ -1,8 +1,7 @@
-"""The options of guards, and the schedule of their checks."""
+"""The options of guards."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from shoal.training.guards.bad_steps import BadSteps
@@ -64,23 +63,3 @@ class Guards:
                 found="it is not a shoal.BadSteps",
                 fix="shoal.Guards(bad_steps=shoal.BadSteps())",
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuardTimes:
-    """The times of a rank that decide when it can afford the next check, in seconds.
-
-    `spent` is the time of all checks so far, `check` that of one, `elapsed` the time of the run, and
-    `step` that of one optimizer step without a check.
-    """
-
-    spent: float
-    check: float
-    elapsed: float
-    step: float
-
-
-def steps_to_next_check(times: GuardTimes, budget: float) -> int:
-    """Return in how many steps another check leaves the total below `budget`; 1 or more."""
-    affordable = (times.spent + times.check) / budget  # the run must have lasted this long by then
-    return max(1, math.ceil((affordable - times.elapsed) / max(times.step, 1e-9)))

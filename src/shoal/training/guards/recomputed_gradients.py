@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import sha256
@@ -12,25 +11,24 @@ import torch
 
 from shoal.data.batch import Batch
 from shoal.strategies.contracts import PartialSums, RepeatableGradients
-from shoal.strategies.held_parameters import first
 from shoal.telemetry.events import Events
+from shoal.training.guards.checksum_guard import ChecksumGuard, weakly
 from shoal.training.guards.checksums import sum_bits
-from shoal.training.guards.records import record_checks, record_corruption
-from shoal.training.guards.schedule import CheckSchedule
-from shoal.training.guards.votes import Sums, Verdict, judge_gradients
-from shoal.util.clock import CLOCK
-from shoal.util.errors import CorruptionError
+from shoal.training.guards.schedule import GuardTimes
+from shoal.training.guards.votes import Sums, judge_gradients
 
 if TYPE_CHECKING:
-    from shoal.training.step import Checking, Step
+    from shoal.training.step import Step
 
 
-class GradientGuard:
+class GradientGuard(ChecksumGuard):
     """Compares the gradients of each rank with those that the rank before it computes from its data.
 
     The Step runs checked steps in `checking`. If the results differ, all ranks compute the gradients
     again, and the majority decides which rank was wrong.
     """
+
+    checked = "gradients"
 
     def __init__(
         self,
@@ -41,13 +39,10 @@ class GradientGuard:
         *,
         budget: float,
     ) -> None:
-        self._name = name
+        super().__init__(name, step, events, budget=budget)
         self._step = step
         self._gradients = gradients
-        self._world = step.engine.world
-        self._events = events
-        self._schedule = CheckSchedule(self._world, budget=budget, step=step.number)
-        step.checking = _calling(weakref.ref(self))
+        step.checking = weakly(self.checking, nullcontext)
 
     def checking(
         self, batch: Batch, autocast: torch.dtype | None, scale: float
@@ -57,18 +52,13 @@ class GradientGuard:
             return nullcontext()
         return self._check(batch, autocast, scale)
 
-    def tick(self) -> None:
-        """Plan the next check if one has run. Collective."""
-        self._schedule.count_step()
-        if self._schedule.due is None:
-            began = CLOCK.now()
-            ranks = self._world.gather(self._schedule.times())
-            self._schedule.plan(self._step.number, ranks, more=CLOCK.now() - began)
-
     def close(self) -> None:
         """Leave the Step, and record the number of checks and their time."""
         self._step.checking = None
-        record_checks(self._events, self._name, "gradients", self._schedule)
+        super().close()
+
+    def _compare(self) -> list[GuardTimes]:
+        return self._world.gather(self._schedule.times())
 
     @contextmanager
     def _check(self, batch: Batch, autocast: torch.dtype | None, scale: float) -> Iterator[None]:
@@ -97,7 +87,14 @@ class GradientGuard:
                 # All ranks come here, since all have the same digests.
                 found = self._world.gather((own, theirs, compute(of)))
                 first_results = {of: found[of][0], before: found[before][1]}
-                self._raise_differing(judge_gradients(first_results, [again for *_, again in found]))
+                step = self._step.number + 1
+                self._raise_differing(
+                    step,
+                    "gradients",
+                    [judge_gradients(first_results, [again for *_, again in found])],
+                    f"the gradients of step {step}, which two ranks compute from the same samples",
+                    prefix="the gradient of ",
+                )
 
     def _sum_all(self, sums: PartialSums) -> dict[str, int]:
         """Return one checksum for each parameter, over all subtrees."""
@@ -107,33 +104,6 @@ class GradientGuard:
                 totals[name] = (totals[name] + value) % 2**64
         return totals
 
-    def _raise_differing(self, verdict: Verdict) -> None:
-        step = self._step.number + 1
-        tensors = [f"the gradient of {name}" for name in verdict.tensors]
-        ranks = ", ".join(map(str, verdict.ranks))
-        record_corruption(self._events, step, "gradients", verdict.ranks, tensors)
-        raise CorruptionError(
-            given=f"the gradients of step {step}, which two ranks compute from the same samples",
-            found=f"rank {ranks} differs from the majority in {first(tensors)}"
-            if verdict.outvoted
-            else f"ranks {ranks} differ in {first(tensors)}, without a majority",
-            fix="start the script again, which resumes from the latest complete checkpoint; if it "
-            "happens again, look for code that depends on the rank, or test the host of this rank: "
-            "shoal doctor",
-        )
-
 
 def _digest(sums: Sums) -> str:
     return sha256(repr(sums).encode()).hexdigest()[:16]
-
-
-def _calling(reference: weakref.ref[GradientGuard]) -> Checking:
-    """Return the `checking` of a guard without keeping it alive."""
-
-    def checking(
-        batch: Batch, autocast: torch.dtype | None, scale: float
-    ) -> AbstractContextManager[None]:
-        guard = reference()
-        return nullcontext() if guard is None else guard.checking(batch, autocast, scale)
-
-    return checking

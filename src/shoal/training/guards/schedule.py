@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shoal.distributed.world import World
 from shoal.telemetry.events import Plain
-from shoal.training.guards.options import GuardTimes, steps_to_next_check
 from shoal.util.clock import CLOCK, Clock
 
 _FIRST = 2
 """The step of the first check, counted from the start of the Run: the first step does other work too.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardTimes:
+    """The times of a rank that decide when it can afford the next check, in seconds.
+
+    `spent` is the time of all checks so far, `check` that of one, `elapsed` the time of the run, and
+    `step` that of one optimizer step without a check.
+    """
+
+    spent: float
+    check: float
+    elapsed: float
+    step: float
+
+
+def steps_to_next_check(times: GuardTimes, budget: float) -> int:
+    """Return in how many steps another check leaves the total below `budget`; 1 or more."""
+    affordable = (times.spent + times.check) / budget  # the run must have lasted this long by then
+    return max(1, math.ceil((affordable - times.elapsed) / max(times.step, 1e-9)))
 
 
 class CheckSchedule:

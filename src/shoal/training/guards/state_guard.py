@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,13 +14,12 @@ from shoal._torch.autograd import version
 from shoal.strategies.dtensor import is_divided, share
 from shoal.strategies.held_parameters import first
 from shoal.telemetry.events import Events
+from shoal.training.guards.checksum_guard import ChecksumGuard, weakly
 from shoal.training.guards.checksums import sum_bits
 from shoal.training.guards.options import Guards
-from shoal.training.guards.records import record_checks, record_corruption
-from shoal.training.guards.replicas import DifferingTensor, differing_tensors
-from shoal.training.guards.schedule import CheckSchedule
+from shoal.training.guards.schedule import GuardTimes
+from shoal.training.guards.votes import differing_tensors
 from shoal.training.state_names import parameter_names
-from shoal.util.clock import CLOCK
 from shoal.util.errors import CorruptionError, StepError
 
 if TYPE_CHECKING:
@@ -35,12 +33,14 @@ class _HeldTensor(NamedTuple):
     version: tuple[int, int]
 
 
-class StateGuard:
+class StateGuard(ChecksumGuard):
     """Compares the parameters, the optimizer state and the constant buffers of one TrainState.
 
     Hooks of the optimizer call it before and after each update. `tick` follows the update on all
     ranks; it compares replicas and decides when the next check is due.
     """
+
+    checked = "state"
 
     def __init__(
         self, name: str, state: TrainState, options: Guards, events: Events, *, budget: float
@@ -51,31 +51,26 @@ class StateGuard:
                 found="its ranks change their parameters separately, so that checksums differ",
                 fix="leave guards out",
             )
-        self._name = name
-        self._state = state
-        self._world = state.engine.world
+        super().__init__(name, state, events, budget=budget)
         self._options = options
-        self._events = events
         self._groups = [g for g in self._world.layout.groups("replicate") if len(g) > 1]
         self._constant = {f"buffer {n}": _held(b) for n, b in _plain(state.model.named_buffers())}
         self._frozen = {n: p for n, p in _plain(state.model.named_parameters()) if not p.requires_grad}
         self._kept: dict[str, _HeldTensor] = {}
         self._sums: dict[str, int] = {}
-        self._schedule = CheckSchedule(self._world, budget=budget, step=state.number)
         self._handles = [
-            state.optimizer.register_step_pre_hook(_calling(weakref.WeakMethod(self._check_memory))),
-            state.optimizer.register_step_post_hook(_calling(weakref.WeakMethod(self._take_sums))),
+            state.optimizer.register_step_pre_hook(weakly(self._check_memory)),
+            state.optimizer.register_step_post_hook(weakly(self._take_sums)),
         ]
 
-    def tick(self) -> None:
-        """Compare replicas if checksums were taken, and plan the next check. Collective.
+    def close(self) -> None:
+        """Remove the hooks, and record the number of checks and their time."""
+        for handle in self._handles:
+            handle.remove()
+        super().close()
 
-        Raises CorruptionError, on all ranks, if ranks that hold the same tensors have other values.
-        """
-        self._schedule.count_step()
-        if self._schedule.due is not None:
-            return
-        began = CLOCK.now()
+    def _compare(self) -> Sequence[GuardTimes]:
+        """Compare replicas; see ChecksumGuard."""
         digest = sha256(repr(self._sums).encode()).hexdigest()[:16]
         times = self._schedule.times()
         if self._options.continuity:  # takes the checksums once more
@@ -84,16 +79,13 @@ class StateGuard:
         if self._options.replicas and any(
             len({digests[rank] for rank in group}) > 1 for group in self._groups
         ):
-            self._raise_differing(differing_tensors(self._groups, self._world.gather(self._sums)))
-        self._schedule.plan(self._state.number, ranks, more=CLOCK.now() - began)
+            differing = differing_tensors(self._groups, self._world.gather(self._sums))
+            number = self._state.number
+            given = f"the replicas of the model after step {number}"
+            self._raise_differing(number, "replicas", differing, given)
+        return ranks
 
-    def close(self) -> None:
-        """Remove the hooks, and record the number of checks and their time."""
-        for handle in self._handles:
-            handle.remove()
-        record_checks(self._events, self._name, "state", self._schedule)
-
-    def _take_sums(self) -> None:
+    def _take_sums(self, *_: object) -> None:
         """Take the checksums after an update, if a check is due."""
         if not self._schedule.is_due(self._state.number + 1):
             return
@@ -102,7 +94,7 @@ class StateGuard:
             self._kept = self._tensors()
             self._sums = _sum_all(self._kept)
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, *_: object) -> None:
         """Compare the checksums of the last update, before the next one. Raises CorruptionError."""
         kept, self._kept = self._kept, {}
         if not kept or not self._options.continuity:
@@ -113,7 +105,7 @@ class StateGuard:
             found = _sum_all(same)
             changed = [name for name, value in found.items() if value != self._sums[name]]
         if changed:
-            self._record("continuity", [self._world.rank], changed)
+            self._record(self._state.number, "continuity", [self._world.rank], changed)
             raise CorruptionError(
                 given=f"the memory of rank {self._world.rank}: {first(changed)}",
                 found=f"it changed between the update of step {self._state.number} and the next one, "
@@ -122,24 +114,6 @@ class StateGuard:
                 "test the memory of this host; if your code writes through tensor.data or NumPy, use "
                 "with torch.no_grad(): tensor.copy_(…)",
             )
-
-    def _raise_differing(self, differing: list[DifferingTensor]) -> None:
-        one = differing[0]
-        ranks = ", ".join(map(str, one.odd))
-        names = [each.name for each in differing]
-        self._record("replicas", one.odd, names)
-        raise CorruptionError(
-            given=f"the replicas of the model after step {self._state.number}",
-            found=f"rank {ranks} differs from the majority in {first(names)}"
-            if one.outvoted
-            else f"ranks {ranks} differ in {first(names)}, without a majority",
-            fix="start the script again, which resumes from the latest complete checkpoint; if it "
-            "happens again, look for code that depends on the rank, or test the host of this rank: "
-            "shoal doctor",
-        )
-
-    def _record(self, guard: str, ranks: Sequence[int], tensors: Sequence[str]) -> None:
-        record_corruption(self._events, self._state.number, guard, ranks, tensors)
 
     def _tensors(self) -> dict[str, _HeldTensor]:
         """Return what must not change until the next update, by name."""
@@ -181,14 +155,3 @@ def _plain(named: Any) -> list[tuple[str, Tensor]]:
     return [
         (n, t) for n, t in named if not is_divided(t) and t.layout is torch.strided and not t.is_meta
     ]
-
-
-def _calling(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., None]:
-    """Return a hook of an optimizer that calls a method of an object that it does not keep alive."""
-
-    def call(*_: object) -> None:
-        found = method()
-        if found is not None:
-            found()
-
-    return call

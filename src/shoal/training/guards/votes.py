@@ -1,4 +1,4 @@
-"""The vote on gradients that several ranks have computed: which rank was wrong."""
+"""The votes of ranks on tensors that must be the same: which rank is wrong."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Sums: TypeAlias = Mapping[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The ranks that computed other gradients than the majority, and the tensors that differed.
+    """The ranks that have other values than the majority, and the tensors that differ.
 
-    Without a majority, `ranks` are the two that differed first, and `outvoted` is False.
+    Without a majority, `ranks` are those that differed first or all that hold the tensor, and
+    `outvoted` is False.
     """
 
     ranks: tuple[int, ...]
@@ -37,3 +38,22 @@ def judge_gradients(first: Mapping[int, Sums], again: Sequence[Sums]) -> Verdict
         return Verdict(ranks=tuple(sorted(first)), tensors=tensors, outvoted=False)
     wrong = {rank for rank, sums in results if tuple(sums.items()) != usual}
     return Verdict(ranks=tuple(sorted(wrong)), tensors=tensors, outvoted=True)
+
+
+def differing_tensors(groups: Sequence[Sequence[int]], ranks: Sequence[Sums]) -> list[Verdict]:
+    """Return a verdict for each tensor whose checksums differ within a group, by name.
+
+    `ranks` has the checksums of each rank by name. A tensor that a rank lacks differs.
+    """
+    found = []
+    for group in groups:
+        names = dict.fromkeys(name for rank in group for name in ranks[rank])
+        for name in names:
+            values = {rank: ranks[rank].get(name) for rank in group}
+            (usual, most), *rest = Counter(values.values()).most_common()
+            if not rest:
+                continue
+            outvoted = 2 * most > len(group)
+            odd = tuple(rank for rank in group if not outvoted or values[rank] != usual)
+            found.append(Verdict(ranks=odd, tensors=(name,), outvoted=outvoted))
+    return found

@@ -15,27 +15,25 @@ import torch
 import torch.distributed as dist
 
 from shoal.distributed import env_vars, link_speed
-from shoal.distributed.backend import backend_of
+from shoal.distributed.device import backend_of
 from shoal.distributed.init import init
 from shoal.distributed.world import World
 from shoal.launcher.local import run_job
-from shoal.tools.bench.collectives import display
+from shoal.tools.bench.collectives.document import machine_document, point_csv_rows
 from shoal.tools.bench.collectives.machine_file import (
     CollectiveSeries,
     LinkTable,
     MachineFile,
-    machine_json,
     write_machine_file,
 )
-from shoal.tools.bench.collectives.measure import OPERATIONS, Bounds, measure_collectives
-from shoal.tools.bench.collectives.message_sizes import parse_sizes
+from shoal.tools.bench.collectives.measure import OPERATIONS, measure_collectives
+from shoal.tools.bench.measurement import Output, keep_on_interrupt
+from shoal.tools.bench.options import check_count, check_file, check_names, check_seconds
 from shoal.tools.bench.processor import processor_name
-from shoal.tools.bench.scaling.interrupt import InterruptFlag
-from shoal.tools.report.html import write_csv
 from shoal.util import accelerator
 from shoal.util.clock import CLOCK, utc_now
 from shoal.util.errors import LaunchError
-from shoal.util.tables import plain_console, print_line, print_path
+from shoal.util.tables import plain_console, print_line
 from shoal.util.units import binary_size
 
 BACKENDS = ("mpi", "nccl", "gloo")
@@ -47,7 +45,7 @@ GRACE = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectivesOptions:
+class CollectivesRequest:
     """The measurements and their files. Without backends, the one that a script would get is used."""
 
     backends: tuple[str, ...]
@@ -57,46 +55,28 @@ class CollectivesOptions:
     seconds: float
     pairs: bool
     out: Path | None
-    csv: Path | None
-    json: bool
+    output: Output
+    name: str = "shoal-bench-comm"
+    safe_path: bool = False
+
+    def run(self) -> None:
+        """Measure with the other local processes. A signal also reaches the launcher, which exits with
+        it.
+        """
+        measure_on_ranks(self)
 
 
-def parse_options(
-    *,
-    backends: str,
-    operations: str,
-    sizes: str,
-    repeats: int,
-    seconds: float,
-    pairs: bool,
-    out: Path | None,
-    csv: Path | None,
-    json: bool,
-) -> CollectivesOptions:
-    """Return the checked options of the command line. Raises LaunchError."""
-    named = _names(backends, BACKENDS, "--backend")
-    _check_numbers(repeats, seconds)
-    for path in (out, csv):
-        if path is not None:
-            _check_folder(path)
-    return CollectivesOptions(
-        backends=tuple(backend for backend in BACKENDS if backend in named),
-        operations=_names(operations, OPERATIONS, "--operations") or OPERATIONS,
-        sizes=parse_sizes(sizes),
-        repeats=repeats,
-        seconds=seconds,
-        pairs=pairs,
-        out=out,
-        csv=csv,
-        json=json,
-    )
-
-
-def benchmark_collectives(asked: CollectivesOptions, processes: int | None) -> int:
+def benchmark_collectives(asked: CollectivesRequest, processes: int | None) -> int:
     """Measure in this job, or in `processes` on this machine, and return the exit code.
 
-    Raises LaunchError for a single process, or if a backend can't work.
+    Raises LaunchError for invalid options, for a single process, or if a backend can't work.
     """
+    check_names("--backend", asked.backends, BACKENDS)
+    check_names("--operations", asked.operations, OPERATIONS)
+    check_count("--repeats", asked.repeats)
+    check_seconds("--seconds", asked.seconds)
+    check_file("-o", asked.out)
+    check_file("--csv", asked.output.csv)
     here = env_vars.placement()
     if here.size > 1 and processes is not None:
         raise LaunchError(
@@ -104,62 +84,47 @@ def benchmark_collectives(asked: CollectivesOptions, processes: int | None) -> i
             found=f"{here.launcher} has already started all ranks",
             fix="remove -n",
         )
-    if here.size > 1:
-        _check_backends(asked.backends)
-        return measure_on_ranks(asked)
-    if processes is None or processes < 2:
+    if here.size == 1 and (processes is None or processes < 2):
         raise LaunchError(
             given="shoal bench comm" + (f" -n {processes}" if processes is not None else ""),
             found="a single process has no other to communicate with",
             fix="run shoal bench comm -n 2, or start one process per rank: srun shoal bench comm",
         )
-    if "mpi" in asked.backends:
+    if processes is not None and "mpi" in asked.backends:
         raise LaunchError(
             given=f"shoal bench comm -n {processes} --backend {','.join(asked.backends)}",
             found="processes that Shoal starts are not ranks of MPI",
             fix=f"mpirun -n {processes} shoal bench comm --backend {','.join(asked.backends)}",
         )
     _check_backends(asked.backends)
+    if processes is None:
+        return measure_on_ranks(asked)
     _check_memory(max(asked.sizes), processes, len(asked.backends) or 1)
-    return run_job(Measuring(request=asked), processes=processes, grace=GRACE).code
+    return run_job(asked, processes=processes, grace=GRACE).code
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """The function that each local process runs."""
-
-    request: CollectivesOptions
-    name: str = "shoal-bench-comm"
-    safe_path: bool = False
-
-    def run(self) -> None:
-        """Measure with the other ranks. A signal also reaches the launcher, which exits with it."""
-        measure_on_ranks(self.request)
-
-
-def measure_on_ranks(asked: CollectivesOptions) -> int:
+def measure_on_ranks(asked: CollectivesRequest) -> int:
     """Join the ranks that a launcher started, measure, print on rank 0 and return the exit code."""
-    first = asked.backends[0] if asked.backends else None
+    chosen = [backend for backend in BACKENDS if backend in asked.backends]
+    first = chosen[0] if chosen else None
     device = "cpu" if first in ("mpi", "gloo") else None
     with (
-        InterruptFlag() as interrupts,
+        keep_on_interrupt() as interrupts,
         init(backend=first, device=device, prepare_timeout=JOIN_SECONDS) as world,
     ):
         began, begun = utc_now(), CLOCK.now()
-        backends = asked.backends or (_backend(world),)
         screen = plain_console(stderr=True)
         outcome = measure_collectives(
             world,
-            backends=backends,
-            operations=asked.operations,
+            backends=chosen or [_backend(world)],
+            operations=[each for each in OPERATIONS if each in (asked.operations or OPERATIONS)],
             sizes=asked.sizes,
-            bounds=Bounds(repeats=asked.repeats, seconds=asked.seconds),
+            repeats=asked.repeats,
+            seconds=asked.seconds,
             asked_to_stop=lambda: bool(interrupts.asked),
             tell=lambda text: print_line(screen, text) if world.is_rank_zero else None,
         )
-        pairs = None
-        if asked.pairs and outcome.complete:
-            pairs = link_speed.pairs(world)
+        pairs = link_speed.pairs(world) if asked.pairs and outcome.complete else None
         machine = _describe(
             world, began, CLOCK.now() - begun, outcome.series, pairs, complete=outcome.complete
         )
@@ -187,7 +152,7 @@ def _describe(
         launcher=world.placement.launcher,
         hosts=tuple(world.gather(socket.gethostname())),
         device=world.device.type,
-        device_name=_device_name(world.device),
+        device_name=accelerator.name(world.device) or processor_name() or world.device.type,
         cores=world.placement.cores,
         threads=torch.get_num_threads(),
         interface=str(interface[0]) if interface else "",
@@ -204,27 +169,18 @@ def _describe(
 
 
 def _report(
-    asked: CollectivesOptions,
+    asked: CollectivesRequest,
     machine: MachineFile,
     left_out: Sequence[tuple[str, str, int]],
     pairs: link_speed.LinkMeasurements | None,
 ) -> None:
     """Write the files and print the results, on rank 0."""
-    console = plain_console()
     if not machine.series:
         print_line(plain_console(stderr=True), "Ended before the first measurement: no file written.")
         return
     path = asked.out or Path(_file_name(machine))
     write_machine_file(machine, path)
-    display.print_measurements(console, machine, left_out)
-    if pairs is not None:
-        display.print_links(console, pairs)
-    print_path(console, f"machine file: {path}")
-    if asked.csv is not None:
-        write_csv(asked.csv, display.point_csv_rows(machine))
-        print_path(console, f"points: {asked.csv}")
-    if asked.json:
-        print_path(console, machine_json(machine))
+    asked.output.show(machine_document(machine, left_out, pairs, path), point_csv_rows(machine))
 
 
 def _file_name(machine: MachineFile) -> str:
@@ -235,43 +191,6 @@ def _file_name(machine: MachineFile) -> str:
 def _backend(world: World) -> str:
     name = "gloo" if world.group is None else backend_of(world.group, world.device)
     return name if name in BACKENDS else "mpi"
-
-
-def _device_name(device: torch.device) -> str:
-    return accelerator.name(device) or processor_name() or device.type
-
-
-def _names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
-    """Return names from a list with commas, in the order of `known`; raise LaunchError for others."""
-    given = [name.strip() for name in text.split(",") if name.strip()]
-    for name in given:
-        if name not in known:
-            raise LaunchError(
-                given=f"{option} {text}",
-                found=f"{name!r} is not one of {', '.join(known)}",
-                fix=f"{option} {known[-1] if option == '--backend' else known[0]}",
-            )
-    return tuple(name for name in known if name in given)
-
-
-def _check_numbers(repeats: int, seconds: float) -> None:
-    if repeats < 1 or not 0 < seconds <= 86400:
-        raise LaunchError(
-            given=f"--repeats {repeats} --seconds {seconds:g}",
-            found="--repeats must be 1 or more, and --seconds above 0 and at most a day",
-            fix="pass --repeats 20 --seconds 30",
-        )
-
-
-def _check_folder(path: Path) -> None:
-    if not path.parent.is_dir() or path.is_dir():
-        raise LaunchError(
-            given=str(path),
-            found=f"there is no directory {path.parent.absolute()}"
-            if not path.parent.is_dir()
-            else "it is a directory",
-            fix=f"mkdir -p {path.parent}, or use another file",
-        )
 
 
 def _check_backends(backends: Sequence[str]) -> None:

@@ -7,16 +7,16 @@ users of the numbers need not.
 from __future__ import annotations
 
 import json
-import math
-import os
-import types
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from shoal.telemetry.collective_stats import bus_factor
-from shoal.util.errors import ShoalError
+from shoal.util.errors import ShoalError, explained
+from shoal.util.plain import from_plain
+from shoal.util.regular_file import replace
 
 FORMAT, VERSION = "shoal machine", 1
 LEAST_POINTS = 3
@@ -126,43 +126,31 @@ def fit_line(points: Sequence[Point]) -> Fit | None:
     """
     if len({point.bytes for point in points}) < LEAST_POINTS:
         return None
-    # Weighted by 1 / time², the normal equations of latency + bytes * slope.
-    ones = sum(point.seconds**-2 for point in points)
-    sizes = sum(point.bytes * point.seconds**-2 for point in points)
-    squares = sum(point.bytes**2 * point.seconds**-2 for point in points)
-    times = sum(1 / point.seconds for point in points)
-    products = sum(point.bytes / point.seconds for point in points)
-    determinant = ones * squares - sizes**2
-    latency = (times * squares - sizes * products) / determinant
-    slope = (ones * products - sizes * times) / determinant
+    sizes = np.array([point.bytes for point in points], float)
+    seconds = np.array([point.seconds for point in points])
+    inverse, rates = 1 / seconds, sizes / seconds
+    # Divided by the measured time, each prediction should be 1.
+    [latency, slope], *_ = np.linalg.lstsq(np.stack([inverse, rates], 1), np.ones_like(seconds))
     if latency < 0:
-        latency, slope = 0.0, products / squares
+        latency, slope = 0.0, rates.sum() / (rates**2).sum()
     if slope <= 0:
-        latency, slope = times / ones, 0.0
-    errors = [((latency + slope * point.bytes) / point.seconds - 1) ** 2 for point in points]
-    error = math.sqrt(sum(errors) / len(errors))
-    return Fit(latency=latency, bandwidth=1 / slope if slope else None, error=error)
+        latency, slope = inverse.sum() / (inverse**2).sum(), 0.0
+    error = np.sqrt(np.mean((latency * inverse + slope * rates - 1) ** 2))
+    return Fit(
+        latency=float(latency), bandwidth=float(1 / slope) if slope else None, error=float(error)
+    )
 
 
-def machine_json(machine: MachineFile) -> str:
-    """Return the machine as one line of JSON."""
-    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(machine)})
+def machine_values(machine: MachineFile) -> dict[str, object]:
+    """Return the values of a machine file."""
+    return {"format": FORMAT, "version": VERSION, **asdict(machine)}
 
 
 def write_machine_file(machine: MachineFile, path: Path) -> None:
     """Write a machine file atomically."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(machine)}, indent=1)
-    try:
-        partial.write_text(text + "\n")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ShoalError(
-            given=str(path),
-            found=f"it can't be written: {error.strerror}",
-            fix="pass -o FILE in a directory with write permission and free space",
-        ) from None
+    fix = "pass -o FILE in a directory with write permission and free space"
+    with explained(ShoalError, given=f"the machine file {path}", fix=fix):
+        replace(path, json.dumps(machine_values(machine), indent=1) + "\n")
 
 
 def read_machine_file(path: Path) -> MachineFile:
@@ -184,66 +172,33 @@ def read_machine_file(path: Path) -> MachineFile:
             path, f"its version is {found.get('version')!r}; the supported version is {VERSION}"
         )
     try:
-        machine: MachineFile = _value(MachineFile, found, "")
+        machine: MachineFile = from_plain(MachineFile, found, least=0)
         _check(machine)
-    except _WrongError as mistake:
+    except ValueError as mistake:
         raise _wrong(path, str(mistake)) from None
     return machine
-
-
-class _WrongError(Exception):
-    """An invalid value in a file, in words."""
 
 
 def _wrong(path: Path, found: str) -> ShoalError:
     return ShoalError(given=str(path), found=found, fix="measure again: shoal bench comm")
 
 
-def _value(kind: Any, value: Any, where: str) -> Any:
-    """Convert a JSON value to a type; raise _WrongError if it does not fit."""
-    if is_dataclass(kind):
-        return _object(kind, value, where)
-    origin, of = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return None if value is None else _value(of[0], value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise _WrongError(f"{where} is not a list")
-        return tuple(_value(of[0], each, f"{where}[{index}]") for index, each in enumerate(value))
-    accepted = (int, float) if kind is float else (kind,)
-    if type(value) not in accepted:
-        raise _WrongError(f"{where} is {value!r:.60}, not {kind.__name__}")
-    if kind in (int, float) and not (math.isfinite(value) and value >= 0):
-        raise _WrongError(f"{where} is {value!r}, not a finite number of at least 0")
-    return value
-
-
-def _object(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise _WrongError(f"{where} is not an object")
-    hints, prefix = get_type_hints(kind), where + "." * bool(where)
-    missing = [field.name for field in fields(kind) if field.name not in value]
-    if missing:
-        raise _WrongError(f"{prefix}{missing[0]} is missing")
-    return kind(**{name: _value(hint, value[name], prefix + name) for name, hint in hints.items()})
-
-
 def _check(machine: MachineFile) -> None:
-    """Raise _WrongError for values that are valid separately but not together."""
+    """Raise ValueError for values that are valid separately but not together."""
     ranks = len(machine.hosts)
     for number, series in enumerate(machine.series):
         where = f"series[{number}]"
         if series.ranks < 2 or not series.points:
-            raise _WrongError(f"{where} has {series.ranks} rank(s) and {len(series.points)} point(s)")
+            raise ValueError(f"{where} has {series.ranks} rank(s) and {len(series.points)} point(s)")
         if any(
             point.seconds == 0 or not point.low <= point.seconds <= point.high
             for point in series.points
         ):
-            raise _WrongError(f"{where} has a point that took no time, or not between its quartiles")
+            raise ValueError(f"{where} has a point that took no time, or not between its quartiles")
         if series.fit is not None and series.fit.bandwidth == 0:
-            raise _WrongError(f"{where}.fit.bandwidth is 0")
+            raise ValueError(f"{where}.fit.bandwidth is 0")
     if machine.links is not None:
         for name in ("bandwidth", "latency"):
             matrix = getattr(machine.links, name)
             if len(matrix) != ranks or any(len(row) != ranks for row in matrix):
-                raise _WrongError(f"links.{name} is not of {ranks} x {ranks}, for {ranks} hosts")
+                raise ValueError(f"links.{name} is not of {ranks} x {ranks}, for {ranks} hosts")

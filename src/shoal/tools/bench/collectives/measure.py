@@ -6,7 +6,6 @@ all-reduce, which also makes them start together.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from shoal._torch.c10d import all_gather_tensor
 from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
 from shoal.distributed.world import World
 from shoal.tools.bench.collectives.machine_file import CollectiveSeries, Point, fit_line
-from shoal.util import accelerator
+from shoal.tools.bench.measurement import LEAST, calls_for, in_turns, quartiles, time_calls
 from shoal.util.clock import CLOCK
 
 OPERATIONS = (
@@ -30,20 +29,10 @@ OPERATIONS = (
     "send_recv",
     "barrier",
 )
-LEAST = 3
-"""Minimum number of samples of a point."""
 SAMPLE_SECONDS = 0.002
-"""Duration of a sample, in several calls: a single short call would be lost in the clock's noise."""
+"""Duration of a sample, in several calls."""
 _MOST_CALLS = 50
 _ELEMENT = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """Limits: the samples of each point, and the seconds in total."""
-
-    repeats: int
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +88,6 @@ class BackendGroup:
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
-    def timed(self, call: Callable[[], object], times: int) -> float:
-        """Return the seconds per call, of several calls one after the other."""
-        begun = CLOCK.now()
-        for _ in range(times):
-            call()
-        accelerator.synchronize(self.device)
-        return (CLOCK.now() - begun) / times
-
 
 class Probe:
     """One operation of a backend with messages of one size."""
@@ -122,12 +103,12 @@ class Probe:
     def warm_up(self, world: World) -> None:
         """Connect, and determine the number of calls of a sample."""
         self._call()
-        self.expected = _largest(world, self.place.timed(self._call, 1))
-        self.times = min(_MOST_CALLS, max(1, math.ceil(SAMPLE_SECONDS / self.expected)))
+        self.expected = _largest(world, time_calls(self._call, device=self.place.device))
+        self.times = calls_for(SAMPLE_SECONDS, self.expected, _MOST_CALLS)
 
     def sample(self) -> None:
         """Measure once."""
-        self.samples.append(self.place.timed(self._call, self.times))
+        self.samples.append(time_calls(self._call, self.times, self.place.device))
 
 
 def measure_collectives(
@@ -136,7 +117,8 @@ def measure_collectives(
     backends: Sequence[str],
     operations: Sequence[str],
     sizes: Sequence[int],
-    bounds: Bounds,
+    repeats: int,
+    seconds: float,
     asked_to_stop: Callable[[], bool],
     tell: Callable[[str], object],
 ) -> Measurement:
@@ -155,12 +137,12 @@ def measure_collectives(
         BackendGroup(world, backend, own=number == 0, largest=max(sizes))
         for number, backend in enumerate(backends)
     ]
-    clock = _Clock(world, bounds.seconds, asked_to_stop)
+    clock = _Clock(world, seconds, asked_to_stop)
     probes, left_out = _warm(world, places, operations, sizes, clock)
-    pause = statistics.median(clock.pause() for _ in range(LEAST))
+    pause = statistics.median(time_calls(clock.goes_on) for _ in range(LEAST))  # added to each sample
     round_seconds = sum(probe.times * probe.expected + pause for probe in probes) or 1.0
     # Rank-independent, since the clock decides.
-    repeats = world.broadcast(max(LEAST, min(bounds.repeats, int(clock.left / round_seconds))))
+    repeats = world.broadcast(max(LEAST, min(repeats, int(clock.left / round_seconds))))
     tell(
         f"{len(probes)} points, {repeats} samples of each: about {repeats * round_seconds:.0f} s more; "
         "Ctrl-C ends it and keeps the results so far"
@@ -186,12 +168,6 @@ class _Clock:
     def left_everywhere(self) -> float:
         """Return the seconds left on all ranks: the minimum."""
         return -_largest(self._world, -self.left)
-
-    def pause(self) -> float:
-        """Return the time to agree to continue, which is added to each sample."""
-        begun = CLOCK.now()
-        self.goes_on()
-        return CLOCK.now() - begun
 
     def goes_on(self) -> bool:
         """Return whether no rank was asked to stop; all ranks agree, and start together after it."""
@@ -230,14 +206,10 @@ def _warm(
 
 def _sample(probes: Sequence[Probe], repeats: int, clock: _Clock) -> bool:
     """Take the samples while there is time; return whether no rank was asked to stop."""
-    for number in range(repeats):
-        if number >= LEAST and clock.left_everywhere() <= 0:
-            return True
-        # In alternating directions, so that no probe always follows the same other one.
-        for probe in probes if number % 2 == 0 else reversed(probes):
-            if not clock.goes_on():
-                return False
-            probe.sample()
+    for probe in in_turns(probes, repeats, clock.left_everywhere):
+        if not clock.goes_on():
+            return False
+        probe.sample()
     return True
 
 
@@ -268,10 +240,7 @@ def _series(world: World, probes: Sequence[Probe]) -> Iterable[CollectiveSeries]
 
 def summarize_samples(bytes: int, samples: Sequence[float]) -> Point:
     """Return the median and the quartiles of samples."""
-    median = statistics.median(samples)
-    low, high = median, median
-    if len(samples) > 1:
-        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    low, median, high = quartiles(samples)
     return Point(bytes=bytes, seconds=median, low=low, high=high, samples=len(samples))
 
 

@@ -7,86 +7,70 @@ model runs its forward and backward passes, as in training.
 from __future__ import annotations
 
 import copy
-import json
-import math
-import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.distributed.init import init
 from shoal.distributed.world import World
-from shoal.tools.bench.compile.display import PYTHON, Mode, mode_advice, mode_csv_rows
-from shoal.tools.bench.import_target import require_alone, target_error
-from shoal.tools.bench.scaling.interrupt import InterruptFlag
+from shoal.tools.bench.compile.advice import PYTHON, Mode, mode_csv_rows, modes_document
+from shoal.tools.bench.import_target import target_errors
+from shoal.tools.bench.measurement import (
+    LEAST,
+    InterruptFlag,
+    Output,
+    Result,
+    calls_for,
+    in_turns,
+    measure_alone,
+    quartiles,
+    time_calls,
+)
+from shoal.tools.bench.options import check_count, check_seconds
 from shoal.tools.bench.scaling.models import make_model, one_batch
 from shoal.tools.bench.scaling.subject import ScriptSubject, parse_subject
-from shoal.tools.report.html import write_csv
 from shoal.util import accelerator
 from shoal.util.clock import CLOCK
-from shoal.util.errors import LaunchError, ShoalError
-from shoal.util.grouping import group_by
-from shoal.util.tables import plain_console, print_line, print_path, print_rows
-from shoal.util.units import duration, percent
+from shoal.util.errors import LaunchError
+from shoal.util.tables import plain_console, print_line
 
 SQUARINGS = 10
 NUMBERS = (5, 10_000)
 TOY = "toy function of {:,} numbers"
-_LEAST, _MOST = 3, 200
+_MOST = 200
 _SAMPLE_SECONDS = 0.005
 _MOST_CALLS = 10_000
 
 Call = Callable[[], list[Tensor]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompileOptions:
-    """The subjects of the measurement; `model` None for the toy function alone."""
+def benchmark_modes(model: str | None, *, batch: int, seconds: float, output: Output) -> int:
+    """Measure the toy function and a model, show the results, and return the exit code.
 
-    model: str | None
-    batch: int
-    seconds: float
-    csv: Path | None
-    json: bool
+    Raises LaunchError for invalid options.
+    """
+    check_count("--batch", batch)
+    check_seconds("--seconds", seconds)
 
-
-def benchmark_modes(asked: CompileOptions) -> int:
-    """Measure, print, and return the exit code. Raises LaunchError for invalid options."""
-    if asked.batch < 1 or not 0 < asked.seconds <= 86400:
-        raise LaunchError(
-            given=f"--batch {asked.batch} --seconds {asked.seconds:g}",
-            found="--batch must be 1 or more, and --seconds above 0 and at most a day",
-            fix="pass --batch 32 --seconds 10",
-        )
-    require_alone("shoal bench modes")
-    screen = plain_console(stderr=True)
-    world = init()
-    try:  # not `with`, which would add a line of this file to the traceback
+    def measure(world: World, interrupts: InterruptFlag) -> Result | None:
         subjects = {TOY.format(count): _toy(count) for count in NUMBERS}
-        if asked.model is not None:
-            subjects[asked.model] = _ways(*_model(asked.model, asked.batch, world), world.device)
+        if model is not None:
+            subjects[model] = _ways(*_model(model, batch, world), world.device)
+        print_line(
+            plain_console(stderr=True),
+            f"about {seconds:.0f} s, plus time to compile, up to a minute; Ctrl-C ends it and keeps "
+            "the results so far",
+        )
         found: list[Mode] = []
-        with InterruptFlag() as interrupts:
-            print_line(
-                screen,
-                f"about {asked.seconds:.0f} s, plus time to compile, up to a minute; Ctrl-C ends it "
-                "and keeps the results so far",
-            )
-            for subject, ways in subjects.items():
-                share = asked.seconds / len(subjects)
-                found += _measure(subject, ways, share, interrupts)
-    finally:
-        world.close()
-    if any(mode.seconds is not None for mode in found):
-        _report(asked, found)
-    else:
-        print_line(screen, "Ended before the first measurement.")
-    return 128 + interrupts.asked if interrupts.asked else 0
+        for subject, ways in subjects.items():
+            found += _measure(subject, ways, seconds / len(subjects), interrupts)
+        if all(mode.seconds is None for mode in found):
+            return None
+        return modes_document(found, model, batch), mode_csv_rows(found)
+
+    return measure_alone("shoal bench modes", measure, output)
 
 
 def _toy(count: int) -> dict[str, Callable[[], Call]]:
@@ -134,12 +118,8 @@ def _model(text: str, batch: int, world: World) -> tuple[nn.Module, Callable[[nn
             fix="pass dense, gpt, resnet-small, or module:function for a function that returns "
             "(model, task, dataset)",
         )
-    try:
+    with target_errors(text):
         return one_batch(make_model(subject, batch), batch, world)
-    except ShoalError:
-        raise
-    except Exception as error:
-        raise target_error(text, error) from error
 
 
 def _ways(
@@ -191,12 +171,9 @@ def _measure(
         finally:
             interrupts.at_once = False
     ends = CLOCK.now() + seconds
-    for number in range(_MOST):
-        if number >= _LEAST and CLOCK.now() > ends:
-            break
-        for runner in runners if number % 2 == 0 else reversed(runners):
-            if not interrupts.asked:
-                runner.sample()
+    for runner in in_turns(runners, _MOST, lambda: ends - CLOCK.now()):
+        if not interrupts.asked:
+            runner.sample()
     usual = next((one for one in runners if one.way in ("torch operations", "eager")), None)
     return [*(one.mode(subject, usual) for one in runners), *failed]
 
@@ -213,33 +190,24 @@ class _Runner:
             self.result = [each.clone() for each in self._call()]
             self.first = CLOCK.now() - begun
         # TorchScript profiles the first calls, and rewrites its graph.
-        for _ in range(_LEAST):
-            self._call()
-        begun = CLOCK.now()
-        self._call()
-        took = CLOCK.now() - begun
-        self._times = min(_MOST_CALLS, max(1, math.ceil(_SAMPLE_SECONDS / max(took, 1e-9))))
+        time_calls(self._call, LEAST)
+        took = time_calls(self._call)
+        self._times = calls_for(_SAMPLE_SECONDS, took, _MOST_CALLS)
         self.samples = [took]
 
     def sample(self) -> None:
         """Measure a few calls."""
-        call = self._call
-        begun = CLOCK.now()
-        for _ in range(self._times):
-            call()
-        self.samples.append((CLOCK.now() - begun) / self._times)
+        self.samples.append(time_calls(self._call, self._times))
 
     def mode(self, subject: str, usual: _Runner | None) -> Mode:
         """Return the figures, compared with the results of another runner."""
         # The first sample is a single call, which counts only if there is no other.
         samples = self.samples[1:] or self.samples
-        low = high = statistics.median(samples)
-        if len(samples) > 1:
-            low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+        low, median, high = quartiles(samples)
         return Mode(
             subject=subject,
             way=self.way,
-            seconds=statistics.median(samples),
+            seconds=median,
             low=low,
             high=high,
             first=self.first,
@@ -264,30 +232,3 @@ def _reason(error: BaseException) -> str:
         return "ended by Ctrl-C"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-
-
-def _report(asked: CompileOptions, found: Sequence[Mode]) -> None:
-    console = plain_console()
-    sentences = mode_advice(found)
-    print_line(console, *sentences, "")
-    headers = ("", "a call", "spread", "first call", "differs by")
-    for subject, own in group_by(found, lambda mode: mode.subject).items():
-        what = f", forward and backward, batches of {asked.batch}" if subject == asked.model else ""
-        print_rows(console, f"{subject}{what}", headers, map(_cells, own), right=headers[1:4])
-    if asked.csv is not None:
-        write_csv(asked.csv, mode_csv_rows(found))
-        print_path(console, f"figures: {asked.csv}")
-    if asked.json:
-        plain = {"advice": sentences, "modes": [asdict(mode) for mode in found]}
-        print_path(console, json.dumps(plain))
-
-
-def _cells(mode: Mode) -> tuple[str, ...]:
-    if mode.seconds is None:
-        return mode.way, "", "", "", mode.reason
-    differs = ""
-    if mode.difference is not None:
-        differs = f"{mode.difference:.0e}" if mode.difference else "nothing"
-    spread = percent((mode.high - mode.low) / mode.seconds, tenths=True)
-    seconds, first = (duration(each, fixed=True) for each in (mode.seconds, mode.first))
-    return mode.way, seconds, spread, first, differs

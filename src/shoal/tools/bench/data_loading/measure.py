@@ -20,6 +20,7 @@ from shoal.data.batch import Batch
 from shoal.data.feed import PositionedSource
 from shoal.data.map_dataset import SampleSource
 from shoal.distributed.to_device import move
+from shoal.tools.bench.measurement import time_calls
 from shoal.util import accelerator
 from shoal.util.clock import CLOCK
 
@@ -169,13 +170,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _copied(value: Any, device: torch.device) -> float:
-    seconds = []
-    for _ in range(5):
-        begun = CLOCK.now()
-        move(value, device)
-        accelerator.synchronize(device)
-        seconds.append(CLOCK.now() - begun)
-    return statistics.median(seconds)
+    return statistics.median(time_calls(lambda: move(value, device), device=device) for _ in range(5))
 
 
 def _children() -> list[psutil.Process]:

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 from shoal.tools.bench.scaling.configurations import (
     Configuration,
@@ -15,7 +14,7 @@ from shoal.tools.bench.scaling.configurations import (
     list_curves,
     make_configuration,
 )
-from shoal.tools.bench.scaling.job_summary import PARTS, SlowestRank, StepTimes, measured_from
+from shoal.tools.bench.scaling.job_summary import PARTS, SlowestRank, StepTimes
 from shoal.util.grouping import group_by
 from shoal.util.units import counted
 
@@ -44,14 +43,6 @@ class Repeat:
     parameters: int | None = None
     others: float = 0.0
     measured: StepTimes | None
-
-
-def repeat_from(plain: Mapping[str, Any]) -> Repeat:
-    """Return the repeat that `asdict` turned into these values."""
-    lists = {name: tuple(plain[name]) for name in ("hosts", "devices")}
-    measured = plain["measured"]
-    rest = {"measured": None if measured is None else measured_from(measured), **lists}
-    return Repeat(**{**plain, **rest})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.tools.bench.scaling import format
 from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread, scaling_points
-from shoal.tools.bench.scaling.configurations import Configuration, ScalingCurve
+from shoal.tools.bench.scaling.configurations import ScalingCurve
+from shoal.tools.bench.scaling.diagnosis import curve_labels
 from shoal.tools.bench.scaling.directory import Study
+from shoal.tools.bench.scaling.figures import line_figure, parts_figure, spread_lines
 from shoal.tools.bench.scaling.job_summary import SHOWN
+from shoal.tools.bench.scaling.subject import throughput_unit
+from shoal.util.document import Document, Figure, Section, Table, Text, to_plain
 from shoal.util.errors import LaunchError
 from shoal.util.grouping import group_by
 from shoal.util.units import counted, three_digits
@@ -25,16 +30,17 @@ class Pair:
     """The same configuration in both studies.
 
     `ratio` is the second's throughput divided by the first's. Its bounds are the extremes over all
-    pairs of repeats, since the studies have no rounds in common. `changes` are the second's additional
-    seconds of a step by part.
+    pairs of repeats, since the studies have no rounds in common.
     """
 
-    curve: ScalingCurve
-    configuration: Configuration
     first: ScalingPoint
     second: ScalingPoint
     ratio: Spread
-    changes: dict[str, float]
+
+    @property
+    def curve(self) -> ScalingCurve:
+        """The curve in both."""
+        return self.second.curve
 
     @property
     def clear(self) -> bool:
@@ -44,7 +50,7 @@ class Pair:
 
 def require_same_work(first: Study, second: Study) -> None:
     """Raise LaunchError with the differences if the studies did different work."""
-    before, after = first.options.plain(), second.options.plain()
+    before, after = to_plain(first.options), to_plain(second.options)
     differ = [
         f"{text}: {before[name]!r} and {after[name]!r}"
         for name, text in MUST.items()
@@ -67,7 +73,7 @@ def study_differences(first: Study, second: Study) -> list[str]:
         for name in dict.fromkeys((*first.machine, *second.machine))
         if first.machine.get(name) != second.machine.get(name)
     ]
-    before, after = first.options.plain(), second.options.plain()
+    before, after = to_plain(first.options), to_plain(second.options)
     known = ("threads", "steps", "warmup", "rounds")
     found += [
         f"{name}: {before[name]} and {after[name]}" for name in known if before[name] != after[name]
@@ -106,39 +112,29 @@ def match_points(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) 
             low=row.rate.low / other.rate.high,
             high=row.rate.high / other.rate.low,
         )
-        ours, theirs = row.parts or {}, other.parts or {}
-        changes = {part: ours[part] - theirs.get(part, 0.0) for part in ours}
-        found.append(
-            Pair(
-                curve=row.curve,
-                configuration=row.configuration,
-                first=other,
-                second=row,
-                ratio=ratio,
-                changes=changes,
-            )
-        )
+        found.append(Pair(first=other, second=row, ratio=ratio))
     return found
 
 
 def largest_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     """Return the pair of each curve with the most processes."""
     by_curve = group_by(pairs, lambda pair: pair.curve).values()
-    return [max(own, key=lambda pair: pair.configuration.processes) for own in by_curve]
+    return [max(own, key=lambda pair: pair.second.processes) for own in by_curve]
 
 
 def describe_pair(pair: Pair, first: str, second: str) -> str:
     """Return `octo gives 1.25x of quad at 4 processes: 12 ms less forward, 3 ms less optimizer`."""
-    many = counted(pair.configuration.processes, "process", "es")
+    many = counted(pair.second.processes, "process", "es")
     what = f"{second} gives {pair.ratio.median:.2f}x of {first} at {many}"
     if not pair.clear:
         what += f" ({pair.ratio.low:.2f} to {pair.ratio.high:.2f}, so no clear difference)"
-    total = sum((pair.first.parts or {}).values())
-    great = sorted(pair.changes.items(), key=lambda item: -abs(item[1]))[:TOLD]
+    before, after = pair.first.parts or {}, pair.second.parts or {}
+    changes = {part: seconds - before.get(part, 0.0) for part, seconds in after.items()}
+    great = sorted(changes.items(), key=lambda item: -abs(item[1]))[:TOLD]
     told = [
         f"{three_digits(abs(seconds) * 1e3)} ms {'more' if seconds > 0 else 'less'} {SHOWN[part]}"
         for part, seconds in great
-        if abs(seconds) >= max(LEAST * total, _scatter(pair, part))
+        if abs(seconds) >= max(LEAST * pair.first.mean, _scatter(pair, part))
     ]
     return what + (": " + ", ".join(told) if told and pair.clear else "")
 
@@ -154,3 +150,92 @@ def _scatter(pair: Pair, part: str) -> float:
 
 def _told(rows: Sequence[ScalingPoint]) -> str:
     return " and ".join(dict.fromkeys(f"{row.curve} on {row.processes}" for row in rows)) or "nothing"
+
+
+def compare_document(first: Study, second: Study) -> Document:
+    """Return the comparison of two studies.
+
+    Raises LaunchError if they did different work, or have no configuration in common.
+    """
+    pairs = match_studies(first, second)
+    called = first.path.resolve().name, second.path.resolve().name
+    if called[0] == called[1]:
+        called = str(first.path), str(second.path)
+    word, each = throughput_unit(first.options.subject)
+    names = curve_labels(list(dict.fromkeys(pair.curve for pair in pairs)))
+    verdict, *rest = (
+        f"{names[pair.curve]}: {describe_pair(pair, *called)}." for pair in largest_pairs(pairs)
+    )
+    differences = [Text(text=f"{line}.") for line in study_differences(first, second)]
+    if differences:
+        differences = [Text(text="The studies differ in:", only="terminal"), *differences]
+    return Document(
+        title=f"{called[0]} and {called[1]}: {first.options.model}",
+        verdict=verdict,
+        about="shoal bench compare",
+        sections=[
+            Section(
+                heading="Ratios",
+                blocks=[*(Text(text=text) for text in rest), _ratios(pairs, names, called, word, each)],
+            ),
+            Section(heading="Throughput", blocks=_overlaid(pairs, names, called, word, each)),
+            Section(heading="Where a step's time goes", blocks=[_beside(pairs, names, called)]),
+            Section(
+                heading="Differences",
+                blocks=differences or [Text(text="None known.", only="page")],
+            ),
+        ],
+    )
+
+
+def _ratios(
+    pairs: Sequence[Pair],
+    names: Mapping[ScalingCurve, str],
+    called: tuple[str, str],
+    word: str,
+    each: int,
+) -> Table:
+    head = ("curve", "n", *(f"{name} {word}/s" for name in called), "ratio")
+    rows = [
+        (
+            names[pair.curve],
+            str(pair.second.processes),
+            *(format.format_spread(row.rate, each) for row in (pair.first, pair.second) if row.rate),
+            format.format_range(pair.ratio, 1),
+        )
+        for pair in pairs
+    ]
+    caption = (
+        f"{called[1]} by {called[0]}: throughput on n processes, and its ratio (lowest to highest)"
+    )
+    return Table(caption=caption, head=head, rows=rows, right=head[1:])
+
+
+def _overlaid(
+    pairs: Sequence[Pair],
+    names: Mapping[ScalingCurve, str],
+    called: tuple[str, str],
+    word: str,
+    each: int,
+) -> list[Figure]:
+    found = []
+    for scaling, own in group_by(pairs, lambda pair: pair.curve.scaling).items():
+        curves: dict[str, list[ScalingPoint]] = {}
+        for pair in own:
+            for name, row in zip(called, (pair.first, pair.second), strict=True):
+                curves.setdefault(f"{name}: {names[pair.curve]}", []).append(row)
+        caption = f"{word.capitalize()} per second against processes, {scaling} scaling."
+        lines = spread_lines(curves, lambda row: row.rate, each)
+        found.append(line_figure(f"compared-{scaling}", caption, lines, f"{word}/s"))
+    return found
+
+
+def _beside(
+    pairs: Sequence[Pair], names: Mapping[ScalingCurve, str], called: tuple[str, str]
+) -> Figure:
+    labelled = {
+        f"{pair.second.processes} {names[pair.curve]}: {name}": row
+        for pair in pairs
+        for name, row in zip(called, (pair.first, pair.second), strict=True)
+    }
+    return parts_figure("compared-parts", labelled, "Milliseconds of a step by part, side by side.")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
+from shoal.tools.bench.options import check_count, check_names
 from shoal.tools.bench.scaling.subject import SIZES, ScriptSubject, Subject, parse_subject
+from shoal.util.arguments import check_file
 from shoal.util.errors import LaunchError
 from shoal.util.units import counted
 
@@ -87,21 +87,6 @@ class StudyOptions:
         """The parsed model."""
         return parse_subject(self.model)
 
-    def plain(self) -> dict[str, Any]:
-        """Return the options as JSON values."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
-
-
-def options_from(plain: dict[str, Any]) -> StudyOptions:
-    """Return the options that `StudyOptions.plain` turned into these values."""
-    read: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
-    }
-    return StudyOptions(**read)
-
 
 def check_study_options(options: StudyOptions) -> None:
     """Raise LaunchError for invalid options."""
@@ -113,13 +98,7 @@ def check_study_options(options: StudyOptions) -> None:
         ("--precisions", options.precisions, PRECISIONS),
         ("--ways", options.ways, WAYS),
     ):
-        for each in given:
-            if each not in known:
-                raise LaunchError(
-                    given=f"{option} {','.join(given)}",
-                    found=f"{each!r} is not one of {', '.join(known)}",
-                    fix=f"pass {option} {known[0]}, or several: {option} {','.join(known[:2])}",
-                )
+        check_names(option, given or ("",), known)
     if min(options.processes, default=0) < 1:
         raise LaunchError(
             given=f"-n {','.join(map(str, options.processes))}",
@@ -132,10 +111,7 @@ def check_study_options(options: StudyOptions) -> None:
         ("--warmup", options.warmup, 1),
         ("--rounds", options.rounds, 1),
     ):
-        if count < least:
-            raise LaunchError(
-                given=f"{option} {count}", found=f"it must be {least} or more", fix=f"{option} {least}"
-            )
+        check_count(option, count, least)
 
 
 PLACES = ("batch", "processes", "backend", "strategy", "precision", "way", "steps", "run")
@@ -152,12 +128,12 @@ def _check_script(options: StudyOptions) -> None:
                 fix=f"shoal bench scaling {options.model}",
             )
         return
-    if not Path(options.model).is_file():
-        raise LaunchError(
-            given=options.model,
-            found=f"there is no file {Path(options.model).absolute()}",
-            fix="use the path of a script, or one of " + ", ".join(SIZES),
-        )
+    check_file(
+        LaunchError,
+        options.model,
+        options.model,
+        fix=f"use the path of a script, or one of {', '.join(SIZES)}",
+    )
     varied = {
         "run": True,
         "batch": "weak" in options.scalings,

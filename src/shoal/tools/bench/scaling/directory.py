@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from shoal.tools.bench.processor import processor_name
-from shoal.tools.bench.scaling.aggregate import Repeat, repeat_from
+from shoal.tools.bench.scaling.aggregate import Repeat
 from shoal.tools.bench.scaling.configurations import (
     Configuration,
     StudyOptions,
     list_configurations,
-    options_from,
     round_order,
 )
 from shoal.util.clock import CLOCK
-from shoal.util.errors import CheckpointError, ShoalError
+from shoal.util.document import to_plain
+from shoal.util.errors import CheckpointError, explained
 from shoal.util.packages import versions
+from shoal.util.plain import from_plain
 from shoal.util.regular_file import replace
 
 FORMAT = 1
@@ -94,21 +95,15 @@ def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | 
     study = plan_study(path, options, machine)
     if (path / FILE).exists():
         return study
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        plain = {
-            "format": FORMAT,
-            "began": study.began,
-            "options": options.plain(),
-            "machine": dict(study.machine),
-        }
-        write_json(path / FILE, plain)
-    except OSError as error:
-        raise CheckpointError(
-            given=f"a study in {path}",
-            found=str(error),
-            fix="use a directory with write permission: --study DIR",
-        ) from None
+    content = {
+        "format": FORMAT,
+        "began": study.began,
+        "options": to_plain(options),
+        "machine": dict(study.machine),
+    }
+    fix = "use a directory with write permission: --study DIR"
+    with explained(CheckpointError, given=f"a study in {path}", fix=fix):
+        write_json(path / FILE, content)
     return study
 
 
@@ -138,7 +133,7 @@ def load_study(path: Path) -> Study:
             raise ValueError(f"format {plain['format']}; the supported format is {FORMAT}")
         return Study(
             path=path,
-            options=options_from(plain["options"]),
+            options=from_plain(StudyOptions, plain["options"]),
             machine={str(name): str(value) for name, value in plain["machine"].items()},
             began=float(plain["began"]),
         )
@@ -189,18 +184,14 @@ def _is_missing(path: Path, *, failed: bool) -> bool:
 
 
 def _repeat(path: Path) -> Repeat:
-    try:
-        return repeat_from(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError, ShoalError) as error:
-        raise CheckpointError(
-            given=str(path),
-            found=f"not a result of a job: {type(error).__name__}: {error}",
-            fix=f"rm {path}, and run the study again: it repeats this job",
-        ) from None
+    fix = f"rm {path}, and run the study again: it repeats this job"
+    with explained(CheckpointError, given=f"the result {path}", fix=fix, errors=(OSError, ValueError)):
+        found: Repeat = from_plain(Repeat, json.loads(path.read_text()))
+        return found
 
 
 def _check_same(study: Study, options: StudyOptions, machine: Mapping[str, str]) -> None:
-    before, now = study.options.plain(), options.plain()
+    before, now = to_plain(study.options), to_plain(options)
     differ = [
         f"{name} {before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]
     ]

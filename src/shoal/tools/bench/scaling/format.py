@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Literal
 
 from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread
 from shoal.tools.bench.scaling.configurations import ScalingCurve
 from shoal.tools.bench.scaling.job_summary import PARTS
+from shoal.tools.bench.scaling.subject import Subject, throughput_unit
 from shoal.util.document import Table
+from shoal.util.grouping import group_by
 from shoal.util.units import three_digits
 
-ChosenInterface = Callable[[Spread, float], str]
+
+def curve_tables(
+    rows: Sequence[ScalingPoint], model: str, unit: str, each: int, *, only: Literal["terminal", "page"]
+) -> list[Table]:
+    """Return a table of each curve; `each` is the units per sample. A page has space for ranges."""
+    way = format_range if only == "page" else format_spread
+    head = ("n", "batch", f"{unit}/s", "ms/step", "sync ms", "speed-up", "eff. %", "runs")
+    return [
+        Table(
+            caption=f"{model}: {curve}",
+            head=head,
+            rows=[curve_cells(row, each, way) for row in own],
+            right=head,
+            only=only,
+        )
+        for curve, own in group_by(rows, lambda row: row.curve).items()
+    ]
 
 
-def curve_headers(unit: str) -> tuple[str, ...]:
-    """Return the columns of a curve's table."""
-    return ("n", "batch", f"{unit}/s", "ms/step", "sync ms", "speed-up", "eff. %", "runs")
-
-
-def curve_cells(row: ScalingPoint, each: int, way: ChosenInterface) -> tuple[str, ...]:
-    """Return a row of a curve's table; `each` is the units per sample, `way` formats the spread."""
+def curve_cells(row: ScalingPoint, each: int, way: Callable[[Spread, float], str]) -> tuple[str, ...]:
+    """Return a row of a curve's table; `way` formats the spread."""
     begin = (str(row.processes), f"{row.configuration.batch:,}")
     if not (row.rate and row.iteration and row.speedup and row.efficiency):
         return (*begin, "failed", "", "", "", "", f"0 of {row.failed}")
-    many = f"{row.repeats} of {row.repeats + row.failed}" if row.failed else f"{row.repeats}"
     return (
         *begin,
         way(row.rate, each),
@@ -31,7 +45,7 @@ def curve_cells(row: ScalingPoint, each: int, way: ChosenInterface) -> tuple[str
         three_digits(row.synchronisation * 1e3),
         way(row.speedup, 1),
         way(row.efficiency, 100),
-        many,
+        f"{row.repeats} of {row.repeats + row.failed}" if row.failed else f"{row.repeats}",
     )
 
 
@@ -52,25 +66,23 @@ def format_spread(value: Spread, scale: float) -> str:
 def comparison_tables(
     rows: Sequence[ScalingPoint], names: Mapping[ScalingCurve, str], unit: str, each: int
 ) -> list[Table]:
-    """Return tables of processes by curves, such as backends: throughput, then step time.
+    """Return tables of processes by curves of one scaling, such as backends: throughput, step time.
 
-    Return None for a single curve, whose own table has the same figures.
+    Return none for a single curve, whose own table has the same figures.
     """
     curves = list(dict.fromkeys(row.curve for row in rows))
     if len(curves) < 2:
         return []
-    known = {(row.processes, row.curve): row for row in rows if row.rate is not None}
-    scaling = curves[0].scaling
     head = ("n", *(names[curve] for curve in curves))
+    sizes = sorted({row.processes for row in rows})
     found = []
-    for caption, cell in (
-        (f"{scaling} scaling: {unit}/s (speed-up)", lambda row: _rated(row, each)),
-        (f"{scaling} scaling: ms/step (synchronization)", _timed),
+    for figure, cell in (
+        (f"{unit}/s (speed-up)", lambda row: _rated(row, each)),
+        ("ms/step (synchronization)", _timed),
     ):
-        lines = []
-        for size in sorted({size for size, _ in known}):
-            own = [known.get((size, curve)) for curve in curves]
-            lines.append((str(size), *("" if row is None else cell(row) for row in own)))
+        cells = {(row.processes, row.curve): cell(row) for row in rows}
+        lines = [(str(n), *(cells.get((n, curve), "") for curve in curves)) for n in sizes]
+        caption = f"{curves[0].scaling} scaling: {figure}"
         found.append(Table(caption=caption, head=head, rows=lines, right=head))
     return found
 
@@ -85,28 +97,23 @@ def _timed(row: ScalingPoint) -> str:
     return f"{three_digits(row.mean * 1e3)} ({three_digits(row.synchronisation * 1e3)})"
 
 
-FIELDS = ("scaling", "backend", "strategy", "precision", "way")
-SPREADS = ("rate", "iteration", "speedup", "efficiency")
-
-
-def csv_table(rows: Sequence[ScalingPoint], unit: str, each: int) -> Table:
-    """Return all rows: medians with low and high, rates in `unit` per second, times in seconds."""
-    spreads = [name if name != "rate" else f"{unit}_per_second" for name in SPREADS]
-    ranges = [f"{name}{end}" for name in spreads for end in ("", "_low", "_high")]
-    rest = ("synchronisation", *PARTS, "repeats", "failed", "reason", "notes")
-    head = (*FIELDS, "processes", "batch", *ranges, *rest)
-    return Table(caption="", head=head, rows=[_values(row, each) for row in rows])
-
-
-def _values(row: ScalingPoint, each: int) -> list[str]:
-    values = [getattr(row.curve, name) for name in FIELDS]
-    values += [str(row.processes), str(row.configuration.batch)]
-    for name in SPREADS:
-        found: Spread | None = getattr(row, name)
-        scale = each if name == "rate" else 1
-        ends = (found.median, found.low, found.high) if found else ()
-        values += [f"{end * scale:.6g}" for end in ends] or ["", "", ""]
-    parts = row.parts or {}
-    values.append(f"{row.synchronisation:.6g}" if parts else "")
-    values += [f"{parts[part]:.6g}" if part in parts else "" for part in PARTS]
-    return [*values, str(row.repeats), str(row.failed), row.reason or "", "; ".join(row.notes)]
+def csv_rows(subject: Subject, rows: Sequence[ScalingPoint]) -> list[dict[str, object]]:
+    """Return all rows: medians with low and high, rates in units per second, times in seconds."""
+    unit, each = throughput_unit(subject)
+    found = []
+    for row in rows:
+        values = {**asdict(row.curve), "processes": row.processes, "batch": row.configuration.batch}
+        for name, spread, scale in (
+            (f"{unit}_per_second", row.rate, each),
+            ("iteration", row.iteration, 1),
+            ("speedup", row.speedup, 1),
+            ("efficiency", row.efficiency, 1),
+        ):
+            for ending, bound in (("", "median"), ("_low", "low"), ("_high", "high")):
+                values[name + ending] = f"{getattr(spread, bound) * scale:.6g}" if spread else ""
+        parts = {"synchronisation": row.synchronisation, **row.parts} if row.parts else {}
+        for part in ("synchronisation", *PARTS):
+            values[part] = f"{parts[part]:.6g}" if part in parts else ""
+        rest = {"repeats": row.repeats, "failed": row.failed, "reason": row.reason or ""}
+        found.append({**values, **rest, "notes": "; ".join(row.notes)})
+    return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,29 +73,15 @@ class StepTimes:
     blame: SlowestRank | None
     loss: float | None
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if they took no time, or are too few."""
+        if not self.seconds > 0 or len(self.walls) < FEWEST:
+            raise ValueError(f"{len(self.walls)} steps in {self.seconds} s")
+
     @property
     def rate(self) -> float:
         """Samples per second, over all processes."""
         return self.samples / self.seconds
-
-
-def measured_from(plain: Mapping[str, Any]) -> StepTimes:
-    """Return the steps that `asdict` turned into these values.
-
-    Raises ValueError if they took no time, or are too few.
-    """
-    if not plain["seconds"] > 0 or len(plain["walls"]) < FEWEST:
-        raise ValueError(f"{len(plain['walls'])} steps in {plain['seconds']} s")
-    blame = plain["blame"]
-    return StepTimes(
-        samples=plain["samples"],
-        seconds=plain["seconds"],
-        walls=tuple(plain["walls"]),
-        parts=plain["parts"],
-        ranks=tuple(plain["ranks"]),
-        blame=None if blame is None else SlowestRank(**blame),
-        loss=plain["loss"],
-    )
 
 
 def summarize(

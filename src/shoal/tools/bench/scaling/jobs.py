@@ -29,6 +29,7 @@ from shoal.tools.report import PARTS, Attempt, Reader
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.safe_text import printable
+from shoal.util.signal_handler import handle_signals
 
 GRACE = 20.0
 """Seconds between asking a job to end and killing it."""
@@ -113,12 +114,8 @@ def end_job_on_signals() -> Iterator[None]:
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with handle_signals((signal.SIGTERM, signal.SIGHUP), leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def find_mpirun() -> str:

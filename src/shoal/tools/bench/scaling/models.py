@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 from shoal.data import Loader
 from shoal.distributed.world import World
 from shoal.strategies.task import Task
+from shoal.tools.bench.import_target import call_target, import_named
 from shoal.tools.bench.scaling.subject import BuiltIn, Factory
 from shoal.util.errors import LaunchError, ShoalError
 
@@ -40,7 +38,8 @@ def make_model(subject: BuiltIn | Factory, batch: int) -> Workload:
     Raises LaunchError if a package is missing, or a factory returns something else.
     """
     if isinstance(subject, Factory):
-        return _call(subject)
+        given = str(subject)
+        return workload_of(call_target(import_named(given, "make"), given), given)
     sizes = subject.sizes
     samples = BATCHES * batch
     if subject.name == "gpt":
@@ -209,22 +208,6 @@ def _next_words(output: Tensor, rows: Tensor) -> tuple[Tensor, int]:
 
 def _classes(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
-
-
-def _call(subject: Factory) -> Workload:
-    folder = str(Path.cwd())
-    if folder not in sys.path:  # as `python -m` does
-        sys.path.insert(0, folder)
-    try:
-        function = getattr(importlib.import_module(subject.module), subject.name)
-    except (ImportError, AttributeError) as error:
-        raise LaunchError(
-            given=str(subject),
-            found=f"{type(error).__name__}: {error}",
-            fix="use a function in a module that Python can import from this directory: "
-            f"python -c 'from {subject.module} import {subject.name}'",
-        ) from error
-    return workload_of(function(), str(subject))
 
 
 def workload_of(made: object, given: str) -> Workload:

@@ -207,14 +207,9 @@ def _rounded(count: int) -> str:
     return f"{count / GIB:.0f} GiB" if count >= 4 * GIB else f"{count / GIB:.1f} GiB"
 
 
-def check_limits(ranks: Sequence[RankFacts[ProcessLimits]]) -> Iterator[CheckResult]:
-    """Check the limits of open files, locked memory and shared memory."""
-    for check in (_check_files, _check_locked, _check_shared):
-        yield from check(ranks)
-
-
 @by_rank
-def _check_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
+def check_limits(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
+    """Check the limits of open files, locked memory and shared memory."""
     files, most = one.facts["files"], one.facts["most_files"]
     # The first rank is connected to all others, for its store and in each group.
     wanted = max(_FILES, _FILES_OF_A_RANK * one.facts["size"])
@@ -230,10 +225,6 @@ def _check_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
             if able
             else f"ask the administrators for a limit (nofile) of {wanted}",
         )
-
-
-@by_rank
-def _check_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     locked = one.facts["locked"]
     if one.facts["infiniband"] and locked != UNLIMITED:
         yield warning(
@@ -243,10 +234,6 @@ def _check_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
         )
     else:
         yield ok("locked memory", f"{size(locked)} allowed" if locked != UNLIMITED else "unlimited")
-
-
-@by_rank
-def _check_shared(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     shared, free = one.facts["shared"], one.facts["shared_free"]
     if shared is None or shared < GIB or free < GIB // 4:
         text = "there is none" if shared is None else f"{size(free)} free of {size(shared)}"

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import torch
 
-from shoal.distributed.interfaces import Interface, interfaces
+from shoal.distributed.interfaces import interfaces
 from shoal.distributed.world import World
 from shoal.tools.doctor.checks import gpus
 from shoal.tools.doctor.findings import CheckResult, RankFacts, describe_ranks, failure, ok, warning
@@ -55,17 +55,15 @@ def describe_placement(world: World) -> RankPlacement:
         own = {one.name: one for one in interfaces()}
         place["interface"], place["reason"] = str(way.value), way.reason
         if way.value in own:
-            place["speed"] = own[str(way.value)].speed
+            chosen_one = own[str(way.value)]
+            place["speed"] = chosen_one.speed
             place["passed_over"] = [
                 f"{name}: {why}"
                 for name, why in way.rejected.items()
-                if name in own and _better(own[name], own[str(way.value)])
+                if name in own
+                and (own[name].infiniband, own[name].speed) > (chosen_one.infiniband, chosen_one.speed)
             ]
     return place
-
-
-def _better(one: Interface, other: Interface) -> bool:
-    return (one.infiniband, one.speed) > (other.infiniband, other.speed)
 
 
 def check_placement(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckResult]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -15,13 +14,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from itertools import groupby
 
-import psutil
 import torch
 
 from shoal.distributed import env_vars
 from shoal.distributed.speed_hints import facts_of, speed_hints
 from shoal.distributed.world import World
-from shoal.tools.doctor.checks.host import own_limits
+from shoal.tools.doctor.checks.host import describe_cores, describe_memory
 from shoal.tools.doctor.findings import RankFacts, describe_difference
 from shoal.util.differences import differences, spans
 from shoal.util.document import KeyNumbers
@@ -63,16 +61,15 @@ def versions() -> dict[str, str]:
 
 
 def _hardware() -> list[tuple[str, str]]:
-    cores, total = len(os.sched_getaffinity(0)), psutil.cpu_count() or 1
-    memory = psutil.virtual_memory()
-    quota, ceiling = own_limits()
+    cores, memory = describe_cores(), describe_memory()
+    free, total, ceiling = memory["available"], memory["total"], memory["ceiling"]
     rows = [
-        ("cores", f"{cores} in the affinity of {total}"),
-        ("memory", f"{binary_size(memory.available)} free of {binary_size(memory.total)}"),
+        ("cores", f"{len(cores['affinity'])} in the affinity of {cores['total']}"),
+        ("memory", f"{binary_size(free)} free of {binary_size(total)}"),
     ]
-    if quota is not None:
-        rows.append(("CPU limit", f"{quota:g} core(s), by the cgroup"))
-    if ceiling is not None and ceiling < memory.total:
+    if cores["quota"] is not None:
+        rows.append(("CPU limit", f"{cores['quota']:g} core(s), by the cgroup"))
+    if ceiling is not None and ceiling < total:
         rows.append(("memory limit", f"{binary_size(ceiling)}, by the cgroup"))
     rows += [(f"GPU {index}", gpu(index)) for index in range(torch.cuda.device_count())]
     if torch.cuda.device_count():

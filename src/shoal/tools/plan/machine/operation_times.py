@@ -12,15 +12,15 @@ from torch import Tensor
 
 from shoal._torch.dispatch import UncompiledMode, is_wrapper
 from shoal.distributed.init import init
-from shoal.tools.bench.import_target import target_error
+from shoal.tools.bench.import_target import target_errors
 from shoal.tools.bench.scaling.models import Workload, one_batch
 from shoal.tools.plan.machine.machines import RANGES, Machine, limited_efficiency
-from shoal.tools.plan.time.layer_time import Work
+from shoal.tools.plan.work.segments import Work
 from shoal.tools.plan.work.trace import eager_model
 from shoal.tools.plan.work.traced_work import is_counted, operation_work
 from shoal.util import accelerator
 from shoal.util.clock import CLOCK, Clock
-from shoal.util.errors import LaunchError, ShoalError
+from shoal.util.errors import LaunchError
 
 _PASSES, _SECONDS = 3, 15.0
 """The smallest number of passes, and the seconds that all passes take together."""
@@ -96,7 +96,7 @@ def time_operations(given: str, build: Callable[[], Workload], samples: int) -> 
         times = OperationTimes(device)
         enabled = accelerator.is_accelerator(device)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=enabled)
-        try:
+        with target_errors(given):
             model, loss = one_batch(build(), samples, world)
             eager_model(model)
             begun, passes = CLOCK.now(), 0
@@ -107,10 +107,6 @@ def time_operations(given: str, build: Callable[[], Workload], samples: int) -> 
                     _check_gradient(given, value)
                     value.backward()
                 passes += 1
-        except ShoalError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise target_error(given, error) from error
     return times
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +16,16 @@ import numpy.typing as npt
 from shoal.distributed.layout import AXES, Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.work.configuration import FORMATS, RECOMPUTES, PlannedStep
+from shoal.tools.plan.work.configuration import (
+    FORMATS,
+    RECOMPUTES,
+    NumberFormat,
+    PlannedStep,
+    Values,
+)
 from shoal.tools.plan.work.transformer import Transformer
 
 Integers = npt.NDArray[np.int64]
-Numbers = npt.NDArray[np.float64]
 
 STAGES = (2, 4, 8)
 """Stages per rank that are tried with schedules that allow any number."""
@@ -29,43 +36,53 @@ _PRECISIONS, _SCHEDULES = tuple(FORMATS), tuple(SCHEDULES)
 _COLUMNS = (*AXES, "micro", "recompute", "precision", "schedule", "stages", "reshard", "sharded")
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """Configurations, one for each row of `rows`."""
+class Candidates(PlannedStep):
+    """Many plans, one for each row of `rows`: each of their options is an array."""
 
     rows: Integers
-    batch: int
+    columns: dict[str, Integers]
 
-    def column(self, name: str) -> Integers:
-        """Return the values of one column: a degree, samples of a micro-batch, a number of a choice.
+    def __init__(self, rows: Integers, batch: int) -> None:
+        columns = dict(zip(_COLUMNS, rows.T, strict=True))
+        degrees = {axis: columns[axis] for axis in AXES}
+        size = int(np.prod(rows[0, : len(AXES)])) if len(rows) else 1
+        schedules, formats = [*SCHEDULES.values()], [*FORMATS.values()]
 
-        `"count"` is that of micro-batches, `"piped"` is 1 in a pipeline.
-        """
-        if name == "count":
-            found = self.batch // (
-                self.column("shard") * self.column("replicate") * self.column("micro")
-            )
-        elif name == "piped":
-            found = (self.column("pipeline") > 1).astype(np.int64)
-        else:
-            found = self.rows[:, _COLUMNS.index(name)]
-        return found
+        def named(names: Sequence[str], column: str) -> Any:
+            return np.array(names)[columns[column]]
 
-    def choice(self, name: str, values: Sequence[float]) -> Numbers:
-        """Return the value of the precision or the schedule of each configuration."""
-        found: Numbers = np.array(values, np.float64)[self.column(name)]
-        return found
+        def known(values: Sequence[object], name: str, column: str) -> Any:
+            return np.array([getattr(each, name) for each in values])[columns[column]]
+
+        vars(self).update(
+            rows=rows,
+            columns=columns | {"piped": (columns["pipeline"] > 1).astype(np.int64)},
+            layout=SimpleNamespace(size=size, **degrees),
+            global_batch=batch,
+            micro_batch=columns["micro"],
+            stages=columns["stages"],
+            # Stages send each other full activations.
+            sequence_parallel=(columns["tensor"] > 1) & (columns["pipeline"] == 1),
+            reshard_after_forward=columns["reshard"],
+            recompute=named(RECOMPUTES, "recompute"),
+            schedule=named(_SCHEDULES, "schedule"),
+            accumulate=named(("whole", "sharded"), "sharded"),
+            folded=known(schedules, "folded", "schedule"),
+            splits=known(schedules, "splits", "schedule"),
+            numbers=SimpleNamespace(
+                **{each.name: known(formats, each.name, "precision") for each in fields(NumberFormat)}
+            ),
+        )
 
     def plan(self, number: int) -> PlannedStep:
         """Return the configuration of a row."""
         each = dict(zip(_COLUMNS, self.rows[number].tolist(), strict=True))
         return PlannedStep(
             layout=Layout(**{axis: each[axis] for axis in AXES}),
-            global_batch=self.batch,
+            global_batch=self.global_batch,
             micro_batch=each["micro"],
             recompute=RECOMPUTES[each["recompute"]],
             precision=_PRECISIONS[each["precision"]],
-            # Stages send each other full activations.
             sequence_parallel=each["tensor"] > 1 and each["pipeline"] == 1,
             stages=each["stages"],
             schedule=_SCHEDULES[each["schedule"]],
@@ -73,9 +90,9 @@ class Candidates:
             accumulate="sharded" if each["sharded"] else "whole",
         )
 
-    def where(self, chosen: npt.NDArray[np.bool_]) -> Candidates:
+    def where(self, chosen: npt.NDArray[np.bool_] | Integers) -> Candidates:
         """Return some of the configurations."""
-        return Candidates(self.rows[chosen], self.batch)
+        return Candidates(self.rows[chosen], self.global_batch)
 
     @property
     def families(self) -> Integers:
@@ -84,20 +101,24 @@ class Candidates:
         found: Integers = used @ (1 << np.arange(len(AXES)))
         return found
 
-    def tabulate(
-        self, columns: Sequence[str], function: Callable[[PlannedStep], Sequence[float]]
-    ) -> tuple[Numbers, ...]:
-        """Return the values of a function that depends on these columns, for each configuration.
-
-        The function is called once for each combination.
-        """
+    def tabulate(self, columns: Sequence[str], function: Callable[[PlannedStep], Values]) -> Values:
+        """Return a function of these columns, which is computed once for each combination."""
         key = np.zeros(len(self.rows), np.int64)
         for name in columns:
-            values = self.column(name)
+            values = self.columns[name]
             key = key * (values.max(initial=0) + 1) + values
-        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-        table = np.array([function(self.plan(number)) for number in first.tolist()])
-        return tuple(table[inverse].T)
+        _, first, places = np.unique(key, return_index=True, return_inverse=True)
+        found: Values = _expanded(function(self.where(first)), places)
+        return found
+
+
+def _expanded(value: Any, places: Integers) -> Any:
+    """Return a dataclass of arrays, each with the values at these places."""
+    if isinstance(value, np.ndarray):
+        return value[places]
+    if not is_dataclass(value):
+        return value
+    return replace(value, **{name: _expanded(own, places) for name, own in vars(value).items()})  # type: ignore[type-var]
 
 
 def divisors(number: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,18 +16,11 @@ from shoal.tools.bench.import_target import call_target, import_named
 from shoal.tools.bench.scaling.models import Workload, make_model, workload_of
 from shoal.tools.bench.scaling.subject import SIZES, BuiltIn, parse_subject
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.time.traced_time import (
-    CollectiveTotal,
-    RankRun,
-    TracedTime,
-    collective_totals,
-    mean_time,
-    run_ranks,
-)
+from shoal.tools.plan.search.prediction import Prediction
+from shoal.tools.plan.time.simulation import collective_totals, mean_time, run_ranks
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
-from shoal.tools.plan.work.trace import TracedMemory, TracedStep, trace_step
+from shoal.tools.plan.work.trace import TracedStep, trace_step
 from shoal.util.errors import LaunchError, ShoalError
-from shoal.util.units import size
 
 MARGIN, SHARDED_MARGIN = 0.06, 0.15
 """The parts of the traced memory that a training may need in addition: the largest measured ones."""
@@ -43,60 +36,6 @@ def margin_of(layout: Layout) -> float:
     With `shard`, buffers of several collectives may live simultaneously.
     """
     return SHARDED_MARGIN if layout.shard > 1 else MARGIN
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleFit:
-    """The traced steps of a plan on a machine. `change` says how it differs from the given one.
-
-    `memories` and `runs` are those of the ranks of one replica, in the order of the pipeline.
-    `collectives` are those of the rank that needs most memory. Its index is `place`.
-    """
-
-    change: str
-    plan: PlannedStep
-    memories: tuple[TracedMemory, ...]
-    runs: tuple[RankRun, ...]
-    collectives: Mapping[str, CollectiveTotal]
-    available: float
-    place: int = 0
-
-    @property
-    def memory(self) -> TracedMemory:
-        """The memory of the rank that needs most."""
-        return self.memories[self.place]
-
-    @property
-    def time(self) -> TracedTime:
-        """The time of the rank that needs most memory."""
-        return self.runs[self.place].time
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of a step: those of the slowest rank."""
-        return max(each.time.total for each in self.runs)
-
-    @property
-    def margin(self) -> int:
-        """Bytes that a training may need in addition to the trace."""
-        return round(margin_of(self.plan.layout) * self.memory.reserved) + SMALL_MARGIN
-
-    @property
-    def needed(self) -> int:
-        """Bytes that the device must have: with what torch's allocator loses, and the margin."""
-        return self.memory.reserved + self.margin
-
-    @property
-    def fits(self) -> bool:
-        """Whether the machine has them."""
-        return self.needed <= self.available
-
-    @property
-    def verdict(self) -> str:
-        """A sentence: whether it fits, and by how much."""
-        rest = self.available - self.needed
-        of = f"{size(self.needed)} of {size(self.available)}"
-        return f"fits: {of}, {size(rest)} free" if self.fits else f"does not fit: {of}"
 
 
 def named_workload(text: str, batch: int) -> Callable[[], Workload]:
@@ -229,7 +168,7 @@ def fit_module(
     *,
     fake: bool = True,
     layouts: bool = True,
-) -> list[ModuleFit]:
+) -> list[Prediction]:
     """Trace a plan, and, if it does not fit, changes of it until one fits.
 
     With `layouts`, another layout is one of the changes. Raises ShoalError if the module can't be
@@ -255,16 +194,15 @@ def fit_plan(
     change: str = "as given",
     *,
     fake: bool = True,
-) -> ModuleFit:
+) -> Prediction:
     """Trace one plan. Raises ShoalError if the module can't be traced with it.
 
     The time of a strategy that averages the parameters in one of several steps is that of the mean
     step; its memory and its collectives are those of a step that averages.
     """
     steps = trace_pipeline(build, plan, machine, fake=fake)
-    memories = tuple(each.memory for each in steps)
-    place = max(range(len(steps)), key=lambda each: memories[each].reserved)
-    step = steps[place]
+    place = max(range(len(steps)), key=lambda each: steps[each].memory.reserved)
+    step, memory = steps[place], steps[place].memory
     runs = run_ranks([each.segments for each in steps], step.plan, machine)
     if step.every > 1:
         others = trace_pipeline(build, plan, machine, fake=fake, averaging=False)
@@ -273,14 +211,17 @@ def fit_plan(
             replace(each, time=mean_time(run.time, each.time, step.every))
             for run, each in zip(runs, rest, strict=True)
         ]
-    return ModuleFit(
-        change=change,
+    return Prediction(
         plan=step.plan,
-        memories=memories,
+        memory=memory,
+        time=runs[place].time,
+        available=machine.available,
+        change=change,
+        margin=round(margin_of(plan.layout) * memory.reserved) + SMALL_MARGIN,
+        place=place,
+        memories=tuple(each.memory for each in steps),
         runs=tuple(runs),
         collectives=collective_totals(step.segments, step.plan, machine),
-        available=machine.available,
-        place=place,
     )
 
 

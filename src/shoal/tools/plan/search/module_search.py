@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from itertools import combinations
 
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.search.fit import ModuleFit, fit_module, plan_of
-from shoal.tools.plan.search.search import slower_by
+from shoal.tools.plan.search.fit import fit_module, plan_of
+from shoal.tools.plan.search.prediction import Prediction, RejectedLayout, SearchResult
 from shoal.tools.plan.work.configuration import Recompute
 from shoal.util.errors import ShoalError
 
 _AXES = ("replicate", "shard", "tensor", "context", "pipeline")
 _INSIDE = ("tensor", "context")
 """Axes that stay within a node."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleSearch:
-    """The fastest traced plans that fit, and why other layouts are not among them."""
-
-    best: tuple[ModuleFit, ...]
-    rejected: tuple[tuple[str, str], ...]
 
 
 def search_module(
@@ -40,7 +31,7 @@ def search_module(
     fake: bool = True,
     top: int = 5,
     note: Callable[[str], None] = lambda _: None,
-) -> ModuleSearch:
+) -> SearchResult:
     """Trace a module in all layouts with at most two axes, and return the fastest that fit.
 
     A layout that does not fit is traced with smaller micro-batches and recomputation too. `note` gets a
@@ -50,8 +41,8 @@ def search_module(
         ShoalError: The error of the first layout, if the module can't be traced in any of them.
     """
     layouts = module_layouts(devices, machine)
-    fits: list[ModuleFit] = []
-    rejected: list[tuple[str, str]] = []
+    fits: list[Prediction] = []
+    rejected: list[RejectedLayout] = []
     first: ShoalError | None = None
     for number, layout in enumerate(layouts, 1):
         note(f"Tracing {layout} ({number} of {len(layouts)}) …")
@@ -61,20 +52,25 @@ def search_module(
             found = fit_module(build, plan, machine, fake=fake, layouts=False)[-1]
         except ShoalError as error:
             first = first or error
-            rejected.append((str(layout), error.found))
+            rejected.append(RejectedLayout(layout=layout, reason=error.found))
             continue
         if found.fits:
             fits.append(found)
         else:
-            rejected.append((str(layout), found.verdict))
+            rejected.append(RejectedLayout(layout=layout, reason=found.verdict))
     if first is not None and not fits and len(rejected) == len(layouts):
         raise first
-    fits.sort(key=lambda each: (each.step_seconds, each.needed))
+    fits.sort(key=lambda each: each.order)
     slower = [
-        (str(each.plan.layout), slower_by(asdict(each.time), asdict(fits[0].time)))
-        for each in fits[top:]
+        RejectedLayout(layout=each.plan.layout, reason=each.slower_than(fits[0])) for each in fits[top:]
     ]
-    return ModuleSearch(best=tuple(fits[:top]), rejected=(*slower, *rejected))
+    return SearchResult(
+        best=tuple(fits[:top]),
+        rejected=(*slower, *rejected),
+        tried=len(layouts),
+        fitting=len(fits),
+        evaluated=len(layouts),
+    )
 
 
 def module_layouts(devices: int, machine: Machine) -> list[Layout]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from shoal.tools.plan.machine.machines import RANGES, Machine, find_machine
-from shoal.tools.plan.search.search import Prediction, SearchResult, search_plans
+from shoal.tools.plan.search.prediction import Prediction, SearchResult
+from shoal.tools.plan.search.search import search_plans
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import ShoalError
 
@@ -88,12 +89,12 @@ def answer_what_if(
     if not result.best or not base.best:
         return WhatIf(question=question, best=result.best[0] if result.best else None)
     best, before = result.best[0], base.best[0]
-    ours, theirs = asdict(best.step), asdict(before.step)
+    ours, theirs = best.time.parts, before.time.parts
     part = max(ours, key=lambda name: abs(ours[name] - theirs[name]))
     return WhatIf(
         question=question,
         best=best,
-        ratio=best.step.total / before.step.total,
+        ratio=best.step_seconds / before.step_seconds,
         part=part,
         change=ours[part] - theirs[part],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from shoal.tools.plan.time.step_time import StepEstimate
+from shoal.tools.plan.time.seconds import StepParts
 from shoal.tools.plan.work.configuration import PlannedStep
 
 StepKind = Literal["compute", "sharded", "communication", "host"]
@@ -22,17 +22,17 @@ BANDS: Mapping[StepKind, tuple[float, float]] = {
 """Measured time / predicted time of 80 % of published steps (benchmarks/plan_accuracy.py)."""
 
 
-def step_kind(plan: PlannedStep, step: StepEstimate) -> StepKind:
+def step_kind(plan: PlannedStep, step: StepParts) -> StepKind:
     """Return what most of the error of a step depends on: the host, FSDP, communication, computing."""
-    if step.launch > _HOST * step.total:
+    if step.parts["launch"] > _HOST * step.total:
         return "host"
     if plan.layout.shard > 1:
         return "sharded"
-    between = step.tensor + step.context + step.bubble + step.pipeline + step.data
+    between = sum(step.parts[name] for name in ("tensor", "context", "bubble", "pipeline", "data"))
     return "communication" if between > _COMMUNICATION * step.total else "compute"
 
 
-def step_band(plan: PlannedStep, step: StepEstimate) -> tuple[float, float]:
+def step_band(plan: PlannedStep, step: StepParts) -> tuple[float, float]:
     """Return the seconds between which 80 % of the measurements of such steps are."""
     low, high = BANDS[step_kind(plan, step)]
     return low * step.total, high * step.total

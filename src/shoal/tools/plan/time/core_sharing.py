@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.time.collectives import RankGroup
+from shoal.tools.plan.work.segments import RankGroup
 
 
 class Computation(NamedTuple):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from shoal.distributed.pipeline_action import PipelineAction
 from shoal.distributed.pipeline_schedules import action_lists
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.time.layer_time import compute_seconds
-from shoal.tools.plan.time.spans import Span
-from shoal.tools.plan.time.step_time import head_work, layer_pass, table_work
+from shoal.tools.plan.time.seconds import Span
+from shoal.tools.plan.time.step_time import pass_seconds
 from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 
@@ -26,33 +24,20 @@ ACTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class PipelineRun:
-    """The seconds for which the rank with the output layer waits, and the micro-batches that are held.
-
-    `held` is that of the rank that holds most. A stage of several on a rank counts as this part of one.
-    """
-
-    bubble: float
-    held: float
-
-
-def run_pipeline(
+def pipeline_bubble(
     model: Transformer,
     plan: PlannedStep,
     machine: Machine,
     spans: Sequence[list[Span]] | None = None,
-) -> PipelineRun:
-    """Simulate the schedule of a plan with the predicted times of its stages.
+) -> float:
+    """Return the seconds for which the rank with the output layer waits, as the schedule lets it.
 
     Messages take no time here. `spans` are empty lists, one for each rank, to which its actions are
     added. Raises ShoalError if the schedule does not support the micro-batches.
     """
     ranks, stages, count = plan.layout.pipeline, plan.stages, plan.micro_batches
-    layer = layer_pass(model, plan, machine)
-    layers = model.layers / (ranks * stages)
-    head = compute_seconds(head_work(model, plan, machine.units), plan, machine)
-    head += compute_seconds(table_work(model, plan), plan, machine)
+    layer = pass_seconds(model, plan, machine)
+    layers, head = model.layers / (ranks * stages), layer.head
     backward = layers * (layer.total - layer.forward_total)
     weights = layers * layer.backward.products / 2
     usual = {
@@ -68,28 +53,24 @@ def run_pipeline(
     simulated = count if rounds <= _ROUNDS else _ROUNDS * (count // rounds)
     orders = action_lists(plan.schedule, ranks, stages, simulated)
     durations = [usual] * (ranks * stages - 1) + [last]
-    seconds, held = simulate_actions(orders, durations, spans)
-    busy = simulated * (stages * layers * layer.total + head.total)
-    all_held = held == simulated * stages
-    return PipelineRun(bubble=max(0.0, seconds - busy), held=count if all_held else held / stages)
+    seconds = simulate_actions(orders, durations, spans)
+    return float(max(0.0, seconds - simulated * (stages * layers * layer.total + head.total)))
 
 
 def simulate_actions(
     orders: Sequence[Sequence[PipelineAction]],
     seconds: Sequence[Mapping[str, float]],
     spans: Sequence[list[Span]] | None = None,
-) -> tuple[float, int]:
-    """Return the seconds of a step, and the largest number of passes whose activations a rank holds.
+) -> float:
+    """Return the seconds of a step.
 
     Each rank takes its actions in order, each as soon as those that it needs have ended. `seconds` are
-    those of each kind of action, for each stage. Activations are held until the gradients of weights.
-    The actions of each rank are added to `spans`.
+    those of each kind of action, for each stage. The actions of each rank are added to `spans`.
     """
     last = len(seconds) - 1
     forward: dict[tuple[int, int], float] = {}
     backward: dict[tuple[int, int], float] = {}
     clocks, places = [0.0] * len(orders), [0] * len(orders)
-    held, most = [0] * len(orders), 0
     advanced = True
     while advanced:
         advanced = False
@@ -110,13 +91,9 @@ def simulate_actions(
                     spans[rank].append(Span(ACTIONS[kind], began, now))
                 if kind == "F":
                     forward[stage, micro] = now
-                    held[rank] += 1
-                    most = max(most, held[rank])
-                else:
-                    held[rank] -= kind != "I"
-                    if kind != "W":
-                        backward[stage, micro] = now
+                elif kind != "W":
+                    backward[stage, micro] = now
                 place += 1
                 advanced = True
             clocks[rank], places[rank] = now, place
-    return max(clocks), most
+    return max(clocks)

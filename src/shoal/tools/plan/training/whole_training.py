@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.launcher.nodes import WAIT
+from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.training.failure_trace import read_trace, time_between_failures
 from shoal.tools.plan.training.rehearsal import Fleet, rehearse
 from shoal.tools.submit.job import REQUEUES
@@ -187,6 +189,16 @@ def estimate_training(
     found.sort(key=lambda each: each.total)
     hours = devices * found[(len(found) - 1) // 2].occupied / 3600
     return _summary(training, found, interval, hours, steps * step)
+
+
+def training_of(
+    training: Training, found: Prediction, machine: Machine, tokens: int
+) -> TrainingEstimate:
+    """Return the estimate of a whole training in one layout, with samples of `tokens` tokens."""
+    plan, devices = found.plan, found.plan.layout.size
+    nodes = math.ceil(devices / machine.devices)
+    count = plan.global_batch * tokens
+    return estimate_training(training, found.step_seconds, devices, count, nodes=nodes)
 
 
 def _summary(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
+from shoal.tools.plan.work.quantities import Quantity, choose
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -40,6 +43,9 @@ ANY_PRECISION = "any"
 """The precision with which a search tries all formats."""
 
 
+Values = TypeVar("Values")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
     """One way to train: how ranks divide the work, and what they store.
@@ -51,6 +57,9 @@ class PlannedStep:
     pipeline stages per rank (interleaved above 1, also with the schedule "1f1b"). `split_points` and
     `schedule` are those of `shoal.Pipeline`; without split points, the stages of a traced module get
     equal FLOPs. `reshard_after_forward` and `accumulate` are those of `shoal.FSDP`.
+
+    What follows from these options is computed for many plans at once too, whose options are arrays:
+    `search.candidates.Candidates`.
     """
 
     layout: Layout
@@ -68,45 +77,73 @@ class PlannedStep:
     reshard_after_forward: bool = True
     accumulate: Literal["sharded", "whole"] = "sharded"
 
-    @property
-    def numbers(self) -> NumberFormat:
+    @cached_property
+    def numbers(self) -> Any:
         """The bytes of a number in each kind of memory."""
         return FORMATS[self.precision]
 
+    @cached_property
+    def folded(self) -> Quantity:
+        """Whether the first and the last stage of a pipeline are on one rank."""
+        return SCHEDULES[self.schedule].folded
+
+    @cached_property
+    def splits(self) -> Quantity:
+        """Whether the backward pass has two parts, for the gradients of inputs and of weights."""
+        return SCHEDULES[self.schedule].splits
+
     @property
-    def micro_batches(self) -> int:
+    def micro_batches(self) -> Quantity:
         """Micro-batches of one rank in one optimizer step."""
-        return self.global_batch // (self.layout.data_size * self.micro_batch)
+        return self.global_batch // (self.layout.replicate * self.layout.shard * self.micro_batch)
+
+    def tabulate(self, columns: Sequence[str], function: Callable[[PlannedStep], Values]) -> Values:
+        """Return a function that depends on these options only."""
+        return function(self)
+
+    def tokens(self, seq: int) -> Quantity:
+        """Return the tokens of a micro-batch on one rank, with samples of `seq` tokens."""
+        return self.micro_batch * seq / self.layout.context
 
     @property
-    def shards(self) -> int:
+    def slices(self) -> Quantity:
+        """The ranks that split what tensor parallelism alone does not."""
+        return choose(self.sequence_parallel, self.layout.tensor, 1)
+
+    @property
+    def sharded(self) -> Quantity:
+        """Whether ranks shard the parameters."""
+        return self.layout.shard > 1
+
+    @property
+    def shards(self) -> Quantity:
         """The ranks over which a parameter is sharded: FSDP uses the context axis too."""
-        return self.layout.shard * self.layout.context if self.layout.shard > 1 else 1
+        return choose(self.sharded, self.layout.shard * self.layout.context, 1)
 
     @property
-    def copies(self) -> int:
+    def copies(self) -> Quantity:
         """The ranks that have the same part of the parameters and sum its gradients."""
-        return self.layout.size // (self.layout.pipeline * self.layout.tensor * self.shards)
+        return self.layout.replicate * self.layout.shard * self.layout.context // self.shards
 
     @property
-    def keeps_parameters(self) -> bool:
+    def keeps_parameters(self) -> Quantity:
         """Whether sharded parameters stay gathered between the passes, as always in a pipeline."""
-        return self.layout.pipeline > 1 or not self.reshard_after_forward
+        return (self.layout.pipeline > 1) | (self.reshard_after_forward == 0)
 
     @property
-    def keeps_gradients(self) -> bool:
+    def keeps_gradients(self) -> Quantity:
         """Whether only the last micro-batch sums gradients over shards, as always in a pipeline."""
-        return self.layout.pipeline > 1 or self.accumulate == "whole"
+        return (self.layout.pipeline > 1) | (self.accumulate == "whole")
 
     @property
-    def both_tables(self) -> bool:
+    def both_tables(self) -> Quantity:
         """Whether a rank has the embedding and the output layer."""
-        return self.layout.pipeline == 1 or SCHEDULES[self.schedule].folded
+        return (self.layout.pipeline == 1) | self.folded
 
     @property
-    def splits_logits(self) -> bool:
+    def splits_logits(self) -> Quantity:
         """Whether ranks of tensor parallelism split the logits."""
-        return self.layout.pipeline == 1 or self.split_sends
+        return (self.layout.pipeline == 1) | self.split_sends
 
     @property
     def strategy(self) -> str:
@@ -131,15 +168,3 @@ class PlannedStep:
         options = [] if self.reshard_after_forward else ["reshard_after_forward=False"]
         options += ['accumulate="whole"'] if self.accumulate == "whole" else []
         return f"shoal.FSDP({', '.join(options)})"
-
-
-class PlannedLayout(Protocol):
-    """A plan with its predicted time: of a transformer's dimensions, or of a traced module."""
-
-    @property
-    def plan(self) -> PlannedStep:
-        """How ranks divide the work."""
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted seconds of an optimizer step."""

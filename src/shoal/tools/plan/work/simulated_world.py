@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from shoal._torch.simulation import form_fake_group
-from shoal.distributed.determinism import DeterministicMode
 from shoal.distributed.initialize import JoinedWorld
 from shoal.distributed.layout import Layout
 from shoal.distributed.placement import Placement
+from shoal.distributed.seeds import DeterministicMode
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.world import World
 

@@ -46,11 +46,12 @@ from shoal.strategies.tensor_parallel.options import TensorParallel
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.memory.gpu_allocator import reserved_bytes
 from shoal.tools.plan.memory.live_bytes import LiveBytes, PeakStorage
-from shoal.tools.plan.time.layer_time import Work
+from shoal.tools.plan.memory.rank_memory import RankMemory
 from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.segments import Segment, Work
 from shoal.tools.plan.work.simulated_world import SimulatedWorld, simulated_world
 from shoal.tools.plan.work.traced_stages import split_points, stage_forms
-from shoal.tools.plan.work.traced_work import TracedSegment, TracedWork
+from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.training.saved_plan import STEP_PRECISIONS
 from shoal.training.step import PRECISIONS, Step
 from shoal.util.errors import LaunchError, ShoalError
@@ -62,36 +63,6 @@ _NEARLY = 0.999
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracedMemory:
-    """Bytes of one rank at the moment of a step at which it needs most.
-
-    `activations` were allocated in the forward pass, `temporary` in the backward pass, the update and
-    the checks on the first batch. `communication` are gathered parameters and buffers of collectives.
-    `moment` says when: "forward", "backward", "update" or "checks". `reserved` is what torch's
-    allocator takes from a GPU, with rounding and fragmentation.
-    """
-
-    parameters: int
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    communication: int = 0
-    temporary: int
-    moment: str
-    reserved: int
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        """The bytes by kind."""
-        return {kind: getattr(self, kind) for kind in _KINDS}
-
-    @property
-    def total(self) -> int:
-        """All bytes."""
-        return sum(self.kinds.values())
-
-
-@dataclass(frozen=True, kw_only=True)
 class TracedStep:
     """The memory of one rank in an optimizer step, and its operations in their order.
 
@@ -100,8 +71,8 @@ class TracedStep:
     """
 
     plan: PlannedStep
-    memory: TracedMemory
-    segments: tuple[TracedSegment, ...]
+    memory: RankMemory
+    segments: tuple[Segment, ...]
     every: int = 1
 
     @property
@@ -381,14 +352,15 @@ class _Trace:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         self.gradients = {self.live.number(share(p.grad)) for p in parameters if p.grad is not None}
 
-    def kinds(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TracedMemory:
+    def kinds(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemory:
         """Return the bytes at the peak by kind. The checks come before gradients and states."""
         reserved = reserved_bytes(self.live.changes)
         owned = [share(each) for each in chain(model.parameters(), model.buffers())]
         if self.checks > self.live.peak:
             held = sum({self.live.number(each): each.nbytes for each in owned}.values())
             rest = self.checks - held
-            return TracedMemory(parameters=held, temporary=rest, moment="checks", reserved=reserved)
+            known = dict.fromkeys(_KINDS, 0) | {"parameters": held, "temporary": rest}
+            return RankMemory(kinds=known, moment="checks", reserved=reserved)
         parameters = {self.live.number(each) for each in owned}
         states = (share(each) for each in tree_iter(list(optimizer.state.values())))
         optimizing = {self.live.number(each) for each in states if isinstance(each, Tensor)}
@@ -403,7 +375,7 @@ class _Trace:
             else:
                 kind = _kind(one)
             found[kind] += one.size
-        return TracedMemory(**found, moment=self.live.peak_moment, reserved=reserved)
+        return RankMemory(kinds=found, moment=self.live.peak_moment, reserved=reserved)
 
     def failure(self, error: Exception, names: dict[nn.Module, str]) -> ShoalError:
         """Return an error that names the module whose forward pass failed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,39 +17,11 @@ from shoal._torch.c10d import operator_group
 from shoal._torch.dispatch import UncompiledMode, is_wrapper, overloads_of, schema_of, tree_iter
 from shoal.telemetry.collective_stats import operation_name
 from shoal.telemetry.usage.flops import flop_formula
-from shoal.tools.plan.time.collectives import RankGroup
-from shoal.tools.plan.time.layer_time import Work
+from shoal.tools.plan.work.segments import RankGroup, Segment, StepCollective, Work
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _ATTRIBUTES = "prim"
 """The namespace of operators that read no elements, such as the device of a tensor."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TracedCollective:
-    """A call of a collective, with the bytes of the full tensor.
-
-    `wait` says what waits for it: "module" (the next operation), "stream" (the stream that calls it,
-    on a CPU the next operation) or "update" (nothing before the update). A send and a receive have the
-    other rank of the group (`peer`) and the number of the message. A receive stands where the message
-    is first read.
-    """
-
-    operation: str
-    count: int
-    group: RankGroup
-    wait: str
-    peer: int = -1
-    message: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TracedSegment:
-    """The work of a rank until its next collective, in one part of the step (`moment`)."""
-
-    moment: str
-    work: Work
-    collective: TracedCollective | None = None
 
 
 class TracedWork(UncompiledMode):
@@ -65,15 +37,15 @@ class TracedWork(UncompiledMode):
         self._moment = moment
         self._now = ""
         self._work = Work()
-        self._segments: list[TracedSegment] = []
+        self._segments: list[Segment] = []
         self._messages: Counter[tuple[str, int]] = Counter()
-        self._unread: dict[int, TracedCollective] = {}
+        self._unread: dict[int, StepCollective] = {}
         """Messages that no operation has read, by the storage of their tensor."""
 
     @property
-    def segments(self) -> tuple[TracedSegment, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         """All work so far, in its order."""
-        rest = [TracedSegment(moment=self._now, work=self._work)] if self._work != Work() else []
+        rest = [Segment(moment=self._now, work=self._work)] if self._work != Work() else []
         return (*self._segments, *rest)
 
     def __torch_dispatch__(
@@ -97,7 +69,7 @@ class TracedWork(UncompiledMode):
             self._work += operation_work(function, arguments, named, result)
         return result
 
-    def _add_collective(self, collective: TracedCollective, given: Any) -> None:
+    def _add_collective(self, collective: StepCollective, given: Any) -> None:
         if collective.peer >= 0:
             key = collective.operation, collective.peer
             collective = replace(collective, message=self._messages[key])
@@ -112,15 +84,13 @@ class TracedWork(UncompiledMode):
             if storage in self._unread:
                 self._end_segment(self._unread.pop(storage))
 
-    def _end_segment(self, collective: TracedCollective | None) -> None:
+    def _end_segment(self, collective: StepCollective | None) -> None:
         if collective is not None or self._work != Work():
-            self._segments.append(
-                TracedSegment(moment=self._now, work=self._work, collective=collective)
-            )
+            self._segments.append(Segment(moment=self._now, work=self._work, collective=collective))
         self._work = Work()
 
 
-def _collective_of(function: Any, arguments: Any, named: Any, result: Any) -> TracedCollective | None:
+def _collective_of(function: Any, arguments: Any, named: Any, result: Any) -> StepCollective | None:
     given = _bound(function, arguments, named)
     group = operator_group(list(given.values()))
     if group is None:  # such as wait_tensor
@@ -130,7 +100,7 @@ def _collective_of(function: Any, arguments: Any, named: Any, result: Any) -> Tr
         wait = "module"
     ranks = dist.get_process_group_ranks(group)
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    return TracedCollective(
+    return StepCollective(
         operation=operation_name(schema_of(function).name.rpartition("::")[2]),
         count=max(map(_bytes_in, (*given.values(), result))),
         group=RankGroup(len(ranks), stride),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import csv
 import io
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -17,6 +16,7 @@ from markupsafe import Markup
 from shoal.tools.report.html.plots import Plot, draw
 from shoal.util.document import Document
 from shoal.util.errors import LaunchError, explained
+from shoal.util.regular_file import appearing
 from shoal.util.safe_text import printable
 
 
@@ -26,31 +26,20 @@ def save_page(document: Document, path: Path, *, option: str) -> list[Path]:
     The directory is created if necessary. Returns all paths. Raises LaunchError, with the command-line
     option that sets the path, if it can't be written.
     """
-    written = [path]
+    files: dict[Path, bytes] = {}
     with explained(
         LaunchError, given=f"a page in {path}", fix=f"write where you have permission: {option}"
     ):
         path.parent.mkdir(parents=True, exist_ok=True)  # before drawing the figures, which is slow
         plots = {figure.name: draw(figure.drawing) for figure in document.figures()}
         for figure in document.figures():
-            plot = plots[figure.name]
-            table = to_csv(figure.drawing.table().lines)
-            files = {"png": plot.png, "svg": plot.svg.encode(), "csv": table.encode()}
-            for ending, content in files.items():
-                written.append(path.with_name(f"{figure.name}.{ending}"))
-                _replace(written[-1], content)
-        _replace(path, render_page(document, plots).encode())
-    return written
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file atomically, so that a reader sees either the old or the new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(content)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+            plot, table = plots[figure.name], to_csv(figure.drawing.table().lines)
+            parts = {"png": plot.png, "svg": plot.svg.encode(), "csv": table.encode()}
+            files |= {path.with_name(f"{figure.name}.{end}"): part for end, part in parts.items()}
+        for file, content in (files | {path: render_page(document, plots).encode()}).items():
+            with appearing(file) as partial:
+                partial.write_bytes(content)
+    return [path, *files]
 
 
 def render_page(document: Document, plots: Mapping[str, Plot]) -> str:
@@ -98,16 +87,9 @@ def to_csv(rows: Iterable[Sequence[object]]) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows, all with the columns of the first, to the file of `--csv`.
-
-    Raises LaunchError if that fails.
-    """
-    try:
+    """Write rows, all with the columns of the first, as CSV. Raises LaunchError if that fails."""
+    with explained(LaunchError, given=f"the table {path}", fix="use another file"):
         path.write_text(to_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
-    except OSError as error:
-        raise LaunchError(
-            given=f"--csv {path}", found=f"{error.strerror}", fix="use another file"
-        ) from None
 
 
 def _harmless(row: Sequence[object]) -> list[object]:

@@ -21,7 +21,8 @@ def run_document(history: History, verdict: BottleneckReport) -> Document:
         time = [
             *_warm_up(verdict),
             tables.parts_table(newest),
-            *figures.time_figures(verdict.judged),
+            figures.rank_figure(newest),
+            figures.step_figure(verdict.judged),
             *tables.rank_tables(newest),
         ]
         sections += [

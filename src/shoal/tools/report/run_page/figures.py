@@ -16,11 +16,6 @@ SHOWN_LINES = 8
 FILLS = {LABELS[part]: (paint.colour, paint.hatch) for part, paint in PALETTE.items()}
 
 
-def time_figures(judged: list[AttemptProfile]) -> list[Figure]:
-    """Return the figures of step time: of each rank in the last attempt, and over all steps."""
-    return [rank_figure(judged[-1]), step_figure(judged)]
-
-
 def rank_figure(one: AttemptProfile) -> Figure:
     """Return the figure of a step with a bar for each rank."""
     ranks = ranks_to_show(one, SHOWN_RANKS)

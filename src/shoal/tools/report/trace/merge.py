@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from shoal.telemetry.clock_offset import ClockOffset, offset_at
 from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, trace_path
 from shoal.util.errors import CheckpointError
+from shoal.util.regular_file import appearing
 from shoal.util.safe_text import printable
 
 Event = dict[str, Any]
@@ -72,15 +72,16 @@ def merge_traces(run: str | Path, first: int, last: int) -> Path:
 
 def write_trace(folder: Path, window: Window, events: Iterable[Event]) -> Path:
     """Write events as a trace, one by one, since there may be millions."""
-    folder.mkdir(exist_ok=True)
     path = folder / f"steps-{window.first}-{window.last}.json.gz"
-    part = path.with_name(f"part-{os.getpid()}-{path.name}")  # two processes may write it at once
-    with gzip.open(part, "wt", encoding="utf-8", compresslevel=5) as file:
+    with (
+        appearing(path) as part,
+        gzip.open(part, "wt", encoding="utf-8", compresslevel=5) as file,
+    ):
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, event in enumerate(events):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("\n]}\n")
-    return part.replace(path)
+    return path
 
 
 def rank_track_names(rank: int, host: str) -> list[Event]:

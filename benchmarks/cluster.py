@@ -1,0 +1,78 @@
+"""A Slurm cluster on this machine: each node is a network namespace with a slurmd and a link.
+
+Needs root, slurm-wlm, munge and iproute2.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from disturbed import SCRIPT
+from helpers.cluster.slurm import Cluster, missing
+from shoal.distributed.cluster_env import expand_hosts
+
+
+@contextmanager
+def started(nodes: int, **options: Any) -> Iterator[Cluster]:
+    """Start a cluster of `nodes` nodes, and stop it at the end."""
+    reason = missing()
+    if reason:
+        raise SystemExit(reason)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Cluster(Path(folder) / "cluster", nodes=nodes, **options) as made,
+    ):
+        yield made
+
+
+def limit(cluster: Cluster, rate: str) -> None:
+    """Limit each node's link to `rate` as tc spells it (`200mbit`), or `none`."""
+    cluster.network.rate(None if rate == "none" else rate)
+
+
+def run_ranks(
+    cluster: Cluster,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    seconds: float = 3600,
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """Run one rank of `script` on each node under srun; return its output."""
+    nodes = len(cluster.nodes)
+    ranks = ["srun", f"-N{nodes}", f"-n{nodes}", sys.executable, str(Path(script).resolve())]
+    done = subprocess.run(
+        cluster.inside("ctl", [*ranks, *arguments]),
+        env=cluster.environment(variables),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout
+
+
+def submit(cluster: Cluster, home: Path, *options: str) -> str:
+    """Submit the disturbed training with these options; return the number of the job."""
+    shutil.copy(SCRIPT, home)
+    variables = {name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME")}
+    command = [sys.executable, "-m", "shoal", "submit", *options]
+    done = cluster.run(command, folder=home, variables=variables)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return done.stdout.split()[1].rstrip(":")
+
+
+def nodes_of(cluster: Cluster, job: str) -> list[str]:
+    """Return the nodes of a job that runs."""
+    names = cluster.run(["squeue", "-h", "-j", job, "-o", "%N"]).stdout.strip()
+    return expand_hosts(names) if names else []

@@ -1,0 +1,101 @@
+"""Values of options: lists of names, numbers and message sizes, and limits."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.util.arguments import check_choice, check_integer, check_number
+from shoal.util.errors import LaunchError
+from shoal.util.units import binary_size
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
+_FACTOR = 4
+_LARGEST = 1 << 40
+
+
+def parse_words(text: str) -> tuple[str, ...]:
+    """Return the words of a list with commas, each once."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def check_names(option: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """Raise LaunchError for the first name that is not known."""
+    for name in given:
+        check_choice(LaunchError, "", option, name, known)
+
+
+def parse_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
+    """Return the distinct numbers of a list, ascending. Raises LaunchError unless all are `least`, 0 or
+    1, or more.
+    """
+    words = parse_words(text)
+    if not all(word.isdecimal() and int(word) >= least for word in words):
+        kind = "positive integers" if least else "integers of 0 or more"
+        raise LaunchError(
+            given=f"{option} {text}",
+            found=f"not {kind}, separated by commas",
+            fix=f"{option} 1,2,4",
+        )
+    return tuple(sorted({int(word) for word in words}))
+
+
+def check_count(option: str, count: int, least: int = 1) -> None:
+    """Raise LaunchError for a count below `least`."""
+    check_integer(LaunchError, "", option, count, least)
+
+
+def check_seconds(option: str, seconds: float) -> None:
+    """Raise LaunchError for a time that is not above 0 and at most a day."""
+    check_number(LaunchError, "", option, seconds, most=86400.0, above=True, usual=30.0)
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raise LaunchError for the path of a directory, or of a file that the user can't write."""
+    if path is None or (not path.is_dir() and os.access(path.parent, os.W_OK)):
+        return
+    if path.is_dir():
+        found, fix = "it is a directory", f"{option} {path}/FILE"
+    else:
+        found = f"there is no directory {path.parent.absolute()} where you can write"
+        fix = f"mkdir -p {path.parent}, or use another file"
+    raise LaunchError(given=f"{option} {path}", found=found, fix=fix)
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Return sizes in bytes, ascending: `1KiB,1MiB` as they are, `1KiB:64MiB` by factors of 4.
+
+    Units are powers of 1024. Raises LaunchError if a part is not a size, or is 0.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, colon, last = part.partition(":")
+        count, end = _size(first, text), _size(last if colon else first, text)
+        if end < count:
+            raise _wrong(text, f"{first.strip()} is more than {last.strip()}")
+        while count < end:
+            found.append(count)
+            count *= _FACTOR
+        found.append(end)
+    return tuple(sorted(set(found)))
+
+
+def _size(text: str, given: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise _wrong(given, f"{text.strip()!r} is not a size")
+    count = int(float(match[1]) * _UNITS[match[2].lower()])
+    if not 0 < count <= _LARGEST:
+        raise _wrong(given, f"{text.strip()!r} is not between 1 byte and {binary_size(_LARGEST)}")
+    return count
+
+
+def _wrong(given: str, found: str) -> LaunchError:
+    return LaunchError(
+        given=f"--sizes {given}",
+        found=found,
+        fix="pass --sizes 1KiB:64MiB, or a list of sizes: --sizes 4KiB,1MiB",
+    )

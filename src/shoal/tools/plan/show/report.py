@@ -1,0 +1,286 @@
+"""The predictions of `shoal plan` as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from shoal.distributed.pipeline_schedules import SCHEDULES
+from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.search.prediction import Prediction, SearchResult, TriedLayout
+from shoal.tools.plan.search.what_if import WhatIf
+from shoal.tools.plan.show.module import module_sections
+from shoal.tools.plan.show.parts import (
+    memory_bars,
+    part_name,
+    time_bars,
+    timeline,
+    training_blocks,
+    training_values,
+)
+from shoal.tools.plan.show.values import prediction_values, strategy_text, utilization
+from shoal.tools.plan.time.bands import BANDS, step_kind
+from shoal.tools.plan.time.pipeline_run import pipeline_bubble
+from shoal.tools.plan.time.seconds import Span
+from shoal.tools.plan.training.whole_training import Training, TrainingEstimate, training_of
+from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.transformer import Transformer
+from shoal.util.document import Document, DocumentBlock, Section, Table, Text
+from shoal.util.units import compact, counted, duration, percent, size
+
+_OTHERS = 8
+"""Rejected layouts that a terminal shows."""
+NUMERICS = (
+    "Precisions differ in their results: fp16 sums gradients in 16 bits, half also keeps no float32 "
+    "parameters. Compare losses."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """The result of a command, and what was asked about it.
+
+    `model` is None for a traced module, whose name is `name`. With one traced layout, `changes` are the
+    given plan and changes of it.
+    """
+
+    name: str
+    machine: Machine
+    result: SearchResult
+    model: Transformer | None = None
+    changes: tuple[Prediction, ...] = ()
+    training: Training | None = None
+    answers: tuple[WhatIf, ...] = ()
+    tried: tuple[TriedLayout, ...] = ()
+
+    @cached_property
+    def trainings(self) -> list[TrainingEstimate]:
+        """The training in each of the best layouts, if one is asked for."""
+        if self.training is None:
+            return []
+        tokens = 1 if self.model is None else self.model.seq
+        return [training_of(self.training, each, self.machine, tokens) for each in self.result.best]
+
+
+def plan_document(report: PlanReport) -> Document:
+    """Return the fastest plans, their time and memory, answers, trainings, and the other layouts."""
+    best, machine = report.result.best, report.machine
+    verdict = f"No configuration fits {machine.name}: {size(machine.available)} are usable."
+    if report.changes:
+        verdict = f"{report.changes[0].plan.layout} on {machine.name} {report.changes[0].verdict}."
+    elif best:
+        verdict = f"{best[0].plan.layout} is the fastest: {duration(best[0].step_seconds)} per step."
+    sections = [] if report.changes else [Section(heading="Fastest", blocks=_fastest(report))]
+    if report.model is None:
+        sections += module_sections(report.changes or best)
+    elif best:
+        sections += _step_sections(report.model, machine, best)
+    sections += [
+        Section(heading="Tried", blocks=_tried(report.tried)),
+        Section(heading="What if", blocks=[_answers(report.answers)]),
+    ]
+    if report.trainings:
+        blocks = training_blocks(best, report.trainings)
+        sections.append(Section(heading="Whole training", blocks=blocks))
+    sections.append(Section(heading="Others", blocks=_others(report.result)))
+    about = "traced on tensors without values"
+    if report.model is not None:
+        fitting, tried = report.result.fitting, report.result.tried
+        about = f"{fitting:,} of {tried:,} configurations fit"
+    return Document(
+        title=f"{report.name} on {machine.name}",
+        verdict=verdict,
+        about=f"shoal plan, {about}",
+        sections=sections,
+        values=_values(report),
+    )
+
+
+def _values(report: PlanReport) -> dict[str, Any]:
+    """Return the values of which JSON is made."""
+    machine, model, result = report.machine, report.model, report.result
+
+    def of(found: Prediction | None) -> dict[str, Any]:
+        return {} if found is None else prediction_values(model, machine, found)
+
+    best = [of(each) for each in result.best]
+    for values, training in zip(best, report.trainings, strict=False):
+        values["training"] = training_values(training)
+    values = {"machine": machine.name, "available_bytes": machine.available, "best": best}
+    if report.changes:
+        tried = [of(each) for each in report.changes]
+        values |= {"fits": report.changes[0].fits, "tried": tried}
+    else:
+        values["rejected"] = [
+            {"layout": str(each.layout), "reason": each.reason} | of(each.best)
+            for each in result.rejected
+        ]
+    if model is not None:
+        values |= {
+            "model": asdict(model) | {"parameters": model.parameters},
+            "tried": result.tried,
+            "fitting": result.fitting,
+            "evaluated": result.evaluated,
+        }
+    values |= {"tried_layouts": report.tried} if report.tried else {}
+    answers = [
+        {
+            "question": each.question,
+            "layout": str(each.best.plan.layout) if each.best else None,
+            "step_seconds": each.best.step_seconds if each.best else None,
+            "ratio": each.ratio,
+            "part": each.part,
+            "part_change_seconds": each.change,
+        }
+        for each in report.answers
+    ]
+    return values | ({"what_if": answers} if answers else {})
+
+
+def _fastest(report: PlanReport) -> list[DocumentBlock]:
+    """Return the fastest plans, the strategy of the first, and how far measurements are from it."""
+    model, machine, result = report.model, report.machine, report.result
+    blocks: list[DocumentBlock] = []
+    if model is not None:
+        blocks.append(
+            Text(
+                text=f"{report.name} on {machine.name}, {size(machine.available)} usable per device. "
+                f"{result.fitting:,} of {result.tried:,} configurations fit."
+            )
+        )
+    if not result.best:
+        half = "" if model is None else ", or --precision half"
+        return [*blocks, Text(text=f"Use more devices, or more memory{half}.")]
+    blocks += [
+        fastest_table(model, machine, result.best),
+        Text(text=f"The strategy of the first: {strategy_text(result.best[0])}."),
+    ]
+    if len({each.plan.precision for each in result.best}) > 1:
+        blocks.append(Text(text=NUMERICS))
+    return blocks if model is None else [*blocks, *_band(model, result.best[0])]
+
+
+def fastest_table(model: Transformer | None, machine: Machine, best: Sequence[Prediction]) -> Table:
+    """Return a row for each plan."""
+    several = len({each.plan.precision for each in best}) > 1
+    numbers = ("step", "MFU", "samples/s", "memory")
+    rows = []
+    for each in best:
+        plan, seconds = each.plan, each.step_seconds
+        options = [*_options(plan), *([plan.precision] if several else [])]
+        rows.append(
+            (
+                str(plan.layout),
+                f"{plan.micro_batches} x {plan.micro_batch}",
+                plan.recompute,
+                ", ".join(options) if model else "",
+                duration(seconds),
+                percent(utilization(model, machine, each)) if model else "",
+                "" if model else compact(plan.global_batch / seconds),
+                size(each.needed),
+            )
+        )
+    return Table(
+        caption="Fastest",
+        head=("layout", "batches", "recompute", "options", *numbers),
+        rows=rows,
+        right=numbers,
+        whole=("layout",),
+    )
+
+
+def _options(plan: PlannedStep) -> list[str]:
+    """Return the schedule of a pipeline, or the options of FSDP, unless they are the usual ones."""
+    if plan.layout.pipeline > 1:
+        stages = "" if SCHEDULES[plan.schedule].fixed else f" x {plan.stages}"
+        return [] if plan.schedule == "1f1b" else [plan.schedule + stages]
+    if plan.layout.shard == 1:
+        return []
+    return ["no reshard"] * plan.keeps_parameters + ["whole"] * plan.keeps_gradients
+
+
+def _band(model: Transformer, first: Prediction) -> list[DocumentBlock]:
+    """Return the throughput of a prediction and the band of measured steps, as sentences."""
+    total = first.step_seconds
+    kind = step_kind(first.plan, first.time)
+    low, high = BANDS[kind]
+    tokens = compact(first.plan.global_batch * model.seq / total)
+    band = Text(
+        text=f"The first: {tokens} tokens/s. 80 % of measured steps of this kind ({kind}) took "
+        f"{low:.2f} to {high:.2f} times the predicted time: {duration(low * total)} to "
+        f"{duration(high * total)}.",
+    )
+    small = "Layers this small wait for the host, so that the error is larger: measure."
+    return [band, Text(text=small)] if kind == "host" else [band]
+
+
+def _step_sections(model: Transformer, machine: Machine, best: Sequence[Prediction]) -> list[Section]:
+    """Return the time and the memory of the best plans, and when the ranks of a pipeline compute."""
+    labels = [f"{place}: {each.plan.layout}" for place, each in enumerate(best, 1)]
+    parts, kinds = [each.time.parts for each in best], [each.memory.kinds for each in best]
+    every, limit = "Memory of a rank by kind", machine.available
+    sections = {
+        "Where a step's time goes": time_bars("Step of the first", "A step by part", labels, parts),
+        "Memory of a rank": memory_bars("Memory of the first", every, labels, kinds, limit),
+    }
+    piped = next((each.plan for each in best if each.plan.layout.pipeline > 1), None)
+    if piped is not None:
+        spans: list[list[Span]] = [[] for _ in range(piped.layout.pipeline)]
+        pipeline_bubble(model, piped, machine, spans)
+        sections["Pipeline"] = [timeline(f"{piped.layout} with the schedule {piped.schedule}", spans)]
+    return [Section(heading=name, blocks=blocks) for name, blocks in sections.items()]
+
+
+def _tried(tried: Sequence[TriedLayout]) -> list[DocumentBlock]:
+    """Return the predicted and the measured time of a step in each layout, and the fastest."""
+    rows = [
+        (
+            each.layout,
+            duration(each.predicted),
+            "failed" if each.measured is None else duration(each.measured),
+            each.problem,
+        )
+        for each in tried
+    ]
+    head = ("layout", "predicted", "measured", "")
+    blocks: list[DocumentBlock] = [
+        Table(caption="Tried", head=head, rows=rows, right=head[2:3], whole=head[:1])
+    ]
+    if tried and tried[0].measured is not None:
+        first, ratio = tried[0].layout, tried[0].measured / tried[0].predicted
+        ran = counted(sum(each.measured is not None for each in tried), "layout")
+        text = f"{first} is the fastest of {ran} that ran here: {ratio:.2f} times the predicted time."
+        blocks.append(Text(text=text))
+    return blocks
+
+
+def _answers(answers: Sequence[WhatIf]) -> Table:
+    """Return the fastest layout for each question, compared with that of the search."""
+    head = ("change", "fastest layout", "step", "difference")
+    rows = []
+    for each in answers:
+        change = ""
+        if each.ratio is not None and each.change is not None and each.part is not None:
+            sign = "+" if each.change >= 0 else "-"
+            change = f"{each.ratio - 1:+.1%}: {part_name(each.part)} {sign}{duration(abs(each.change))}"
+        found = each.best
+        layout, step = (
+            (str(found.plan.layout), duration(found.step_seconds)) if found else ("none fits", "")
+        )
+        rows.append((each.question, layout, step, change))
+    return Table(caption="What if", head=head, rows=rows, right=head[2:3], whole=head[:2])
+
+
+def _others(result: SearchResult) -> list[DocumentBlock]:
+    """Return why other layouts are not among the fastest."""
+    head, caption = ("layout", "why not"), "Others"
+    rows = [(str(each.layout), each.reason) for each in result.rejected]
+    rest = len(rows) - _OTHERS
+    blocks: list[DocumentBlock] = [
+        Table(caption=caption, head=head, rows=rows[:_OTHERS], whole=head[:1], only="terminal"),
+        Table(caption=caption, head=head, rows=rows, only="page"),
+    ]
+    more = Text(text=f"--json and --html list {rest} more.", only="terminal")
+    return [*blocks, more] if rest > 0 else blocks

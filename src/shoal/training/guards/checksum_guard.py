@@ -1,0 +1,100 @@
+"""The common part of the guards that compare checksums: schedule, events and errors."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from shoal.strategies.held_parameters import first
+from shoal.telemetry.events import Events, Plain
+from shoal.training.guards.schedule import CheckSchedule, GuardTimes
+from shoal.training.guards.votes import Verdict
+from shoal.util.clock import CLOCK
+from shoal.util.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from shoal.training.train_state import TrainState
+
+
+class ChecksumGuard(ABC):
+    """Guard of one TrainState that compares checksums on the steps of a schedule.
+
+    `checked` is the name of what it compares, in events.
+    """
+
+    checked: str
+
+    def __init__(self, name: str, state: TrainState, events: Events, *, budget: float) -> None:
+        self._name = name
+        self._state = state
+        self._world = state.engine.world
+        self._events = events
+        self._schedule = CheckSchedule(self._world, budget=budget, step=state.number)
+
+    def tick(self) -> None:
+        """Plan the next check if one has run. Collective.
+
+        Raises CorruptionError, on all ranks, if ranks have other values than the majority.
+        """
+        self._schedule.count_step()
+        if self._schedule.due is None:
+            began = CLOCK.now()
+            ranks = self._compare()
+            self._schedule.plan(self._state.number, ranks, more=CLOCK.now() - began)
+
+    def close(self) -> None:
+        """End the checks, and record their number and time, if there were any."""
+        summary = self._schedule.summary()
+        if summary:
+            self._events.write("guards", {"name": self._name, "checked": self.checked, **summary})
+
+    @abstractmethod
+    def _compare(self) -> Sequence[GuardTimes]:
+        """Compare ranks after a check; return the times of each of them. Collective."""
+
+    def _record(self, step: int, guard: str, ranks: Sequence[int], tensors: Sequence[str]) -> None:
+        """Record what a guard has found."""
+        found: dict[str, Plain] = {
+            "step": step,
+            "guard": guard,
+            "ranks": [*ranks],
+            "tensors": [*tensors[:10]],
+        }
+        self._events.write("corruption", found)
+
+    def _raise_differing(
+        self, step: int, guard: str, verdicts: Sequence[Verdict], given: str, prefix: str = ""
+    ) -> None:
+        """Record that ranks differ, and raise CorruptionError for the first verdict."""
+        one = verdicts[0]
+        ranks = ", ".join(map(str, one.ranks))
+        tensors = [f"{prefix}{name}" for name in chain.from_iterable(v.tensors for v in verdicts)]
+        self._record(step, guard, one.ranks, tensors)
+        raise CorruptionError(
+            given=given,
+            found=f"rank {ranks} differs from the majority in {first(tensors)}"
+            if one.outvoted
+            else f"ranks {ranks} differ in {first(tensors)}, without a majority",
+            fix="start the script again, which resumes from the latest complete checkpoint; if it "
+            "happens again, look for code that depends on the rank, or test the host of this rank: "
+            "shoal doctor",
+        )
+
+
+def weakly(
+    method: Callable[..., Any], otherwise: Callable[[], Any] = lambda: None
+) -> Callable[..., Any]:
+    """Return a function that calls a method of an object that it does not keep alive.
+
+    It returns the result of `otherwise` once the object is gone.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        return otherwise() if found is None else found(*arguments)
+
+    return call

@@ -1,0 +1,157 @@
+"""Each driver in `benchmarks/` runs at a tiny size, and ends with one line of figures in JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.cluster.slurm import missing
+
+# At the end: names such as `order` are common.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+harness: Any = importlib.import_module("harness")
+
+# The arguments of each. `gpu/` has its own tests, and pictures those in tests/docs.
+HERE = {
+    "order": "--rounds 1 --read 1000 --exponents 3",
+    "batch_norm": "--width 4 --image 8 --batch 4 --rounds 1 --steps 1",
+    "random_draws": "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --rounds 1 --steps 1",
+}
+"""They start no process."""
+PROCESSES = {
+    "asynchronous": "--seeds 1 --epochs 1 --steps 10 --ways int8",
+    "by_hand": "--model dense --batch 4 --rounds 1 --steps 1",
+    "checkpoint": "--ways DDP --megabytes 60 --rounds 1",
+    "exact_bits": "-n 2 --model gpt --width 16 --batch 8 --rounds 1 --steps 1",
+    "exact_layers": "--ranks 2 --networks GPT",
+    "guards": "--strategies single --flips 1",
+    "install": "--rounds 1",
+    "measured_shares": "--width 16 --batch 16 --rounds 1 --steps 1 --adapt 0.1",
+    "overhead": "--models tiny --rounds 1 --steps 2",
+    "parallel": "--ways 1F1B --rounds 1 --steps 1",
+    "plan_machine": "--steps 1 --edge 32 --batch 2",
+    "plan_memory": "--layouts replicate=1 --models MLP --runs 1",
+    "plan_search": "--devices 8 --repeats 1",
+    "preempt": "--ranks 2 --rounds 1",
+    "remote": "--width 16 --rows 2 --rounds 1",
+    "restart": "--ranks 2 --rounds 1 --kills 1",
+    "start": "--repeats 1",
+    "verify_overhead": "--layers 1 --width 16 --context 8 --batch 2 --rounds 1 --steps 1",
+    "watch": "--rounds 1 --steps 2",
+}
+SYSTEM = {
+    "chaos": "--kills 1 --strategies ddp --results chaos.jsonl --scratch chaos",
+    "chaos_outages": "--where network --seeds 1 --faults node",
+    "chaos_peers": "--peers Shoal --seeds 0",
+    "mpi": "--ranks 2 --rounds 1 --sizes 4 --mpirun MPIRUN",
+}
+CLUSTER = {
+    "chaos_preempt": "--modes requeue-0 --seeds 1",
+    "chaos_slurm": "--minutes 2",
+    "compression": "--nodes 2 --rates none --rounds 1",
+    "overlap": "--rates none --models linear --rounds 1 --steps 1",
+    "plan_processes": "--what network --nodes 2 --rates none --steps 4",
+    "plan_rehearsal": "--minutes 2",
+}
+TABLES = {"plan_accuracy": "it reads tables that Shoal does not ship"}
+SHARED = ("harness", "loops", "cluster", "disturbed", "guards_training", "plan_peers")
+PICTURES = ("monitoring_pictures", "pipeline_picture", "same_loss")
+MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none"
+
+
+def figures(name: str, arguments: str, repository: Path, folder: Path) -> Any:
+    command = [MPIRUN if word == "MPIRUN" else word for word in arguments.split()]
+    done = subprocess.run(
+        [sys.executable, str(repository / f"benchmarks/{name}.py"), *command, "--json"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_each_driver_is_run_by_a_test(repository: Path) -> None:
+    named = {*HERE, *PROCESSES, *SYSTEM, *CLUSTER, *TABLES, *SHARED, *PICTURES}
+    assert named == {path.stem for path in (repository / "benchmarks").glob("*.py")}
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_benchmark_of_one_process_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [name, *HERE[name].split(), "--json"])
+    importlib.import_module(name).main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.full(rows="all")
+@pytest.mark.processes
+@pytest.mark.parametrize("name", PROCESSES)
+def test_a_benchmark_with_ranks_runs(name: str, repository: Path, tmp_path: Path) -> None:
+    assert figures(name, PROCESSES[name], repository, tmp_path)
+
+
+@pytest.mark.system
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("name", SYSTEM)
+def test_a_benchmark_with_system_packages_runs(name: str, repository: Path, tmp_path: Path) -> None:
+    if name == "mpi" and shutil.which("mpirun") is None:
+        pytest.skip("needs mpirun")
+    assert figures(name, SYSTEM[name], repository, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+@pytest.mark.system
+@pytest.mark.skipif(bool(missing()), reason=missing() or "")
+@pytest.mark.parametrize("name", CLUSTER)
+def test_a_benchmark_on_a_cluster_runs(name: str, repository: Path, tmp_path: Path) -> None:
+    assert figures(name, CLUSTER[name], repository, tmp_path)
+
+
+def test_rounds_take_turns() -> None:
+    taken: list[str] = []
+    actions = {name: partial(taken.append, name) for name in "abc"}
+    found = harness.alternate(actions, 2, uncounted=1)
+    assert "".join(taken) == "cab" + "abc" + "bca"
+    assert [len(each) for each in found.values()] == [2, 2, 2]
+    found = harness.alternate(actions, 5, goes_on=lambda: False)
+    assert [len(each) for each in found.values()] == [1, 1, 1]
+
+
+def test_summaries() -> None:
+    many = [*range(1, 21)]
+    assert harness.spread([3.0, 1.0, 2.0]) == harness.Spread(median=2.0, low=1.0, high=3.0)
+    assert harness.quartiles([7.0]) == harness.Spread(median=7.0, low=7.0, high=7.0)
+    # The interval of 20 values is from the 6th to the 15th (Conover 1999).
+    assert harness.interval(many) == harness.Spread(median=10.5, low=6, high=15)
+    rows = harness.time_rows({"a": [0.001, 0.002], "b": [0.002, 0.002]}, "a")
+    assert rows[1]["/ a"].median == 1.5
+    assert math.isclose(rows[1]["ms"].median, 2.0)
+
+
+def test_a_table_is_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    harness.show("Subject", [{"loop": "a", "ms": 0.25}, {"loop": "b", "ms": 1234.5, "n": 1}])
+    assert capsys.readouterr().out.split("\n")[1:-2] == [
+        "Subject",
+        "",
+        "| loop | ms    | n   |",
+        "| ---- | ----- | --- |",
+        "| a    | 0.250 |     |",
+        "| b    | 1,234 | 1   |",
+    ]
