@@ -1,4 +1,4 @@
-"""The attempts of a run: how each ended, its checkpoints, repeated steps and splits of batches."""
+"""The attempts of a run: how each ended, checkpoints, repeated steps, splits of batches, and speed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from shoal.tools.report.breakdown import Profile
 from shoal.tools.report.history import Array, Attempt, Event, History, integer_in, number_in, text_in
 from shoal.util.units import duration
 
@@ -289,3 +290,52 @@ def _speed(attempt: Attempt, rank: int, begin: int, end: int) -> float | None:
     seconds = rows["wall"] - rows["checkpoint"] - rows["evaluation"]
     rates = rows["size"][seconds > 0] / seconds[seconds > 0]
     return float(np.median(rates)) if len(rates) else None
+
+
+@dataclass(frozen=True)
+class StepRates:
+    """The speed of the last attempt over its steady steps; None for what is not known."""
+
+    step: float
+    samples: float
+    counted: float | None
+    flops: float | None
+    mfu: float | None
+    peak: float | None
+    peak_reason: str
+
+
+def compute_rates(attempt: Attempt, found: Profile) -> StepRates:
+    """Return seconds per step, samples per second, and the fraction of the device's peak FLOPS."""
+    step = float(found.average(found.wall).mean())
+    samples = float(found.average(found.samples)) / step if step > 0 else 0.0
+    counts = found.counted[np.isfinite(found.counted)]
+    counted = float(counts.mean()) / step if len(counts) and step > 0 else None
+    said = attempt.said("flops")
+    event: Mapping[str, Any] = said[0][1] if said else {}
+    per_sample, peak = _per_sample(attempt), number_in(event, "peak") or 0.0
+    # If a model is sharded over ranks, each computes a part of it.
+    flops = per_sample * samples / max(1, attempt.size) if np.isfinite(per_sample) else None
+    return StepRates(
+        step,
+        samples,
+        counted,
+        flops,
+        flops / peak if flops is not None and peak > 0 else None,
+        peak if peak > 0 else None,
+        str(event.get("peak_reason", "")),
+    )
+
+
+def _per_sample(attempt: Attempt) -> float:
+    """Return the FLOPs of all Steps per sample; a Step not taken on every batch counts for less."""
+    rank = min(attempt.ranks, default=0)
+    said = {
+        event.get("name"): count
+        for _, event in attempt.said("flops")
+        if (count := number_in(event, "per_sample")) is not None
+    }
+    taken = {name: len(rows) for (owner, name), rows in attempt.steps.items() if owner == rank}
+    ticks = max(taken.values(), default=0)
+    each = [said.get(name, np.nan) * count / ticks for name, count in taken.items() if count]
+    return sum(each) or np.nan

@@ -18,13 +18,13 @@ from shoal.tools.report import (
     History,
 )
 from shoal.tools.report.attempts import (
+    compute_rates,
     describe_outcome,
     has_changed,
     last_kept_steps,
     list_saves,
     list_splits,
 )
-from shoal.tools.report.summary import compute_rates
 from shoal.util.clock import CLOCK, local_time
 from shoal.util.document import Table
 from shoal.util.grouping import group_by
