@@ -110,18 +110,19 @@ def watch(commands: Commands, fault: OutsideFault | None, seed: int, limit: floa
     steps = commands.home / "samples-0.jsonl"
     until = time.monotonic() + limit
     began: float | None = None
-    over, before, message, delay = fault is None, 0, "", None
+    before: set[str] = set()
+    over, message, delay = fault is None, "", None
     while time.monotonic() < until:
         now = time.monotonic()
         taken = len(steps.read_text().splitlines()) if steps.exists() else 0
         if fault is not None and began is None and taken >= first:
-            before, began = len(commands.messages()), now
+            before, began = set(commands.messages()), now
             fault.begin(commands)
         if fault is not None and began is not None and not over and now > began + fault.seconds:
             fault.end(commands)
             over = True
         if began is not None and not message:
-            new = commands.messages()[before:]
+            new = [line for line in commands.messages() if line not in before]
             message, delay = (new[0], now - began) if new else ("", None)
         if (over or began is None or fault is None) and commands.restart_failed():
             break

@@ -11,8 +11,7 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shoal.distributed.layout import Layout
-from shoal.distributed.pipeline_action import PipelineAction
-from shoal.distributed.pipeline_schedules import SCHEDULES, action_lists
+from shoal.distributed.pipeline_schedules import SCHEDULES, PipelineAction, action_lists
 from shoal.strategies.pipeline.schedules import timetable
 from shoal.tools.plan.machine.machines import find_machine
 from shoal.tools.plan.memory.estimate import held_micro_batches

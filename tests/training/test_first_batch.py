@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.ranks import Ranks
 from helpers.small_training import sgd, squares
-from shoal.training.coupling_check import digest
+from shoal.strategies.coupling.observed import digest
 
 
 class Counting(nn.Sequential):

@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data import Sampler as TorchSampler
 
 from shoal.data.batch import Batch
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.groups import Place
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.feed import Feed, Fetch, PositionedSource, check_state
-from shoal.data.groups import Place
 from shoal.data.iterable_dataset import BatchSplit, StreamSource
 from shoal.data.loader_arguments import (
     MEASURED,

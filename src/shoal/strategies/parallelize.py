@@ -12,8 +12,8 @@ from shoal._torch.modules import bare, compiler_of
 from shoal.data.batch import ManualLoop
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import couple
 from shoal.strategies.contracts import Engine, ModelTransform, Strategy
+from shoal.strategies.coupling.batch_norm import couple
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.device_placement.multi_device import check_strategies
 from shoal.strategies.fsdp.options import FSDP

@@ -22,14 +22,13 @@ from shoal.data.batch import IN_A_LOOP, Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import is_covered, refuse_coupled
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals, DeviceTotals, Factor, Totals
+from shoal.strategies.coupling.batch_norm import is_covered, refuse_coupled
 from shoal.strategies.data_parallel import choose_compression, compression
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, finished
 from shoal.strategies.data_parallel.compression import Compress
-from shoal.strategies.data_parallel.fixed_order import FixedOrderReducer
-from shoal.strategies.data_parallel.repeatable_engine import RepeatableEngine
+from shoal.strategies.data_parallel.fixed_order import FixedOrderReducer, RepeatableEngine
 from shoal.strategies.data_parallel.tally import tally_dtype, whole, whole_on_device
 from shoal.strategies.device_placement.multi_device import bring, check_replicas
 from shoal.strategies.dtensor import is_divided

@@ -21,7 +21,7 @@ from shoal.util.arguments import check_choice
 from shoal.util.errors import LayoutError, StepError
 
 if TYPE_CHECKING:
-    from shoal.strategies.fsdp.precision import GatheredPrecision
+    from shoal.strategies.fsdp.engine import GatheredPrecision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

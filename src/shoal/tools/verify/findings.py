@@ -51,3 +51,25 @@ class PropertyFinding:
         if self.verdict == "held":
             return f"held in {self.runs} run{'s' if self.runs != 1 else ''}"
         return "not decidable here" if self.verdict == "not decidable" else "refuted"
+
+
+def held(name: str, runs: int, evidence: str = "") -> PropertyFinding:
+    """Return that a property held in a number of runs."""
+    return PropertyFinding(name=name, verdict="held", runs=runs, evidence=evidence)
+
+
+def refuted(
+    name: str,
+    evidence: str,
+    cause: LikelyCause | None = None,
+    difference: DifferingStep | None = None,
+) -> PropertyFinding:
+    """Return that a property does not hold, with what was seen."""
+    return PropertyFinding(
+        name=name, verdict="refuted", evidence=evidence, cause=cause, difference=difference
+    )
+
+
+def undecided(name: str, reason: str) -> PropertyFinding:
+    """Return that a property could not be decided."""
+    return PropertyFinding(name=name, verdict="not decidable", evidence=reason)

@@ -18,7 +18,14 @@ from shoal.tools.verify.causes import (
     schedule_cause,
     world_size_cause,
 )
-from shoal.tools.verify.findings import DifferingStep, LikelyCause, PropertyFinding
+from shoal.tools.verify.findings import (
+    DifferingStep,
+    LikelyCause,
+    PropertyFinding,
+    held,
+    refuted,
+    undecided,
+)
 from shoal.tools.verify.observations import (
     ACCELERATE,
     GENERATORS,
@@ -54,16 +61,11 @@ def decide_repeatable(first: RunRecord, second: RunRecord, source: ScriptSource)
     """Compare two runs of the same command, bit by bit."""
     found = first_difference(first, second)
     if found is None:
-        return PropertyFinding(name=REPEATABLE, verdict="held", runs=2)
+        return held(REPEATABLE, 2)
     step, kind = found
     evidence = f"step {step}: {kind} differ between two runs of the same command"
-    return PropertyFinding(
-        name=REPEATABLE,
-        verdict="refuted",
-        evidence=evidence,
-        cause=repeat_cause(first, second, source),
-        difference=_differing_step(first, second, (step, step), kind),
-    )
+    cause = repeat_cause(first, second, source)
+    return refuted(REPEATABLE, evidence, cause, _differing_step(first, second, (step, step), kind))
 
 
 def _differing_step(
@@ -110,22 +112,22 @@ def decide_resume(
 ) -> PropertyFinding:
     """Compare runs that were killed and started again with the run that was not."""
     if not restarts:
-        return PropertyFinding(name=RESUME, verdict="not decidable", evidence="no run was killed")
+        return undecided(RESUME, "no run was killed")
     before = [step.parameters_before for step in baseline.ranks[0].steps]
-    undecided = ""
+    reason = ""
     for again in restarts:
         if again.code not in (0, TIMED_OUT) or not again.length:
             evidence = (
                 f"the restart after a kill took {again.length} steps and exited with {again.code}"
             )
-            return PropertyFinding(name=RESUME, verdict="refuted", evidence=evidence)
+            return refuted(RESUME, evidence)
         start = again.ranks[0].steps[0]
         if start.parameters_before == before[0]:
-            undecided = "the restart began from the initial parameters: the script restores nothing"
+            reason = "the restart began from the initial parameters: the script restores nothing"
             continue
         if start.parameters_before not in before:
             evidence = "the restored parameters are equal to none of the run without a kill"
-            return PropertyFinding(name=RESUME, verdict="refuted", evidence=evidence)
+            return refuted(RESUME, evidence)
         offset = before.index(start.parameters_before)
         found = _resumed_difference(baseline, again, offset)
         if found is not None:
@@ -133,16 +135,12 @@ def decide_resume(
             evidence = (
                 f"resumed at step {offset + 1}; step {step}: {kind} differ from the run without a kill"
             )
-            return PropertyFinding(
-                name=RESUME,
-                verdict="refuted",
-                evidence=evidence,
-                cause=resume_cause(kind, generators, source),
-                difference=_differing_step(baseline, again, (step, step - offset), kind),
-            )
-    if undecided:
-        return PropertyFinding(name=RESUME, verdict="not decidable", evidence=undecided)
-    return PropertyFinding(name=RESUME, verdict="held", runs=len(restarts))
+            cause = resume_cause(kind, generators, source)
+            where = _differing_step(baseline, again, (step, step - offset), kind)
+            return refuted(RESUME, evidence, cause, where)
+    if reason:
+        return undecided(RESUME, reason)
+    return held(RESUME, len(restarts))
 
 
 def _resumed_difference(
@@ -193,20 +191,19 @@ def _decide_counts(
             if repeated and not missing and not training and record.sampler == ACCELERATE:
                 evidence = f"Accelerate's sampler repeated {repeated} of {size} samples, which "
                 evidence += "`gather_for_metrics` leaves out"
-                return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
+                return undecided(name, evidence)
             if repeated or missing:
                 evidence = (
                     f"{run.name}: epoch {epoch + 1} read {sum(counts.values())} samples of "
                     f"{size}: {repeated} repeated, {missing} missing"
                 )
-                cause = sampler_cause(record, repeated, run.size)
-                return PropertyFinding(name=name, verdict="refuted", evidence=evidence, cause=cause)
+                return refuted(name, evidence, sampler_cause(record, repeated, run.size))
             seen += ended or len(counts) == size
         complete += bool(seen)
     if complete:
-        return PropertyFinding(name=name, verdict="held", runs=complete)
-    evidence = f"no pass over a DataLoader {'with' if training else 'without'} training was complete"
-    return PropertyFinding(name=name, verdict="not decidable", evidence=evidence)
+        return held(name, complete)
+    how = "with" if training else "without"
+    return undecided(name, f"no pass over a DataLoader {how} training was complete")
 
 
 def _passes(run: RunRecord, *, training: bool) -> list[Pass]:
@@ -260,12 +257,11 @@ def decide_order(runs: Sequence[RunRecord]) -> PropertyFinding:
             if orders[0] == orders[1] and len(orders[0]) > 2:
                 evidence = f"{run.name}: epochs 1 and 2 read the samples in the same order"
                 cause = order_cause(rank.loaders[first[0]], rank.set_epoch_calls)
-                return PropertyFinding(name=ORDER, verdict="refuted", evidence=evidence, cause=cause)
+                return refuted(ORDER, evidence, cause)
         compared += any(len(passes) > 1 for passes in shuffled)
     if compared:
-        return PropertyFinding(name=ORDER, verdict="held", runs=compared)
-    evidence = "no DataLoader that shuffles completed two epochs"
-    return PropertyFinding(name=ORDER, verdict="not decidable", evidence=evidence)
+        return held(ORDER, compared)
+    return undecided(ORDER, "no DataLoader that shuffles completed two epochs")
 
 
 def _epochs(run: RunRecord) -> list[list[Pass]]:
@@ -297,27 +293,25 @@ def decide_draws(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFin
                 where = "the main process" if draw.worker is None else f"worker {draw.worker}"
                 evidence = f"{run.name}: rank {rank.rank}, {where}: __getitem__ drew from the global "
                 evidence += f"{draw.generator} generator"
-                cause = draw_cause(draw, source)
-                return PropertyFinding(name=DRAWS, verdict="refuted", evidence=evidence, cause=cause)
+                return refuted(DRAWS, evidence, draw_cause(draw, source))
     used = [rank.loaders.get(b.loader) for run in runs for rank in run.ranks for b in rank.delivered]
     unseen = any(record is not None and not record.draws_observed for record in used)
     read = sum(any(rank.delivered for rank in run.ranks) for run in runs)
     if read and not unseen:
-        return PropertyFinding(name=DRAWS, verdict="held", runs=read)
+        return held(DRAWS, read)
     evidence = (
         "the draws of iterable datasets and shards are not observed"
         if unseen
         else "no DataLoader was used whose samples can be observed"
     )
-    return PropertyFinding(name=DRAWS, verdict="not decidable", evidence=evidence)
+    return undecided(DRAWS, evidence)
 
 
 def decide_replicas(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
     """Compare the parameters of all ranks after each step."""
     several = [run for run in runs if run.size > 1 and run.length]
     if not several:
-        evidence = "no run had several ranks and took a step"
-        return PropertyFinding(name=REPLICAS, verdict="not decidable", evidence=evidence)
+        return undecided(REPLICAS, "no run had several ranks and took a step")
     shared = False
     for run in several:
         for position in range(run.length):
@@ -330,16 +324,14 @@ def decide_replicas(runs: Sequence[RunRecord], source: ScriptSource) -> Property
                     if known.checksum != value.checksum:
                         evidence = f"{run.name}, step {step.step}: "
                         evidence += f"{name} differs between ranks {first} and {rank}"
-                        return PropertyFinding(
-                            name=REPLICAS,
-                            verdict="refuted",
-                            evidence=evidence,
-                            cause=replica_cause(steps, source),
+                        return refuted(
+                            REPLICAS,
+                            evidence,
+                            replica_cause(steps, source),
                         )
     if not shared:
-        evidence = "no two ranks hold the same part of a parameter"
-        return PropertyFinding(name=REPLICAS, verdict="not decidable", evidence=evidence)
-    return PropertyFinding(name=REPLICAS, verdict="held", runs=len(several))
+        return undecided(REPLICAS, "no two ranks hold the same part of a parameter")
+    return held(REPLICAS, len(several))
 
 
 def decide_schedule(runs: Sequence[RunRecord]) -> PropertyFinding:
@@ -351,14 +343,10 @@ def decide_schedule(runs: Sequence[RunRecord]) -> PropertyFinding:
                 if step.scheduler_steps > 1:
                     evidence = f"{run.name}, rank {rank.rank}, before step {step.step}: "
                     evidence += f"{step.scheduler_steps} scheduler steps in one optimizer step"
-                    cause = schedule_cause(step.scheduler_line)
-                    return PropertyFinding(
-                        name=SCHEDULE, verdict="refuted", evidence=evidence, cause=cause
-                    )
+                    return refuted(SCHEDULE, evidence, schedule_cause(step.scheduler_line))
     if scheduled:
-        return PropertyFinding(name=SCHEDULE, verdict="held", runs=len(scheduled))
-    evidence = "the script's code stepped no scheduler of torch"
-    return PropertyFinding(name=SCHEDULE, verdict="not decidable", evidence=evidence)
+        return held(SCHEDULE, len(scheduled))
+    return undecided(SCHEDULE, "the script's code stepped no scheduler of torch")
 
 
 def decide_files(runs: Sequence[RunRecord]) -> PropertyFinding:
@@ -372,49 +360,40 @@ def decide_files(runs: Sequence[RunRecord]) -> PropertyFinding:
                 if first != rank.rank:
                     evidence = f"{run.name}: ranks {first} and {rank.rank} wrote {file.path} "
                     evidence += f"after {file.step} steps"
-                    cause = file_cause(file.line)
-                    return PropertyFinding(
-                        name=FILES, verdict="refuted", evidence=evidence, cause=cause
-                    )
+                    return refuted(FILES, evidence, file_cause(file.line))
         observed += bool(writers)
     if observed:
-        return PropertyFinding(name=FILES, verdict="held", runs=observed)
-    evidence = "no run on several ranks wrote a file in its directory"
-    return PropertyFinding(name=FILES, verdict="not decidable", evidence=evidence)
+        return held(FILES, observed)
+    return undecided(FILES, "no run on several ranks wrote a file in its directory")
 
 
 def decide_micro_batches(baseline: RunRecord, changed: RunRecord | None) -> PropertyFinding:
     """Compare a run with more micro-batches with the first run."""
     if changed is None:
-        evidence = "the script uses no shoal.Loader"
-        return PropertyFinding(name=MICRO_BATCHES, verdict="not decidable", evidence=evidence)
+        return undecided(MICRO_BATCHES, "the script uses no shoal.Loader")
     if changed.code not in (0, TIMED_OUT) or not changed.length:
-        evidence = "the script ends with an error with twice the micro-batches"
-        return PropertyFinding(name=MICRO_BATCHES, verdict="not decidable", evidence=evidence)
+        return undecided(MICRO_BATCHES, "the script ends with an error with twice the micro-batches")
     numbers = [
         [loader.micro_batches for loader in run.ranks[0].loaders.values()]
         for run in (baseline, changed)
     ]
     if numbers[0] == numbers[1]:
-        evidence = "the batches are too small to be split further"
-        return PropertyFinding(name=MICRO_BATCHES, verdict="not decidable", evidence=evidence)
+        return undecided(MICRO_BATCHES, "the batches are too small to be split further")
     largest = 0.0
     for position in range(min(baseline.length, changed.length)):
         kind, difference = _difference_up_to_rounding(baseline, changed, position)
         if kind:
-            evidence = f"{changed.name}: step {position + 1}: {kind}"
-            return PropertyFinding(name=MICRO_BATCHES, verdict="refuted", evidence=evidence)
+            return refuted(MICRO_BATCHES, f"{changed.name}: step {position + 1}: {kind}")
         largest = max(largest, difference)
     evidence = f"up to rounding: largest relative difference {largest:.1e}"
-    return PropertyFinding(name=MICRO_BATCHES, verdict="held", runs=2, evidence=evidence)
+    return held(MICRO_BATCHES, 2, evidence)
 
 
 def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
     """Compare runs on different numbers of ranks with the first."""
     reference, *others = runs
     if others and all(run.size == reference.size for run in others):
-        evidence = "the script makes no process group: each rank is a separate run"
-        return PropertyFinding(name=WORLD, verdict="not decidable", evidence=evidence)
+        return undecided(WORLD, "the script makes no process group: each rank is a separate run")
     largest, bits = 0.0, True
     for run in others:
         for position in range(min(reference.length, run.length)):
@@ -422,22 +401,18 @@ def decide_world_size(runs: Sequence[RunRecord], source: ScriptSource) -> Proper
             kind, difference = _difference_up_to_rounding(reference, run, position)
             if kind:
                 evidence = f"{reference.name} and {run.name}: step {step.step}: {kind}"
-                return PropertyFinding(
-                    name=WORLD,
-                    verdict="refuted",
-                    evidence=evidence,
-                    cause=world_size_cause(kind, reference, run, position, source),
-                    difference=_differing_step(reference, run, (step.step, step.step), kind),
-                )
+                cause = world_size_cause(kind, reference, run, position, source)
+                step_numbers = step.step, step.step
+                where = _differing_step(reference, run, step_numbers, kind)
+                return refuted(WORLD, evidence, cause, where)
             largest = max(largest, difference)
             bits = bits and run.tensors(position, "parameters") == reference.tensors(
                 position, "parameters"
             )
     if not others or not all(run.length for run in runs):
-        evidence = "fewer than two numbers of ranks took a step"
-        return PropertyFinding(name=WORLD, verdict="not decidable", evidence=evidence)
+        return undecided(WORLD, "fewer than two numbers of ranks took a step")
     how = "equal in all bits" if bits else f"up to rounding: largest relative difference {largest:.1e}"
-    return PropertyFinding(name=WORLD, verdict="held", runs=len(runs), evidence=how)
+    return held(WORLD, len(runs), how)
 
 
 def _difference_up_to_rounding(a: RunRecord, b: RunRecord, position: int) -> tuple[str, float]:

@@ -56,8 +56,8 @@ class BadSteps:
 
     def __post_init__(self) -> None:
         for name, least, usual in (("patience", 1, 3), ("window", 3, 100), ("rollbacks", 0, 3)):
-            value = getattr(self, name)
-            check_integer(StepError, "shoal.BadSteps", name, value, least, usual=usual)
+            value, fix = getattr(self, name), f"shoal.BadSteps({name}={usual})"
+            check_integer(StepError, "shoal.BadSteps", name, value, least, fix=fix)
         if not (is_number(self.threshold) and self.threshold > 0):
             raise StepError(
                 given=f"shoal.BadSteps(threshold={self.threshold!r})",

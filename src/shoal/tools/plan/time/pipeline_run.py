@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shoal.distributed.pipeline_action import PipelineAction
-from shoal.distributed.pipeline_schedules import action_lists
+from shoal.distributed.pipeline_schedules import PipelineAction, action_lists
 from shoal.tools.plan.time.seconds import Span
 from shoal.tools.plan.time.step_time import PassSeconds
 from shoal.tools.plan.work.configuration import PlannedStep

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.data.groups import HeldGroup, MicroGroups, groups_of
+from shoal.data.coupling.groups import HeldGroup, MicroGroups, groups_of
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import DATA_AXES
 from shoal.distributed.reductions import all_reduce
