@@ -48,7 +48,7 @@ from helpers.planned_models import Transformer, values, words
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Machine, find_machine
-from shoal.tools.plan.time.simulation import mean_time, run_ranks, step_seconds
+from shoal.tools.plan.time.simulation import mean_time, run_ranks
 from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.tools.plan.work.trace import planned_strategies, trace_step
 
@@ -195,7 +195,7 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
         )
         for averaging in (True, False)
     ]
-    one, others = (step_seconds(each.segments, plan, machine) for each in steps)
+    one, others = (run_ranks([each.segments], plan, machine)[0].time for each in steps)
     return float(mean_time(one, others, AVERAGING).total)
 
 

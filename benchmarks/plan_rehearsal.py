@@ -189,7 +189,7 @@ def rehearsed_steps(measured: Measured, found: Record, trace: Sequence[Outage], 
     )
 
     def seconds(steps: int) -> float:
-        time = rehearse(fleet, events, POOL, measured.step, steps)
+        time, _ = rehearse(fleet, events, POOL, measured.step, steps)
         return time.steps + time.saves + time.repeated + time.restarts + time.waiting
 
     most = int(found.seconds / measured.step)

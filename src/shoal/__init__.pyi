@@ -6,11 +6,11 @@ from shoal.data import ShardedDataset as ShardedDataset
 from shoal.data import TokenBudget as TokenBudget
 from shoal.data import WeightedSampling as WeightedSampling
 from shoal.data.batch import Batch as Batch
+from shoal.data.coupling.layers import Coupled as Coupled
+from shoal.data.coupling.layers import SampleGroups as SampleGroups
 from shoal.data.gather import GatheredRows as GatheredRows
 from shoal.data.gather import gather as gather
 from shoal.data.noise import Noise as Noise
-from shoal.data.sample_groups import Coupled as Coupled
-from shoal.data.sample_groups import SampleGroups as SampleGroups
 from shoal.data.step_result import StepResult as StepResult
 from shoal.distributed.cluster_env import Placement as Placement
 from shoal.distributed.init import init as init

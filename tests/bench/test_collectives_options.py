@@ -11,9 +11,9 @@ import pytest
 import shoal
 from shoal.tools.bench.collectives import command, document
 from shoal.tools.bench.collectives.machine_file import CollectiveSeries
-from shoal.tools.bench.collectives.measure import summarize_samples
+from shoal.tools.bench.collectives.measure import OPERATIONS, summarize_samples
 from shoal.tools.bench.measurement import Output
-from shoal.tools.bench.options import parse_numbers, parse_sizes, parse_words
+from shoal.tools.bench.options import parse_choices, parse_numbers, parse_sizes, parse_words
 from shoal.util.units import bandwidth, binary_size, duration, percent
 
 
@@ -33,8 +33,6 @@ def ask(*, processes: int | None = 2, **changed: Any) -> int:
 
 def test_what_can_not_be_asked() -> None:
     refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"backends": ("ucx",)}, "--backend is one of mpi, nccl, gloo"),
-        ({"operations": ("all_reduce", "scan")}, "--operations is one of all_reduce"),
         ({"repeats": 0}, "--repeats is an integer, 1 or more"),
         ({"seconds": math.nan}, "--seconds is a number above 0"),
         ({"seconds": -1.0}, "--seconds is a number above 0"),
@@ -71,6 +69,11 @@ def test_lists_of_options() -> None:
     ):
         with pytest.raises(shoal.LaunchError, match=found):
             parse_numbers("-n", text, least=least)
+    assert parse_choices("", "--backend", "gloo", command.BACKENDS) == ("gloo",)
+    with pytest.raises(shoal.LaunchError, match="--backend is one of mpi, nccl, gloo"):
+        parse_choices("shoal bench comm", "--backend", "gloo,ucx", command.BACKENDS)
+    with pytest.raises(shoal.LaunchError, match="--operations is one of all_reduce"):
+        parse_choices("shoal bench comm", "--operations", "all_reduce,scan", OPERATIONS)
 
 
 def test_sizes() -> None:

@@ -121,8 +121,8 @@ def test_what_can_not_be_measured(sets: str) -> None:
         ("Lengthless", {}, "lacks __len__"),
         ("empty", {}, "without samples"),
         ("loader", {"batch_sizes": (9,)}, "whose batch size is 8"),
-        ("tensors", {"seconds": 0.0}, "above 0 seconds"),
-        ("tensors", {"step_time": -1.0}, "--step-time -1\nfound: it must be above 0 seconds"),
+        ("tensors", {"seconds": 0.0}, "--seconds is a number above 0"),
+        ("tensors", {"step_time": -1.0}, "--step-time is a number above 0"),
         ("tensors", {"run": Path("no_such_run")}, "no such directory"),
     ):
         with pytest.raises(shoal.ShoalError, match=found) as caught:

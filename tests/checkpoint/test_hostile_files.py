@@ -351,7 +351,7 @@ HOSTILE_LINES = [
 
 
 def test_events_of_somebody_else(tmp_path: Path) -> None:
-    good = b'{"event": "steps", "t": 1, "name": "step", "step": [1], "share": [[0, 4]]}'
+    good = b'{"event": "steps", "t": 1, "name": "step", "step": [1], "load": [0], "share": [[0, 4]]}'
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "rank-0.jsonl").write_bytes(b"\n".join([*HOSTILE_LINES, good, b""]))
     for name in ("rank-.jsonl", "rank-x.jsonl", "rank--1.jsonl", "rank-1e3.jsonl"):

@@ -66,7 +66,7 @@ def test_a_decision_says_why_and_why_not() -> None:
 def test_where_nobody_can_connect_both_hosts_are_named() -> None:
     """Each by another interface is no network of all."""
     reports = [reached("eth0", eth1="timed out"), reached("eth1", host="c", eth0="timed out")]
-    given, found, fix = decide([LO, SLOW, FAST], reports, host="a")["error"]
+    given, found, fix = decide([LO, SLOW, FAST], reports, host="a")["error"].values()
     assert given == "the network of a (rank 0): lo (127.0.0.1), eth0 (10.0.0.1), eth1 (10.1.0.1)"
     assert "eth0: c (rank 2) did not reach a (rank 0) through it: timed out" in found
     assert "eth1: b (rank 1) did not reach a (rank 0) through it: timed out" in found

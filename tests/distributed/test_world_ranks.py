@@ -76,6 +76,18 @@ def test_nan_on_any_rank_is_nan_on_all(op: str, ranks: Ranks) -> None:
             assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+def small_sums(world: shoal.World, dtype: torch.dtype) -> list[float]:
+    """256 on one rank and 1 on the others, for each rank; a bfloat16 has no 257."""
+    own = torch.tensor([256.0 if world.rank == rank else 1.0 for rank in range(world.size)])
+    return world.all_reduce(own.to(dtype) * (8 if dtype == torch.float16 else 1)).tolist()
+
+
+def test_sums_of_16_bits_are_rounded_once(ranks: Ranks) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        unit = 8 if dtype == torch.float16 else 1
+        assert ranks.call(small_sums, dtype) == [[258.0 * unit] * RANKS] * RANKS
+
+
 def disagree(world: shoal.World, odd: int) -> None:
     world.agree(8 if world.rank == odd else 7, "the width")
 

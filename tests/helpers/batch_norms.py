@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.reference import LEARNING_RATE, SEED, Trained, _arrays, take_custom_step
-from shoal.strategies.batch_norm import BATCH_NORMS
+from shoal.strategies.coupling.batch_norm import BATCH_NORMS
 
 BATCH, SAMPLES, STEPS = 16, 42, 20
 """The last batch of an epoch has 10 samples."""

@@ -11,14 +11,13 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shoal.distributed.layout import Layout
-from shoal.distributed.pipeline_action import PipelineAction
-from shoal.distributed.pipeline_schedules import SCHEDULES, action_lists
+from shoal.distributed.pipeline_schedules import SCHEDULES, PipelineAction, action_lists
 from shoal.strategies.pipeline.schedules import timetable
 from shoal.tools.plan.machine.machines import find_machine
 from shoal.tools.plan.memory.estimate import held_micro_batches
 from shoal.tools.plan.time import pipeline_run
 from shoal.tools.plan.time.pipeline_run import pipeline_bubble, simulate_actions
-from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.time.step_time import estimate_step, pass_seconds
 from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import StepError
@@ -117,6 +116,10 @@ def test_actions_are_those_of_torch() -> None:
         assert compared >= 8, schedule
 
 
+def simulated(plan: PlannedStep) -> float:
+    return pipeline_bubble(plan, MODEL.layers, pass_seconds(MODEL, plan, A100))
+
+
 def most_held(plan: PlannedStep) -> float:
     """Return the micro-batches that a rank holds until the gradients of weights, by the actions."""
     shape = plan.layout.pipeline, plan.stages, plan.micro_batches
@@ -129,7 +132,7 @@ def most_held(plan: PlannedStep) -> float:
 
 def test_closed_forms() -> None:
     for plan in PLANS:
-        found = pipeline_bubble(MODEL, plan, A100)
+        found = simulated(plan)
         assert most_held(plan) == held_micro_batches(plan), plan
         bubble = estimate_step(MODEL, plan, A100).parts["bubble"]
         assert found >= bubble * (1 - 1e-9), plan
@@ -153,10 +156,10 @@ def test_further_rounds_take_the_time_of_the_busiest_rank(monkeypatch: pytest.Mo
         if plan.micro_batches > 12 or not repeats(plan):
             continue
         long = replace(plan, global_batch=7 * plan.micro_batches)
-        found = pipeline_bubble(MODEL, long, A100)
+        found = simulated(long)
         with monkeypatch.context() as patch:
             patch.setattr(pipeline_run, "_ROUNDS", 1000)
-            complete = pipeline_bubble(MODEL, long, A100)
+            complete = simulated(long)
         if SCHEDULES[plan.schedule].folded:
             # Other ranks than that of the output layer are the busiest at first.
             step = estimate_step(MODEL, long, A100).total

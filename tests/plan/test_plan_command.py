@@ -36,6 +36,19 @@ def test_json() -> None:
     assert 0.2 < first["mfu"] < 0.8
 
 
+def test_layouts_stay_on_one_line_of_a_terminal_with_80_columns() -> None:
+    size = ("-n", "256", "--batch", "2048", "--top", "9")
+    asked = ("--what-if", "network=2x", "--training", "steps=100,price=2")
+    words = ("plan", "--model", "llama-70b", *size, *asked)
+    found = json.loads(shoal(*words, "--json").stdout)
+    lines = shoal(*words).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = [*found["best"], *found["rejected"][:8], *found["what_if"]]
+    assert any(len(each["layout"]) > 25 for each in shown)
+    for each in shown:
+        assert any(each["layout"] in line.split() for line in lines), each["layout"]
+
+
 def test_small_layers_have_a_warning() -> None:
     done = shoal("plan", "--model", "gpt2", "-n", "8", "--batch", "8", "--machine", "b200")
     assert "wait for the host" in done.stdout

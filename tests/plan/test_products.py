@@ -13,8 +13,13 @@ from shoal.distributed.layout import Layout
 from shoal.tools.plan.machine.machines import find_machine
 from shoal.tools.plan.time.step_time import estimate_step, slowest
 from shoal.tools.plan.work.configuration import PlannedStep
-from shoal.tools.plan.work.layers import layer_products, layer_work, product_work
-from shoal.tools.plan.work.products import alignment_factor, tiled_flops
+from shoal.tools.plan.work.layers import (
+    alignment_factor,
+    layer_products,
+    product_work,
+    tiled_flops,
+    transformer_work,
+)
 from shoal.tools.plan.work.transformer import Transformer
 
 A100 = find_machine("a100-80")
@@ -73,7 +78,7 @@ def test_recomputation_skips_the_last_product_as_torch_does() -> None:
         assert recomputed == 1 + dropout
         model = replace(MODEL, dropout=dropout)
         plan = replace(PLAN, recompute="full")
-        work = layer_work(model, plan, A100.units)
+        work = transformer_work(model, plan, A100.units)
         skipped = work.forward.products - work.recompute.products
         shape = layer_products(model, plan)[-1]
         one = product_work(shape, plan.numbers.activation, A100.units).products

@@ -14,7 +14,7 @@ from shoal.tools.plan.machine.machines import find_machine
 from shoal.tools.plan.memory.estimate import held_micro_batches, layer_activations
 from shoal.tools.plan.time.bands import step_band
 from shoal.tools.plan.time.pipeline_run import pipeline_bubble
-from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.time.step_time import estimate_step, pass_seconds
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer
 
@@ -111,7 +111,9 @@ def test_simulated_schedules_agree_with_the_closed_form() -> None:
     for model, plan, machine in (*megatron()[0], *korthikanti()[0]):
         if 1 < plan.layout.pipeline <= 16:
             schedule = "1f1b" if plan.stages == 1 else "interleaved"
-            found = pipeline_bubble(model, replace(plan, schedule=schedule), machine)
+            simulated = replace(plan, schedule=schedule)
+            passes = pass_seconds(model, simulated, machine)
+            found = pipeline_bubble(simulated, model.layers, passes)
             bubble = estimate_step(model, plan, machine).parts["bubble"]
             assert found == pytest.approx(bubble, rel=0.01)
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from helpers.cli import shoal
 from shoal.tools.plan.training.failure_trace import FleetEvent, read_trace, time_between_failures
-from shoal.tools.plan.training.rehearsal import Fleet, FleetTime, rehearse
+from shoal.tools.plan.training.rehearsal import Fleet, rehearse
 from shoal.tools.plan.training.whole_training import Training, simulate_training
 from shoal.util.errors import ShoalError
 
@@ -23,11 +23,6 @@ def trace(tmp_path: Path, text: str, pool: int = 3) -> tuple[FleetEvent, ...]:
     return read_trace(path, pool)
 
 
-def total(found: FleetTime) -> float:
-    parts = asdict(found)
-    return float(sum(parts.values()) - parts["used"] - parts["failures"])
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_with_spares_it_is_the_simulation_with_these_failures(seed: int) -> None:
     draw = random.Random(seed)
@@ -36,45 +31,45 @@ def test_with_spares_it_is_the_simulation_with_these_failures(seed: int) -> None
     process = [FleetEvent(at=at, up=frozenset({0, 1, 2}), failed=0) for at in times]
     fleet = Fleet(nodes=2, least=2, restarts=99, wait=1, start=0, restart=20.0, save=1.0, interval=10.0)
     expected = simulate_training(Training(save=1.0, restart=20.0), 3.0, 100, 10.0, iter(gaps))
-    found = rehearse(fleet, process, 3, 3.0, 100)
-    assert total(found) == pytest.approx(expected.total)
+    found, _ = rehearse(fleet, process, 3, 3.0, 100)
+    assert found.total == pytest.approx(expected.total)
     assert found.repeated == pytest.approx(expected.repeated)
     assert found.failures == expected.failures
 
 
 def test_a_spare_node_replaces_one_that_dies(tmp_path: Path) -> None:
     # Steps of 2 s; a save of 1 s after each 5 steps: 11 s. Node 1 dies after one save and 4 s.
-    found = rehearse(FLEET, trace(tmp_path, "at,node,back\n20,1,1000\n"), 3, 2.0, 10)
+    found, used = rehearse(FLEET, trace(tmp_path, "at,node,back\n20,1,1000\n"), 3, 2.0, 10)
     assert (found.start, found.repeated, found.restarts, found.waiting) == (5, 4, 20, 0)
     assert (found.steps, found.saves, found.failures) == (20, 2, 1)
-    assert found.used == 2 * total(found)
+    assert used == 2 * found.total
 
 
 def test_a_node_that_does_not_train_may_die(tmp_path: Path) -> None:
-    assert not rehearse(FLEET, trace(tmp_path, "at,node,back\n20,2,1000\n"), 3, 2.0, 10).failures
+    assert not rehearse(FLEET, trace(tmp_path, "at,node,back\n20,2,1000\n"), 3, 2.0, 10)[0].failures
 
 
 def test_without_a_spare_the_job_waits_until_the_node_is_back(tmp_path: Path) -> None:
-    found = rehearse(FLEET, trace(tmp_path, "at,node,back\n20,1,100\n", 2), 2, 2.0, 10)
+    found, _ = rehearse(FLEET, trace(tmp_path, "at,node,back\n20,1,100\n", 2), 2, 2.0, 10)
     # The next step is at 20 + 100 + 5, of which the first 20 s count as the restart.
     assert (found.restarts, found.waiting) == (20, 85)
 
 
 def test_an_elastic_training_goes_on_with_fewer_nodes_and_takes_them_back(tmp_path: Path) -> None:
     elastic = replace(FLEET, least=1)
-    found = rehearse(elastic, trace(tmp_path, "at,node,back\n20,1,100\n", 2), 2, 2.0, 100)
+    found, used = rehearse(elastic, trace(tmp_path, "at,node,back\n20,1,100\n", 2), 2, 2.0, 100)
     # From 40 to 120 s steps take 4 s, with a save after each 3: 6 saves and 18 steps in 78 s, and then
     # 2 s of a step, which is lost. The complete steps are kept when the node is back.
     assert (found.repeated, found.restarts, found.waiting) == (4 + 2, 40, 0)
     assert found.steps == 5 * 2 + 18 * 4 + (100 - 5 - 18) * 2
-    assert found.used == 2 * total(found) - 100
+    assert used == 2 * found.total - 100
     assert found.failures == 1
 
 
 def test_capacity_of_a_spot_market(tmp_path: Path) -> None:
     text = "at,nodes\n0,1\n60,2\n"
-    assert rehearse(FLEET, trace(tmp_path, text, 2), 2, 2.0, 10).waiting == 60
-    assert rehearse(replace(FLEET, least=1), trace(tmp_path, text, 2), 2, 2.0, 10).waiting == 0
+    assert rehearse(FLEET, trace(tmp_path, text, 2), 2, 2.0, 10)[0].waiting == 60
+    assert rehearse(replace(FLEET, least=1), trace(tmp_path, text, 2), 2, 2.0, 10)[0].waiting == 0
     with pytest.raises(ShoalError, match="too few nodes are left"):
         rehearse(FLEET, trace(tmp_path, "at,nodes\n20,1\n", 2), 2, 2.0, 10)
     late = trace(tmp_path, "at,nodes\n20,0\n1220,1\n", 2)
@@ -105,7 +100,7 @@ def test_a_node_is_back_after_the_last_of_its_outages(tmp_path: Path) -> None:
 
 def test_restarts_are_limited_by_the_rules_of_the_launcher(tmp_path: Path) -> None:
     lines = "".join(f"{at},0,0\n" for at in (20, 60, 100))
-    assert rehearse(FLEET, trace(tmp_path, "at,node,back\n" + lines), 3, 2.0, 100).failures == 3
+    assert rehearse(FLEET, trace(tmp_path, "at,node,back\n" + lines), 3, 2.0, 100)[0].failures == 3
     with pytest.raises(ShoalError, match="no restart of 2 is left"):
         rehearse(replace(FLEET, restarts=2), trace(tmp_path, "at,node,back\n" + lines), 3, 2.0, 100)
     causes = "at,node,back,cause\n20,0,0,train.py:9\n60,0,0,train.py:9\n"

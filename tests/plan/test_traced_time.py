@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,10 @@ from shoal.tools.plan.search.fit import fit_plan, trace_pipeline
 from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.time.collectives import collective_seconds
 from shoal.tools.plan.time.rates import compute_seconds
-from shoal.tools.plan.time.simulation import collective_totals, run_ranks, step_seconds
+from shoal.tools.plan.time.seconds import StepParts
+from shoal.tools.plan.time.simulation import collective_totals, run_ranks
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
-from shoal.tools.plan.work.segments import RankGroup, Segment, StepCollective, Work
+from shoal.tools.plan.work.segments import RankGroup, StepCollective, Work, WorkSegment
 from shoal.tools.plan.work.trace import TracedStep, trace_step
 from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util.errors import ShoalError
@@ -64,9 +66,9 @@ def planned(layout: str, batch: int = 8) -> PlannedStep:
     )
 
 
-def segment(moment: str, operation: str = "", wait: str = "update", work: Work = SECOND) -> Segment:
+def segment(moment: str, operation: str = "", wait: str = "update", work: Work = SECOND) -> WorkSegment:
     called = StepCollective(operation=operation, count=BYTES, group=RankGroup(2, 1), wait=wait)
-    return Segment(moment=moment, work=work, collective=called if operation else None)
+    return WorkSegment(moment=moment, work=work, collective=called if operation else None)
 
 
 def test_a_cpu_computes_after_it_has_started_an_operation() -> None:
@@ -82,8 +84,12 @@ def test_a_cpu_computes_after_it_has_started_an_operation() -> None:
     assert times["gpu"] == pytest.approx((2**4 + 1) ** 0.25)
 
 
-def communication(*segments: Segment, layout: str = "replicate=2", machine: Machine = CPU) -> float:
-    return float(step_seconds(segments, planned(layout), machine).parts["communication"])
+def alone(segments: Sequence[WorkSegment], plan: PlannedStep, machine: Machine) -> StepParts:
+    return run_ranks([segments], plan, machine)[0].time
+
+
+def communication(*segments: WorkSegment, layout: str = "replicate=2", machine: Machine = CPU) -> float:
+    return float(alone(segments, planned(layout), machine).parts["communication"])
 
 
 def test_a_bucket_that_backward_hides_takes_no_time() -> None:
@@ -133,7 +139,7 @@ def test_a_module_waits_for_its_collectives() -> None:
 def test_devices_that_share_cores_take_turns() -> None:
     node = replace(CPU, devices=4, cores=2)
     times = [
-        step_seconds([segment("forward")], planned(f"replicate={ranks}"), node).parts["products"]
+        alone([segment("forward")], planned(f"replicate={ranks}"), node).parts["products"]
         for ranks in (1, 2, 4, 8)
     ]
     assert times == pytest.approx([1.0, 1.0, 2.0, 2.0])
@@ -189,7 +195,7 @@ def test_operations_in_place_read_and_write() -> None:
     assert [each.work.traffic for each in found.segments] == [2 * 3 * 4000]
 
 
-def message(operation: str, number: int, work: Work = SECOND) -> Segment:
+def message(operation: str, number: int, work: Work = SECOND) -> WorkSegment:
     """Return work before a message, which takes a second, between the two ranks of a pipeline."""
     place = 1 if operation == "send" else 0
     called = StepCollective(
@@ -200,7 +206,7 @@ def message(operation: str, number: int, work: Work = SECOND) -> Segment:
         peer=place,
         message=number,
     )
-    return Segment(moment="forward", work=work, collective=called)
+    return WorkSegment(moment="forward", work=work, collective=called)
 
 
 def test_a_stage_waits_for_messages_where_it_reads_them() -> None:
@@ -256,7 +262,7 @@ def test_a_stage_that_waits_leaves_its_core() -> None:
         assert runs[1].time.total == pytest.approx(ends[1], abs=NEAR), layout
 
 
-def apart(segment: Segment) -> StepCollective | None:
+def apart(segment: WorkSegment) -> StepCollective | None:
     """Return a message to a stage that is two ranks away."""
     found = segment.collective
     return None if found is None else replace(found, group=RankGroup(2, 2))

@@ -19,10 +19,10 @@ import shoal
 from helpers.batch_norms import Case, in_groups, specification, train
 from helpers.ranks import RankError, Ranks
 from helpers.reference import SEED, distance
-from shoal.data import coupled
-from shoal.data.coupled import CoupledStep
-from shoal.data.groups import MicroGroups, groups_of
-from shoal.strategies.batch_norm import is_covered
+from shoal.data.coupling import step as coupled_step
+from shoal.data.coupling.groups import MicroGroups, groups_of
+from shoal.data.coupling.step import CoupledStep
+from shoal.strategies.coupling.batch_norm import is_covered
 
 pytestmark = pytest.mark.processes
 
@@ -309,7 +309,7 @@ def mutated(world: shoal.World, case: Case) -> Any:
         ]
         return groups._replace(held=tuple(held))
 
-    with patch.object(coupled, "groups_of", moved):
+    with patch.object(coupled_step, "groups_of", moved):
         return train(world, case, steps=2)  # batches of two groups for each rank
 
 

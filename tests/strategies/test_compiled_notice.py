@@ -16,7 +16,7 @@ from helpers.compiling import compiler_with
 from helpers.exact_layers import BATCH, WAYS
 from helpers.exact_models import build, dataset, loss
 from helpers.ranks import Ranks
-from shoal.strategies import coupled_layers
+from shoal.strategies.coupling import notice
 
 LAYOUT = "pipeline=2"
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -26,7 +26,7 @@ def printed(world: shoal.World, way: str, model: str) -> str:
     """What this rank prints in the first step."""
     said = io.StringIO()
     compiler = patch.object(torch, "compile", compiler_with("eager"))
-    every = patch.object(coupled_layers, "_SHOWN", 99)
+    every = patch.object(notice, "_SHOWN", 99)
     with compiler, every, contextlib.redirect_stdout(said):
         parallel: Any = shoal.parallelize(build(model), world, WAYS[way].strategy(model))
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)

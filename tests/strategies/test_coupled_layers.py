@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import shoal
 from helpers.ranks import Ranks
 from shoal.strategies import engine_of
-from shoal.strategies.coupled_layers import say_division
-from shoal.training import coupling_check
-from shoal.training.coupling_check import digest, first_difference
+from shoal.strategies.coupling import observed
+from shoal.strategies.coupling.notice import say_division
+from shoal.strategies.coupling.observed import digest, first_difference
 
 pytestmark = pytest.mark.processes
 
@@ -328,5 +328,5 @@ def test_digests_of_parts_are_those_of_whole_rows(monkeypatch: pytest.MonkeyPatc
     weights = torch.arange(9).double().cos()
     expected = torch.stack((values @ weights, values.norm(dim=1)), 1)
     for converted in (1, 6, 100):
-        monkeypatch.setattr(coupling_check, "_CONVERTED", converted)
+        monkeypatch.setattr(observed, "_CONVERTED", converted)
         torch.testing.assert_close(digest(rows), expected)

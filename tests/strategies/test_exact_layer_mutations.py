@@ -21,12 +21,12 @@ from helpers.exact_layers import GROUP, Case, train
 from helpers.keyed_draws import SAMPLES, rows_drawn
 from helpers.ranks import Ranks
 from helpers.reference import SEED, TOLERANCE, Trained, distance, together
-from shoal.data import coupled
-from shoal.data.groups import MicroGroups, groups_of
+from shoal.data.coupling import step as coupled_step
+from shoal.data.coupling.groups import MicroGroups, groups_of
 from shoal.data.micro import Draws
-from shoal.strategies.partition.draw_counts import DrawCounts
+from shoal.strategies.partition.own_stages import DrawCounts
 from shoal.strategies.pipeline import engine
-from shoal.strategies.pipeline.timed_stage import StagedBatch, staged
+from shoal.strategies.pipeline.stage import StagedBatch, staged
 from shoal.strategies.random_draws import draws, graphs, philox
 from shoal.strategies.random_draws.layouts import Layouts
 from shoal.strategies.random_draws.slices import Slices
@@ -91,7 +91,7 @@ MISTAKES_IN_A_SPLIT: dict[str, tuple[Case, Callable[[], AbstractContextManager[A
     ),
     "no sample dimension": (KEYED, lambda: patch.object(Layouts, "dimension", lambda *_: None)),
     "recomputed draws are new": (RECOMPUTED, lambda: patch.object(draws, "in_backward", bool)),
-    "group boundary off by one": (GROUPED, lambda: patch.object(coupled, "groups_of", moved)),
+    "group boundary off by one": (GROUPED, lambda: patch.object(coupled_step, "groups_of", moved)),
 }
 
 

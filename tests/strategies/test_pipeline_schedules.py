@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.distributed.pipeline_action import PipelineAction
-from shoal.distributed.pipeline_schedules import SCHEDULES
+from shoal.distributed.pipeline_schedules import SCHEDULES, PipelineAction
 from shoal.strategies.pipeline.schedules import timetable
 from shoal.util.errors import StepError
 

@@ -144,6 +144,48 @@ def test_a_penalty_through_tensor_parallel_layers_is_that_of_one_process() -> No
             assert found == [pytest.approx(each, rel=1e-9) for each in by_torch("none")]
 
 
+def mean_loss(output: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, int]:
+    total, count = loss(output, batch)
+    return total / count, count
+
+
+def penalty_in_loss(layers: nn.Module, x: Tensor, reduction: str) -> Tensor:
+    """A penalty that the loss function computes, as those of GANs are written."""
+    x = x.detach().requires_grad_()
+    y = layers(x)
+    slope = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+    found: Tensor = getattr((slope.norm(dim=1) - 1).square() + y[:, 0], reduction)()
+    return found
+
+
+def refused(world: shoal.World) -> list[str]:
+    """Errors of steps with penalties that are means, in the model and in the loss function."""
+    model = shoal.parallelize(Critic("none"), world)
+    found = []
+
+    def first_batch() -> shoal.Batch:
+        return next(iter(shoal.Loader((samples(),), world, batch_size=BATCH).epochs(1)))
+
+    for task in (
+        shoal.Task(mean_loss),
+        shoal.Task(lambda _, batch: (penalty_in_loss(model.layers, batch[0], "mean"), len(batch[0]))),
+    ):
+        step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)
+        with pytest.raises(shoal.StepError) as error:
+            step(first_batch())
+        found.append(error.value.found)
+    task = shoal.Task(lambda _, batch: (penalty_in_loss(model.layers, batch[0], "sum"), len(batch[0])))
+    shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)(first_batch())
+    return found
+
+
+def test_a_penalty_that_is_a_mean_is_refused() -> None:
+    for size, layout in ((1, "replicate=1"), (2, "replicate=2")):
+        with Ranks(size, layout=layout, seed=0) as ranks:
+            for found in ranks.call(refused):
+                assert ["it is a mean" in each for each in found] == [True, True]
+
+
 def raised(world: shoal.World) -> str:
     """The error of a step on one of two models, as a GAN has them."""
     other = shoal.parallelize(nn.Linear(2, 2), world)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.ranks import Ranks
 from helpers.small_training import sgd, squares
+from shoal.strategies.coupling.observed import digest
 
 
 class Counting(nn.Sequential):
@@ -92,3 +93,11 @@ def test_the_first_batch_runs_as_a_whole_and_in_halves(
 @pytest.mark.processes
 def test_ranks_run_the_first_batch_as_a_whole_and_in_halves(ranks: Ranks) -> None:
     assert ranks.call(forwards, (*NORM, *DROPOUT), 1, "samples", False) == [3, 3]
+
+
+def test_digests_leave_the_rows_as_they_are() -> None:
+    for dtype in (torch.float32, torch.float64):
+        rows = torch.randn(3, 5, dtype=dtype)
+        kept = rows.clone()
+        digest([rows])
+        assert torch.equal(rows, kept)

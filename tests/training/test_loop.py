@@ -372,7 +372,7 @@ def test_what_is_better() -> None:
     ("call", "found"),
     [
         (lambda path: train(path, epochs=None), "neither epochs nor steps"),
-        (lambda path: train(path, max_time=0.0), "a positive number of seconds"),
+        (lambda path: train(path, max_time=0.0), "a number above 0"),
         (lambda path: shoal.Validation(dataset=None, monitor="f1"), "the metrics are loss"),
         (lambda path: shoal.Validation(dataset=None, patience=0), "1 or more"),
         (lambda path: shoal.Validation(dataset=None, every=0), "1 or more"),

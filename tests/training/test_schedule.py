@@ -61,7 +61,7 @@ STEPS, RATIO = "warmup_steps is a number of optimizer steps", "warmup_ratio is a
 
 def test_schedules_that_can_not_be() -> None:
     rows: list[tuple[dict[str, Any], str]] = [
-        ({"decay": "cosin"}, "the decays are cosine, linear, constant"),
+        ({"decay": "cosin"}, "decay is one of 'cosine', 'linear', 'constant'"),
         *(({"warmup_steps": steps}, STEPS) for steps in (-1, 2.5, True, "10", 0.1)),
         *(({"warmup_ratio": ratio}, RATIO) for ratio in (10, -0.1, float("nan"))),
         ({"warmup_steps": 10, "warmup_ratio": 0.1}, "both give the length of the warm-up"),

@@ -45,7 +45,7 @@ MISTAKES: list[tuple[Callable[[Any], object], type[shoal.ShoalError], str]] = [
     (lambda g: g.loader.epochs(-1), DataError, "loader.epochs(10)"),
     (lambda g: g.loader.epochs(0.5), DataError, "loader.epochs(10)"),
     (lambda g: g.loader.epochs(3.0), DataError, "loader.epochs(3)"),
-    (lambda g: load(g, batch_size=64.0), DataError, "batch_size=64,"),
+    (lambda g: load(g, batch_size=64.0), DataError, "batch_size=64"),
     (lambda g: load(g, shuffle="no"), DataError, "shuffle=False"),
     (lambda g: load(g, seed="1"), DataError, "seed=0"),
     (lambda g: load(g, num_workers=-1), DataError, "num_workers=4"),
@@ -81,7 +81,7 @@ MISTAKES: list[tuple[Callable[[Any], object], type[shoal.ShoalError], str]] = [
     (lambda g: API.EMA(g.optimizer), StepError, "shoal.EMA(model)"),
     (lambda g: train(g, epochs=0), StepError, "epochs=10"),
     (lambda g: train(g, epochs="3"), StepError, "epochs=10"),
-    (lambda g: train(g, epochs=3.0), StepError, "epochs=3,"),
+    (lambda g: train(g, epochs=3.0), StepError, "epochs=3"),
     (lambda g: train(g, max_time="60"), StepError, "max_time=3600.0"),
     (lambda g: train(g, seed=5), StepError, "shoal.init(layout='replicate=-1', seed=5)"),
     (

@@ -90,7 +90,7 @@ class Fence:
         save its part in a different place.
         """
         until = CLOCK.now() + within
-        while not self._shows(number, mark):
+        while not any(_read(path) == mark for each, path in self._taken() if each == number):
             if CLOCK.now() > until:
                 raise CheckpointError(
                     given=f"a Run in {self._directory.parent} on {socket.gethostname()}",
@@ -101,9 +101,6 @@ class Fence:
                 )
             CLOCK.sleep(0.05)
         self.number = number
-
-    def _shows(self, number: int, mark: str) -> bool:
-        return any(_read(path) == mark for each, path in self._taken() if each == number)
 
     def newest(self) -> int:
         """Return the highest number taken; 0 if there is none."""

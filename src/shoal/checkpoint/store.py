@@ -264,7 +264,11 @@ class Store(ABC, Generic[P]):
             return []
         found = [(DirectoryName.read(path.name), path) for path in self.directory.iterdir()]
         # A plain file of such a name belongs to the user, not to Shoal.
-        named = [(name, path) for name, path in found if name is not None and _is_ours(path)]
+        named = [
+            (name, path)
+            for name, path in found
+            if name is not None and not (isinstance(path, Path) and path.is_file())
+        ]
         return sorted(named, key=lambda each: each[0])
 
     def _judged(self) -> list[tuple[DirectoryName, P, bool]]:
@@ -332,10 +336,6 @@ class Store(ABC, Generic[P]):
         finally:
             digest.join()  # the blocks may be overwritten after this call
         return FileRecord(sum(map(len, blocks)), digest.sha256.hexdigest())
-
-
-def _is_ours(path: AnyPath) -> bool:
-    return not (isinstance(path, Path) and path.is_file())
 
 
 def damage(

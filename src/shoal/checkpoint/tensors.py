@@ -230,12 +230,9 @@ def read_piece(
     wanted = _DTYPE_NAMES[dtype]
     pair = (2,) if wanted.is_complex else ()
     if tuple(value.shape) != (*sizes, *pair) or value.dtype != wanted.to_real():
-        raise DamageError(f"a file holds {_form(value)} in place of {dtype} {sizes}")
+        held = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        raise DamageError(f"a file holds {held} in place of {dtype} {sizes}")
     return torch.view_as_complex(value) if wanted.is_complex else value
-
-
-def _form(value: torch.Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _key(item: WriteItem) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.util.errors import LaunchError, explained
+from shoal.util.errors import LaunchError, raised_as
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,12 +64,13 @@ def comm(
     mpirun or torchrun, it measures the ranks of the job.
     """
     from shoal.tools.bench.collectives import command as measuring
+    from shoal.tools.bench.collectives.measure import OPERATIONS
     from shoal.tools.bench.measurement import Output
-    from shoal.tools.bench.options import parse_sizes, parse_words
+    from shoal.tools.bench.options import parse_choices, parse_sizes
 
     asked = measuring.CollectivesRequest(
-        backends=parse_words(backend),
-        operations=parse_words(operations),
+        backends=parse_choices("shoal bench comm", "--backend", backend, measuring.BACKENDS),
+        operations=parse_choices("shoal bench comm", "--operations", operations, OPERATIONS),
         sizes=parse_sizes(sizes),
         repeats=repeats,
         seconds=seconds,
@@ -225,13 +226,13 @@ def machine(
     if out is None:
         typer.echo(text, nl=False)
         return
-    with explained(LaunchError, given=f"-o {out}", fix="use a directory where you have permission"):
+    with raised_as(LaunchError, given=f"-o {out}", fix="use a directory where you have permission"):
         out.write_text(text, encoding="utf-8")
 
 
 def _check_machine_options(name: str, model: str, micro_batch: int | None, out: Path | None) -> None:
     """Raise LaunchError for options of `shoal bench machine` that are wrong before it measures."""
-    from shoal.tools.bench.options import check_file
+    from shoal.tools.bench.options import check_output
 
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise LaunchError(
@@ -245,4 +246,4 @@ def _check_machine_options(name: str, model: str, micro_batch: int | None, out: 
             found="no --model",
             fix="--model train.py:build, or leave out --micro-batch",
         )
-    check_file("-o", out)
+    check_output("-o", out)

@@ -49,6 +49,7 @@ def chaos(
     """
     from shoal.tools.chaos.faults import check_kinds
     from shoal.tools.chaos.report import StormReport, StormRequest, storm_document
+    from shoal.util.plain import from_plain
 
     _check_script(script)
     request = StormRequest(
@@ -61,7 +62,7 @@ def chaos(
         limit=limit,
         shrinks=shrink,
     )
-    report = StormReport.from_json(_run(request))
+    report: StormReport = from_plain(StormReport, _run(request))
     show_document(storm_document(report), as_json=as_json)
     raise typer.Exit(int(bool(report.problem)))
 

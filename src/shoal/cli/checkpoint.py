@@ -10,7 +10,7 @@ import typer
 
 from shoal.cli.options import examples
 from shoal.cli.output import show_document
-from shoal.util.errors import CheckpointError, explained
+from shoal.util.errors import CheckpointError, raised_as
 
 if TYPE_CHECKING:
     from shoal.checkpoint import AnyPath
@@ -166,4 +166,4 @@ def _readable(path: str) -> AbstractContextManager[None]:
     fix = "check that you may read and write there (ls -ld), and that there is room (df -h)"
     if is_url(path):
         fix = "check that fsspec can access it with your credentials"
-    return explained(CheckpointError, given=masked_url(path), fix=fix)
+    return raised_as(CheckpointError, given=masked_url(path), fix=fix)

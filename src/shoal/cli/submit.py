@@ -19,7 +19,7 @@ from shoal.cli.options import (
     examples,
 )
 from shoal.cli.output import show_document
-from shoal.util.errors import LaunchError, explained
+from shoal.util.errors import LaunchError, raised_as
 
 if TYPE_CHECKING:
     from shoal.tools.submit.job import JobRequest
@@ -320,7 +320,7 @@ def new_site(name: _SiteName) -> None:
             fix="choose another name, or remove that file",
         )
     text = scheduler_here().draft_site(name)
-    with explained(
+    with raised_as(
         LaunchError,
         given=f"shoal sites new {name}",
         fix="export XDG_CONFIG_HOME=DIR with a directory that you may write to",
@@ -336,7 +336,7 @@ def _sweep(path: Path | None) -> tuple[tuple[str, ...], ...]:
 
     if path is None:
         return ()
-    with explained(
+    with raised_as(
         LaunchError,
         given=f"--sweep {path}",
         fix="pass a file with the arguments of one job in each line, as in `--lr 0.1 --run runs/a`",

@@ -13,7 +13,6 @@ import typer
 from shoal.cli.options import AsJson, ScriptArgs
 from shoal.cli.output import show_document
 from shoal.cli.submit import script_arguments
-from shoal.util.errors import LaunchError
 
 
 def verify(
@@ -46,6 +45,7 @@ def verify(
     The script need not use Shoal. Shoal runs it unchanged, in copies of the current directory, and
     observes it. The exit code is 1 if a property is refuted.
     """
+    from shoal.tools.bench.options import parse_numbers
     from shoal.tools.verify.audit import audit_script
     from shoal.tools.verify.document import audit_document
     from shoal.tools.verify.variants import VerifyRequest, check_request
@@ -56,7 +56,7 @@ def verify(
             script=os.path.relpath(Path(script)),
             args=tuple(script_arguments(args)),
             restart_args=tuple(shlex.split(restart_args)),
-            ranks=_numbers(ranks),
+            ranks=parse_numbers("--ranks", ranks, least=0),
             kills=kills,
             steps=steps,
             limit=limit,
@@ -67,14 +67,3 @@ def verify(
         found = audit_script(request, lambda name: print_path(stderr, f"running: {name}"))
     show_document(audit_document(found), as_json=as_json, html=html)
     raise typer.Exit(int(found.refuted > 0))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise LaunchError(
-            given=f"--ranks {text}",
-            found="not a list of numbers",
-            fix="shoal verify --ranks 1,2 train.py",
-        ) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 from torch import Tensor, nn
 
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.gather import GatheredRows, gather_rows
 from shoal.data.micro import CURRENT_DRAWS, Draws, MicroBatch
 from shoal.data.noise import Noise

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.data.micro import CURRENT_MICRO, MicroBatch
 from shoal.distributed import objects
+from shoal.distributed.reductions import all_reduce
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class _SumRows(torch.autograd.Function):
     def forward(context: Any, rows: Tensor, world: World, lengths: list[int]) -> Tensor:
         context.world, context.lengths = world, lengths
         total = rows.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=world.data_group)
+        all_reduce(total, "sum", world.data_group)
         own: Tensor = total.split(lengths)[world.data_rank].clone()
         return own
 

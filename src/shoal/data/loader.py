@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data import Sampler as TorchSampler
 
 from shoal.data.batch import Batch
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.groups import Place
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.feed import Feed, Fetch, PositionedSource, check_state
-from shoal.data.groups import Place
 from shoal.data.iterable_dataset import BatchSplit, StreamSource
 from shoal.data.loader_arguments import (
     MEASURED,
@@ -45,7 +45,7 @@ from shoal.distributed.virtual_ranks import VirtualRanks, virtual_ranks_of
 from shoal.distributed.world import World
 from shoal.telemetry.step_timer import WAIT
 from shoal.util.accelerator import is_accelerator
-from shoal.util.arguments import check_integer
+from shoal.util.arguments import check_integer, integer_like
 from shoal.util.clock import CLOCK
 from shoal.util.errors import DataError
 
@@ -292,7 +292,13 @@ class Loader:
         Raises:
             DataError: If `count` is not an integer, 0 or more.
         """
-        check_integer(DataError, "loader.epochs", "count", count, usual=10)
+        check_integer(
+            DataError,
+            "loader.epochs",
+            "count",
+            count,
+            fix=f"loader.epochs({integer_like(count, 10)})",
+        )
         self.goal = None if self.epoch_size is None else count * self.epoch_size
         return self._all_batches(count)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.data.groups import Place
+from shoal.data.coupling.groups import Place
 
 if TYPE_CHECKING:
     from shoal.distributed.world import World

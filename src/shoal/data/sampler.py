@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.data.groups import Place, piece
+from shoal.data.coupling.groups import Place, piece
 from shoal.data.orders import Indices, SampleOrder
 from shoal.data.token_budget import BatchSize
 from shoal.distributed.virtual_ranks import VirtualRanks

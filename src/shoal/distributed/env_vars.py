@@ -80,19 +80,14 @@ def visible_devices() -> dict[str, str]:
     return {name: os.environ[name] for name in _VISIBLE if name in os.environ}
 
 
-def threads_variable() -> str:
-    """Return OMP_NUM_THREADS, or "" if it is not set."""
-    return os.environ.get(THREADS, "")
+def variable(name: str) -> str:
+    """Return a variable of this process, or "" if it is not set."""
+    return os.environ.get(name, "")
 
 
 def allocator_settings() -> str:
     """Return the settings of torch's allocator on GPUs, or "" if there are none."""
     return next((os.environ[name] for name in _ALLOCATOR if os.environ.get(name)), "")
-
-
-def interface_variable() -> str:
-    """Return GLOO_SOCKET_IFNAME, or "" if it is not set."""
-    return os.environ.get(GLOO, "")
 
 
 def worker_threads(processes: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -182,11 +177,6 @@ def _user_folder(variable: str, default: str) -> Path:
     # The specification of these variables says that relative paths are invalid.
     base = Path(given) if os.path.isabs(given) else Path(default).expanduser()
     return base / "shoal"
-
-
-def site() -> str:
-    """Return the site that the user has set for all submissions; empty if none."""
-    return os.environ.get(SITE, "")
 
 
 def beginning_with(prefixes: tuple[str, ...]) -> dict[str, str]:

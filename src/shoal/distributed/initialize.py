@@ -40,6 +40,7 @@ from shoal.util.differences import spans
 from shoal.util.errors import LaunchError, LayoutError
 
 LAYOUT = "replicate=-1"
+_BITS = "exact='bits': {} virtual ranks, 1 thread per rank, deterministic algorithms"
 TIMEOUT, PREPARE_TIMEOUT = 600.0, 3600.0
 LONGEST = 365 * 86400.0
 """Longest time limit in seconds; torch has no infinite one."""
@@ -99,7 +100,7 @@ def join(
     group, told = None, placement.warning if placement.size == 1 else ""
     way: interfaces.ChosenInterface | None = None
     written: dict[str, str] = {}
-    variable, now = env_vars.threads_variable(), torch.get_num_threads()
+    variable, now = env_vars.variable(env_vars.THREADS), torch.get_num_threads()
     if store is None:
         count = _choose_threads(placement, now, variable, virtual)
     else:
@@ -117,8 +118,7 @@ def join(
     untested = note_untested(torch.__version__)
     notes = (
         told,
-        virtual
-        and f"exact='bits': {virtual.total} virtual ranks, 1 thread per rank, deterministic algorithms",
+        virtual and _BITS.format(virtual.total),
         f"torch {untested.value} is {untested.reason}" if untested else None,
     )
     return JoinedWorld(
@@ -237,7 +237,7 @@ def _choose_way(
     placement: Placement, store: Store, backend: str, timeout: float
 ) -> tuple[interfaces.ChosenInterface | None, dict[str, str]]:
     """Return the interface between ranks of several machines, and the variables for the backends."""
-    given = env_vars.interface_variable()
+    given = env_vars.variable(env_vars.GLOO)
     if placement.nodes == 1:
         interfaces.check_given(given)
         return None, {}

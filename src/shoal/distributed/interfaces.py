@@ -57,11 +57,6 @@ class Interface:
         """Whether only processes of this machine can use it."""
         return all(ipaddress.ip_address(each).is_loopback for each in self.addresses)
 
-    @property
-    def _worth(self) -> tuple[bool, bool, int]:
-        # If all ranks have used it, they are on one machine, and other hosts can't listen there.
-        return self.loopback, self.infiniband, self.speed or _UNKNOWN
-
 
 @dataclass(frozen=True, kw_only=True)
 class InterfaceReport:
@@ -70,7 +65,7 @@ class InterfaceReport:
     host: str
     reached: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
-    error: tuple[str, str, str] | None = None
+    error: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +123,7 @@ def check_given(given: str) -> None:
     """Raise LaunchError if this machine has no interface of the name in GLOO_SOCKET_IFNAME."""
     error = _lacking(given, interfaces(), socket.gethostname()) if given else None
     if error is not None:
-        raise _launch_error(error)
+        raise error
 
 
 def agree(store: Store, *, rank: int, size: int, given: str, timeout: float) -> ChosenInterface:
@@ -147,13 +142,14 @@ def agree(store: Store, *, rank: int, size: int, given: str, timeout: float) -> 
         report = InterfaceReport(host=host, reached={one.name: one.addresses[0] for one in mine})
     else:
         offer = json.loads(store.get(_OFFER))
-        report = InterfaceReport(host=host, error=lacking)
         if lacking is None:
             report = _call(offer, host, mine, chosen if given else [])
+        else:
+            report = InterfaceReport(host=host, error=lacking.texts)
         store.set(_REPORT.format(rank=rank), json.dumps(asdict(report)))
         decision = json.loads(store.get(_DECISION))
     if "error" in decision:
-        raise _launch_error(decision["error"])
+        raise LaunchError(**decision["error"])
     address = report.reached[decision["name"]]
     names = [one.name for one in mine if address in one.addresses]
     name = names[0] if names else decision["name"]
@@ -167,13 +163,13 @@ def _host(
     size: int,
     offered: Sequence[Interface],
     host: str,
-    lacking: tuple[str, str, str] | None,
+    lacking: LaunchError | None,
     deadline: float,
 ) -> dict[str, Any]:
     """Offer rank 0's interfaces, collect the other ranks' reports, and decide."""
     if lacking is not None:
         store.set(_OFFER, json.dumps({"host": host, "port": 0, "token": "", "interfaces": []}))
-        return {"error": lacking}
+        return {"error": lacking.texts}
     token = secrets.token_hex(16)
     with listen(0) as server, answering(server, f"{token}\n".encode(), _FULL):
         port = server.getsockname()[1]
@@ -198,8 +194,10 @@ def decide(
     missed = {one.name: why for one in offered if (why := _missed(one.name, reports, host))}
     common = [one for one in offered if one.name not in missed]
     if not common:
-        return {"error": _nobody(offered, missed, host)}
-    best = max(common, key=lambda one: one._worth)  # the first of equals
+        return {"error": _nobody(offered, missed, host).texts}
+    # If all ranks have used the loopback, they are on one machine, and other hosts can't listen there.
+    # Of equals, the first.
+    best = max(common, key=lambda one: (one.loopback, one.infiniband, one.speed or _UNKNOWN))
     others = {one.name: f"{_speed(one)}, {best.name} {_speed(best)}" for one in common if one != best}
     unreached = {one.name: missed[one.name] for one in offered if one.name in missed}
     loopback = {one.name for one in offered if one.loopback}
@@ -219,32 +217,32 @@ def _missed(name: str, reports: Sequence[InterfaceReport], host: str) -> str:
     return ""
 
 
-def _nobody(offered: Sequence[Interface], missed: Mapping[str, str], host: str) -> tuple[str, str, str]:
+def _nobody(offered: Sequence[Interface], missed: Mapping[str, str], host: str) -> LaunchError:
     names = ", ".join(f"{one.name} ({', '.join(one.addresses)})" for one in offered)
     real = [one.name for one in offered if not one.loopback] or [one.name for one in offered]
     found = "; ".join(f"{name}: {missed[name]}" for name in real) or "it has no network interface"
     ports = "all ports"
     with suppress(OSError):
         ports = f"TCP ports {'-'.join(_PORTS.read_text().split())}"
-    return (
-        f"the network of {host} (rank 0): {names}",
-        found,
-        f"let the hosts of a job connect to each other at {ports}, since Gloo and NCCL use any free "
-        f"port; or, if another interface is right, export {GLOO}=NAME (unset it if it is set)",
+    return LaunchError(
+        given=f"the network of {host} (rank 0): {names}",
+        found=found,
+        fix=f"let the hosts of a job connect to each other at {ports}, since Gloo and NCCL use any "
+        f"free port; or, if another interface is right, export {GLOO}=NAME (unset it if it is set)",
     )
 
 
-def _lacking(given: str, mine: Sequence[Interface], host: str) -> tuple[str, str, str] | None:
+def _lacking(given: str, mine: Sequence[Interface], host: str) -> LaunchError | None:
     """Return the error for names in `given` that this machine does not have, else None."""
     names = [one.name for one in mine]
     absent = [name for name in given.split(",") if name not in names]
     if not absent:
         return None
     there = ", ".join(f"{one.name} ({', '.join(one.addresses)})" for one in mine)
-    return (
-        f"{GLOO}={given} on {host}",
-        f"{host} has no interface {absent[0]} that is up with an address; it has {there}",
-        f"unset {GLOO} to use the fastest interface that all hosts share; or set one of these",
+    return LaunchError(
+        given=f"{GLOO}={given} on {host}",
+        found=f"{host} has no interface {absent[0]} that is up with an address; it has {there}",
+        fix=f"unset {GLOO} to use the fastest interface that all hosts share; or set one of these",
     )
 
 
@@ -321,8 +319,3 @@ def _reach_one(address: str, port: int, token: str, source: str) -> str:
 def _speed(one: Interface) -> str:
     kind = "InfiniBand, " if one.infiniband else ""
     return f"{kind}{one.speed} Mbit/s" if one.speed else f"{kind}unknown speed"
-
-
-def _launch_error(error: Sequence[str]) -> LaunchError:
-    given, found, fix = error
-    return LaunchError(given=given, found=found, fix=fix)

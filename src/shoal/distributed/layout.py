@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from shoal.util.arguments import is_integer
 from shoal.util.errors import LayoutError
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -61,7 +62,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         degrees = {field.name: getattr(self, field.name) for field in fields(self)}
-        wrong = [f"{axis}={degree!r}" for axis, degree in degrees.items() if not _valid(degree)]
+        wrong = [
+            f"{axis}={degree!r}"
+            for axis, degree in degrees.items()
+            if not degree or not is_integer(degree, least=-1)
+        ]
         if wrong:
             raise LayoutError(
                 given=f"layout with {', '.join(wrong)}",
@@ -229,7 +234,3 @@ class Layout:
 
 def _is_integer(text: str) -> bool:
     return text.removeprefix("-").isascii() and text.removeprefix("-").isdigit()
-
-
-def _valid(degree: object) -> bool:
-    return isinstance(degree, int) and not isinstance(degree, bool) and (degree > 0 or degree == -1)

@@ -1,6 +1,4 @@
-"""Collectives of a process group: of Python values, encoded by `codec` and never by pickle, and the
-all-reduce of a tensor, in which NaN is never lost.
-"""
+"""Python values sent between ranks over a process group, encoded by `codec`, never by pickle."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import torch.distributed as dist
 
 from shoal._torch.c10d import device_types
 from shoal.distributed import codec
-from shoal.util.arguments import check_choice
 from shoal.util.errors import AgreementError
 
 _SENT, _FAILED = b"\0", b"\1"
@@ -145,35 +142,3 @@ def _bytes(data: bytes, device: torch.device) -> torch.Tensor:
 
 def _content(buffer: torch.Tensor) -> bytes:
     return buffer.cpu().numpy().tobytes()
-
-
-OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-def check_operation(op: str) -> None:
-    """Raise AgreementError for another operation than those of `OPERATIONS`."""
-    check_choice(
-        AgreementError,
-        "world.all_reduce",
-        "op",
-        op,
-        OPERATIONS,
-        fix="use op='sum', and divide by world.size for a mean",
-    )
-
-
-def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> None:
-    """Reduce a tensor over the ranks of a group in place, in one collective.
-
-    The maximum and the minimum are NaN where any rank has NaN. Backends compare, and all comparisons
-    with NaN are false: Gloo loses one that is not on rank 0.
-    """
-    if op == "sum" or not tensor.is_floating_point():
-        dist.all_reduce(tensor, OPERATIONS[op], group=group)
-        return
-    values = tensor.detach()
-    unknown = values.isnan()
-    flags = unknown.to(values.dtype) * (1 if op == "max" else -1)
-    both = torch.stack((values.masked_fill(unknown, 0), flags))
-    dist.all_reduce(both, OPERATIONS[op], group=group)
-    values.copy_(both[0].masked_fill(both[1] != 0, torch.nan))

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 import psutil
 
@@ -82,12 +81,7 @@ class Probes:
             threading.Thread(target=self._watch, args=(line,), daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
 
     def outages(self) -> list[Outage]:

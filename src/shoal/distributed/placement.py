@@ -161,8 +161,11 @@ def meet(
     """
     own = bool(env.get("MASTER_ADDR"))
     unset = {"one of your own": "MASTER_ADDR is not set"}
-    hosts = _given_address(env) if own else replace(hosts, rejected=unset)
-    ports = _given_port(env) if env.get("MASTER_PORT") else _ports(env, job, number)
+    hosts = _given("address", env["MASTER_ADDR"], "ADDR") if own else replace(hosts, rejected=unset)
+    given_port = env.get("MASTER_PORT")
+    ports = (
+        _given("port", master_port(env, least=1), "PORT") if given_port else _ports(env, job, number)
+    )
     choices: tuple[Decision[Any], ...] = (hosts, ports)
     directory = ""
     if shared and not own:
@@ -178,10 +181,9 @@ def meet(
     )
 
 
-def _given_address(env: Mapping[str, str]) -> Decision[tuple[str, ...]]:
-    """Return the address in MASTER_ADDR."""
-    address = env["MASTER_ADDR"]
-    return Decision(what="address", value=(address,), reason=f"{GIVEN}: MASTER_ADDR={address}")
+def _given(what: str, value: _T, suffix: str) -> Decision[tuple[_T, ...]]:
+    """Return the decision about an address or a port that MASTER_ADDR or MASTER_PORT gives."""
+    return Decision(what=what, value=(value,), reason=f"{GIVEN}: MASTER_{suffix}={value}")
 
 
 def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
@@ -194,12 +196,6 @@ def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
             fix="unset MASTER_PORT to let Shoal find a free port; or set a free one (ss -ltn)",
         )
     return port
-
-
-def _given_port(env: Mapping[str, str]) -> Decision[tuple[int, ...]]:
-    """Return the port in MASTER_PORT."""
-    port = master_port(env, least=1)
-    return Decision(what="port", value=(port,), reason=f"{GIVEN}: MASTER_PORT={port}")
 
 
 def one_machine(variables: str) -> Decision[tuple[str, ...]]:

@@ -21,7 +21,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
 from shoal.distributed.outages import Probes, address_towards
 from shoal.util.clock import CLOCK
-from shoal.util.errors import LaunchError
+from shoal.util.errors import LaunchError, raised_as
 from shoal.util.regular_file import appearing, write_new
 
 LONGEST = 300.0
@@ -56,8 +56,10 @@ def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
     with _listen(meeting, meeting.ports) as server:
         store = _open_store(meeting, server, size, limit)
         line = f"{meeting.job} {store.port}\n".encode()
+        # The job's other machines, each by its name with an address and a port to call.
+        machines = {host: (host, meeting.ports[0]) for host in meeting.others[:_MOST_CALLED]}
         with answering(server, line), _published(meeting, server.getsockname()[1]):
-            await_all(store, size, CLOCK.now() + limit, machines=_machines(meeting))
+            await_all(store, size, CLOCK.now() + limit, machines=machines)
     return store
 
 
@@ -116,11 +118,6 @@ def await_all(
                 calls = stack.enter_context(Probes(machines))
             CLOCK.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def _machines(meeting: Meeting) -> dict[str, tuple[str, int]]:
-    """Return the job's other machines, each by its name with an address and a port to call."""
-    return {host: (host, meeting.ports[0]) for host in meeting.others[:_MOST_CALLED]}
 
 
 def _not_come(missing: Sequence[int], size: int, calls: Probes | None) -> LaunchError:
@@ -283,16 +280,14 @@ def _published(meeting: Meeting, port: int) -> Iterator[None]:
         yield
         return
     path = _file(meeting)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with raised_as(
+        LaunchError,
+        given=f"rank 0 publishes its address in {path.parent}",
+        fix=f"export {DIRECTORY}=DIR (shared by all hosts), or MASTER_ADDR and MASTER_PORT",
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # only the user may list it
         with appearing(path) as partial:
             write_new(partial, "".join(f"{host} {port}\n" for host in own_addresses()), private=True)
-    except OSError as error:
-        raise LaunchError(
-            given=f"rank 0 publishes its address in {path.parent}",
-            found=str(error),
-            fix=f"export {DIRECTORY}=DIR (shared by all hosts), or MASTER_ADDR and MASTER_PORT",
-        ) from None
     try:
         yield
     finally:

@@ -24,8 +24,8 @@ from shoal.distributed import env_vars, mpi, objects, teardown
 from shoal.distributed.initialize import LAYOUT, JoinedWorld
 from shoal.distributed.layout import AXES, DATA_AXES, Layout
 from shoal.distributed.membership import Membership
-from shoal.distributed.objects import all_reduce, check_operation
 from shoal.distributed.rank_zero_first import RankZeroFirst
+from shoal.distributed.reductions import all_reduce, check_operation
 from shoal.distributed.run_log import RunLog
 from shoal.distributed.seeds import DeterministicMode, derive_seed
 from shoal.distributed.watchdog import abort

@@ -81,8 +81,7 @@ def launch(
     if kind == pickling.FAILED:
         raise _failed(decode(values[0]), given)
     if kind == pickling.REFUSED:
-        given, found, fix = json.loads(values[0])
-        raise LaunchError(given=given, found=found, fix=fix)
+        raise LaunchError(**json.loads(values[0]))
     raise LaunchError(
         given=given,
         found=f"the process that starts the ranks ended early {kind.decode()}",

@@ -47,7 +47,7 @@ def _answer(answer: IO[bytes], call: FunctionCall, processes: int, restarts: int
         end = run_job(call, processes=processes, restarts=restarts)
     except LaunchError as error:
         pickling.write_framed(answer, pickling.REFUSED)
-        pickling.write_framed(answer, json.dumps([error.given, error.found, error.fix]).encode())
+        pickling.write_framed(answer, json.dumps(error.texts).encode())
         return 2
     if end.failure is not None:
         pickling.write_framed(answer, pickling.FAILED)

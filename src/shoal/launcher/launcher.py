@@ -308,10 +308,9 @@ class Launcher:
     def _tell_loss(self, failure: Failure) -> None:
         self._tell_of(failure.rank, loss(failure, size=self._size))
 
-    def _refuse(self, error: tuple[str, str, str]) -> None:
+    def _refuse(self, error: dict[str, str]) -> None:
         self._workers.stop(signal.SIGTERM, self._short)
-        given, found, fix = error
-        raise LaunchError(given=given, found=found, fix=fix)
+        raise LaunchError(**error)
 
 
 def _tell(text: str) -> None:

@@ -218,18 +218,18 @@ def supervise(
         with quiet():
             _supervise(orders, processes, restarts, preemptions, nodes, label)
     except LaunchError as error:
-        _order(orders, "refuse", [error.given, error.found, error.fix])
+        _order(orders, "refuse", error.texts)
     except ClosedError as closed:
         text = f"{label} joined too late: the run has ended\n"
         _order(orders, "stop", [closed.verdict.code, text, False, False])
     except (RendezvousError, DistError) as error:
         why = str(error.__cause__ or error).splitlines()[0][:200]
-        lost = [
-            f"{label}, one of --nodes {nodes.text}",
-            f"the node at {nodes.address}, which hosts the rendezvous, can't be reached ({why})",
-            "read that node's output; start the command again, on that node too",
-        ]
-        _order(orders, "refuse", lost)
+        lost = LaunchError(
+            given=f"{label}, one of --nodes {nodes.text}",
+            found=f"the node at {nodes.address}, which hosts the rendezvous, can't be reached ({why})",
+            fix="read that node's output; start the command again, on that node too",
+        )
+        _order(orders, "refuse", lost.texts)
 
 
 def _supervise(

@@ -8,7 +8,8 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
-from types import FrameType
+
+from shoal.util.signal_handler import handle_signals
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a launcher."""
@@ -67,19 +68,14 @@ class Interrupts:
         `forward` sends a signal to the ranks and returns whether there are any.
         """
         self._forward = forward
-        before = {number: signal.getsignal(number) for number in (*SIGNALS, *FORWARDED)}
-        mine = [n for n, handler in before.items() if handler not in (signal.SIG_IGN, None)]
-        for number in mine:
-            signal.signal(number, self._handle)
-        try:
+        ignored = (signal.SIG_IGN, None)
+        mine = [n for n in (*SIGNALS, *FORWARDED) if signal.getsignal(n) not in ignored]
+        with handle_signals(mine, self._handle):
             mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, mine)
             try:
                 yield
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        finally:
-            for number in mine:
-                signal.signal(number, before[number])
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -93,7 +89,7 @@ class Interrupts:
             signum, self._pending = self._pending, 0
             self._act(signum)
 
-    def _handle(self, signum: int, _: FrameType | None) -> None:
+    def _handle(self, signum: int, _: object) -> None:
         if self._held:
             self._pending = signum
         else:

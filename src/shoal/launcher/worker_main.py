@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shoal.distributed.cluster_env import LEFT
 from shoal.distributed.cpu_affinity import divide
-from shoal.distributed.env_vars import REPORTS, SAFE_PATH, threads_variable, write_variables
+from shoal.distributed.env_vars import REPORTS, SAFE_PATH, THREADS, variable, write_variables
 from shoal.distributed.failure import encode, exit_status, from_exception, locate
 from shoal.launcher._cpython import join_threads, run_exit_functions
 from shoal.launcher.entry_point import EntryPoint
@@ -114,7 +114,7 @@ def _take_cores(local_rank: int, local_size: int) -> None:
     It does nothing if the user has set more threads than these cores.
     """
     mine = divide(os.sched_getaffinity(0), local_size)[local_rank]
-    wanted = threads_variable()
+    wanted = variable(THREADS)
     if not wanted.isdecimal() or int(wanted) <= len(mine):
         os.sched_setaffinity(0, mine)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from shoal.util.arguments import is_number
+from shoal.util.arguments import check_number
 from shoal.util.errors import StepError
 
 Factor: TypeAlias = "float | Tensor"
@@ -173,10 +173,6 @@ def not_finite(
 
 def check_clip(clip: float | None) -> float | None:
     """Return `clip`, or raise StepError if it is not a positive number or None."""
-    if clip is not None and not (is_number(clip) and clip > 0):
-        raise StepError(
-            given=f"clip={clip!r}",
-            found="the maximum gradient norm must be a positive number",
-            fix="pass clip=1.0, or leave it out",
-        )
+    if clip is not None:
+        check_number(StepError, "", "clip", clip, above=True)
     return clip

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from shoal._torch.modules import call_uncompiled, set_compiled_call
 from shoal.data.batch import Batch, Count
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import device_in, move
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
-from shoal.strategies.batch_norm import own_classes
 from shoal.strategies.compiled import Compiler, RepeatedBlocks, recomputed_refused
 from shoal.strategies.correction import AnyTotals
+from shoal.strategies.coupling.batch_norm import own_classes
 from shoal.strategies.device_placement.multi_device import DeviceSpan
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters

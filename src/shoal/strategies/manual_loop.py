@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from shoal._torch.autograd import averages
 from shoal._torch.modules import bare, has_compiled_call
 from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, not_one_model
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.step_result import StepResult
 from shoal.distributed.consistency import check_same_environment
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine, LoopGradients
 from shoal.strategies.correction import check_clip, correct, not_finite
-from shoal.strategies.coupled_layers import say_division, say_draws
+from shoal.strategies.coupling.notice import say_division, say_draws
 from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import check_loss

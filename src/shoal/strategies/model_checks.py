@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import coupled_layers
+from shoal.strategies.coupling.batch_norm import coupled_layers
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.registry import engines_of
 from shoal.util.errors import StepError

@@ -12,8 +12,8 @@ from shoal._torch.modules import bare, compiler_of
 from shoal.data.batch import ManualLoop
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import couple
 from shoal.strategies.contracts import Engine, ModelTransform, Strategy
+from shoal.strategies.coupling.batch_norm import couple
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.device_placement.multi_device import check_strategies
 from shoal.strategies.fsdp.options import FSDP
@@ -21,6 +21,7 @@ from shoal.strategies.manual_loop import EngineLoop
 from shoal.strategies.model_checks import check_bare, check_model
 from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import register
+from shoal.util.arguments import check_choice
 from shoal.util.errors import LayoutError, StepError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -104,12 +105,7 @@ def parallelize(
             found="the second argument is the World that shoal.init returns",
             fix="shoal.parallelize(model, world)",
         )
-    if random not in ("samples", "ranks"):
-        raise StepError(
-            given=f"parallelize(model, world, random={random!r})",
-            found="random numbers belong to 'samples' or to 'ranks'",
-            fix="pass random='samples', or leave it out",
-        )
+    check_choice(StepError, "shoal.parallelize", "random", random, ("samples", "ranks"))
     strategies = _checked(strategy, world)
     module: Any = model
     deferred = None

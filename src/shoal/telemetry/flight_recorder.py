@@ -67,7 +67,7 @@ class CollectiveCall(NamedTuple):
     which `group_progress` knows as `key`. `sent` and `received` are the bytes of the tensors that go in
     and come out on this rank, if they are recorded. `seconds` is None if the recorder has no times.
     `begun` is its start in ns since 1970, `thread` the thread that began it. `collective` is None for a
-    send or a receive that nobody waits for.
+    send or a receive for which no call waits.
     """
 
     recorder: str

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.util.arguments import check_choice
 from shoal.util.errors import StepError
 
 
@@ -69,12 +70,7 @@ class Validation:
                 fix="pass monitor='loss', or the name of a metric, with mode='max' if a higher "
                 "value is better",
             )
-        if self.mode not in ("min", "max"):
-            raise StepError(
-                given=f"Validation(mode={self.mode!r})",
-                found="the mode is 'min' or 'max'",
-                fix="pass mode='max' if a higher value is better",
-            )
+        check_choice(StepError, "shoal.Validation", "mode", self.mode, ("min", "max"))
         for name, value in (("every", self.every), ("patience", self.patience)):
             if value is not None and value < 1:
                 raise StepError(

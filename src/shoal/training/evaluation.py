@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal._torch.metrics import mark_updated, reductions
 from shoal.data import Loader
 from shoal.data.batch import Count
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.map_dataset import Collate
 from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import move

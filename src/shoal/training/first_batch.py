@@ -12,18 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal._torch.dispatch import tree_map_only
 from shoal._torch.modules import has_compiled_call
 from shoal.data.batch import Batch
 from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import values_kept
-from shoal.strategies.batch_norm import coupled_layers
 from shoal.strategies.contracts import Engine
-from shoal.strategies.coupled_layers import drops
+from shoal.strategies.coupling.batch_norm import coupled_layers
+from shoal.strategies.coupling.notice import drops
+from shoal.strategies.coupling.observed import Observed, described, first_difference, unequal
 from shoal.strategies.eval_mode import each_in_eval_mode, evaluation, random_states_kept, untouched
 from shoal.strategies.random_draws.draws import constant_draws, is_registered, layouts_of
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import Task, place
-from shoal.training.coupling_check import Observed, described, first_difference, unequal
 from shoal.training.loss_check import LossSum, check_sums, counts_fit
 from shoal.util.errors import ShoalError
 
@@ -73,9 +74,10 @@ def check_first_batch(
 class _Trial:
     """A rank's first micro-batch as a whole and in halves. A rank without outputs joins collectives.
 
-    It runs in two modes, without gradients, with all layers in eval mode that couple samples in a known
-    way. In training mode, the other layers run as they train. In quiet mode, dropout is off and draws
-    are constants; an engine that runs only complete steps is in eval mode instead.
+    It runs in two modes, without a graph unless it fails then, with all layers in eval mode that couple
+    samples in a known way. In training mode, the other layers run as they train. In quiet mode, dropout
+    is off and draws are constants; with an engine that runs only complete steps, the model is in eval
+    mode instead.
     """
 
     def __init__(
@@ -92,9 +94,10 @@ class _Trial:
         self._micro = batch.micros[0]._replace(world=None, place=None)
         with suppress(ValueError):
             self._micro = part_of(self._micro, slice(0, min(most, self._micro.samples)))
-        self._parts: list[MicroBatch] = []
-        """The micro-batch and its two halves, if it has halves. They have no world, so that
-        `shoal.gather` does not communicate."""
+        self._parts = [self._micro] * 3
+        """The micro-batch and its two halves; if it has none, it runs in their place. They have no
+        world, so that `shoal.gather` does not communicate."""
+        self._has_halves = False
         self._can_cut = False
         self._outputs: dict[int, Any] = {}
         self.observes = False
@@ -103,6 +106,8 @@ class _Trial:
         self._differs = ""
         self._quiet = True
         """Whether the last runs were quiet."""
+        self._graph = False
+        """Whether runs record a graph: the model or the loss computes gradients, as penalties do."""
         self._sums: list[LossSum] = []
         """The loss of each part, once it is known."""
         self._missing = False
@@ -118,9 +123,15 @@ class _Trial:
         """
         keyed, gather = is_registered(self._model), self._world.gather
         quiet = not keyed or self._engine.loop is None
-        self._run(WHOLE, quiet=quiet)
-        self.on_all_ranks(self._reduce_cut_output)
-        missing = any(gather(self._missing))
+        earlier = self._obstacle
+        for self._graph in (False, True):
+            self._obstacle = earlier
+            self._run(WHOLE, quiet=quiet)
+            self.on_all_ranks(self._reduce_cut_output)
+            found = gather((self._missing, self._obstacle != earlier))
+            missing, failed = map(any, zip(*found, strict=True))
+            if not failed:
+                break
         if not missing:
             self._outputs.clear()  # they may be large
         if keyed and quiet:
@@ -201,7 +212,7 @@ class _Trial:
                 # On all ranks that process the same samples, with or without an output.
                 cuts = (slice(0, micro.samples), slice(0, middle), slice(middle, micro.samples))
                 self._parts = [part_of(micro, rows) for rows in cuts]
-                self._can_cut = True
+                self._can_cut = self._has_halves = True
                 return
         size = max(2, micro.samples)
         sizes = (size // 2, size - size // 2)
@@ -218,6 +229,7 @@ class _Trial:
             MicroBatch(value, micro.first + start, samples, micro.weight)
             for value, start, samples in values
         ]
+        self._has_halves = True
 
     def compare_losses(self) -> None:
         """Raise StepError if the loss is a mean."""
@@ -245,18 +257,23 @@ class _Trial:
 
     def _run_part(self, number: int, quiet: bool) -> None:
         """Run the model on a part: the micro-batch each time if it has no halves. Collective."""
-        part = self._part(number)
+        part = self._parts[number % 3]
+        if self._graph:  # the model may make a part, a view of the batch, require gradients
+            part = part._replace(value=tree_map_only(Tensor, torch.clone, part.value))
         self._outputs.pop(number, None)
         self._observed.pop(number, None)
         with ExitStack() as stack:
             stack.enter_context(values_kept(part.value))
             if quiet:
                 stack.enter_context(self._calm())
-                stack.enter_context(constant_draws())
+                if self._engine.loop is not None:
+                    stack.enter_context(constant_draws())
             observed = Observed()
             if self.observes:
-                before = self._observed[0].after if number in AGAIN else {}
+                whole = self._observed.get(0)
+                before = whole.after if whole and number in AGAIN else {}
                 stack.enter_context(observed.running(self._model, part.samples, before))
+            stack.enter_context(torch.set_grad_enabled(self._graph))
             self._outputs[number] = self._engine.infer(
                 self._task, part, self._batch.seed, autocast=self._autocast
             )
@@ -272,13 +289,9 @@ class _Trial:
                 stack.enter_context(evaluation(one.module) if whole else each_in_eval_mode(layers))
             yield
 
-    def _part(self, number: int) -> MicroBatch:
-        return self._parts[number % 3] if self._parts else self._micro
-
     def _reduce(self, number: int, output: Any) -> LossSum:
-        part = self._part(number)
-        moved = self._engine.move_targets(output, part)
-        with values_kept(moved.value), self._calm():
+        moved = self._engine.move_targets(output, self._parts[number])
+        with values_kept(moved.value), self._calm(), torch.set_grad_enabled(self._graph):
             loss, count = self._task.reduce(output, moved, self._batch.seed)
         return float(loss), float(count)
 
@@ -295,7 +308,7 @@ class _Trial:
                 ends = [(part.first - start, part.first - start + part.samples) for part in self._parts]
                 halves = [self._reduce(n, cut(output, slice(*ends[n]), size)) for n in HALVES]
                 self._sums = [total, *halves]
-        self._missing = bool(self._parts) and not self._sums
+        self._missing = self._has_halves and not self._sums
 
     def _reduce_parts(self) -> None:
         """Compute the losses of the outputs for the parts."""

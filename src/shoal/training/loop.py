@@ -30,7 +30,7 @@ from shoal.training.evaluation import evaluate as evaluate_on
 from shoal.training.run import Run
 from shoal.training.save_policy import Every, check_every
 from shoal.training.step import Step
-from shoal.util.arguments import integer_like, is_integer, is_number
+from shoal.util.arguments import check_integer, check_number
 from shoal.util.errors import StepError
 
 
@@ -242,20 +242,12 @@ def _check(
             fix="pass epochs=10 or steps=10_000",
         )
     for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and not is_integer(value, least=1):
-            raise StepError(
-                given=f"shoal.train(…, {name}={value!r})",
-                found=f"the number of {name} is an integer, 1 or more",
-                fix=f"pass {name}={integer_like(value, 10)}, or leave it out",
-            )
+        if value is not None:
+            check_integer(StepError, "shoal.train", name, value, 1, usual=10)
     if save is not None:
         check_every(save, "shoal.train(…, save={})")
-    if max_time is not None and not (is_number(max_time) and max_time > 0):
-        raise StepError(
-            given=f"max_time={max_time!r}",
-            found="the time is a positive number of seconds",
-            fix="pass max_time=3600.0, or leave it out",
-        )
+    if max_time is not None:
+        check_number(StepError, "shoal.train", "max_time", max_time, above=True, usual=3600.0)
 
 
 def _check_optimizer(optimizer: object) -> None:

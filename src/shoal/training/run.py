@@ -342,12 +342,7 @@ class Run:
         self.events.flush()  # so that a failure from here on loses no event of the steps in it
         self._curves.flush()
         with self.world.preparing():  # one rank may take long to write, and the others wait for it
-            job = self._saves.start(
-                checkpoints,
-                self.step,
-                lambda: self.contents.take(at[1]),
-                join=self.contents.in_parts,
-            )
+            job = self._saves.start(checkpoints, self.step, lambda: self.contents.take(at[1]))
             path = checkpoints.where(self.step)
             if to is None:
                 self._saved = (at, path, job)

@@ -12,10 +12,9 @@ import torch
 
 from shoal.data import Loader
 from shoal.data.step_result import LateResult
-from shoal.telemetry.events import FORMAT, Events
+from shoal.telemetry.events import FORMAT, Events, read_events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Spent, TickTimes
 from shoal.training.preemption import StoppedExit
-from shoal.training.recorded_splits import recorded_splits
 from shoal.util import accelerator
 from shoal.util.packages import versions
 
@@ -26,6 +25,10 @@ if TYPE_CHECKING:
     from shoal.training.predicted_steps import PlannedSteps
     from shoal.training.run_state import RestorePoint
     from shoal.training.train_state import TrainState
+
+
+_LAST_BYTES = 16 << 20
+"""The end of the file of events that is read: some 150,000 steps."""
 
 
 class _LateRow(NamedTuple):
@@ -136,7 +139,7 @@ class RunEvents:
         """Split batches from `position` on as an earlier attempt has recorded. Collective."""
         world = self._loader.world
         if self._loader.measures_speed:
-            found = recorded_splits(self._events.path, position) if world.is_rank_zero else None
+            found = _recorded_splits(self._events.path, position) if world.is_rank_zero else None
             self._loader.replay(*world.broadcast(found))
 
     def restored(self, point: RestorePoint) -> None:
@@ -228,3 +231,23 @@ def _own(result: StepResult) -> dict[int, int]:
 
 def _device_name(device: torch.device) -> str:
     return accelerator.name(device) or platform.processor() or platform.machine()
+
+
+def _recorded_splits(path: Path, position: int) -> tuple[dict[int, list[int]], int]:
+    """Return how an earlier attempt split its batches from `position` on.
+
+    These are the numbers of samples of each rank, by the first position of each batch. Also returns the
+    position that earlier attempts have reached.
+    """
+    splits: dict[int, list[int]] = {}
+    reached = position
+    for event in read_events(path, last=_LAST_BYTES):
+        if event["event"] == "step":
+            first, size = event.get("first"), event.get("size")
+            if type(first) is int and type(size) is int:
+                reached = max(reached, first + size)
+        elif event["event"] == "shares" and type(first := event.get("position")) is int:
+            samples = event.get("samples")
+            if first >= position and isinstance(samples, list):
+                splits[first] = [number for number in samples if type(number) is int]
+    return splits, reached

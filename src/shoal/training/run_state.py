@@ -109,7 +109,7 @@ class RunState:
         return self._world.layout.degree("pipeline") > 1
 
     def take(self, position: int) -> dict[str, Any]:
-        """Return "state", "rank_state" (this rank's) and "info" (for users). Collective."""
+        """Return the contents of a checkpoint, the arguments of `Checkpoints.start`. Collective."""
         state = {
             "steps": {name: step.state_dict() for name, step in self._steps.items()},
             "state": {name: item.state_dict() for name, item in self._state.items()},
@@ -125,7 +125,12 @@ class RunState:
                 lambda at, tensor: is_divided(tensor) or (self.in_parts and at not in before),
             )
         info = {"position": position, **self.info()}
-        return {"state": state, "rank_state": random_state(), "info": info}
+        return {
+            "state": state,
+            "rank_state": random_state(),
+            "info": info,
+            "join": self.in_parts,
+        }
 
     def info(self) -> dict[str, Any]:
         """Return the information for users in a checkpoint that is saved now."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from shoal.checkpoint import AnyPath, BackgroundSave, Checkpoints, Tree
+from shoal.checkpoint import AnyPath, BackgroundSave, Checkpoints
 from shoal.distributed.deadline import Deadline
 from shoal.distributed.world import World
 from shoal.telemetry.events import Events
@@ -135,18 +135,15 @@ class SavePolicy:
         checkpoints: Checkpoints,
         step: int,
         gather: Callable[[], Mapping[str, Any]],
-        *,
-        join: bool,
     ) -> BackgroundSave[AnyPath]:
-        """Start a save of the "state", "rank_state" and "info" that `gather` returns. Collective.
+        """Start a save of the contents that `gather` returns; see `RunState.take`. Collective.
 
         With `must`, raises CheckpointError if an earlier save failed.
         """
         begun = self._clock.now()
         self.hear(wait=True)
         self.check()
-        parts: Mapping[str, Tree] = gather()
-        job = checkpoints.start(step, **parts, join=join)
+        job = checkpoints.start(step, **gather())
         blocked = self._clock.now() - begun
         self._saving = RunningSave(job, step, blocked)
         self._cost = blocked

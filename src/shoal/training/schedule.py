@@ -10,7 +10,7 @@ from functools import partial
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shoal.util.arguments import integer_like, is_integer, is_number
+from shoal.util.arguments import check_choice, integer_like, is_integer, is_number
 from shoal.util.errors import StepError
 
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -54,12 +54,7 @@ class LRSchedule:
     min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.decay not in DECAYS:
-            raise StepError(
-                given=f"LRSchedule(decay={self.decay!r})",
-                found=f"the decays are {', '.join(DECAYS)}",
-                fix="use LRSchedule(decay='cosine', warmup_steps=100), or any torch scheduler",
-            )
+        check_choice(StepError, "shoal.LRSchedule", "decay", self.decay, DECAYS)
         if not is_integer(self.warmup_steps):
             ratio = self.warmup_steps if _is_fraction(self.warmup_steps) else 0.1
             raise StepError(

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal._torch.modules import compiler_of
 from shoal._torch.optimizers import skipping
 from shoal.data.batch import Batch
-from shoal.data.coupled import CoupledStep
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.micro import MicroBatch
 from shoal.data.step_result import StepResult
 from shoal.distributed.consistency import check_same_environment
@@ -31,7 +31,7 @@ from shoal.strategies.correction import (
     correct_on_device,
     not_finite,
 )
-from shoal.strategies.coupled_layers import say_division
+from shoal.strategies.coupling.notice import say_division
 from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import CHECKPOINT, FORWARD
@@ -41,6 +41,7 @@ from shoal.training.guards.nonfinite import find_nonfinite
 from shoal.training.loss_scale import LossScale
 from shoal.training.pending_step import PendingStep, result_mode
 from shoal.training.train_state import TrainState
+from shoal.util.arguments import check_choice
 from shoal.util.decision import Decision
 from shoal.util.errors import StepError
 
@@ -105,24 +106,9 @@ class Step(TrainState):
         compile: str | None = None,
         result: str | None = None,
     ) -> None:
-        if precision not in PRECISIONS:
-            raise StepError(
-                given=f"precision={precision!r}",
-                found=f"the precisions are {', '.join(PRECISIONS)}",
-                fix="use precision='bf16' on recent hardware; 'fp32' keeps the parameters' dtype",
-            )
-        if compile is not None and compile not in COMPILERS:
-            raise StepError(
-                given=f"compile={compile!r}",
-                found=f"the compilers are {', '.join(COMPILERS)}",
-                fix="pass compile='inductor', or leave it out",
-            )
-        if result is not None and result not in RESULTS:
-            raise StepError(
-                given=f"result={result!r}",
-                found=f"the result of a step is known {' or '.join(RESULTS)}",
-                fix="pass result='now', or leave it out",
-            )
+        check_choice(StepError, "shoal.Step", "precision", precision, PRECISIONS)
+        check_choice(StepError, "shoal.Step", "compile", compile, (None, *COMPILERS))
+        check_choice(StepError, "shoal.Step", "result", result, (None, *RESULTS))
         _check_order(model, optimizer)
         if not isinstance(task, Task):
             raise StepError(
@@ -347,56 +333,50 @@ class Step(TrainState):
 
     def check_loop(self) -> None:
         """Raise StepError if the Step has options, which `batch.backward` would ignore."""
-        options = {
-            "precision": None if self._autocast is None else repr(self.precision),
-            "clip": self.clip,
-            "schedule": self.schedule and type(self.schedule).__name__,
-            "compile": None if self._compile is None else repr(self._compile),
-            "result": None if self._result_given is None else repr(self._result_given),
-        }
-        given = {name: value for name, value in options.items() if value is not None}
-        if given:
-            shown = ", ".join(f"{name}={value}" for name, value in given.items())
-            raise StepError(
-                given=f"shoal.Step(model, optimizer, task, {shown}) and batch.backward on its model",
-                found=f"in a custom training loop these options have no effect: {', '.join(given)}",
-                fix="; ".join(self._written_in_a_loop(name) for name in given)
-                + "; or step(batch) in place of the loop over the batch",
-            )
-
-    def _written_in_a_loop(self, option: str) -> str:
-        device = self.engine.world.device.type
-        return {
-            "precision": f"with torch.autocast({device!r}, torch.bfloat16): around forward (fp16 "
-            "needs the loss scaling of a Step)",
+        written = {
+            "precision": f"with torch.autocast({self.engine.world.device.type!r}, torch.bfloat16): "
+            "around forward (fp16 needs the loss scaling of a Step)",
             "clip": f"batch.finish(model, clip={self.clip})",
             "schedule": "shoal.Run(directory, model, loader, optimizer=optimizer, schedule=schedule), "
             "and schedule.step() after optimizer.step()",
             "compile": "model = torch.compile(model) before shoal.parallelize(model, world)",
             "result": "leave result out: batch.finish returns the result at once",
-        }[option]
+        }
+        values = {
+            "precision": self._autocast and repr(self.precision),
+            "clip": self.clip,
+            "schedule": self.schedule and type(self.schedule).__name__,
+            "compile": self._compile and repr(self._compile),
+            "result": self._result_given and repr(self._result_given),
+        }
+        given = {name: value for name, value in values.items() if value is not None}
+        if given:
+            shown = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise StepError(
+                given=f"shoal.Step(model, optimizer, task, {shown}) and batch.backward on its model",
+                found=f"in a custom training loop these options have no effect: {', '.join(given)}",
+                fix="; ".join(written[name] for name in given)
+                + "; or step(batch) in place of the loop over the batch",
+            )
 
     def check_schedule(self, *, epoch_ended: bool) -> None:
         """Do nothing: the Step itself steps its schedule."""
 
-    def try_loss(self, batch: Batch) -> None:
-        """Try the Task's loss function on `batch`, once. Collective.
+    def try_loss(self, batch: Batch, *, coupling: bool = False) -> None:
+        """Try the Task's loss function on `batch`, once, and with `coupling` the model. Collective.
 
         Raises StepError, on all ranks, if it returns a mean instead of a sum.
         """
-        if not self._tried:
-            self._try_first(batch, coupling=False)
-
-    def _try_first(self, batch: Batch, *, coupling: bool) -> None:
-        check_first_batch(
-            self.engine,
-            self.task,
-            batch,
-            autocast=self._autocast,
-            compiled=self.compiled,
-            coupling=coupling,
-        )
-        self._tried = True
+        if coupling or not self._tried:
+            check_first_batch(
+                self.engine,
+                self.task,
+                batch,
+                autocast=self._autocast,
+                compiled=self.compiled,
+                coupling=coupling,
+            )
+            self._tried = True
 
     def infer(self, micro: MicroBatch, seed: int) -> Any:
         """Return the model's output on a micro-batch in this step's precision. Collective.
@@ -475,7 +455,7 @@ class Step(TrainState):
             )
         check_same_environment(self.engine.world)
         batch.compare_ranks()
-        self._try_first(batch, coupling=True)
+        self.try_loss(batch, coupling=True)
         say_division(self.engine, len(batch), compiled=self._draws_compiled)
         waits = self.result_mode.value == "now" and self._result_given is None
         self.tell_hints(self.result_mode.reason if waits else "")

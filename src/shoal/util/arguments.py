@@ -43,7 +43,7 @@ def check_choice(
     fix: str = "",
 ) -> None:
     """Raise `error` unless `value` is one of `choices`, of which the first is the usual one."""
-    if value not in choices:
+    if value not in tuple(choices):  # the value may have no hash
         option = name.startswith("-")
         listed = ", ".join(str(each) if option else repr(each) for each in choices)
         raise _unfit(error, call, name, value, f"one of {listed}", next(iter(choices)), fix)

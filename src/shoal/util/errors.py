@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from shoal.util.safe_text import printable
 
@@ -34,17 +35,16 @@ class ShoalError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive the default reduction, and errors cross processes.
-        return _rebuild, (type(self), self.given, self.found, self.fix, self.where)
+        return partial(type(self), **self.texts), (), {"where": self.where}
 
-
-def _rebuild(kind: type[ShoalError], given: str, found: str, fix: str, where: str | None) -> ShoalError:
-    error = kind(given=given, found=found, fix=fix)
-    error.where = where
-    return error
+    @property
+    def texts(self) -> dict[str, str]:
+        """The arguments of an equal error, as JSON can hold them."""
+        return {"given": self.given, "found": self.found, "fix": self.fix}
 
 
 @contextmanager
-def explained(
+def raised_as(
     kind: type[ShoalError],
     *,
     given: str,

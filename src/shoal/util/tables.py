@@ -7,7 +7,7 @@ user wrote.
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from rich import box
 from rich.console import Console
@@ -75,20 +75,7 @@ def _print_bars(console: Console, caption: str, plot: BarPlot) -> None:
         (name, cell, "#" * (length or (value > most / 1000)))
         for (name, value), cell, length in zip(values.items(), cells, lengths, strict=True)
     ]
-    print_rows(console, caption, ("part", plot.x, ""), rows, right=(plot.x,))
-
-
-def print_rows(
-    console: Console,
-    title: str,
-    headers: Sequence[str],
-    rows: Iterable[Iterable[str]],
-    *,
-    right: Collection[str] = (),
-    whole: Collection[str] = (),
-) -> None:
-    """Print a title, a table with these rows of strings, and an empty line."""
-    _print_table(console, title, _table(rows, *headers, right=right, whole=whole))
+    _print_table(console, caption, _table(rows, "part", plot.x, "", right=(plot.x,)))
 
 
 def _table(

@@ -10,7 +10,7 @@ import torch
 
 import shoal
 from helpers.clocks import ManualClock
-from shoal.training.guards.checksums import sum_bits
+from shoal.training.guards.checksum_guard import sum_bits
 from shoal.training.guards.options import Guards
 from shoal.training.guards.schedule import CheckSchedule, GuardTimes, steps_to_next_check
 from shoal.training.guards.votes import Verdict, differing_tensors

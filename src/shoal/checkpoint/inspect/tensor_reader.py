@@ -15,7 +15,7 @@ from shoal.checkpoint.paths import local_file
 from shoal.checkpoint.store import DamageError
 from shoal.checkpoint.tensor_index import Chunk, TensorEntry
 from shoal.checkpoint.tensors import read_piece
-from shoal.util.errors import CheckpointError, explained
+from shoal.util.errors import CheckpointError, raised_as
 
 DeviceSpan = tuple[int, int]
 """Start and end on one axis."""
@@ -42,7 +42,7 @@ class TensorFiles(ExitStack):
         Raises CheckpointError if a file does not hold the data that the table describes.
         """
         row = self._contents.tensors[name]
-        with explained(
+        with raised_as(
             CheckpointError,
             given=f"{name} of the checkpoint {self._contents.path}",
             fix=f"shoal checkpoint verify {self._contents.path}",

@@ -91,14 +91,10 @@ def _write(text: str) -> None:
     sys.stderr.flush()
 
 
-def _flush() -> None:
-    sys.stdout.flush()  # looked up here, since it may be None
-
-
 def exit_process(strangers: Iterable[tuple[int, float]], code: int = EXIT_CODE) -> NoReturn:
     """End this process, its children, and stopped processes, given by (id, time of birth)."""
     try:
-        within(_FLUSH_SECONDS, _flush)
+        within(_FLUSH_SECONDS, lambda: sys.stdout and sys.stdout.flush())  # it may be None
         doomed = psutil.Process().children(recursive=True)
         for pid, born in strangers:
             with suppress(psutil.Error):

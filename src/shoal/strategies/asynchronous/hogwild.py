@@ -21,12 +21,11 @@ from shoal.data.batch import Batch
 from shoal.distributed.membership import LOOK_SECONDS
 from shoal.distributed.world import World
 from shoal.strategies.asynchronous.shared_parameters import ParameterStorage, shared
-from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import Factor, Totals
+from shoal.strategies.coupling.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives
-from shoal.strategies.data_parallel.independent_engine import IndependentEngine
-from shoal.strategies.data_parallel.local_sgd import average, others
+from shoal.strategies.data_parallel.local_sgd import IndependentEngine, average, others
 from shoal.strategies.dtensor import is_divided
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import COMMUNICATION

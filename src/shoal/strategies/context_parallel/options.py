@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import nn
 
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import refuse_coupled
+from shoal.strategies.coupling.batch_norm import refuse_coupled
 from shoal.strategies.module_patterns import find_units
 from shoal.util.errors import StepError
 

@@ -19,10 +19,10 @@ from shoal._torch.dispatch import tree_leaves, tree_map
 from shoal._torch.modules import has_compiled_call
 from shoal.data.micro import CURRENT_DRAWS
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import coupled_layers
 from shoal.strategies.comm_timing import waiting
 from shoal.strategies.context_parallel.ulysses import HeadParallelAttention, SlicePeers
-from shoal.strategies.coupled_layers import say_draws
+from shoal.strategies.coupling.batch_norm import coupled_layers
+from shoal.strategies.coupling.notice import say_draws
 from shoal.strategies.eval_mode import each_in_eval_mode, evaluation, untouched
 from shoal.strategies.random_draws.draws import constant_draws, draws_of_another_pass, slices_of
 from shoal.strategies.random_draws.slices import Slices

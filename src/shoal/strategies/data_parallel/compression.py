@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal._torch import foreach
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, joined, put_back
+from shoal.util.arguments import check_integer, check_number
 from shoal.util.errors import StepError
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -51,12 +52,7 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         for option, value, least in (("rank", self.rank, 1), ("warmup_steps", self.warmup_steps, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise StepError(
-                    given=f"shoal.PowerSGD({option}={value!r})",
-                    found=f"{option} is an integer, {least} or more",
-                    fix="shoal.PowerSGD(rank=4, warmup_steps=10)",
-                )
+            check_integer(StepError, "shoal.PowerSGD", option, value, least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +72,7 @@ class TopK:
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
-            raise StepError(
-                given=f"shoal.TopK(ratio={self.ratio!r})",
-                found="ratio is the fraction of elements to send, in (0, 1]",
-                fix="shoal.TopK(ratio=0.01)",
-            )
+        check_number(StepError, "shoal.TopK", "ratio", self.ratio, above=True, most=1, usual=0.01)
 
 
 Compress: TypeAlias = str | PowerSGD | TopK

@@ -22,14 +22,13 @@ from shoal.data.batch import IN_A_LOOP, Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import is_covered, refuse_coupled
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals, DeviceTotals, Factor, Totals
+from shoal.strategies.coupling.batch_norm import is_covered, refuse_coupled
 from shoal.strategies.data_parallel import choose_compression, compression
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, finished
 from shoal.strategies.data_parallel.compression import Compress
-from shoal.strategies.data_parallel.fixed_order import FixedOrderReducer
-from shoal.strategies.data_parallel.repeatable_engine import RepeatableEngine
+from shoal.strategies.data_parallel.fixed_order import FixedOrderReducer, RepeatableEngine
 from shoal.strategies.data_parallel.tally import tally_dtype, whole, whole_on_device
 from shoal.strategies.device_placement.multi_device import bring, check_replicas
 from shoal.strategies.dtensor import is_divided
@@ -38,6 +37,7 @@ from shoal.strategies.local import LocalEngine, local_engine
 from shoal.strategies.reducer import LocalReducer, Reducer, backward_seed
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.accelerator import SideStream
+from shoal.util.arguments import check_number
 from shoal.util.errors import StepError
 
 
@@ -109,12 +109,7 @@ class DDP:
     def __post_init__(self) -> None:
         if self.compression is not None:
             compression.check_compression(self.compression)
-        if self.bucket_cap_mb <= 0:
-            raise StepError(
-                given=f"shoal.DDP(bucket_cap_mb={self.bucket_cap_mb})",
-                found="bucket_cap_mb must be positive",
-                fix="pass bucket_cap_mb=25, the default of torch",
-            )
+        check_number(StepError, "shoal.DDP", "bucket_cap_mb", self.bucket_cap_mb, above=True, usual=25)
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Broadcast rank 0's parameters and buffers. In a world of size 1, do nothing."""

@@ -1,4 +1,4 @@
-"""The reducer of `shoal.init(exact="bits")`: gradients of virtual ranks, summed in one fixed tree.
+"""Reducer and engine of `shoal.init(exact="bits")`: gradients of virtual ranks, in one fixed tree.
 
 A rank adds the subtrees that it holds. Then each rank gets one chunk of everyone's subtrees
 (all-to-all), adds them up in the order of the tree, and all ranks gather the sums.
@@ -6,23 +6,28 @@ A rank adds the subtrees that it holds. Then each rank gets one chunk of everyon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal._torch.c10d import all_gather_tensor
-from shoal.data.batch import Count
+from shoal.data.batch import Batch, Count
+from shoal.data.coupling.step import CoupledStep
 from shoal.data.micro import MicroBatch
 from shoal.distributed.virtual_ranks import VirtualRanks, virtual_ranks_of
-from shoal.strategies.batch_norm import is_covered
 from shoal.strategies.contracts import PartialSums
 from shoal.strategies.correction import Totals
+from shoal.strategies.coupling.batch_norm import is_covered
 from shoal.strategies.data_parallel.gradient_buffers import BufferPool, GradientBuffers, SingleGradients
 from shoal.strategies.data_parallel.summation_tree import TreeSum, subtrees
+from shoal.strategies.eval_mode import random_states_kept
 from shoal.strategies.held_parameters import HeldParameters, first
+from shoal.strategies.local import LocalEngine
 from shoal.strategies.reducer import Reducer, backward_seed
+from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.errors import StepError
 
@@ -284,3 +289,43 @@ def _leaf(micro: MicroBatch) -> int:
             fix="shoal.Loader(dataset, world, batch_size=64)",
         )
     return micro.place.number
+
+
+class RepeatableEngine(LocalEngine):
+    """Engine that computes the partial sums of any rank, with the same bits as that rank.
+
+    `names` has the names of the parameters, in the order of the sums.
+    """
+
+    reducer: FixedOrderReducer
+
+    def __init__(self, reducer: FixedOrderReducer) -> None:
+        super().__init__(reducer)
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self.names = [names[id(parameter)] for parameter in self.held.parameters]
+
+    @contextmanager
+    def observed(self, observer: Callable[[PartialSums], None]) -> Iterator[None]:
+        """Call `observer` with the partial sums of this rank in the batch inside the block."""
+        self.reducer.observer = observer
+        try:
+            yield
+        finally:
+            self.reducer.observer = None
+
+    def compute(
+        self, rank: int, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> PartialSums:
+        """Return the partial sums that `rank` computes in the batch.
+
+        Gradients, random states and the statistics that layers record stay as they are.
+        """
+        coupled = self.world.service(CoupledStep)
+
+        def passes() -> Iterator[tuple[Tensor, MicroBatch]]:
+            for micro in batch.micros_of(rank):
+                with coupled.processing(micro):
+                    yield self.loss(task, micro, batch.seed, autocast)[0], micro
+
+        with random_states_kept(self.module), coupled.recording_nothing():
+            return self.reducer.partial_sums(passes(), batch.size, scale)

@@ -12,19 +12,48 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal._torch import foreach
 from shoal.data.batch import Batch
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import Factor, Totals
+from shoal.strategies.coupling.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, joined, put_back
-from shoal.strategies.data_parallel.independent_engine import IndependentEngine
+from shoal.strategies.held_parameters import HeldParameters
+from shoal.strategies.local import LocalEngine
+from shoal.strategies.reducer import LocalReducer
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import COMMUNICATION
+from shoal.util.arguments import is_integer
 from shoal.util.errors import StepError
+
+
+class IndependentEngine(LocalEngine):
+    """Engine that trains this rank's replica, which begins with rank 0's parameters and buffers.
+
+    A custom training loop cannot use it, because it must know when the optimizer has stepped.
+    """
+
+    loopable = False
+    independent_steps = True
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        super().__init__(LocalReducer(HeldParameters(module, world)))
+        self.waits_because = Engine.waits_because
+        for tensor in (*module.parameters(), *module.buffers()):
+            if world.size > 1:
+                dist.broadcast(tensor.detach(), group=world.group, group_src=0)
+
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """Compute the gradients of this rank's local batch; see the contract."""
+        totals = super().gradients(task, batch, autocast=autocast, scale=scale)
+        return totals.read()._replace(local=True)
+
 
 BUCKET_BYTES = 25 << 20
 """Size of one all-reduce. A larger one would need a copy of the complete model."""
@@ -283,10 +312,9 @@ def _inexact(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _check_steps(strategy: str, option: str, value: object, *, least: int) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return
-    raise StepError(
-        given=f"shoal.{strategy}({option}={value!r})",
-        found=f"{option} is a number of optimizer steps, {least} or more",
-        fix=f"shoal.{strategy}({option}=8)" if least else f"leave {option} out",
-    )
+    if not is_integer(value, least=least):
+        raise StepError(
+            given=f"shoal.{strategy}({option}={value!r})",
+            found=f"{option} is a number of optimizer steps, {least} or more",
+            fix=f"shoal.{strategy}({option}=8)" if least else f"leave {option} out",
+        )

@@ -15,6 +15,7 @@ from shoal.strategies.device_placement.device_map import DeviceSlot, assigned, b
 from shoal.strategies.device_placement.multi_device import ATTRIBUTE, DeviceSpan
 from shoal.strategies.device_placement.transfer_hooks import arrange
 from shoal.util import accelerator
+from shoal.util.arguments import is_integer
 from shoal.util.errors import StepError
 
 MAP = 'shoal.DevicePlacement({"encoder": 0, "decoder": 1})'
@@ -70,7 +71,7 @@ class DevicePlacement:
             found = "the keys of a device map are names of modules, which are strings"
         elif self.device_map is not None and not self.device_map:
             found = "the device map is empty"
-        elif self.in_flight is not None and not _positive(self.in_flight):
+        elif self.in_flight is not None and not is_integer(self.in_flight, least=1):
             found = f"in_flight={self.in_flight!r} is not a number of micro-batches, 1 or more"
         else:
             return
@@ -138,10 +139,6 @@ class DevicePlacement:
             device = world.devices[where]
             return device, world.devices[:where].count(device)
         return _named(where, world, given), 0
-
-
-def _positive(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def _named(where: Any, world: World, given: str) -> torch.device:

@@ -17,10 +17,11 @@ from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
 from shoal.strategies.local import local_engine
 from shoal.strategies.module_patterns import find_units
+from shoal.util.arguments import check_choice
 from shoal.util.errors import LayoutError, StepError
 
 if TYPE_CHECKING:
-    from shoal.strategies.fsdp.precision import GatheredPrecision
+    from shoal.strategies.fsdp.engine import GatheredPrecision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,12 +80,7 @@ class FSDP:
             "accumulate": (self.accumulate, ("sharded", "whole")),
         }
         for option, (value, allowed) in chosen.items():
-            if value not in allowed:
-                raise StepError(
-                    given=f"shoal.FSDP({option}={value!r})",
-                    found=f"{option} is one of {', '.join(map(repr, allowed))}",
-                    fix="pass shoal.FSDP(param_dtype='bf16', reduce_dtype='fp32'), or leave it out",
-                )
+            check_choice(StepError, "shoal.FSDP", option, value, allowed)
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Shard the model in place. In a world of size 1, only move it to the device."""

@@ -18,8 +18,13 @@ from shoal.distributed.world import World
 from shoal.strategies.eval_mode import untouched
 from shoal.strategies.local import mixed
 from shoal.strategies.partition.inputs import Inputs
-from shoal.strategies.partition.members import CannotTravelError
-from shoal.strategies.partition.unsplit import DiffersError, UnsplitModel, UnsplitModelError, tensors_in
+from shoal.strategies.partition.unsplit import (
+    CannotTravelError,
+    DiffersError,
+    UnsplitModel,
+    UnsplitModelError,
+    tensors_in,
+)
 from shoal.strategies.tolerance import TOLERANCES, distance
 from shoal.util.errors import ShoalError, StepError
 

@@ -12,9 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal._torch.dispatch import tree_flatten, tree_leaves, tree_unflatten
@@ -26,16 +27,51 @@ from shoal._torch.modules import (
     parameters,
     set_tables,
 )
+from shoal._torch.waits import arrived
 from shoal.data.micro import Drawing, Draws
-from shoal.distributed.to_device import version
+from shoal.distributed import objects
+from shoal.distributed.to_device import move, version
 from shoal.strategies.deferred_init import like
 from shoal.strategies.dtensor import whole
 from shoal.strategies.partition.inputs import Inputs
-from shoal.strategies.partition.members import CannotTravelError, StageRanks
 from shoal.strategies.partition.stages import OuterGraph, Stage
 from shoal.strategies.partition.trace import by_kind
 from shoal.strategies.random_draws.draws import adopt
 from shoal.util import accelerator
+from shoal.util.errors import AgreementError
+
+
+class CannotTravelError(Exception):
+    """Error for an output of a module that cannot be sent to the other ranks."""
+
+
+class StageRanks(NamedTuple):
+    """The ranks of one replica, by their indices in a group."""
+
+    group: dist.ProcessGroup
+    place: int
+    """Index of this rank."""
+    owners: Sequence[int]
+    """Indices of the ranks that run the stages."""
+    device: torch.device
+
+    def tell(self, source: int, tree: Any) -> Any:
+        """Broadcast the tree of the rank at `source` to the device of each rank. Collective.
+
+        Raises CannotTravelError on all ranks for a tree that cannot be sent; see
+        `shoal.distributed.codec`.
+        """
+        tree = arrived(tree)
+        try:
+            received = objects.broadcast(tree if self.place == source else None, self.group, source)
+        except AgreementError as error:
+            raise CannotTravelError(error.found) from None
+        return tree if self.place == source else move(received, self.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by index. Collective."""
+        return objects.gather(value, self.group)
+
 
 _META = torch.device("meta")
 

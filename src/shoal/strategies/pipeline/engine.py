@@ -19,11 +19,11 @@ from shoal.distributed.pipeline_schedules import SCHEDULES, micro_batches_refuse
 from shoal.distributed.world import World
 from shoal.strategies.contracts import no_gradient
 from shoal.strategies.correction import AnyTotals
-from shoal.strategies.coupled_layers import say_draws
+from shoal.strategies.coupling.notice import say_draws
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.eval_mode import untouched
+from shoal.strategies.fsdp.engine import GatheredPrecision
 from shoal.strategies.fsdp.options import FSDP
-from shoal.strategies.fsdp.precision import GatheredPrecision
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import mixed
 from shoal.strategies.mesh_reducer import (
@@ -35,13 +35,18 @@ from shoal.strategies.mesh_reducer import (
     summing_group,
 )
 from shoal.strategies.module_patterns import find_units
-from shoal.strategies.partition.draw_counts import DrawCounts
 from shoal.strategies.partition.inputs import Inputs, bring, hold
-from shoal.strategies.partition.own_stages import OwnStages
+from shoal.strategies.partition.own_stages import DrawCounts, OwnStages
 from shoal.strategies.partition.stages import OuterGraph, Stage, tied
 from shoal.strategies.pipeline.flow import Form, Forms, StageFlow
-from shoal.strategies.pipeline.stage import StageModule, learns
-from shoal.strategies.pipeline.timed_stage import MarkedStage, StagedBatch, schedule_marked, staged
+from shoal.strategies.pipeline.stage import (
+    MarkedStage,
+    StagedBatch,
+    StageModule,
+    learns,
+    schedule_marked,
+    staged,
+)
 from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.task import Task
 from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers, division_of

@@ -85,7 +85,7 @@ class StageFlow:
     def _send_failure(self, error: Exception, to: int) -> None:
         """Make later stages fail too, so that they do not wait."""
         if not isinstance(error, ShoalError):
-            # `watchdog.peer_errors` recognizes this fix.
+            # `failure.is_by_peer` recognizes this fix.
             error = StepError(
                 given=f"a stage of a {self._kind} on rank {self._world.rank}",
                 found=f"{type(error).__name__}: {error}",

@@ -29,6 +29,7 @@ from shoal.strategies.partition.stages import (
     trace,
 )
 from shoal.strategies.pipeline.schedules import Timetable, timetable
+from shoal.util.arguments import check_choice
 from shoal.util.errors import LayoutError, StepError
 
 
@@ -79,12 +80,7 @@ class Pipeline:
     )
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise StepError(
-                given=f"shoal.Pipeline(schedule={self.schedule!r})",
-                found=f"schedule is one of {', '.join(SCHEDULES)}",
-                fix="use schedule='1f1b', or 'interleaved' with two stages per rank",
-            )
+        check_choice(StepError, "shoal.Pipeline", "schedule", self.schedule, SCHEDULES)
         if isinstance(self.split_points, str) or (self.split_points is None) == (
             self.example_args is None
         ):

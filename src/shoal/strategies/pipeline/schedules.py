@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from shoal.distributed.pipeline_action import PipelineAction
-from shoal.distributed.pipeline_schedules import SCHEDULES, action_lists
+from shoal.distributed.pipeline_schedules import SCHEDULES, PipelineAction, action_lists
 from shoal.util.errors import StepError
 
 

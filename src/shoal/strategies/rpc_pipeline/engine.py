@@ -32,9 +32,8 @@ from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import mixed
 from shoal.strategies.mesh_reducer import MeshReducer
 from shoal.strategies.partition.assignment import StageAssignment
-from shoal.strategies.partition.draw_counts import DrawCounts
 from shoal.strategies.partition.inputs import Inputs, by_name, evaluating, hold
-from shoal.strategies.partition.own_stages import OwnStages
+from shoal.strategies.partition.own_stages import DrawCounts, OwnStages
 from shoal.strategies.partition.stages import OuterGraph, Stage
 from shoal.strategies.rpc import RPCAgent
 from shoal.strategies.rpc_pipeline.messages import Inbox, Message, PassQueue, StagePass, TurnDone
@@ -289,7 +288,7 @@ class RPCPipelineEngine(ReducerEngine):
         """Return the description of an error for other ranks."""
         if isinstance(error, ShoalError):
             return error
-        # `watchdog.peer_errors` recognizes this fix.
+        # `failure.is_by_peer` recognizes this fix.
         return StepError(
             given=f"{self._crew.title(self.world.rank)} of a {type(self.module).__name__}, on "
             f"{self._calls.hosts[self.world.rank]}",

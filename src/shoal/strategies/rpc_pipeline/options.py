@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import nn
 
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import refuse_coupled
 from shoal.strategies.contracts import Engine
+from shoal.strategies.coupling.batch_norm import refuse_coupled
 from shoal.strategies.held_parameters import check_learns
 from shoal.strategies.local import local_engine
 from shoal.strategies.partition.assignment import crew_of, split_points

@@ -17,7 +17,7 @@ from shoal.distributed.world import World
 from shoal.strategies.comm_timing import tensors_awaited
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.correction import AnyTotals
-from shoal.strategies.coupled_layers import say_draws
+from shoal.strategies.coupling.notice import say_draws
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import LocalEngine
 from shoal.strategies.mesh_reducer import (

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal._torch.dispatch import tree_leaves
 from shoal._torch.modules import parameters
-from shoal.strategies.batch_norm import coupled_layers
+from shoal.strategies.coupling.batch_norm import coupled_layers
 from shoal.strategies.dtensor import whole
 from shoal.strategies.eval_mode import each_in_eval_mode, untouched
 from shoal.strategies.random_draws.draws import constant_draws

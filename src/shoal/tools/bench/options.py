@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.util.arguments import check_choice, check_integer, check_number
+from shoal.util.arguments import check_choice, check_number
 from shoal.util.errors import LaunchError
 from shoal.util.units import binary_size
 
@@ -22,10 +22,12 @@ def parse_words(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def check_names(option: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Raise LaunchError for the first name that is not known."""
-    for name in given:
-        check_choice(LaunchError, "", option, name, known)
+def parse_choices(call: str, option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of a list. Raises LaunchError for one that is not known."""
+    words = parse_words(text)
+    for word in words:
+        check_choice(LaunchError, call, option, word, known)
+    return words
 
 
 def parse_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
@@ -43,17 +45,12 @@ def parse_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def check_count(option: str, count: int, least: int = 1) -> None:
-    """Raise LaunchError for a count below `least`."""
-    check_integer(LaunchError, "", option, count, least)
-
-
-def check_seconds(option: str, seconds: float) -> None:
+def check_seconds(call: str, option: str, seconds: float) -> None:
     """Raise LaunchError for a time that is not above 0 and at most a day."""
-    check_number(LaunchError, "", option, seconds, most=86400.0, above=True, usual=30.0)
+    check_number(LaunchError, call, option, seconds, most=86400.0, above=True, usual=30.0)
 
 
-def check_file(option: str, path: Path | None) -> None:
+def check_output(option: str, path: Path | None) -> None:
     """Raise LaunchError for the path of a directory, or of a file that the user can't write."""
     if path is None or (not path.is_dir() and os.access(path.parent, os.W_OK)):
         return

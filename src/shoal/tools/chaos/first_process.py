@@ -9,11 +9,11 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from shoal.tools.chaos.containment import SCRATCH, TEMPORARY
 from shoal.tools.chaos.report import StormRequest
 from shoal.util.errors import ShoalError
+from shoal.util.plain import from_plain
 
 START = "from shoal.tools.chaos.first_process import main; main()"
 
@@ -27,15 +27,12 @@ def main() -> None:
     # It imports torch, which creates a temporary directory.
     from shoal.tools.chaos.storm import end_processes, run_storm
 
-    values: dict[str, Any] = json.loads(sys.argv[1])
-    kinds, args = tuple(values.pop("kinds")), tuple(values.pop("args"))
-    request = StormRequest(**values, kinds=kinds, args=args)
+    request = from_plain(StormRequest, json.loads(sys.argv[1]))
     try:
         report = run_storm(request, Path.cwd(), SCRATCH / "shoal-chaos")
         sys.stdout.write(json.dumps(asdict(report)))
     except ShoalError as error:
-        content = {"given": error.given, "found": error.found, "fix": error.fix}
-        sys.stdout.write(json.dumps(content))
+        sys.stdout.write(json.dumps(error.texts))
     finally:
         end_processes()
         shutil.rmtree(SCRATCH / "shoal-chaos", ignore_errors=True)

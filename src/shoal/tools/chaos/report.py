@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from textwrap import shorten
-from typing import Any
 
 from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Table, Text
 from shoal.util.units import counted, duration, percent
@@ -78,7 +78,7 @@ class StormReport:
     undisturbed: str
     problem: str
     output: str = ""
-    versions: dict[str, str]
+    versions: Mapping[str, str]
 
     @property
     def repeated(self) -> int:
@@ -89,12 +89,6 @@ class StormReport:
     def goodput(self) -> float:
         """The fraction of steps that were not lost."""
         return self.steps / self.taken if self.taken else 0.0
-
-    @staticmethod
-    def from_json(plain: dict[str, Any]) -> StormReport:
-        """Return the report that was a mapping of its fields."""
-        faults = tuple(InjectedFault(**each) for each in plain["faults"])
-        return StormReport(**{**plain, "faults": faults})
 
 
 def storm_document(report: StormReport) -> Document:

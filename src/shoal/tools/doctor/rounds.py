@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from shoal.util.clock import CLOCK
-from shoal.util.errors import LaunchError
+from shoal.util.clock import CLOCK, start_work
+from shoal.util.errors import LaunchError, ShoalError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
-from concurrent.futures import Future, wait
-from typing import TypedDict
-
-from shoal.util.clock import start_work
-from shoal.util.errors import ShoalError
 
 
 class TimedOutcome(TypedDict):

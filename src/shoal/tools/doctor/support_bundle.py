@@ -20,7 +20,7 @@ from shoal.distributed import env_vars
 from shoal.telemetry.events import parse_event, paths_in
 from shoal.tools.doctor.findings import Examination, examination_document
 from shoal.util.document import to_json
-from shoal.util.errors import LaunchError, explained
+from shoal.util.errors import LaunchError, raised_as
 from shoal.util.packages import packages
 from shoal.util.safe_text import MASK, is_secret, masked
 from shoal.util.tables import rendered
@@ -147,7 +147,7 @@ def write_bundle(texts: Mapping[str, str], path: Path) -> list[str]:
     `texts` are keyed by their file names in it. Raises LaunchError if that file exists or can't be
     written.
     """
-    with explained(
+    with raised_as(
         LaunchError,
         given=f"--bundle {path}",
         fix="use a file that does not exist yet, in a directory that can be written",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from shoal.tools.report import causes
+from shoal.tools.report.attempts import list_saves
 from shoal.tools.report.breakdown import COMPUTING, LABELS
 from shoal.tools.report.causes import (
     STALLS,
@@ -21,6 +21,7 @@ from shoal.tools.report.causes import (
 from shoal.tools.report.history import Attempt, History
 from shoal.tools.report.stalls import Stalls
 from shoal.tools.report.stragglers import NOTABLE, Loading, Straggler, loader_speed_of
+from shoal.util.grouping import group_by
 from shoal.util.units import bandwidth, counted, duration, percent
 
 MUCH = 0.1
@@ -31,16 +32,24 @@ SAVING = 0.01
 """Fraction of the time that saves may take."""
 
 _SHARED = {
+    UNEVEN: (
+        "Ranks wait for each other in turn, {share} of the time: no rank is slower for long, but in "
+        "each step another one is.",
+        "if the samples differ in length, use batches of equal numbers of tokens: shoal.Loader(…, "
+        "batch_size=shoal.TokenBudget(lengths, 4096)); otherwise check whether other jobs use these "
+        "machines: shoal doctor",
+    ),
     "transfer": (
-        "Ranks wait for copies to the device",
+        "Ranks wait for copies to the device {share} of the time{where}.",
         "shoal.Loader(…, pin_memory=True); load smaller dtypes and convert to float on the device",
     ),
     "evaluation": (
-        "Evaluation takes",
+        "Evaluation takes {share} of the time{where}.",
         "evaluate less often, or on fewer batches: shoal.evaluate(…, batches=N)",
     ),
     "other": (
-        "The script's own code (logging, metrics, the forward pass of a custom training loop) takes",
+        "The script's own code (logging, metrics, the forward pass of a custom training loop) takes "
+        "{share} of the time{where}.",
         "profile it: shoal.Run(…, profile=(100, 105)), then shoal report RUN --trace 100:105",
     ),
 }
@@ -55,7 +64,7 @@ def losses(
 ) -> Iterator[tuple[Finding, bool]]:
     """Yield the losses in parts for which no single rank is to blame.
 
-    Each comes with whether it is large enough to be reported in any case.
+    With each comes whether it is large enough to be reported in any case.
     """
     for part, share in shares.items():
         left = share if part in (STALLS, UNEVEN) else share - straggler_cost(part, named, costs)
@@ -81,26 +90,11 @@ def _about(
     part: str, share: float, history: History, judged: Sequence[AttemptProfile]
 ) -> tuple[str, str]:
     """Return a sentence on the loss in a part, and advice."""
-    newest = judged[-1]
-    match part:
-        case causes.STALLS:
-            return _about_stalls(share, history, judged)
-        case causes.UNEVEN:
-            return (
-                f"Ranks wait for each other in turn, {percent(share)} of the time: no rank is slower "
-                "for long, but in each step another one is.",
-                "if the samples differ in length, use batches of equal numbers of tokens: "
-                "shoal.Loader(…, batch_size=shoal.TokenBudget(lengths, 4096)); otherwise check whether "
-                "other jobs use these machines: shoal doctor",
-            )
-        case "communication":
-            return _about_links(share, newest.attempt)
-        case "wait":
-            return _about_data(share, newest)
-        case "checkpoint":
-            return _about_saves(share, newest.attempt)
+    describe = _DESCRIBED.get(part)
+    if describe is not None:
+        return describe(share, history, judged)
     text, advice = _SHARED[part]
-    return f"{text} {percent(share)} of the time{_everywhere(newest.attempt)}.", advice
+    return text.format(share=percent(share), where=_everywhere(judged[-1].attempt)), advice
 
 
 def _everywhere(attempt: Attempt) -> str:
@@ -124,7 +118,8 @@ def _about_stalls(share: float, history: History, judged: Sequence[AttemptProfil
     )
 
 
-def _about_data(share: float, one: AttemptProfile) -> tuple[str, str]:
+def _about_data(share: float, _: History, judged: Sequence[AttemptProfile]) -> tuple[str, str]:
+    one = judged[-1]
     text = f"Ranks wait for data {percent(share)} of the time{_everywhere(one.attempt)}"
     found = loader_speed_of(one.profile)
     if found is None:
@@ -153,23 +148,21 @@ def _more_workers(found: Loading) -> str:
     return f"shoal.Loader(…, num_workers={found.enough}) would keep up; shoal bench data measures it"
 
 
-def _about_links(share: float, attempt: Attempt) -> tuple[str, str]:
-    seconds: dict[tuple[str, str, int, str], list[float]] = {}
-    for (_, key), traffic in attempt.traffic.items():
-        sums = seconds.setdefault(key, [0.0, 0.0, 0.0])
-        sums[0] += traffic.seconds
-        sums[1] += traffic.bytes
-        sums[2] = max(sums[2], traffic.bus)
+def _about_links(share: float, _: History, judged: Sequence[AttemptProfile]) -> tuple[str, str]:
+    attempt = judged[-1].attempt
     hosts = sorted({host for rank in attempt.ranks if (host := attempt.host(rank)) is not None})
     text = f"All ranks wait for each other's data: {percent(share)} of the time is communication"
-    if seconds:
-        kind, group, ranks, backend = max(seconds, key=lambda key: seconds[key][0])
-        spent, moved, bus = seconds[kind, group, ranks, backend]
-        if spent > 0:
-            text += (
-                f", most of it {kind} by {backend} over {ranks} ranks (group {group}) at "
-                f"{bandwidth(moved / spent)} ({bandwidth(bus)} on the bus)"
-            )
+    traffic = group_by(attempt.traffic.items(), lambda item: item[0][1])
+    seconds = {key: sum(sums.seconds for _, sums in found) for key, found in traffic.items()}
+    key = max(seconds, key=lambda key: seconds[key], default=None)
+    if key is not None and seconds[key] > 0:
+        kind, group, ranks, backend = key
+        moved = sum(sums.bytes for _, sums in traffic[key])
+        bus = max(sums.bus for _, sums in traffic[key])
+        text += (
+            f", most of it {kind} by {backend} over {ranks} ranks (group {group}) at "
+            f"{bandwidth(moved / seconds[key])} ({bandwidth(bus)} on the bus)"
+        )
     if len(hosts) > 1:
         text += f", over the network between {join_names(hosts)}"
     elif hosts:
@@ -185,23 +178,28 @@ def _about_links(share: float, attempt: Attempt) -> tuple[str, str]:
     )
 
 
-def _about_saves(share: float, attempt: Attempt) -> tuple[str, str]:
-    saves = attempt.said("save")
+def _about_saves(share: float, _: History, judged: Sequence[AttemptProfile]) -> tuple[str, str]:
+    attempt = judged[-1].attempt
+    saves = [each for each in list_saves(attempt) if each.ranks]
     text = f"Checkpoints block training for {percent(share)} of the time"
-    times = [
-        (float(event["seconds"]), rank)
-        for rank, event in saves
-        if isinstance(event.get("seconds"), int | float) and not isinstance(event.get("seconds"), bool)
-    ]
-    if times:
-        longest, rank = max(times)
-        text += f"; the longest took {duration(longest)} ({attempt.place(rank)})"
-    steps = sorted({event["step"] for _, event in saves if type(event.get("step")) is int})
+    longest = max(saves, key=lambda each: each.seconds, default=None)
+    if longest is not None and longest.seconds > 0:
+        text += f"; the longest took {duration(longest.seconds)} ({attempt.place(longest.slowest)})"
+    steps = [each.step for each in saves]
     fewer = "run.tick(every=shoal.YoungDaly(mtbf=…))"
     if len(steps) > 2:
         interval = float(np.median(np.diff(steps)))
         fewer = f"run.tick(every={_rounded(interval * share / SAVING):,d}) or {fewer}".replace(",", "_")
     return f"{text}.", (f"save less often: {fewer}, or to a faster file system: Run(…, checkpoints=…)")
+
+
+_DESCRIBED = {
+    STALLS: _about_stalls,
+    "communication": _about_links,
+    "wait": _about_data,
+    "checkpoint": _about_saves,
+}
+"""The functions that describe the loss in a part, where a sentence of _SHARED does not."""
 
 
 def _rounded(steps: float) -> int:

@@ -1,4 +1,4 @@
-"""The attempts of a run: how each ended, its checkpoints, repeated steps and splits of batches."""
+"""The attempts of a run: how each ended, checkpoints, repeated steps, splits of batches, and speed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from shoal.tools.report.breakdown import Profile
 from shoal.tools.report.history import Array, Attempt, Event, History, integer_in, number_in, text_in
 from shoal.util.units import duration
 
@@ -156,26 +157,23 @@ def _until(later: Sequence[Attempt], name: str | None) -> int:
 
 def binned_curves(history: History, column: str) -> dict[str, BinnedCurve]:
     """Return a column of the first rank's steps, by name of the Step, without repeated steps."""
-    pieces: dict[str, list[tuple[Array, Array]]] = {}
+    pieces: dict[str, list[Array]] = {}
     attempts = history.attempts
     for place, attempt in enumerate(attempts):
         rank = min(attempt.ranks, default=0)
         for (owner, name), rows in attempt.steps.items():
-            if owner == rank and len(rows):
-                steps = rows.all["step"]
-                chosen = steps <= _until(attempts[place + 1 :], name)
-                pieces.setdefault(name, []).append((steps[chosen], rows.all[column][chosen]))
-    found = {name: _curve(each) for name, each in pieces.items()}
+            if owner == rank:
+                kept = rows.all["step"] <= _until(attempts[place + 1 :], name)
+                pieces.setdefault(name, []).append(rows.all[kept])
+    found = {name: _curve(np.concatenate(each), column) for name, each in pieces.items()}
     return {name: curve for name, curve in found.items() if curve is not None}
 
 
-def _curve(pieces: list[tuple[Array, Array]]) -> BinnedCurve | None:
-    steps = np.concatenate([each[0] for each in pieces])
-    values = np.concatenate([each[1] for each in pieces]).astype(np.float64)
-    finite = np.isfinite(values)
-    steps, values = steps[finite], values[finite]
-    if not len(values):
+def _curve(rows: Array, column: str) -> BinnedCurve | None:
+    rows = rows[np.isfinite(rows[column])]
+    if not len(rows):
         return None
+    steps, values = rows["step"], rows[column].astype(np.float64)
     bounds = _bounds(len(values))
     counts = np.diff([*bounds, len(values)])
     return BinnedCurve(
@@ -193,19 +191,17 @@ def _bounds(count: int) -> Array:
 
 def throughput_curve(history: History) -> BinnedCurve | None:
     """Return samples per second of all ranks over steps, without repeated steps."""
-    steps, sizes, walls = [], [], []
+    pieces = []
     for attempt, last in last_kept_steps(history):
-        rows = attempt.ticks(min(attempt.ranks, default=0))
-        chosen = (rows["step"] <= last) & (rows["wall"] > 0)
-        steps.append(rows["step"][chosen])
-        sizes.append(rows["size"][chosen].astype(np.float64))
-        walls.append(rows["wall"][chosen].astype(np.float64))
-    if not sum(map(len, steps)):
+        ticks = attempt.ticks(min(attempt.ranks, default=0))
+        pieces.append(ticks[(ticks["step"] <= last) & (ticks["wall"] > 0)])
+    if not sum(map(len, pieces)):
         return None
-    step, size, wall = (np.concatenate(each) for each in (steps, sizes, walls))
-    bounds = _bounds(len(step))
-    rate = np.add.reduceat(size, bounds) / np.add.reduceat(wall, bounds)
-    return BinnedCurve(step[bounds], rate, rate, rate)
+    rows = np.concatenate(pieces)
+    bounds = _bounds(len(rows))
+    sizes, walls = (np.add.reduceat(rows[name].astype(np.float64), bounds) for name in ("size", "wall"))
+    rate = sizes / walls
+    return BinnedCurve(rows["step"][bounds], rate, rate, rate)
 
 
 def list_saves(attempt: Attempt) -> list[SaveRecord]:
@@ -294,3 +290,52 @@ def _speed(attempt: Attempt, rank: int, begin: int, end: int) -> float | None:
     seconds = rows["wall"] - rows["checkpoint"] - rows["evaluation"]
     rates = rows["size"][seconds > 0] / seconds[seconds > 0]
     return float(np.median(rates)) if len(rates) else None
+
+
+@dataclass(frozen=True)
+class StepRates:
+    """The speed of the last attempt over its steady steps; None for what is not known."""
+
+    step: float
+    samples: float
+    counted: float | None
+    flops: float | None
+    mfu: float | None
+    peak: float | None
+    peak_reason: str
+
+
+def compute_rates(attempt: Attempt, found: Profile) -> StepRates:
+    """Return seconds per step, samples per second, and the fraction of the device's peak FLOPS."""
+    step = float(found.average(found.wall).mean())
+    samples = float(found.average(found.samples)) / step if step > 0 else 0.0
+    counts = found.counted[np.isfinite(found.counted)]
+    counted = float(counts.mean()) / step if len(counts) and step > 0 else None
+    said = attempt.said("flops")
+    event: Mapping[str, Any] = said[0][1] if said else {}
+    per_sample, peak = _per_sample(attempt), number_in(event, "peak") or 0.0
+    # If a model is sharded over ranks, each computes a part of it.
+    flops = per_sample * samples / max(1, attempt.size) if np.isfinite(per_sample) else None
+    return StepRates(
+        step,
+        samples,
+        counted,
+        flops,
+        flops / peak if flops is not None and peak > 0 else None,
+        peak if peak > 0 else None,
+        str(event.get("peak_reason", "")),
+    )
+
+
+def _per_sample(attempt: Attempt) -> float:
+    """Return the FLOPs of all Steps per sample; a Step not taken on every batch counts for less."""
+    rank = min(attempt.ranks, default=0)
+    said = {
+        event.get("name"): count
+        for _, event in attempt.said("flops")
+        if (count := number_in(event, "per_sample")) is not None
+    }
+    taken = {name: len(rows) for (owner, name), rows in attempt.steps.items() if owner == rank}
+    ticks = max(taken.values(), default=0)
+    each = [said.get(name, np.nan) * count / ticks for name, count in taken.items() if count]
+    return sum(each) or np.nan

@@ -28,8 +28,8 @@ def list_findings(
     """
     found = list(_slow_ranks(named, costs))
     small: list[Finding] = []
-    for finding, large in losses(history, shares, named, costs, judged):
-        (found if large else small).append(finding)
+    for loss, large in losses(history, shares, named, costs, judged):
+        (found if large else small).append(loss)
     most = max((each.cost for each in found), default=1.0)
     found += [each for each in small if each.cost > most]
     found.sort(key=lambda each: -each.cost)

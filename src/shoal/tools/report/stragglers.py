@@ -39,7 +39,7 @@ class Loading:
 
 
 def loader_speed_of(found: Profile) -> Loading | None:
-    """Return the loading of a usual rank of an attempt; None if the ranks did not record it."""
+    """Return the loading of a usual rank; None if the ranks did not record it."""
     loads = found.average(found.load)
     if not np.isfinite(loads).all():
         return None

@@ -17,7 +17,7 @@ from shoal.tools.submit.schedulers import find_scheduler
 from shoal.tools.submit.site import Partition, Qos, Site
 from shoal.tools.submit.times import parse_time
 from shoal.util.decision import GIVEN, Decision
-from shoal.util.errors import LaunchError, explained
+from shoal.util.errors import LaunchError, raised_as
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ def entries() -> dict[str, SiteEntry]:
         name = file.name.removesuffix(".toml")
         found[name] = SiteEntry(name=name, file=f"shoal's own {file.name}", text=file.read_text())
     for path in sorted(folder().glob("*.toml")):
-        with explained(
+        with raised_as(
             LaunchError,
             given=f"the site in {path}",
             fix="repair it, or move it elsewhere: each file NAME.toml in this directory describes a "
@@ -193,8 +193,8 @@ def choose(name: str | None, host: str | None = None) -> Decision[Site]:
     Default of `host`: the name of this machine.
     """
     reason = GIVEN
-    if name is None and env_vars.site():
-        name, reason = env_vars.site(), f"{GIVEN}: {env_vars.SITE}={env_vars.site()}"
+    if name is None and (own := env_vars.variable(env_vars.SITE)):
+        name, reason = own, f"{GIVEN}: {env_vars.SITE}={own}"
     if name is None:
         host = socket.gethostname() if host is None else host
         name, reason = PLAIN, f"no site has {host} among its hosts"

@@ -32,7 +32,7 @@ from shoal.tools.submit.site import Site
 from shoal.tools.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
 from shoal.tools.submit.status import active_jobs, stopping_seconds
 from shoal.util.clock import CLOCK
-from shoal.util.errors import LaunchError, explained
+from shoal.util.errors import LaunchError, raised_as
 
 _HEAD, _SHOWN = 8192, 3
 
@@ -86,7 +86,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
             found=f"{script} is in it, and would be copied with all files of the run",
             fix=f"use a separate directory: --run {run / 'run'}",
         )
-    with explained(
+    with raised_as(
         LaunchError, given=str(script), fix="make it readable for you by chmod u+r, or copy it"
     ):
         text = script.read_text(errors="replace")
@@ -101,7 +101,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
     source = find_source(script, without=run) if options.copy else None
     made = missing_folders(run)
     jobs: tuple[str, ...] = ()
-    with explained(
+    with raised_as(
         LaunchError,
         given=f"the run directory {run}",
         fix="pass --run DIR with a directory that you can write to, and that all nodes share",
@@ -168,7 +168,7 @@ def _write(text: str, path: Path) -> Path:
 
 def _keep(text: str, path: Path) -> Path:
     """Write a text where the user wants it, but overwrite only a batch script of Shoal."""
-    with explained(LaunchError, given=f"-o {path}", fix="pass -o FILE with a writable file"):
+    with raised_as(LaunchError, given=f"-o {path}", fix="pass -o FILE with a writable file"):
         if path.exists() and MARK.encode() not in path.read_bytes()[:_HEAD]:
             raise LaunchError(
                 given=f"-o {path}",

@@ -1,7 +1,7 @@
 """The process of one variant: starts the ranks of an observed script, as `shoal run` does.
 
-The path of the order is the first argument. The order has the script, its arguments, the number of
-ranks and the options of the observer.
+The path of the order is the first argument. The order has the fields of an ObservedScript, and the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from shoal.distributed.env_vars import placement
 from shoal.launcher.entry_point import Script
 from shoal.launcher.local import run_job
 from shoal.tools.verify.observations import ObserverOptions
+from shoal.util.plain import from_plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,7 @@ class ObservedScript(Script):
 def read_order(path: Path) -> tuple[ObservedScript, int]:
     """Return the script of an order, and the number of ranks."""
     order = json.loads(path.read_text(encoding="utf-8"))
-    processes: int = order.pop("processes")
-    plain = {"args": tuple(order["args"]), "observer": ObserverOptions(**order["observer"])}
-    return ObservedScript(**{**order, **plain}), processes
+    return from_plain(ObservedScript, order["script"]), order["processes"]
 
 
 def main() -> None:

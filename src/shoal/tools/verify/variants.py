@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shoal.launcher.entry_point import find_script
 from shoal.tools.verify.observations import TIMED_OUT, ObserverOptions, RunRecord, read_run
+from shoal.tools.verify.observed_run import ObservedScript
 from shoal.util.errors import LaunchError
 
 LARGE = 64 << 20
@@ -99,13 +100,13 @@ def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None =
         kill_at=variant.kill_at,
         micro_batches=variant.micro_batches,
     )
-    order = {
-        "path": request.script,
-        "args": request.args,
-        "observer": asdict(observer),
-        "reverse_files": variant.reverse_files,
-        "processes": variant.size,
-    }
+    script = ObservedScript(
+        path=request.script,
+        args=request.args,
+        observer=observer,
+        reverse_files=variant.reverse_files,
+    )
+    order = {"script": asdict(script), "processes": variant.size}
     (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
     code = start_ranks(folder, home, hash_seed=variant.hash_seed, limit=request.limit)
     return read_run(folder, name=variant.name, size=variant.size, code=code)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from shoal.data.batch import Batch
 from shoal.data.skipped_batches import LeftOutBatch
 from shoal.strategies.correction import Correction
-from shoal.util.arguments import is_integer, is_number
+from shoal.util.arguments import check_integer, is_number
 from shoal.util.errors import StepError
 
 _TO_DEVIATION = 1.4826
@@ -56,13 +56,8 @@ class BadSteps:
 
     def __post_init__(self) -> None:
         for name, least, usual in (("patience", 1, 3), ("window", 3, 100), ("rollbacks", 0, 3)):
-            value = getattr(self, name)
-            if not is_integer(value, least=least):
-                raise StepError(
-                    given=f"shoal.BadSteps({name}={value!r})",
-                    found=f"{name} is an integer, {least} or more",
-                    fix=f"shoal.BadSteps({name}={usual})",
-                )
+            value, fix = getattr(self, name), f"shoal.BadSteps({name}={usual})"
+            check_integer(StepError, "shoal.BadSteps", name, value, least, fix=fix)
         if not (is_number(self.threshold) and self.threshold > 0):
             raise StepError(
                 given=f"shoal.BadSteps(threshold={self.threshold!r})",

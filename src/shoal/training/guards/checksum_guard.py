@@ -1,12 +1,15 @@
-"""The common part of the guards that compare checksums: schedule, events and errors."""
+"""The common part of the guards that compare checksums: sums of bits, schedule, events, errors."""
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from shoal.strategies.held_parameters import first
 from shoal.telemetry.events import Events, Plain
@@ -17,6 +20,8 @@ from shoal.util.errors import CorruptionError
 
 if TYPE_CHECKING:
     from shoal.training.train_state import TrainState
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class ChecksumGuard(ABC):
@@ -98,3 +103,26 @@ def weakly(
         return otherwise() if found is None else found(*arguments)
 
     return call
+
+
+@torch.no_grad()
+def sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the checksum of each tensor: the sum of its words of up to 64 bits, modulo 2^64.
+
+    A flipped bit changes one word by a power of two, so the sum changes too. The host waits once per
+    device.
+    """
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        by_device.setdefault(tensor.device, {})[name] = _sum_words(tensor)
+    found: dict[str, int] = {}
+    for sums in by_device.values():
+        found.update(zip(sums, torch.stack(tuple(sums.values())).tolist(), strict=True))
+    return {name: found[name] for name in tensors}
+
+
+def _sum_words(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().reshape(-1)
+    offset, size = flat.storage_offset() * flat.element_size(), flat.nbytes
+    kind = next(each for each in _WORDS if not (offset % each.itemsize or size % each.itemsize))
+    return flat.view(kind).sum(dtype=torch.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.training.guards.bad_steps import BadSteps
+from shoal.util.arguments import check_number
 from shoal.util.errors import StepError
 
 
@@ -51,12 +52,7 @@ class Guards:
     find_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.budget, int | float) and 0 < self.budget <= 1):
-            raise StepError(
-                given=f"shoal.Guards(budget={self.budget!r})",
-                found="a budget is a fraction of the time of the run, above 0 and at most 1",
-                fix="shoal.Guards(budget=0.001) for 0.1 %",
-            )
+        check_number(StepError, "shoal.Guards", "budget", self.budget, above=True, most=1, usual=0.001)
         if not isinstance(self.bad_steps, BadSteps | None):
             raise StepError(
                 given=f"shoal.Guards(bad_steps={self.bad_steps!r})",

@@ -12,8 +12,7 @@ import torch
 from shoal.data.batch import Batch
 from shoal.strategies.contracts import PartialSums, RepeatableGradients
 from shoal.telemetry.events import Events
-from shoal.training.guards.checksum_guard import ChecksumGuard, weakly
-from shoal.training.guards.checksums import sum_bits
+from shoal.training.guards.checksum_guard import ChecksumGuard, sum_bits, weakly
 from shoal.training.guards.schedule import GuardTimes
 from shoal.training.guards.votes import Sums, judge_gradients
 

@@ -14,8 +14,7 @@ from shoal._torch.autograd import version
 from shoal.strategies.dtensor import is_divided, share
 from shoal.strategies.held_parameters import first
 from shoal.telemetry.events import Events
-from shoal.training.guards.checksum_guard import ChecksumGuard, weakly
-from shoal.training.guards.checksums import sum_bits
+from shoal.training.guards.checksum_guard import ChecksumGuard, sum_bits, weakly
 from shoal.training.guards.options import Guards
 from shoal.training.guards.schedule import GuardTimes
 from shoal.training.guards.votes import differing_tensors

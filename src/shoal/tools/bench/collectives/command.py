@@ -28,9 +28,10 @@ from shoal.tools.bench.collectives.machine_file import (
 )
 from shoal.tools.bench.collectives.measure import OPERATIONS, measure_collectives
 from shoal.tools.bench.measurement import Output, keep_on_interrupt
-from shoal.tools.bench.options import check_count, check_file, check_names, check_seconds
+from shoal.tools.bench.options import check_output, check_seconds
 from shoal.tools.bench.processor import processor_name
 from shoal.util import accelerator
+from shoal.util.arguments import check_integer
 from shoal.util.clock import CLOCK, utc_now
 from shoal.util.errors import LaunchError
 from shoal.util.tables import plain_console, print_line
@@ -71,12 +72,10 @@ def benchmark_collectives(asked: CollectivesRequest, processes: int | None) -> i
 
     Raises LaunchError for invalid options, for a single process, or if a backend can't work.
     """
-    check_names("--backend", asked.backends, BACKENDS)
-    check_names("--operations", asked.operations, OPERATIONS)
-    check_count("--repeats", asked.repeats)
-    check_seconds("--seconds", asked.seconds)
-    check_file("-o", asked.out)
-    check_file("--csv", asked.output.csv)
+    check_integer(LaunchError, "shoal bench comm", "--repeats", asked.repeats, 1, usual=20)
+    check_seconds("shoal bench comm", "--seconds", asked.seconds)
+    check_output("-o", asked.out)
+    check_output("--csv", asked.output.csv)
     here = env_vars.placement()
     if here.size > 1 and processes is not None:
         raise LaunchError(

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.telemetry.collective_stats import bus_factor
-from shoal.util.errors import ShoalError, explained
+from shoal.util.errors import ShoalError, raised_as
 from shoal.util.plain import from_plain
 from shoal.util.regular_file import replace
 
@@ -149,7 +149,7 @@ def machine_values(machine: MachineFile) -> dict[str, object]:
 def write_machine_file(machine: MachineFile, path: Path) -> None:
     """Write a machine file atomically."""
     fix = "pass -o FILE in a directory with write permission and free space"
-    with explained(ShoalError, given=f"the machine file {path}", fix=fix):
+    with raised_as(ShoalError, given=f"the machine file {path}", fix=fix):
         replace(path, json.dumps(machine_values(machine), indent=1) + "\n")
 
 

@@ -28,10 +28,11 @@ from shoal.tools.bench.measurement import (
     quartiles,
     time_calls,
 )
-from shoal.tools.bench.options import check_count, check_seconds
+from shoal.tools.bench.options import check_seconds
 from shoal.tools.bench.scaling.models import make_model, one_batch
 from shoal.tools.bench.scaling.subject import ScriptSubject, parse_subject
 from shoal.util import accelerator
+from shoal.util.arguments import check_integer
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 from shoal.util.tables import plain_console, print_line
@@ -51,8 +52,8 @@ def benchmark_modes(model: str | None, *, batch: int, seconds: float, output: Ou
 
     Raises LaunchError for invalid options.
     """
-    check_count("--batch", batch)
-    check_seconds("--seconds", seconds)
+    check_integer(LaunchError, "shoal bench modes", "--batch", batch, 1, usual=32)
+    check_seconds("shoal bench modes", "--seconds", seconds)
 
     def measure(world: World, interrupts: InterruptFlag) -> Result | None:
         subjects = {TOY.format(count): _toy(count) for count in NUMBERS}

@@ -49,9 +49,9 @@ def benchmark_data_loading(
 
     Without `workers`, their numbers depend on the machine.
     """
-    check_seconds("--seconds", seconds)
+    check_seconds("shoal bench data", "--seconds", seconds)
     if step_time is not None:
-        check_seconds("--step-time", step_time)
+        check_seconds("shoal bench data", "--step-time", step_time)
     need = _need(batch_sizes or (BATCH_SIZE,), step_time, run)
 
     def measure(world: World, interrupts: InterruptFlag) -> Result | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from shoal.tools.bench.options import check_count, check_names
 from shoal.tools.bench.scaling.subject import SIZES, ScriptSubject, Subject, parse_subject
-from shoal.util.arguments import check_file
+from shoal.util.arguments import check_choice, check_file, check_integer
 from shoal.util.errors import LaunchError
 from shoal.util.units import counted
 
@@ -98,7 +97,8 @@ def check_study_options(options: StudyOptions) -> None:
         ("--precisions", options.precisions, PRECISIONS),
         ("--ways", options.ways, WAYS),
     ):
-        check_names(option, given or ("",), known)
+        for each in given or ("",):
+            check_choice(LaunchError, "shoal bench scaling", option, each, known)
     if min(options.processes, default=0) < 1:
         raise LaunchError(
             given=f"-n {','.join(map(str, options.processes))}",
@@ -111,7 +111,7 @@ def check_study_options(options: StudyOptions) -> None:
         ("--warmup", options.warmup, 1),
         ("--rounds", options.rounds, 1),
     ):
-        check_count(option, count, least)
+        check_integer(LaunchError, "shoal bench scaling", option, count, least)
 
 
 PLACES = ("batch", "processes", "backend", "strategy", "precision", "way", "steps", "run")

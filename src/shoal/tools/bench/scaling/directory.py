@@ -29,7 +29,7 @@ from shoal.tools.bench.scaling.configurations import (
 )
 from shoal.util.clock import CLOCK
 from shoal.util.document import to_plain
-from shoal.util.errors import CheckpointError, explained
+from shoal.util.errors import CheckpointError, raised_as
 from shoal.util.packages import versions
 from shoal.util.plain import from_plain
 from shoal.util.regular_file import replace
@@ -102,7 +102,7 @@ def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | 
         "machine": dict(study.machine),
     }
     fix = "use a directory with write permission: --study DIR"
-    with explained(CheckpointError, given=f"a study in {path}", fix=fix):
+    with raised_as(CheckpointError, given=f"a study in {path}", fix=fix):
         write_json(path / FILE, content)
     return study
 
@@ -185,7 +185,7 @@ def _is_missing(path: Path, *, failed: bool) -> bool:
 
 def _repeat(path: Path) -> Repeat:
     fix = f"rm {path}, and run the study again: it repeats this job"
-    with explained(CheckpointError, given=f"the result {path}", fix=fix, errors=(OSError, ValueError)):
+    with raised_as(CheckpointError, given=f"the result {path}", fix=fix, errors=(OSError, ValueError)):
         found: Repeat = from_plain(Repeat, json.loads(path.read_text()))
         return found
 

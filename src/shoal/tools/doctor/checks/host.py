@@ -101,7 +101,7 @@ def describe_cores() -> Cores:
         affinity=sorted(os.sched_getaffinity(0)),
         total=psutil.cpu_count() or 1,
         quota=quota,
-        threads=env_vars.threads_variable(),
+        threads=env_vars.variable(env_vars.THREADS),
     )
 
 

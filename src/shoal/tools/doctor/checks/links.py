@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from shoal.distributed.interfaces import interfaces
 from shoal.distributed.link_speed import LinkMeasurements, Matrix, pairs, slow
+from shoal.distributed.outages import Outage, Probes
+from shoal.distributed.rendezvous import answering, listen
 from shoal.tools.doctor.findings import CheckResult, RankFacts, failure, ok, warning
 
 if TYPE_CHECKING:
     from shoal.distributed.world import World
-from collections.abc import Mapping
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
-
-from shoal.distributed.interfaces import interfaces
-from shoal.distributed.outages import Outage, Probes
-from shoal.distributed.rendezvous import answering, listen
-
-if TYPE_CHECKING:
-    from shoal.distributed.world import World
-
 
 MOST_RANKS = 64
 """With more ranks only the first of each host is measured, since pairs grow as their square."""

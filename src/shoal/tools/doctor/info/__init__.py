@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.distributed import env_vars
 from shoal.distributed.init import init
 from shoal.tools.doctor.findings import RankFacts
-from shoal.tools.doctor.info.machine import RankInfo, gather
+from shoal.tools.doctor.info.machine import RankInfo, gather, machine_facts, rows, version_differences
 from shoal.util.decision import Decision
+from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Table, Text
 from shoal.util.errors import ShoalError
 from shoal.util.tables import print_document
 
 if TYPE_CHECKING:
     from rich.console import Console
-from collections.abc import Mapping
 
-from shoal.tools.doctor.info.machine import machine_facts, rows, version_differences
-from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Table, Text
 
 JOIN_SECONDS = 60.0
 """How long the ranks of a launch wait for each other; it can be short, as no rank prepares data."""

@@ -132,7 +132,7 @@ class Machine:
 _PLAUSIBLE = (1e-7, 1e9)
 """The values of a machine file, in its units and with those of efficiencies."""
 _WHOLE = ("devices", "units", "cores", "threads")
-_SCALE = {
+SCALE = {
     "half": 1e12,
     "tf32": 1e12,
     "fp32": 1e12,
@@ -141,6 +141,7 @@ _SCALE = {
     "link": 1e9,
     "network": 1e9,
 }
+"""The units of a machine file, in FLOP/s, bytes and bytes/s."""
 
 
 def machine_catalogue() -> dict[str, Machine]:
@@ -201,7 +202,7 @@ def parse_machine(name: str, table: object) -> Machine:
     if mistakes:
         raise _wrong(name, "; ".join(mistakes))
     values: dict[str, Any] = {
-        key: value * _SCALE[key] if key in _SCALE else value for key, value in table.items()
+        key: value * SCALE[key] if key in SCALE else value for key, value in table.items()
     }
     return Machine(**values | {"name": name, "efficiency": replace(Efficiency(), **efficiency)})
 

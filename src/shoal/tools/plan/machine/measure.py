@@ -21,7 +21,7 @@ from shoal.tools.bench.collectives.machine_file import (
     read_machine_file,
 )
 from shoal.tools.bench.processor import processor_name
-from shoal.tools.plan.machine.machines import RANGES, Machine, limited_efficiency, parse_machine
+from shoal.tools.plan.machine.machines import RANGES, SCALE, Machine, limited_efficiency, parse_machine
 from shoal.tools.plan.time.collectives import BASE_LATENCY
 from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util import accelerator
@@ -201,16 +201,10 @@ def measure_machine(name: str, rates: LinkRates, devices: int) -> Machine:
 
 def machine_toml(machine: Machine) -> str:
     """Return a machine in the form of the catalogue and of the files that `--machine` takes."""
-    rates: tuple[str, ...] = ("half", "fp32", "memory", "memory_bandwidth", "link", "network")
-    rates = rates if machine.tf32 is None else (*rates, "tf32")
-    scale = {"half": 1e12, "fp32": 1e12, "tf32": 1e12}
+    names = (*SCALE, "devices", "units", "cores", *(() if machine.cores is None else ("threads",)))
+    values = ((name, getattr(machine, name)) for name in names)
     lines = [f"[{machine.name}]"]
-    lines += [f"{key} = {getattr(machine, key) / scale.get(key, 1e9):.6g}" for key in rates]
-    lines += [f"devices = {machine.devices}"]
-    for key in ("units", "cores"):
-        value = getattr(machine, key)
-        lines += [] if value is None else [f"{key} = {value}"]
-    lines += [] if machine.cores is None else [f"threads = {machine.threads}"]
+    lines += [f"{name} = {each / SCALE.get(name, 1):.6g}" for name, each in values if each is not None]
     source = machine.source.replace("\\", "\\\\").replace('"', '\\"')
     lines += [f'source = "{source}"', "", f"[{machine.name}.efficiency]"]
     lines += [f"{key} = {getattr(machine.efficiency, key):.4g}" for key in RANGES]

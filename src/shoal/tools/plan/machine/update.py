@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.tools.plan.check import RunCheck
-from shoal.tools.plan.machine.machines import RANGES, Machine, find_machine
+from shoal.tools.plan.machine.machines import Machine, find_machine, limited_efficiency
 from shoal.util.clock import utc_now
 from shoal.util.errors import ShoalError
 from shoal.util.safe_text import printable
@@ -72,9 +72,8 @@ def efficiency_changes(found: RunCheck, machine: Machine) -> list[EfficiencyChan
         factor = min(LARGEST, max(1 / LARGEST, (measured / predicted) ** 0.5))
         for name in names:
             before = getattr(machine.efficiency, name)
-            low, high = RANGES[name]
             moved = before * factor if name in _SECONDS else before / factor
-            after = float(f"{min(high, max(low, moved)):.4g}")
+            after = float(f"{limited_efficiency(name, moved):.4g}")
             if after != before:
                 changes.append(EfficiencyChange(name=name, before=before, after=after))
     return changes
@@ -122,30 +121,26 @@ def _check_written(target: Path, path: str, name: str, changes: Sequence[Efficie
 
 
 def _with_values(text: str, name: str, changes: Sequence[EfficiencyChange], run: Path) -> str:
-    heading = f"[{name}.efficiency]"
-    lines = text.splitlines()
-    if heading not in (line.split("#")[0].strip() for line in lines):
+    """Return the text of a machine file with changed efficiencies, and a comment about the run."""
+    heading, lines = f"[{name}.efficiency]", text.splitlines()
+    if heading not in _without_comments(lines):
         lines += ["", heading]
-    result: list[str] = []
-    missing = {each.name: each for each in changes}
-    inside = False
-    for line in lines:
-        bare = line.split("#")[0].strip()
-        if bare.startswith("["):
-            if inside:
-                result += [_line(each) for each in missing.values()]
-                missing = {}
-            inside = bare == heading
-        found = re.match(r"\s*([a-z_]+)\s*=\s*[^#]*?(\s*#.*)?$", line) if inside else None
-        if found and found[1] in missing:
-            result.append(f"{_line(missing.pop(found[1]))}{found[2] or ''}")
+    bare = _without_comments(lines)
+    first = bare.index(heading) + 1
+    last = next((n for n in range(first, len(bare)) if bare[n].startswith("[")), len(bare))
+    added = []
+    for each in changes:
+        value = f"{each.name} = {each.after:.4g}"
+        place = next((n for n in range(first, last) if re.match(rf"{each.name}\s*=", bare[n])), None)
+        if place is None:
+            added.append(value)
         else:
-            result.append(line)
-    result += [_line(each) for each in missing.values()]
+            comment = re.search(r"\s*#.*$", lines[place])
+            lines[place] = value + (comment[0] if comment else "")
     was = ", ".join(f"{each.name} {each.before:.4g}" for each in changes)
-    result.append(f"# {utc_now():%Y-%m-%d}, run {printable(str(run))}; before: {was}")
-    return "\n".join(result) + "\n"
+    note = f"# {utc_now():%Y-%m-%d}, run {printable(str(run))}; before: {was}"
+    return "\n".join([*lines[:last], *added, *lines[last:], note]) + "\n"
 
 
-def _line(change: EfficiencyChange) -> str:
-    return f"{change.name} = {change.after:.4g}"
+def _without_comments(lines: Sequence[str]) -> list[str]:
+    return [line.split("#")[0].strip() for line in lines]

@@ -6,9 +6,11 @@ generalized to any width of the MLP, key and value heads, and 4-byte activations
 
 from __future__ import annotations
 
+import numpy as np
+
 from shoal.tools.plan.memory.rank_memory import RankMemory
 from shoal.tools.plan.work.configuration import PlannedStep
-from shoal.tools.plan.work.quantities import Quantity, choose, larger, smaller
+from shoal.tools.plan.work.segments import Quantity
 from shoal.tools.plan.work.transformer import Transformer
 
 FRAGMENTATION = 0.06
@@ -32,8 +34,8 @@ def layer_activations(model: Transformer, plan: PlannedStep) -> tuple[Quantity, 
     kept = 0.0 if model.flash else scores / plan.layout.context / tensor
     full, some = plan.recompute == "full", plan.recompute == "selective"
     every = unsplit + split + kept
-    stored = choose(full, 2.0 / slices, choose(some, unsplit + split, every))
-    return unit * stored, unit * choose(full, every, choose(some, kept, 0.0))
+    stored = np.where(full, 2.0 / slices, np.where(some, unsplit + split, every))
+    return unit * stored, unit * np.where(full, every, np.where(some, kept, 0.0))
 
 
 def held_micro_batches(plan: PlannedStep) -> Quantity:
@@ -44,23 +46,23 @@ def held_micro_batches(plan: PlannedStep) -> Quantity:
     ranks, stages, count, name = plan.layout.pipeline, plan.stages, plan.micro_batches, plan.schedule
     # Forward passes of all stages of a rank that begin before a first backward pass ends.
     interleaved = (stages > 1) & (name != "zero-bubble")
-    in_round = count // larger(1, count // ranks)
+    in_round = count // np.maximum(1, count // ranks)
     usual = (stages - 1) * in_round + ranks + interleaved * (ranks - 1)
-    begun = choose(plan.folded, 2 * ranks + (name == "dualpipev"), usual)
+    begun = np.where(plan.folded, 2 * ranks + (name == "dualpipev"), usual)
     every = (name == "gpipe") | (name == "looped")
-    return choose(ranks == 1, 1.0, choose(every, count, smaller(begun / stages, count)))
+    return np.where(ranks == 1, 1.0, np.where(every, count, np.minimum(begun / stages, count)))
 
 
 def stage_parameters(model: Transformer, plan: PlannedStep) -> Quantity:
     """Return the parameters of one rank before sharding: of the stage with most."""
     layers = -(-model.layers // plan.layout.pipeline) * model.layer_weights
-    tables = model.embedding * choose(plan.both_tables, 2 - model.tied, 1)
+    tables = model.embedding * np.where(plan.both_tables, 2 - model.tied, 1)
     return (layers + tables) / plan.layout.tensor
 
 
 def _logit_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
     """Return the bytes of the output layer's result: float32 scores, their gradient, the product."""
-    columns = model.vocab / choose(plan.splits_logits, plan.layout.tensor, 1)
+    columns = model.vocab / np.where(plan.splits_logits, plan.layout.tensor, 1)
     return plan.tokens(model.seq) * columns * (8 + plan.numbers.activation)
 
 
@@ -69,14 +71,14 @@ def _buffer_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
     layout, numbers = plan.layout, plan.numbers
     parameters = stage_parameters(model, plan)
     sent = 2 * plan.tokens(model.seq) * model.hidden * numbers.activation
-    messages = choose((layout.tensor > 1) | (layout.context > 1), sent, 0.0)
+    messages = np.where((layout.tensor > 1) | (layout.context > 1), sent, 0.0)
     # Two gathered layers, one in use and one prefetched, and the gradient of one.
     layer = max(model.layer_weights, model.embedding) / layout.tensor
     several = plan.keeps_gradients & (plan.micro_batches > 1)
-    gathered = numbers.gathered * choose(plan.keeps_parameters, parameters, 2 * layer)
-    gathered += numbers.reduced * choose(several, parameters, layer)
-    buckets = choose(plan.copies > 1, smaller(_BUCKETS, numbers.reduced * parameters), 0.0)
-    return messages + choose(plan.sharded, gathered, buckets)
+    gathered = numbers.gathered * np.where(plan.keeps_parameters, parameters, 2 * layer)
+    gathered += numbers.reduced * np.where(several, parameters, layer)
+    buckets = np.where(plan.copies > 1, np.minimum(_BUCKETS, numbers.reduced * parameters), 0.0)
+    return messages + np.where(plan.sharded, gathered, buckets)
 
 
 def estimate_memory(model: Transformer, plan: PlannedStep) -> RankMemory:
@@ -89,12 +91,11 @@ def estimate_memory(model: Transformer, plan: PlannedStep) -> RankMemory:
         "logits": _logit_bytes(model, plan),
         "buffers": _buffer_bytes(model, plan),
     }
-    return RankMemory(
-        kinds={
-            "parameters": parameters * numbers.parameter,
-            "gradients": parameters * numbers.gradient,
-            "optimizer": parameters * numbers.state,
-            **moving,
-            "fragmentation": FRAGMENTATION * sum(moving.values()),
-        }
-    )
+    kinds = {
+        "parameters": parameters * numbers.parameter,
+        "gradients": parameters * numbers.gradient,
+        "optimizer": parameters * numbers.state,
+        **moving,
+        "fragmentation": FRAGMENTATION * sum(moving.values()),
+    }
+    return RankMemory(kinds={name: one if np.ndim(one) else float(one) for name, one in kinds.items()})

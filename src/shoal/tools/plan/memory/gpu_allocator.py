@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _ROUNDING = 512
@@ -19,21 +20,12 @@ _OWN_SEGMENT = 10 * _MIB
 """Blocks from this size on have segments of their own size, rounded up to 2 MiB."""
 
 
-@dataclass(eq=False)
-class _Block:
-    """A part of a segment, with its neighbours in it."""
+class _Block(NamedTuple):
+    """A part of a segment."""
 
     start: int
     size: int
     small: bool
-    free: bool = False
-    before: _Block | None = None
-    after: _Block | None = None
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Its place in the order of free blocks: by size, then by address."""
-        return self.size, self.start
 
 
 @dataclass
@@ -51,11 +43,14 @@ class CachingAllocator:
 
     held: int = 0
     reserved: int = 0
-    _addresses: int = 0
+    _segments: dict[int, int] = field(default_factory=dict)
+    """The size of each segment, by its address. No two segments are neighbours."""
     _used: dict[int, _Block] = field(default_factory=dict)
     _free: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
-    _at: dict[int, _Block] = field(default_factory=dict)
-    """The free blocks by address."""
+    """The sizes and addresses of the free blocks, in order."""
+    _starts: dict[int, _Block] = field(default_factory=dict)
+    _ends: dict[int, _Block] = field(default_factory=dict)
+    """The free blocks by their first and by their next address."""
 
     def allocate(self, number: int, size: int) -> None:
         """Give out a block of at least `size` bytes, known as `number`."""
@@ -64,61 +59,48 @@ class CachingAllocator:
         free = self._free[small]
         place = bisect_left(free, (size, 0))
         if place < len(free):
-            block = self._at[free[place][1]]
+            block = self._starts[free[place][1]]
             self._take(block)
         else:
             block = self._segment(size, small=small)
         rest = block.size - size
         if rest >= _ROUNDING if small else rest > _SMALL:
-            other = _Block(block.start + size, rest, small, before=block, after=block.after)
-            if block.after is not None:
-                block.after.before = other
-            block.size, block.after = size, other
-            self._give(other)
+            self._give(_Block(block.start + size, rest, small))
+            block = block._replace(size=size)
         self._used[number] = block
 
     def release(self, number: int) -> None:
         """Take a block back, and join it with free neighbours."""
         block = self._used.pop(number)
-        for one in (block.before, block.after):
-            if one is None or not one.free:
-                continue
-            self._take(one)
-            first, second = (one, block) if one is block.before else (block, one)
-            first.size += second.size
-            first.after = second.after
-            if second.after is not None:
-                second.after.before = first
-            block = first
+        for one in (self._ends.get(block.start), self._starts.get(block.start + block.size)):
+            if one is not None:
+                self._take(one)
+                block = _Block(min(block.start, one.start), block.size + one.size, block.small)
         self._give(block)
 
     def _segment(self, size: int, *, small: bool) -> _Block:
-        if small:
-            wanted = _SMALL_SEGMENT
-        elif size < _OWN_SEGMENT:
-            wanted = _SEGMENT
-        else:
-            wanted = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+        wanted = _SEGMENT if size < _OWN_SEGMENT else -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+        wanted = _SMALL_SEGMENT if small else wanted
         if self.held + wanted > self.reserved:
-            for block in [each for each in self._at.values() if each.before is each.after is None]:
-                self._take(block)
-                self.held -= block.size
+            for each in [*self._starts.values()]:
+                if each.size == self._segments.get(each.start):
+                    self._take(each)
+                    self.held -= each.size
         self.held += wanted
         self.reserved = max(self.reserved, self.held)
-        block = _Block(self._addresses, wanted, small)
-        self._addresses += wanted
-        return block
+        last = next(reversed(self._segments), 0)
+        start = last + self._segments.get(last, 0) + 1
+        self._segments[start] = wanted
+        return _Block(start, wanted, small)
 
     def _give(self, block: _Block) -> None:
-        block.free = True
-        self._at[block.start] = block
-        insort(self._free[block.small], block.key)
+        self._starts[block.start] = self._ends[block.start + block.size] = block
+        insort(self._free[block.small], (block.size, block.start))
 
     def _take(self, block: _Block) -> None:
-        block.free = False
-        del self._at[block.start]
+        del self._starts[block.start], self._ends[block.start + block.size]
         free = self._free[block.small]
-        del free[bisect_left(free, block.key)]
+        del free[bisect_left(free, (block.size, block.start))]
 
 
 def reserved_bytes(changes: Iterable[tuple[int, int]]) -> int:

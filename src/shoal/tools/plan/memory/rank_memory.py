@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.tools.plan.work.quantities import Quantity
+from shoal.tools.plan.work.segments import Quantity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from shoal.tools.plan.search.candidates import Candidates, Integers, find_candid
 from shoal.tools.plan.search.prediction import Prediction, RejectedLayout, SearchResult
 from shoal.tools.plan.time.pipeline_run import pipeline_bubble
 from shoal.tools.plan.time.seconds import StepParts
-from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.time.step_time import estimate_step, pass_seconds
 from shoal.tools.plan.work.configuration import ANY_PRECISION, FORMATS, PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import ShoalError
@@ -25,9 +25,11 @@ _ROUNDING = 1e-9
 
 def predict(model: Transformer, plan: PlannedStep, machine: Machine) -> Prediction:
     """Return the predicted memory and step time of a configuration; a pipeline is simulated."""
-    time = estimate_step(model, plan, machine)
+    passes = pass_seconds(model, plan, machine)
+    time = estimate_step(model, plan, machine, passes)
     if plan.layout.pipeline > 1:
-        time = StepParts({**time.parts, "bubble": pipeline_bubble(model, plan, machine)})
+        bubble = pipeline_bubble(plan, model.layers, passes)
+        time = StepParts({**time.parts, "bubble": bubble})
     memory = estimate_memory(model, plan)
     return Prediction(plan=plan, memory=memory, time=time, available=machine.available)
 

@@ -24,6 +24,7 @@ from shoal.tools.plan.show.values import prediction_values, strategy_text, utili
 from shoal.tools.plan.time.bands import BANDS, step_kind
 from shoal.tools.plan.time.pipeline_run import pipeline_bubble
 from shoal.tools.plan.time.seconds import Span
+from shoal.tools.plan.time.step_time import pass_seconds
 from shoal.tools.plan.training.whole_training import Training, TrainingEstimate, training_of
 from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
@@ -32,7 +33,7 @@ from shoal.util.units import compact, counted, duration, percent, size
 
 _OTHERS = 8
 """Rejected layouts that a terminal shows."""
-NUMERICS = (
+_NUMERICS = (
     "Precisions differ in their results: fp16 sums gradients in 16 bits, half also keeps no float32 "
     "parameters. Compare losses."
 )
@@ -154,15 +155,15 @@ def _fastest(report: PlanReport) -> list[DocumentBlock]:
         half = "" if model is None else ", or --precision half"
         return [*blocks, Text(text=f"Use more devices, or more memory{half}.")]
     blocks += [
-        fastest_table(model, machine, result.best),
+        _fastest_table(model, machine, result.best),
         Text(text=f"The strategy of the first: {strategy_text(result.best[0])}."),
     ]
     if len({each.plan.precision for each in result.best}) > 1:
-        blocks.append(Text(text=NUMERICS))
+        blocks.append(Text(text=_NUMERICS))
     return blocks if model is None else [*blocks, *_band(model, result.best[0])]
 
 
-def fastest_table(model: Transformer | None, machine: Machine, best: Sequence[Prediction]) -> Table:
+def _fastest_table(model: Transformer | None, machine: Machine, best: Sequence[Prediction]) -> Table:
     """Return a row for each plan."""
     several = len({each.plan.precision for each in best}) > 1
     numbers = ("step", "MFU", "samples/s", "memory")
@@ -228,7 +229,7 @@ def _step_sections(model: Transformer, machine: Machine, best: Sequence[Predicti
     piped = next((each.plan for each in best if each.plan.layout.pipeline > 1), None)
     if piped is not None:
         spans: list[list[Span]] = [[] for _ in range(piped.layout.pipeline)]
-        pipeline_bubble(model, piped, machine, spans)
+        pipeline_bubble(piped, model.layers, pass_seconds(model, piped, machine), spans)
         sections["Pipeline"] = [timeline(f"{piped.layout} with the schedule {piped.schedule}", spans)]
     return [Section(heading=name, blocks=blocks) for name, blocks in sections.items()]
 

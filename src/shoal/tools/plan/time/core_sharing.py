@@ -53,7 +53,7 @@ class SharedCores:
     def __init__(
         self, machine: Machine, size: int, group: RankGroup, ranks: Sequence[RankProcess]
     ) -> None:
-        self._per_node = group.per_node(machine.devices)
+        self._per_node = int(group.per_node(machine.devices))
         copies = min(size, machine.devices) / self._per_node
         self._most = math.inf if machine.cores is None else machine.cores / machine.threads / copies
         """The simulated ranks of a node that can compute at full speed."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shoal.distributed.pipeline_action import PipelineAction
-from shoal.distributed.pipeline_schedules import action_lists
-from shoal.tools.plan.machine.machines import Machine
+from shoal.distributed.pipeline_schedules import PipelineAction, action_lists
 from shoal.tools.plan.time.seconds import Span
-from shoal.tools.plan.time.step_time import pass_seconds
+from shoal.tools.plan.time.step_time import PassSeconds
 from shoal.tools.plan.work.configuration import PlannedStep
-from shoal.tools.plan.work.transformer import Transformer
 
 _ROUNDS = 6
 """Rounds of as many micro-batches as ranks that are simulated. Each further one takes the time that the
@@ -25,23 +22,20 @@ ACTIONS = {
 
 
 def pipeline_bubble(
-    model: Transformer,
-    plan: PlannedStep,
-    machine: Machine,
-    spans: Sequence[list[Span]] | None = None,
+    plan: PlannedStep, layers: int, layer: PassSeconds, spans: Sequence[list[Span]] | None = None
 ) -> float:
     """Return the seconds for which the rank with the output layer waits, as the schedule lets it.
 
-    Messages take no time here. `spans` are empty lists, one for each rank, to which its actions are
-    added. Raises ShoalError if the schedule does not support the micro-batches.
+    The model has `layers`, each of which takes the seconds of `layer`. Messages take no time here.
+    `spans` are empty lists, one for each rank, to which its actions are added. Raises ShoalError if the
+    schedule does not support the micro-batches.
     """
     ranks, stages, count = plan.layout.pipeline, plan.stages, plan.micro_batches
-    layer = pass_seconds(model, plan, machine)
-    layers, head = model.layers / (ranks * stages), layer.head
-    backward = layers * (layer.total - layer.forward_total)
-    weights = layers * layer.backward.products / 2
+    each, head = layers / (ranks * stages), layer.head
+    backward = each * (layer.total - layer.forward_total)
+    weights = each * layer.backward.products / 2
     usual = {
-        "F": layers * layer.forward_total,
+        "F": each * layer.forward_total,
         "B": backward,
         "I": backward - weights,
         "W": weights,
@@ -54,7 +48,7 @@ def pipeline_bubble(
     orders = action_lists(plan.schedule, ranks, stages, simulated)
     durations = [usual] * (ranks * stages - 1) + [last]
     seconds = simulate_actions(orders, durations, spans)
-    return float(max(0.0, seconds - simulated * (stages * layers * layer.total + head.total)))
+    return float(max(0.0, seconds - simulated * (stages * each * layer.total + head.total)))
 
 
 def simulate_actions(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.work.configuration import PlannedStep
-from shoal.tools.plan.work.quantities import Quantity, choose
-from shoal.tools.plan.work.segments import Work
+from shoal.tools.plan.work.segments import Quantity, Work
 
 
 @dataclass(frozen=True)
@@ -57,4 +58,4 @@ def compute_seconds(work: Work, plan: PlannedStep, machine: Machine) -> ComputeS
 
 def peak_rate(plan: PlannedStep, machine: Machine) -> Quantity:
     """Return the FLOP/s of the data sheet in the precision of a plan."""
-    return choose(plan.numbers.activation == 2, machine.half, machine.tf32 or machine.fp32)
+    return np.where(plan.numbers.activation == 2, machine.half, machine.tf32 or machine.fp32)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.tools.plan.work.quantities import Quantity
+import numpy as np
+
+from shoal.tools.plan.work.segments import Quantity
 
 _PASSES = ("products", "convolutions", "attention", "memory", "recompute", "launch")
 
@@ -21,6 +23,11 @@ class StepParts:
     """
 
     parts: Mapping[str, Quantity]
+
+    @classmethod
+    def of(cls, **parts: Quantity) -> StepParts:
+        """Return numbers, or arrays of several plans, by name."""
+        return cls({name: one if np.ndim(one) else float(one) for name, one in parts.items()})
 
     @property
     def total(self) -> Quantity:

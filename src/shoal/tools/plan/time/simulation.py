@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.time.collectives import collective_seconds
+from shoal.tools.plan.time.collectives import CONTENTION, collective_seconds
 from shoal.tools.plan.time.core_sharing import Computation, RankProcess, SharedCores
 from shoal.tools.plan.time.rates import ComputeSeconds, compute_seconds
 from shoal.tools.plan.time.seconds import Span, StepParts, add_span
-from shoal.tools.plan.time.step_time import CONTENTION, slowest
+from shoal.tools.plan.time.step_time import slowest
 from shoal.tools.plan.work.configuration import PlannedStep
-from shoal.tools.plan.work.segments import RankGroup, Segment, StepCollective
+from shoal.tools.plan.work.segments import RankGroup, StepCollective, WorkSegment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,6 @@ class CollectiveTotal:
     seconds: float = 0.0
 
 
-def step_seconds(segments: Sequence[Segment], plan: PlannedStep, machine: Machine) -> StepParts:
-    """Return the predicted time of a traced step of a rank that is alone or in no pipeline."""
-    return run_ranks([segments], plan, machine)[0].time
-
-
 def mean_time(one: StepParts, others: StepParts, every: int) -> StepParts:
     """Return the mean time of steps, of which one in `every` takes the first time."""
     rest = others.parts
@@ -45,7 +40,9 @@ def mean_time(one: StepParts, others: StepParts, every: int) -> StepParts:
     return StepParts(mean)
 
 
-def run_ranks(ranks: Sequence[Sequence[Segment]], plan: PlannedStep, machine: Machine) -> list[RankRun]:
+def run_ranks(
+    ranks: Sequence[Sequence[WorkSegment]], plan: PlannedStep, machine: Machine
+) -> list[RankRun]:
     """Return the predicted step of each rank of one pipeline.
 
     A rank waits for a message where it first reads it. The step ends when the last rank has finished.
@@ -101,7 +98,7 @@ class _Timeline:
         self._idle = 0.0
         """Seconds in which they run and the rank waits."""
 
-    def run(self, segments: Sequence[Segment]) -> RankProcess:
+    def run(self, segments: Sequence[WorkSegment]) -> RankProcess:
         """Compute all segments."""
         for segment in segments:
             if segment.moment == "update":
@@ -125,7 +122,7 @@ class _Timeline:
                 self.begin(one, alone=not segment.work.operations)
         self.wait()
 
-    def compute(self, segment: Segment) -> RankProcess:
+    def compute(self, segment: WorkSegment) -> RankProcess:
         """Compute the work of a segment on cores that other ranks use too."""
         found = compute_seconds(segment.work, self._pipeline.plan, self.machine)
         begun = self.now
@@ -151,7 +148,7 @@ class _Timeline:
             "bubble": self.waited + end - self.now,
             "stragglers": spread * busy,
         }
-        return StepParts({name: value for name, value in parts.items() if name != "host"})
+        return StepParts.of(**{name: value for name, value in parts.items() if name != "host"})
 
     def _sent(self, message: StepCollective) -> float:
         """Return when a message arrives; with Gloo, when its transfer can begin."""
@@ -215,7 +212,7 @@ class _Timeline:
 
 
 def collective_totals(
-    segments: Sequence[Segment], plan: PlannedStep, machine: Machine
+    segments: Sequence[WorkSegment], plan: PlannedStep, machine: Machine
 ) -> dict[str, CollectiveTotal]:
     """Return the collectives of a traced step by operation."""
     found: defaultdict[str, CollectiveTotal] = defaultdict(CollectiveTotal)

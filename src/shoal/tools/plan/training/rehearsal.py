@@ -38,23 +38,35 @@ class Fleet:
 
 
 @dataclass(kw_only=True)
-class FleetTime:
-    """The seconds of a rehearsed training by part, and `used`, the node seconds that are paid for."""
+class TrainingTime:
+    """The seconds of a training, by what they are spent on, and the number of failures."""
 
-    start: float = 0.0
+    queue: float = 0.0
     steps: float = 0.0
     saves: float = 0.0
     repeated: float = 0.0
     restarts: float = 0.0
-    waiting: float = 0.0
-    used: float = 0.0
     failures: int = 0
+    start: float = 0.0
+    waiting: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds from submission to the end."""
+        return self.queue + self.waiting + self.occupied
+
+    @property
+    def occupied(self) -> float:
+        """Seconds for which the devices are in use."""
+        return self.start + self.steps + self.saves + self.repeated + self.restarts
 
 
 def rehearse(
     fleet: Fleet, events: Sequence[FleetEvent], pool: int, step: float, steps: int
-) -> FleetTime:
+) -> tuple[TrainingTime, float]:
     """Return the time of a training of some steps, of `step` seconds on all nodes, over a trace.
+
+    The second number is that of the seconds of nodes that are paid for.
 
     A training that has fewer nodes takes longer steps: the global batch is the same.
 
@@ -65,11 +77,11 @@ def rehearse(
     training.begin(FleetEvent(at=0.0, up=there[-1] if there else frozenset(range(pool))))
     for event in (each for each in events if each.at):
         if training.advance(event.at):
-            return training.time
+            return training.time, training.used
         training.apply(event)
     if not training.advance(math.inf):
         raise _too_few(fleet, "too few nodes are left at the end of the trace")
-    return training.time
+    return training.time, training.used
 
 
 class _RehearsedTraining:
@@ -85,7 +97,7 @@ class _RehearsedTraining:
         self._started = False
         self._restarts = 0
         self._signature = ""
-        self.time = FleetTime()
+        self.time, self.used = TrainingTime(), 0.0
 
     def begin(self, event: FleetEvent) -> None:
         """Start for the first time, if enough nodes are there."""
@@ -213,7 +225,7 @@ class _RehearsedTraining:
         self._now += seconds
 
     def _use(self, seconds: float) -> None:
-        self.time.used += seconds * (len(self._members) or self._fleet.nodes)
+        self.used += seconds * (len(self._members) or self._fleet.nodes)
 
 
 def _ended(event: FleetEvent, outcome: AttemptOutcome, fleet: Fleet) -> ShoalError:

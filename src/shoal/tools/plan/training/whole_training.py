@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ from shoal.launcher.nodes import WAIT
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.training.failure_trace import read_trace, time_between_failures
-from shoal.tools.plan.training.rehearsal import Fleet, rehearse
+from shoal.tools.plan.training.rehearsal import Fleet, TrainingTime, rehearse
 from shoal.tools.submit.job import REQUEUES
 from shoal.util.errors import ShoalError
 from shoal.util.units import duration
@@ -55,30 +55,6 @@ class Training:
     least: float = 0
     wait: float = WAIT
     restarts: float = REQUEUES
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingTime:
-    """The seconds of a training, by what they are spent on, and the number of failures."""
-
-    queue: float
-    steps: float
-    saves: float
-    repeated: float
-    restarts: float
-    failures: int
-    start: float = 0.0
-    waiting: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Seconds from submission to the end."""
-        return self.queue + self.waiting + self.occupied
-
-    @property
-    def occupied(self) -> float:
-        """Seconds for which the devices are in use."""
-        return self.start + self.steps + self.saves + self.repeated + self.restarts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,19 +214,9 @@ def _rehearsed(
         save=training.save,
         interval=interval,
     )
-    found = rehearse(fleet, events, pool, step, steps)
-    once = TrainingTime(
-        queue=3600 * training.queue,
-        start=found.start,
-        steps=found.steps,
-        saves=found.saves,
-        repeated=found.repeated,
-        restarts=found.restarts,
-        waiting=found.waiting,
-        failures=found.failures,
-    )
-    hours = devices * found.used / nodes / 3600
-    return _summary(training, [once], interval, hours, steps * step)
+    found, used = rehearse(fleet, events, pool, step, steps)
+    once = replace(found, queue=3600 * training.queue)
+    return _summary(training, [once], interval, devices * used / nodes / 3600, steps * step)
 
 
 def _interval(save: float, mean: float) -> float:

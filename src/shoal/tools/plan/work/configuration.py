@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
-from shoal.tools.plan.work.quantities import Quantity, choose
+from shoal.tools.plan.work.segments import Quantity
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -108,7 +110,7 @@ class PlannedStep:
     @property
     def slices(self) -> Quantity:
         """The ranks that split what tensor parallelism alone does not."""
-        return choose(self.sequence_parallel, self.layout.tensor, 1)
+        return np.where(self.sequence_parallel, self.layout.tensor, 1)
 
     @property
     def sharded(self) -> Quantity:
@@ -118,7 +120,7 @@ class PlannedStep:
     @property
     def shards(self) -> Quantity:
         """The ranks over which a parameter is sharded: FSDP uses the context axis too."""
-        return choose(self.sharded, self.layout.shard * self.layout.context, 1)
+        return np.where(self.sharded, self.layout.shard * self.layout.context, 1)
 
     @property
     def copies(self) -> Quantity:

@@ -1,13 +1,19 @@
-"""The work of a transformer by its dimensions: of its layers, its output layer and its embedding."""
+"""The work of a transformer by its dimensions: of its layers, its output layer and its embedding.
+
+A GPU computes a product in tiles of the result, one per processor at a time. A last round with few
+tiles takes as long as a full one, and small tiles load more bytes per FLOP.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
 
 from shoal.tools.plan.work.configuration import PlannedStep
-from shoal.tools.plan.work.products import alignment_factor, tiled_flops
-from shoal.tools.plan.work.quantities import Quantity, choose
-from shoal.tools.plan.work.segments import Work
+from shoal.tools.plan.work.segments import Quantity, Work
 from shoal.tools.plan.work.transformer import Transformer
 
 _OTHER_OPERATIONS = 14
@@ -16,17 +22,34 @@ LOSS_BYTES = 16
 """Bytes that the loss reads and writes per score, forward and backward, in float32: cast, log_softmax,
 their gradients."""
 
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
+"""Rows and columns of a tile, and its speed relative to the largest: assumed, from the bytes that a
+tile loads per FLOP."""
+_FILL = 96
+"""Terms of a sum that a tile could have computed while it starts and while it writes its result."""
+_SPLITS = (1, 2, 4, 8)
+"""Parts into which the terms of a sum are split, if the result has few tiles."""
+_UNALIGNED = 2.5
+"""Time of a product whose rows do not begin at multiples of 16 bytes, relative to aligned rows."""
+
 Shape = tuple[Quantity, Quantity, Quantity]
 """Rows, columns and terms of each sum of a matrix product."""
 
 
 @dataclass(frozen=True)
-class LayerWork:
-    """The work of a layer on one micro-batch: forward, backward, and again before it (`recompute`)."""
+class TransformerWork:
+    """The work of one micro-batch: of a layer, of the output layer, and of the embedding's gradient.
+
+    `recompute` is what a layer computes again before its backward pass. `overlapped` are the gradients
+    of weights that need no sum over the gradients of inputs.
+    """
 
     forward: Work
     backward: Work
     recompute: Work
+    head: Work
+    table: Work
+    overlapped: tuple[Work, Work]
 
 
 def product_work(shape: Shape, size: Quantity, units: int | None) -> Work:
@@ -55,8 +78,8 @@ def layer_products(model: Transformer, plan: PlannedStep) -> tuple[Shape, ...]:
     )
 
 
-def layer_work(model: Transformer, plan: PlannedStep, units: int | None) -> LayerWork:
-    """Return the work of a layer on one micro-batch, on a device with this many processors."""
+def transformer_work(model: Transformer, plan: PlannedStep, units: int | None) -> TransformerWork:
+    """Return the work of one micro-batch, on a device with this many processors."""
     size, tensor, rows = plan.numbers.activation, plan.layout.tensor, plan.tokens(model.seq)
     shapes = layer_products(model, plan)
     rest = sum((product_work(shape, size, units) for shape in shapes[:-1]), Work())
@@ -82,7 +105,17 @@ def layer_work(model: Transformer, plan: PlannedStep, units: int | None) -> Laye
     # Without dropout, no gradient needs the output of the last product, and torch stops before it.
     full = rest + last if model.dropout else rest
     again = attention * (plan.recompute != "none") + full * (plan.recompute == "full")
-    return LayerWork(forward, backward, again)
+    overlapped = [
+        product_work((columns, inner, rows), size, units) for rows, columns, inner in shapes[::2]
+    ]
+    return TransformerWork(
+        forward=forward,
+        backward=backward,
+        recompute=again,
+        head=_head_work(model, plan, units),
+        table=_table_work(model, plan),
+        overlapped=(overlapped[0], overlapped[1]),
+    )
 
 
 def _attention_work(model: Transformer, plan: PlannedStep) -> Work:
@@ -101,7 +134,7 @@ def _attention_work(model: Transformer, plan: PlannedStep) -> Work:
     return Work(attention=flops, traffic=scores * passes, operations=5)
 
 
-def head_work(model: Transformer, plan: PlannedStep, units: int | None) -> Work:
+def _head_work(model: Transformer, plan: PlannedStep, units: int | None) -> Work:
     """Return the work of the output layer and the loss, forward and backward, of one micro-batch."""
     size, rows, columns = (
         plan.numbers.activation,
@@ -111,11 +144,44 @@ def head_work(model: Transformer, plan: PlannedStep, units: int | None) -> Work:
     shape = (rows, columns, model.hidden)
     product = product_work(shape, size, units) + gradient_work(shape, size, units)
     aligned = replace(product, products=product.products * alignment_factor(columns, size))
-    scores = rows * choose(plan.splits_logits, columns, model.vocab)
+    scores = rows * np.where(plan.splits_logits, columns, model.vocab)
     return aligned + Work(traffic=scores * LOSS_BYTES, operations=12)
 
 
-def table_work(model: Transformer, plan: PlannedStep) -> Work:
+def _table_work(model: Transformer, plan: PlannedStep) -> Work:
     """Return the work of the embedding's gradient: zeros, to which the rows of the tokens are added."""
     table = model.embedding / plan.layout.tensor * (plan.layout.pipeline == 1)
     return Work(traffic=table * 2 * plan.numbers.activation, operations=2)
+
+
+def tiled_flops(rows: Quantity, columns: Quantity, inner: Quantity, units: int | None) -> Quantity:
+    """Return the FLOPs that `units` processors could have computed in the time of a product.
+
+    The result has `rows` times `columns` numbers, each the sum of `inner` terms. Without a number of
+    processors, these are the FLOPs of the product.
+    """
+    if units is None:
+        return 2 * rows * columns * inner
+    if any(isinstance(each, np.ndarray) for each in (rows, columns, inner)):
+        return np.vectorize(_tiled_flops, otypes=[np.float64])(rows, columns, inner, units)
+    return _tiled_flops(rows, columns, inner, units)
+
+
+@lru_cache(maxsize=65536)
+def _tiled_flops(rows: float, columns: float, inner: float, units: int) -> float:
+    useful = 2 * rows * columns * inner
+    least = math.inf
+    for high, wide, speed in _TILES:
+        tiles = math.ceil(rows / high) * math.ceil(columns / wide)
+        for parts in _SPLITS:
+            if parts > 1 and inner / parts < 4 * _FILL:
+                break
+            rounds = math.ceil(tiles * parts / units)
+            terms = inner / parts + _FILL
+            least = min(least, rounds * units * 2 * high * wide * terms / speed)
+    return max(least, useful)
+
+
+def alignment_factor(columns: Quantity, size: Quantity) -> Quantity:
+    """Return the factor on the time of a product whose rows have this many numbers of `size` bytes."""
+    return np.where(columns * size % 16 == 0, 1.0, _UNALIGNED)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from shoal.tools.plan.work.quantities import Quantity, larger, smaller
+import numpy as np
+
+Quantity: TypeAlias = Any
+"""A number of one plan, or an array with the numbers of several plans."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class RankGroup:
 
     def per_node(self, devices: int) -> Quantity:
         """Return the members of the group that share a node."""
-        return larger(1, smaller(self.size, devices // self.stride))
+        return np.maximum(1, np.minimum(self.size, devices // self.stride))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,7 @@ class StepCollective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class WorkSegment:
     """The work of a rank until its next collective, in one part of the step (`moment`)."""
 
     moment: str

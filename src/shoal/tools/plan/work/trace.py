@@ -48,7 +48,7 @@ from shoal.tools.plan.memory.gpu_allocator import reserved_bytes
 from shoal.tools.plan.memory.live_bytes import LiveBytes, PeakStorage
 from shoal.tools.plan.memory.rank_memory import RankMemory
 from shoal.tools.plan.work.configuration import PlannedStep
-from shoal.tools.plan.work.segments import Segment, Work
+from shoal.tools.plan.work.segments import Work, WorkSegment
 from shoal.tools.plan.work.simulated_world import SimulatedWorld, simulated_world
 from shoal.tools.plan.work.traced_stages import split_points, stage_forms
 from shoal.tools.plan.work.traced_work import TracedWork
@@ -72,7 +72,7 @@ class TracedStep:
 
     plan: PlannedStep
     memory: RankMemory
-    segments: tuple[Segment, ...]
+    segments: tuple[WorkSegment, ...]
     every: int = 1
 
     @property

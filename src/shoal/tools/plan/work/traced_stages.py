@@ -11,8 +11,8 @@ from torch import fx, nn
 from shoal.data.micro import MicroBatch
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.distributed.world import World
-from shoal.strategies.partition.draw_counts import DrawCounts
 from shoal.strategies.partition.inputs import Inputs, by_name
+from shoal.strategies.partition.own_stages import DrawCounts
 from shoal.strategies.partition.stages import OuterGraph, balanced, opened_by, trace
 from shoal.strategies.pipeline.flow import Forms, StageFlow
 from shoal.strategies.pipeline.options import wide

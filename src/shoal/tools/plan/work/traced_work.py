@@ -17,7 +17,7 @@ from shoal._torch.c10d import operator_group
 from shoal._torch.dispatch import UncompiledMode, is_wrapper, overloads_of, schema_of, tree_iter
 from shoal.telemetry.collective_stats import operation_name
 from shoal.telemetry.usage.flops import flop_formula
-from shoal.tools.plan.work.segments import RankGroup, Segment, StepCollective, Work
+from shoal.tools.plan.work.segments import RankGroup, StepCollective, Work, WorkSegment
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _ATTRIBUTES = "prim"
@@ -37,15 +37,15 @@ class TracedWork(UncompiledMode):
         self._moment = moment
         self._now = ""
         self._work = Work()
-        self._segments: list[Segment] = []
+        self._segments: list[WorkSegment] = []
         self._messages: Counter[tuple[str, int]] = Counter()
         self._unread: dict[int, StepCollective] = {}
         """Messages that no operation has read, by the storage of their tensor."""
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[WorkSegment, ...]:
         """All work so far, in its order."""
-        rest = [Segment(moment=self._now, work=self._work)] if self._work != Work() else []
+        rest = [WorkSegment(moment=self._now, work=self._work)] if self._work != Work() else []
         return (*self._segments, *rest)
 
     def __torch_dispatch__(
@@ -86,7 +86,7 @@ class TracedWork(UncompiledMode):
 
     def _end_segment(self, collective: StepCollective | None) -> None:
         if collective is not None or self._work != Work():
-            self._segments.append(Segment(moment=self._now, work=self._work, collective=collective))
+            self._segments.append(WorkSegment(moment=self._now, work=self._work, collective=collective))
         self._work = Work()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from shoal.tools.report.dashboard.theme import PARTS, StepPart, TerminalStyle
+from shoal.tools.report.dashboard.theme import PARTS, TerminalStyle
 from shoal.util.units import compact
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -198,15 +198,10 @@ def draw_bar(parts: dict[str, float], longest: float, width: int, look: Terminal
     for (part, _), cells in zip(
         known, divide_cells([seconds for _, seconds in known], length), strict=True
     ):
-        line.append(_cells(part, cells, look), part.style(look))
+        text = part.letter.ljust(cells)[:cells] if look.colour else part.letter * cells
+        line.append(text, part.style(look))
     line.append(" " * (width - length))
     return line
-
-
-def _cells(part: StepPart, cells: int, look: TerminalStyle) -> str:
-    if not look.colour:
-        return part.letter * cells
-    return part.letter.ljust(cells)[:cells]
 
 
 def drawable_seconds(value: float) -> float:

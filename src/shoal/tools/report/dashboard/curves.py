@@ -53,22 +53,22 @@ class Tracks:
             sums[row] += np.bincount(places, weights=values, minlength=count)
         self._sums = sums
 
-    def loss(self) -> MetricCurve | None:
-        """Return the mean loss of each interval; None before there is one."""
-        return self._curve(LOSS, KNOWN)
+    def loss(self, now: float | None = None) -> MetricCurve | None:
+        """Return the mean loss of each interval, and its current value; None before there is one."""
+        return self._curve(LOSS, KNOWN, now)
 
-    def throughput(self) -> MetricCurve | None:
-        """Return samples per second of each interval; None before there is one."""
-        return self._curve(SAMPLES, SECONDS)
+    def throughput(self, now: float | None = None) -> MetricCurve | None:
+        """Return the same for samples per second."""
+        return self._curve(SAMPLES, SECONDS, now)
 
-    def _curve(self, above: int, below: int) -> MetricCurve | None:
+    def _curve(self, above: int, below: int, now: float | None) -> MetricCurve | None:
         if not self._sums[below].any():
             return None
         values = np.full(self._sums.shape[1], math.nan)
         np.divide(self._sums[above], self._sums[below], out=values, where=self._sums[below] > 0)
         weights = tuple(self._sums[below].tolist())
         return MetricCurve(
-            first=self._first, last=self._last, values=tuple(values.tolist()), weights=weights
+            first=self._first, last=self._last, values=tuple(values.tolist()), weights=weights, now=now
         )
 
     def _double(self) -> None:

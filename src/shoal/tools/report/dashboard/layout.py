@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.cells import set_cell_size
 from rich.text import Text
 
-from shoal.tools.report.dashboard.charts import draw_curve, draw_sparkline
+from shoal.tools.report.dashboard.charts import draw_curve, draw_sparkline, drawable_seconds
 from shoal.tools.report.dashboard.rank_table import count_leaves, legend_lines, rank_table_lines
 from shoal.tools.report.dashboard.snapshot import (
     OVER,
@@ -16,7 +17,7 @@ from shoal.tools.report.dashboard.snapshot import (
     Slowest,
     Snapshot,
 )
-from shoal.tools.report.dashboard.theme import WORDS, TerminalStyle, ascii_duration
+from shoal.tools.report.dashboard.theme import WORDS, TerminalStyle, ascii_duration, push_right
 from shoal.util.units import age, elapsed, four_digits
 
 STYLES: dict[Kind, str] = {
@@ -136,8 +137,8 @@ def _head(snapshot: Snapshot, width: int, look: TerminalStyle) -> Text:
         "absent": "waiting for the run",
         "starting": "starting",
         "running": "running",
-        "silent": f"silent for {age(finite_seconds(state.since))}",
-    }.get(state.kind, f"{state.kind} {age(finite_seconds(state.since))} ago")
+        "silent": f"silent for {age(drawable_seconds(state.since))}",
+    }.get(state.kind, f"{state.kind} {age(drawable_seconds(state.since))} ago")
     hosts = len({rank.host for rank in snapshot.ranks if rank.host})
     world = f"{snapshot.size:,} rank{'s' * (snapshot.size != 1)}" if snapshot.size else ""
     world += f" on {hosts:,} host{'s' * (hosts != 1)}" if world and hosts else ""
@@ -145,19 +146,8 @@ def _head(snapshot: Snapshot, width: int, look: TerminalStyle) -> Text:
     name = Text(look.safe(snapshot.run), "bold")
     most = max(8, width - len(said) - len(look.dot))
     if name.cell_len > most:  # the end of a path is more specific than its beginning
-        name = Text(_end(name.plain, most - 1, look), "bold")
-    line = Text.assemble(name, look.dot, (said, STYLES[state.kind]))
-    space = width - line.cell_len - len(right)
-    if space >= 2:
-        line.append(" " * space + right, "dim")
-    return line
-
-
-def _end(text: str, cells: int, look: TerminalStyle) -> str:
-    kept = text[-cells:]
-    while Text(kept).cell_len > cells:
-        kept = kept[1:]
-    return look.sign("…", "~") + kept
+        name = Text(look.sign("…", "~") + set_cell_size(name.plain[::-1], most - 1)[::-1], "bold")
+    return push_right(Text.assemble(name, look.dot, (said, STYLES[state.kind])), right, width)
 
 
 def _progress(snapshot: Snapshot, width: int, look: TerminalStyle) -> list[Text]:
@@ -167,14 +157,14 @@ def _progress(snapshot: Snapshot, width: int, look: TerminalStyle) -> list[Text]
         if snapshot.state.kind == "absent":
             return look.wrapped(look.safe(snapshot.state.reason), width, 6)
         return [Text("" if snapshot.state.kind == "reading" else "no step recorded yet")]
-    over = snapshot.state.kind in OVER
+    over, spent = snapshot.state.kind in OVER, elapsed(drawable_seconds(now.elapsed))
     parts = {
         "percent": _percent(now),
         "step": f"step {now.step:,}",
         "epoch": _epoch(now),
         "samples": f"{now.position:,} samples",
-        "left": "" if now.left is None or over else f"{elapsed(finite_seconds(now.left))} left",
-        "elapsed": _elapsed(now.elapsed, over=over),
+        "left": "" if now.left is None or over else f"{elapsed(drawable_seconds(now.left))} left",
+        "elapsed": f"in {spent}" if over else f"{spent} so far",
     }
     parts = {name: text for name, text in parts.items() if text}
     for name in ("samples", "elapsed", "epoch"):
@@ -189,11 +179,6 @@ def _progress(snapshot: Snapshot, width: int, look: TerminalStyle) -> list[Text]
         line.append(look.sign("─", "-") * (room - done), "dim")
         line.append(" ")
     return [line.append(words)]
-
-
-def _elapsed(seconds: float, *, over: bool) -> str:
-    text = elapsed(finite_seconds(seconds))
-    return f"in {text}" if over else f"{text} so far"
 
 
 def _percent(now: RunProgress) -> str:
@@ -213,58 +198,46 @@ def _epoch(now: RunProgress) -> str:
 def _curves(snapshot: Snapshot, width: int, height: int, look: TerminalStyle) -> list[Text]:
     """Return loss and throughput, next to or below each other, as curves or in one line each."""
     drawn = [
-        (title, unit, each, zero)
-        for title, unit, each, zero in (
+        each
+        for each in (
             ("loss", "", snapshot.loss, False),
             ("throughput", "samples/s", snapshot.throughput, True),
         )
-        if each is not None
+        if each[2] is not None
     ]
     beside = width >= SIDE_BY_SIDE
-    count = len(drawn) if beside else 1
-    cells = (width - 3 * (count - 1)) // count
-    if height < CURVE_LINES[0]:
-        parts = [[_spark(title, each, cells, look, zero=zero)] for title, _, each, zero in drawn]
-    elif beside:
-        parts = [_chart(*each, cells, height, look) for each in drawn]
-    else:
-        first = (height + 1) // 2
-        heights = [height] if len(drawn) == 1 else [first, height - first]
-        parts = [_chart(*each, cells, h, look) for each, h in zip(drawn, heights, strict=True)]
+    cells = (width - 3 * (len(drawn) - 1)) // len(drawn) if beside else width
+    first = height if beside or len(drawn) == 1 else (height + 1) // 2
+    heights = (first, first if beside else height - first) if height >= CURVE_LINES[0] else (0, 0)
+    parts = [_metric(*each, cells, rows, look) for each, rows in zip(drawn, heights, strict=False)]
     if not beside:
         return [line for lines in parts for line in lines][:height]
-    lines = []
-    for row in zip(*parts, strict=True):
-        line = Text()
-        for column, part in enumerate(row):
-            line.pad_right(column * (cells + 3) - line.cell_len)
-            line.append_text(look.cut(part, cells))
-        lines.append(line)
-    return lines
+    return [
+        Text("   ").join(look.fitted(each, cells) for each in row) for row in zip(*parts, strict=True)
+    ]
 
 
-def _chart(
-    title: str, unit: str, drawn: MetricCurve, zero: bool, width: int, height: int, look: TerminalStyle
+def _metric(
+    title: str,
+    unit: str,
+    drawn: MetricCurve | None,
+    zero: bool,
+    width: int,
+    height: int,
+    look: TerminalStyle,
 ) -> list[Text]:
-    line = Text.assemble((title, "bold"), f" {_value(drawn)}", f" {unit}" if unit else "")
-    steps = f"steps {drawn.first:,} to {drawn.last:,}"
-    space = width - line.cell_len - len(steps)
-    if space >= 2:
-        line.append(" " * space + steps, "dim")
+    """Return a curve below a title; next to it if `height` is 0."""
+    if drawn is None:
+        return []
+    value = "-" if drawn.now is None else four_digits(drawn.now)
+    line = Text.assemble((title, "bold"), f" {value} ")
+    if not height:
+        room = width - line.cell_len
+        row = draw_sparkline(drawn.values, room, look, zero=zero, weights=drawn.weights)
+        return [line.append(row, "cyan")]
+    line = Text.assemble((title, "bold"), f" {value} {unit}".rstrip())
     rows = draw_curve(drawn.values, width, height - 1, look, zero=zero, weights=drawn.weights)
-    return [line, *rows]
-
-
-def _spark(title: str, drawn: MetricCurve, width: int, look: TerminalStyle, *, zero: bool) -> Text:
-    line = Text.assemble((title, "bold"), f" {_value(drawn)} ")
-    room = width - line.cell_len
-    return line.append(
-        draw_sparkline(drawn.values, room, look, zero=zero, weights=drawn.weights), "cyan"
-    )
-
-
-def _value(drawn: MetricCurve) -> str:
-    return "-" if drawn.now is None else four_digits(drawn.now)
+    return [push_right(line, f"steps {drawn.first:,} to {drawn.last:,}", width), *rows]
 
 
 def _facts(snapshot: Snapshot, width: int, look: TerminalStyle) -> list[Text]:
@@ -303,12 +276,12 @@ def _saves(snapshot: Snapshot) -> str:
     if saves.failed:
         parts.append(f"FAILED {saves.failed}")
     if saves.step is not None:
-        parts.append(f"step {saves.step:,}, {age(finite_seconds(saves.ago))} ago")
+        parts.append(f"step {saves.step:,}, {age(drawable_seconds(saves.ago))} ago")
     elif snapshot.progress is not None:
         parts.append("nothing yet")
     if snapshot.state.kind not in OVER and saves.due is not None:
         step = f" {saves.next_step:,}" if saves.next_step is not None else ""
-        due = elapsed(abs(finite_seconds(saves.due)))
+        due = elapsed(drawable_seconds(abs(saves.due)))
         parts.append(f"next{step} in {due}" if saves.due >= 0 else f"next{step} {due} late")
     if saves.step is not None:
         parts.append(f"took {ascii_duration(saves.seconds)}, {ascii_duration(saves.blocked)} blocked")
@@ -322,8 +295,3 @@ def _footer(snapshot: Snapshot, plan: _Plan, leaf: int, look: TerminalStyle) -> 
     if leaf:
         keys.append("Home slowest and fastest")
     return Text(look.dot.join(keys), "dim")
-
-
-def finite_seconds(seconds: float) -> float:
-    """Return a finite time, or 0."""
-    return seconds if abs(seconds) < 1e12 else 0.0

@@ -40,7 +40,7 @@ def select_ranks(snapshot: Snapshot, room: int, leaf: int, look: TerminalStyle) 
     if room == 1:
         return RankSelection(shown=(), said=f"{len(ranks):,} ranks: {_spread(ranks, look)}")
     room -= 1
-    leaves = math.ceil(len(ranks) / room)
+    leaves = count_leaves(snapshot, room + 1)
     if leaf > 0:
         at = min(leaf, leaves) - 1
         shown = ranks[at * room : (at + 1) * room]
@@ -82,66 +82,36 @@ def rank_table_lines(
 ) -> list[Text]:
     """Return the rows, with a heading if it is wanted, in at most `room` lines."""
     choice = select_ranks(snapshot, room - heading, leaf, look)
-    columns = _Columns.of(snapshot, choice.shown, width, look)
-    lines = [columns.heading(snapshot)] if heading else []
-    lines += [columns.row(rank, snapshot, look) for rank in choice.shown]
-    if choice.said:
-        lines.append(Text(choice.said, "dim"))
-    return lines
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Columns:
-    """The width of each column, and the seconds of the longest bar."""
-
-    number: int
-    host: int
-    bar: int
-    memory: int
-    longest: float
-
-    @classmethod
-    def of(
-        cls, snapshot: Snapshot, shown: Sequence[RankStats], width: int, look: TerminalStyle
-    ) -> _Columns:
-        number = max((len(str(rank.number)) for rank in shown), default=1) + 2
-        widest = max((Text(look.safe(rank.host)).cell_len for rank in shown), default=0)
-        host = min(widest, HOST_CELLS) + 1 if widest else 0
-        memory = 9 if any(rank.memory is not None for rank in snapshot.ranks) else 0
-        left = width - number - 1 - 9
-        if left - host - memory < 2 * BAR_CELLS:
-            host = 0
-        if left - host - memory < BAR_CELLS:
-            memory = 0
-        longest = max((drawable_seconds(rank.seconds) for rank in snapshot.ranks), default=0.0)
-        room = max(0, left - host - memory)
-        return cls(number=number, host=host, bar=room, memory=memory, longest=longest)
-
-    def heading(self, snapshot: Snapshot) -> Text:
+    number = max((len(str(rank.number)) for rank in choice.shown), default=1) + 2
+    widest = max((Text(look.safe(rank.host)).cell_len for rank in choice.shown), default=0)
+    host = min(widest, HOST_CELLS) + 1 if widest else 0
+    memory = 9 if any(rank.memory is not None for rank in snapshot.ranks) else 0
+    left = width - number - 1 - 9
+    if left - host - memory < 2 * BAR_CELLS:
+        host = 0
+    if left - host - memory < BAR_CELLS:
+        memory = 0
+    longest = max((drawable_seconds(rank.seconds) for rank in snapshot.ranks), default=0.0)
+    bar = max(0, left - host - memory)
+    lines = []
+    if heading:
         steps = f"mean of {snapshot.window:,} steps" if snapshot.window > 1 else "one step"
-        title = f"step time by rank, {steps}" if self.bar >= 40 else "step time by rank"
-        line = Text()
-        line.append(title.ljust(self.number + self.host + 1 + self.bar))
-        line.append("step".rjust(9))
-        if self.memory:
-            line.append(("GPU mem" if snapshot.device_memory else "memory").rjust(self.memory))
-        line.stylize("bold")
-        return line
-
-    def row(self, rank: RankStats, snapshot: Snapshot, look: TerminalStyle) -> Text:
+        title = f"step time by rank, {steps}" if bar >= 40 else "step time by rank"
+        used = ("GPU mem" if snapshot.device_memory else "memory") if memory else ""
+        lines.append(Text(f"{title:{number + host + 1 + bar}}{'step':>9}{used:>{memory}}", "bold"))
+    for rank in choice.shown:
         slowest = snapshot.slowest is not None and snapshot.slowest.rank == rank.number
         line = Text(look.sign("▸", ">") if slowest else " ")
-        line.append(str(rank.number).rjust(self.number - 2) + " ", "bold" if slowest else "")
-        if self.host:
-            host = look.cut(Text(look.safe(rank.host)), self.host - 1)
-            host.pad_right(self.host - host.cell_len)
-            line.append_text(host)
-        line.append_text(draw_bar(dict(rank.parts), self.longest, self.bar, look))
+        line.append(f"{rank.number:>{number - 2}} ", "bold" if slowest else "")
+        if host:
+            line.append_text(look.fitted(Text(look.safe(rank.host)), host - 1)).append(" ")
+        line.append_text(draw_bar(dict(rank.parts), longest, bar, look))
         seconds = drawable_seconds(rank.seconds)
-        line.append((ascii_duration(seconds) if seconds else "-").rjust(9 + 1))
-        if self.memory:
-            line.append(("-" if rank.memory is None else size(rank.memory)).rjust(self.memory))
-        return line
+        line.append(f"{ascii_duration(seconds) if seconds else '-':>10}")
+        if memory:
+            line.append(f"{'-' if rank.memory is None else size(rank.memory):>{memory}}")
+        lines.append(line)
+    return [*lines, Text(choice.said, "dim")] if choice.said else lines
 
 
 def legend_lines(snapshot: Snapshot, width: int, lines: int, look: TerminalStyle) -> list[Text]:

@@ -23,7 +23,6 @@ from shoal.tools.report.dashboard.checkpoints import checkpoint_status
 from shoal.tools.report.dashboard.curves import Tracks
 from shoal.tools.report.dashboard.snapshot import (
     OVER,
-    MetricCurve,
     RankStats,
     Restarts,
     RunProgress,
@@ -129,8 +128,8 @@ class SnapshotBuilder:
             self._snapshot(state, history, ranks=_ranks(attempt, window)),
             verdict=verdict.sentence,
             progress=_progress(attempt, leader, position, until=heard if state.kind in OVER else now),
-            loss=_with_now(self._tracks.loss(), _newest(leader["loss"])),
-            throughput=_with_now(self._tracks.throughput(), _rate(leader[-window:])),
+            loss=self._tracks.loss(_newest(leader["loss"])),
+            throughput=self._tracks.throughput(_rate(leader[-window:])),
             window=window,
             slowest=self._slowest(verdict),
             saves=checkpoint_status(
@@ -265,11 +264,6 @@ def _usage(attempt: Attempt, rank: int, column: str) -> int | None:
 
 def _on_device(attempt: Attempt, rank: int) -> bool:
     return _usage(attempt, rank, "device_memory") is not None
-
-
-def _with_now(curve: MetricCurve | None, now: float | None) -> MetricCurve | None:
-    """Return the curve with its current value."""
-    return replace(curve, now=now) if curve is not None else None
 
 
 def _newest(values: Array) -> float | None:

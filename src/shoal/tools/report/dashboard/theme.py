@@ -57,6 +57,12 @@ class TerminalStyle:
         kept.append(mark[:width], "dim")
         return kept
 
+    def fitted(self, line: Text, width: int) -> Text:
+        """Return `line` cut or padded to exactly `width` cells."""
+        kept = self.cut(line, width).copy()
+        kept.pad_right(width - kept.cell_len)
+        return kept
+
     def wrapped(self, text: str, width: int, lines: int) -> list[Text]:
         """Return text in at most `lines` lines, broken between words if possible."""
         words, rows = text.split(), [""]
@@ -110,6 +116,14 @@ PARTS = (
     StepPart(name="other", letter="o", word="other", short="other"),
 )
 WORDS = {part.name: part.word for part in PARTS}
+
+
+def push_right(line: Text, text: str, width: int) -> Text:
+    """Return `line` with `text` at the right end of `width` cells, if there is room for it."""
+    space = width - line.cell_len - len(text)
+    if space >= 2:
+        line.append(" " * space + text, "dim")
+    return line
 
 
 def ascii_duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from shoal.tools.report.html.plots import Plot, draw
 from shoal.util.document import Document
-from shoal.util.errors import LaunchError, explained
+from shoal.util.errors import LaunchError, raised_as
 from shoal.util.regular_file import appearing
 from shoal.util.safe_text import printable
 
@@ -27,7 +27,7 @@ def save_page(document: Document, path: Path, *, option: str) -> list[Path]:
     option that sets the path, if it can't be written.
     """
     files: dict[Path, bytes] = {}
-    with explained(
+    with raised_as(
         LaunchError, given=f"a page in {path}", fix=f"write where you have permission: {option}"
     ):
         path.parent.mkdir(parents=True, exist_ok=True)  # before drawing the figures, which is slow
@@ -88,7 +88,7 @@ def to_csv(rows: Iterable[Sequence[object]]) -> str:
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write rows, all with the columns of the first, as CSV. Raises LaunchError if that fails."""
-    with explained(LaunchError, given=f"the table {path}", fix="use another file"):
+    with raised_as(LaunchError, given=f"the table {path}", fix="use another file"):
         path.write_text(to_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
 
 

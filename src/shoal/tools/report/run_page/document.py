@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from shoal.tools.report import BottleneckReport, History
+from typing import Any
+
+from shoal.tools.report import SHOWN, Attempt, BottleneckReport, History
+from shoal.tools.report.attempts import (
+    compute_rates,
+    describe_outcome,
+    last_kept_steps,
+    list_saves,
+    list_splits,
+)
 from shoal.tools.report.run_page import figures, tables
-from shoal.tools.report.summary import summarize_run
 from shoal.util.clock import CLOCK, local_time
 from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Text
 from shoal.util.units import counted, duration
@@ -86,3 +94,65 @@ def _warm_up(verdict: BottleneckReport) -> list[DocumentBlock]:
 def _speed(verdict: BottleneckReport) -> list[DocumentBlock]:
     text = tables.describe_speed(verdict.judged[-1]) if verdict.judged else ""
     return [Text(text=text, only="page")] if text else []
+
+
+def summarize_run(history: History, verdict: BottleneckReport) -> dict[str, Any]:
+    """Return all values behind the report, by name; durations in seconds."""
+    found: dict[str, Any] = {
+        "run": str(history.directory),
+        "verdict": verdict.sentence,
+        "efficient": verdict.efficient,
+        "shares": dict(verdict.shares),
+        "stragglers": [
+            _named(each, "rank", "host", "part", "since", "until", "excess", "usual", "cost")
+            for each in verdict.stragglers
+        ],
+        "findings": [_named(each, "text", "advice") for each in verdict.findings],
+        "attempts": [
+            _attempt(attempt, last, attempt is history.latest)
+            for attempt, last in last_kept_steps(history)
+        ],
+        "splits": list_splits(history),
+        "unreadable_lines": history.skipped,
+    }
+    if verdict.judged:
+        newest = verdict.judged[-1]
+        means = newest.profile
+        rate = compute_rates(newest.attempt, means)
+        found |= {
+            "step_seconds": rate.step,
+            "samples_per_second": rate.samples,
+            "mfu": rate.mfu,
+            "ranks": {str(rank): means.of_rank(rank) for rank in means.ranks},
+            "parts": SHOWN,
+        }
+    return found
+
+
+def _named(value: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
+def _attempt(attempt: Attempt, last: int, latest: bool) -> dict[str, Any]:
+    return {
+        "began": attempt.began,
+        "ranks": attempt.size,
+        "missing": attempt.missing,
+        "hosts": {attempt.host(rank) or "": None for rank in attempt.ranks},
+        "first": attempt.first,
+        "last": attempt.last,
+        "done_again": attempt.last - last,
+        "end": describe_outcome(attempt, last=latest, now=CLOCK.wall()),
+        "saves": [_named(each, "step", "blocked", "seconds", "error") for each in list_saves(attempt)],
+        "collectives": [
+            {
+                "rank": rank,
+                "kind": kind,
+                "group": group,
+                "ranks": ranks,
+                "backend": backend,
+                **_named(sums, "calls", "bytes", "seconds", "algorithm", "bus", "exact"),
+            }
+            for (rank, (kind, group, ranks, backend)), sums in attempt.traffic.items()
+        ],
+    }

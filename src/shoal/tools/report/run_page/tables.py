@@ -18,13 +18,13 @@ from shoal.tools.report import (
     History,
 )
 from shoal.tools.report.attempts import (
+    compute_rates,
     describe_outcome,
     has_changed,
     last_kept_steps,
     list_saves,
     list_splits,
 )
-from shoal.tools.report.summary import compute_rates
 from shoal.util.clock import CLOCK, local_time
 from shoal.util.document import Table
 from shoal.util.grouping import group_by
@@ -99,7 +99,7 @@ def parts_table(one: AttemptProfile) -> Table:
     """Return the time of a step by part: over all ranks, and on the ranks with least and most."""
     found = one.profile
     means = found.average(found.mean)
-    wall = float(found.average(found.wall).mean())
+    wall = found.seconds
     rows = []
     for part, values in zip(SHOWN, means, strict=True):
         if not values.max() > 0:
@@ -173,9 +173,7 @@ def describe_unreadable(history: History) -> str:
 
 def stragglers_table(verdict: BottleneckReport) -> Table:
     """Return the ranks that were slower than the others: part, steps, excess and cost."""
-    wall = {
-        one.attempt.began: float(one.profile.average(one.profile.wall).mean()) for one in verdict.judged
-    }
+    wall = {one.attempt.began: one.profile.seconds for one in verdict.judged}
     rows = [
         [
             str(each.rank),

@@ -17,7 +17,7 @@ from shoal.tools.report import read_history
 from shoal.tools.report.attempts import outcome_of
 from shoal.tools.report.trace.coarse import write_coarse_trace
 from shoal.tools.report.trace.merge import merge_traces
-from shoal.util.errors import CheckpointError, explained
+from shoal.util.errors import CheckpointError, raised_as
 
 
 def make_timeline(run: str, steps: str) -> str:
@@ -32,7 +32,7 @@ def make_timeline(run: str, steps: str) -> str:
             found=f"{run} is not a run directory: it has no events",
             fix="use the directory that the script passes to shoal.Run",
         )
-    with explained(
+    with raised_as(
         CheckpointError,
         given=f"a timeline in {Path(run) / FOLDER}",
         fix=f"use a run directory that you can write to: see ls -ld {run}",

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal._torch.modules import buffers
-from shoal.data.coupled import ATTRIBUTE, Coupling, Part, attach, coupling_of
-from shoal.data.sample_groups import Coupled
+from shoal.data.coupling.layers import Coupled
+from shoal.data.coupling.step import ATTRIBUTE, Coupling, Part, attach, coupling_of
 from shoal.distributed.world import World
-from shoal.strategies.batch_statistics import normalize
+from shoal.strategies.coupling.statistics import normalize
 from shoal.util.arguments import is_integer
 from shoal.util.errors import StepError
 

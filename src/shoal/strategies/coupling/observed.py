@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.dispatch import tree_flatten
-from shoal.strategies.batch_norm import is_covered
+from shoal.strategies.coupling.batch_norm import is_covered
 from shoal.strategies.dtensor import is_divided
 
 TOLERANCE = 0.02
@@ -107,8 +107,10 @@ def _copied_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _load_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
     for name, buffer in model.named_buffers():
-        if name in values and values[name].shape == buffer.shape:
-            buffer.copy_(values[name])
+        value = values.get(name, buffer)
+        # A copy of equal values would count as a change of the buffer.
+        if value.shape == buffer.shape and not torch.equal(value, buffer):
+            buffer.copy_(value)
 
 
 def _other_random_states() -> object:
@@ -117,6 +119,7 @@ def _other_random_states() -> object:
     return random.getstate(), numpy["state"]["pos"], numpy["state"]["key"].tobytes()
 
 
+@torch.no_grad()
 def digest(rows: list[Tensor]) -> Tensor:
     """Return a weighted sum and the norm of each row of some tensors.
 
@@ -131,6 +134,6 @@ def digest(rows: list[Tensor]) -> Tensor:
         last = first + part.shape[1]
         values = part.double()
         sums[0] += values @ torch.arange(first, last, device=part.device).double().cos_()
-        sums[1] += values.square_().sum(1)
+        sums[1] += values.square().sum(1)
         first = last
     return torch.stack((sums[0], sums[1].sqrt()), dim=1)

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.data.groups import HeldGroup, MicroGroups, groups_of
+from shoal.data.coupling.groups import HeldGroup, MicroGroups, groups_of
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import DATA_AXES
+from shoal.distributed.reductions import all_reduce
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class Part(NamedTuple):
         total = sums.new_zeros((last - first, *sums.shape[1:]))
         numbers = [each.group - first for each in self.held]
         total[numbers] = sums
-        dist.all_reduce(total, group=self.coupling.step.group)
+        all_reduce(total, "sum", self.coupling.step.group)
         return total[numbers]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from shoal.data.coupled import coupling_of, several
+from shoal.data.coupling.step import coupling_of, several
 from shoal.distributed.world import World
-from shoal.strategies.batch_norm import coupled_layers, is_covered
 from shoal.strategies.contracts import Engine
+from shoal.strategies.coupling.batch_norm import coupled_layers, is_covered
 from shoal.strategies.random_draws.draws import is_registered, layouts_of, slices_of
 
 _SHOWN = 3

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal._torch.autograd import in_backward
-from shoal.data.coupled import Part
-from shoal.data.sample_groups import add_up
+from shoal.data.coupling.layers import add_up
+from shoal.data.coupling.step import Part
 from shoal.util.errors import StepError
 
 Moments: TypeAlias = list[tuple[Tensor, Tensor]]

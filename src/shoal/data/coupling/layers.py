@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.autograd import in_backward
-from shoal.data.coupled import Coupling, Part, coupling_of
+from shoal.data.coupling.step import Coupling, Part, coupling_of
 
 
 class SampleGroups:
