@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.telemetry.collective_stats import bus_factor
-from shoal.util.errors import ShoalError, raised_as
+from shoal.util.errors import ShoalError
 from shoal.util.plain import from_plain
 from shoal.util.regular_file import replace
 
@@ -148,9 +148,14 @@ def machine_values(machine: MachineFile) -> dict[str, object]:
 
 def write_machine_file(machine: MachineFile, path: Path) -> None:
     """Write a machine file atomically."""
-    fix = "pass -o FILE in a directory with write permission and free space"
-    with raised_as(ShoalError, given=f"the machine file {path}", fix=fix):
+    try:
         replace(path, json.dumps(machine_values(machine), indent=1) + "\n")
+    except OSError as error:
+        raise ShoalError(
+            given=str(path),
+            found=f"it can't be written: {error.strerror}",
+            fix="pass -o FILE in a directory with write permission and free space",
+        ) from None
 
 
 def read_machine_file(path: Path) -> MachineFile:
