@@ -65,7 +65,7 @@ def submit(cluster: Cluster, home: Path, *options: str) -> str:
     """Submit the disturbed training with these options; return the number of the job."""
     shutil.copy(SCRIPT, home)
     variables = {name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME")}
-    command = [sys.executable, "-m", "shoal", "submit", *options]
+    command = [sys.executable, "-m", "shoal", "submit", "--no-copy", *options]
     done = cluster.run(command, folder=home, variables=variables)
     if done.returncode:
         raise SystemExit(done.stderr)

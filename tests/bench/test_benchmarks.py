@@ -64,7 +64,15 @@ CLUSTER = {
     "plan_rehearsal": "--minutes 2",
 }
 TABLES = {"plan_accuracy": "it reads tables that Shoal does not ship"}
-SHARED = ("harness", "loops", "cluster", "disturbed", "guards_training", "plan_peers")
+SHARED = (
+    "harness",
+    "loops",
+    "cluster",
+    "disturbed",
+    "guards_training",
+    "plan_peers",
+    "plan_calibration",
+)
 PICTURES = ("monitoring_pictures", "pipeline_picture", "same_loss")
 MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none"
 

@@ -126,8 +126,8 @@ def metric(value: Any) -> Callable[[Rig], object]:
     return lambda rig: rig.evaluate(value)
 
 
-PRECISIONS = "fp32, bf16, fp16"
-WHOLE = "positive integers"
+PRECISIONS = "'fp32', 'bf16', 'fp16'"
+WHOLE = "an integer, 1 or more"
 PAIR = "a tuple of two"
 RETURN = "return F.cross_entropy(output, y, reduction='sum'), len(y)"
 LOSS = r"the loss function <lambda> \(.*test_bad_input.py:\d+\)"
@@ -279,11 +279,11 @@ TABLE = [
     ),
     Bad(
         "compile", step(compile="jit"),
-        StepError, "'jit'", "inductor, blocks, script", "'inductor'",
+        StepError, "'jit'", "'inductor', 'blocks', 'script'", "'inductor'",
     ),
     Bad("no task", step(task=loss), StepError, "function", "a Task", r"shoal.Task\(loss\)"),
     *(
-        Bad(f"clip {clip} in {where}", act, StepError, f"clip={clip}", "positive number", "clip=1.0")
+        Bad(f"clip {clip} in {where}", act, StepError, f"clip={clip}", "a number above 0", "clip=1.0")
         for clip in (0, -1.0, float("nan"))
         for where, act in (("Step", step(clip=clip)), ("finish", finish(clip=clip)))
     ),

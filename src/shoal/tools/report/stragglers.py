@@ -114,7 +114,7 @@ class Straggler:
         return f"rank {self.rank}" if self.host is None else f"rank {self.rank} on {self.host}"
 
 
-class Segment(NamedTuple):
+class RaisedSegment(NamedTuple):
     """A range of values, its end excluded, that are higher than those around it."""
 
     start: int
@@ -122,7 +122,7 @@ class Segment(NamedTuple):
     level: float
 
 
-def find_raised(values: Array, least: float) -> Segment | None:
+def find_raised(values: Array, least: float) -> RaisedSegment | None:
     """Return the segment in which `values` are above `least`, if it is statistically significant.
 
     The two levels, inside and outside, minimize the squared residuals (a change point on each side).
@@ -141,10 +141,10 @@ def find_raised(values: Array, least: float) -> Segment | None:
         if not clear or _trimmed(outside) > bound:  # slow in all steps, if at all
             start, stop = 0, count
     level, middle = _trimmed(values[start:stop]), float(np.median(values[start:stop]))
-    return Segment(start, stop, level) if min(level, middle) > bound else None
+    return RaisedSegment(start, stop, level) if min(level, middle) > bound else None
 
 
-def find_raised_at_any_scale(values: Array, least: float) -> Segment | None:
+def find_raised_at_any_scale(values: Array, least: float) -> RaisedSegment | None:
     """Return the same, even where values are high so rarely that only means over several show it."""
     for size in (1, 4, 16):
         groups = len(values) // size
@@ -153,7 +153,7 @@ def find_raised_at_any_scale(values: Array, least: float) -> Segment | None:
         segment = find_raised(values[: groups * size].reshape(groups, size).mean(axis=1), least)
         if segment is not None:
             stop = len(values) if segment.stop == groups else segment.stop * size
-            return Segment(segment.start * size, stop, segment.level)
+            return RaisedSegment(segment.start * size, stop, segment.level)
     return None
 
 
@@ -180,7 +180,7 @@ def _steady(found: Profile, part: str) -> Iterator[Straggler]:
         yield _straggler(found, part, place, segment, usual, _since(found, part, place, segment.start))
 
 
-def _lasting(found: Profile, part: str, place: int, segment: Segment) -> bool:
+def _lasting(found: Profile, part: str, place: int, segment: RaisedSegment) -> bool:
     """Return whether a rank is slower by more than chance explains, given the scatter of the steps.
 
     If samples differ in length, each rank is the slowest in some steps, and over few steps the mean of
@@ -218,7 +218,7 @@ def _rare(found: Profile, part: str) -> Iterator[Straggler]:
         return
     for place in range(len(found.ranks)):
         usual, excess = compared[place, there], (taken - compared)[place, there]
-        segment = Segment(0, len(found.first), float(np.median(excess)))
+        segment = RaisedSegment(0, len(found.first), float(np.median(excess)))
         per_step = float(np.maximum(excess, 0).sum()) / found.steps
         typical = float(np.median(usual))
         if segment.level > 0.25 * typical and per_step > NOTABLE * found.usual_seconds:
@@ -234,7 +234,7 @@ def _compared(found: Profile, part: str, start: int, stop: int) -> tuple[Array, 
 
 
 def _straggler(
-    found: Profile, part: str, place: int, segment: Segment, usual: float, since: int
+    found: Profile, part: str, place: int, segment: RaisedSegment, usual: float, since: int
 ) -> Straggler:
     start, stop, level = segment
     surplus = found.surplus[SHOWN.index(part), place, start:stop] * found.count[start:stop]
