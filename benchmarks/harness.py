@@ -1,7 +1,7 @@
 """Shared parts of the benchmarks: options, rounds that alternate, medians and intervals, tables, JSON.
 
 A round measures each contender once, in an order that rotates. Ratios are within rounds, so that drift
-of the machine, such as clocks and heat, affects all contenders alike.
+of the machine, such as clocks and heat, affects all contenders in the same way.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ TABLE = [
     ),
     Bad(
         "micro batches 0", sized(8, micro_batches=0),
-        DataError, "micro_batches=0", WHOLE, "micro_batches=4",
+        DataError, "micro_batches=0", WHOLE, "micro_batches=1",
     ),
     Bad(
         "more micro-batches than samples", sized(2, micro_batches=4),

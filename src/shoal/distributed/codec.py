@@ -130,7 +130,7 @@ class _Writer:
         return [*_path(type(value)), value.name]
 
     def error(self, value: ShoalError) -> list[Any]:
-        """Return the class and the texts of an error."""
+        """Return the class and the strings of an error."""
         return [*_path(type(value)), value.given, value.found, value.fix, value.where]
 
     def object(self, value: Any) -> list[Any]:

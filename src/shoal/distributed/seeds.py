@@ -1,4 +1,4 @@
-"""What makes a run repeatable: seeds by purpose, the state of the global generators, and deterministic
+"""Repeatable runs: seeds by purpose, the state of the global generators, and deterministic
 algorithms.
 """
 

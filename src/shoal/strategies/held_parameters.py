@@ -125,8 +125,8 @@ class HeldParameters:
         """Return the leaves to pass to backward of `losses` as `inputs`, or None if that is not needed.
 
         With several models, the loss of one may run through another (a GAN's generator through the
-        discriminator), whose parameters must not learn from it. Leaves that are no parameters are
-        included: without them, backward would not run the nodes that raise for a second derivative
+        discriminator), whose parameters must not learn from it. Leaves that are not parameters
+        are included: without them, backward would not run the nodes that raise for a second derivative
         that does not exist. This costs a little time, so it is done only then.
         """
         if len(engines_of(self.world)) == 1:

@@ -106,8 +106,10 @@ class Step(TrainState):
         compile: str | None = None,
         result: str | None = None,
     ) -> None:
-        check_choice(StepError, "shoal.Step", "precision", precision, PRECISIONS)
-        check_choice(StepError, "shoal.Step", "compile", compile, (None, *COMPILERS))
+        usual = "use precision='bf16'"
+        check_choice(StepError, "shoal.Step", "precision", precision, PRECISIONS, fix=usual)
+        usual = "use compile='inductor', or leave it out"
+        check_choice(StepError, "shoal.Step", "compile", compile, (None, *COMPILERS), fix=usual)
         check_choice(StepError, "shoal.Step", "result", result, (None, *RESULTS))
         _check_order(model, optimizer)
         if not isinstance(task, Task):

@@ -33,7 +33,7 @@ are as many as the samples, can't be compared."""
 
 @dataclass
 class Observed:
-    """What a forward pass does: the digests of its modules, and the buffers before and after it.
+    """The record of a forward pass: the digests of its modules, and the buffers before and after it.
 
     `draws_elsewhere` is true if it draws from generators that are not torch's.
     """

@@ -96,7 +96,7 @@ class RPCPipelineEngine(ReducerEngine):
         self.noise_stream = f"noise of replica {replica}" if replica else "noise"
         self._inbox = Inbox(lambda: self._calls.look(self._others))
         self._graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        """What the stage has received and computed, for the micro-batches between their two passes."""
+        """The received and the computed values of the micro-batches between their two passes."""
         self._calling = threading.Lock()
         self._key = world.broadcast(secrets.token_hex(16))
         self._calls.serve(self._key, self)
@@ -233,7 +233,7 @@ class RPCPipelineEngine(ReducerEngine):
         self, received: Sequence[Tensor], roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> None:
         """Run backward to the parameters of this rank and to the received tensors."""
-        inputs = self.held.leaves(*roots)  # and the received tensors, which are no parameters
+        inputs = self.held.leaves(*roots)  # and the received tensors
         pairs = zip(roots, gradients, strict=True)
         known = [(root, each.to(root.device)) for root, each in pairs if each is not None]
         if known and inputs != []:

@@ -20,7 +20,7 @@ class StagePass(NamedTuple):
     kind: str
     micro: int
     values: Any
-    """What the stage before has computed, or the gradients of this stage's outputs."""
+    """The outputs of the stage before, or the gradients of this stage's outputs."""
 
 
 class TurnDone(NamedTuple):

@@ -1,4 +1,4 @@
-"""What measurements have in common: turns, samples, Ctrl-C, and results as text, CSV and JSON."""
+"""The common parts of measurements: turns, samples, Ctrl-C, and results as text, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def keep_on_interrupt() -> Iterator[InterruptFlag]:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where a result goes beside the terminal: a CSV file, a line of JSON at the end."""
+    """Where a result goes in addition to the terminal: a CSV file, a line of JSON at the end."""
 
     csv: Path | None = None
     json: bool = False

@@ -4,5 +4,5 @@ All parts are functions of frozen values. `machine` has the catalogue and measur
 plans and the work of their steps: of a transformer by its dimensions, or of a module that is traced.
 `time` and `memory` predict the seconds and the bytes of that work, `search` finds the fastest plans.
 `check` compares a prediction with a run, `training` simulates whole trainings, and `show` makes
-documents. What reads dimensions needs no torch: only the traces and measurements do.
+documents. Only traces and measurements need torch.
 """

@@ -1,4 +1,4 @@
-"""What `shoal submit`, `status` and `sites` report, as documents."""
+"""The reports of `shoal submit`, `status` and `sites` as documents."""
 
 from __future__ import annotations
 

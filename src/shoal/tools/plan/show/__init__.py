@@ -1,1 +1,1 @@
-"""What `shoal plan` prints and writes."""
+"""The documents that `shoal plan` prints and writes."""
