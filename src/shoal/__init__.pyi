@@ -38,11 +38,11 @@ from shoal.strategies.tensor_parallel.options import TensorParallel as TensorPar
 from shoal.telemetry.trackers import TensorBoard as TensorBoard
 from shoal.telemetry.trackers import WandB as WandB
 from shoal.tools.report.coverage import coverage as coverage
+from shoal.training.bad_steps import BadSteps as BadSteps
 from shoal.training.early_stopping import Validation as Validation
 from shoal.training.ema import EMA as EMA
 from shoal.training.evaluation import Accuracy as Accuracy
 from shoal.training.evaluation import evaluate as evaluate
-from shoal.training.guards.bad_steps import BadSteps as BadSteps
 from shoal.training.guards.options import Guards as Guards
 from shoal.training.loop import TrainingStatus as TrainingStatus
 from shoal.training.loop import TrainResult as TrainResult

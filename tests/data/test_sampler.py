@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.coupling.groups import Place, groups_of, piece
+from shoal.data.coupling.groups import groups_of, piece
+from shoal.data.micro import Place
 from shoal.data.orders import Shuffled
 from shoal.data.permutation import Permutation
 from shoal.data.sampler import LocalBatch, RankSampler, cut

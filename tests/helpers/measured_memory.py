@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import shoal
 from helpers.planned_models import Built
+from shoal.tools.plan.trace import planned_strategies
 from shoal.tools.plan.work.configuration import PlannedStep
-from shoal.tools.plan.work.trace import planned_strategies
 from shoal.training.saved_plan import STEP_PRECISIONS
 
 

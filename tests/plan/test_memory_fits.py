@@ -19,8 +19,8 @@ from helpers.ranks import Ranks
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.search.fit import SMALL_MARGIN, margin_of
+from shoal.tools.plan.trace import trace_step
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
-from shoal.tools.plan.work.trace import trace_step
 
 SAMPLES = 32
 

@@ -22,8 +22,8 @@ from helpers.ranks import Ranks
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.memory.rank_memory import RankMemory
+from shoal.tools.plan.trace import trace_step
 from shoal.tools.plan.work.configuration import PlannedStep, Recompute
-from shoal.tools.plan.work.trace import trace_step
 from shoal.util.errors import ShoalError
 
 WITHIN = 0.05

@@ -1,4 +1,4 @@
-"""No two modules import each other, also not within functions or for types."""
+"""No two modules or folders import each other, also not within functions or for types."""
 
 from __future__ import annotations
 
@@ -32,14 +32,18 @@ def imports_of(code: str, modules: dict[str, Path]) -> Iterator[str]:
                 yield from (each if each in modules else module for each in inner)
 
 
-def circle(package: Path) -> list[str]:
-    """The modules of a circle; empty without one. The public names, in `__init__`, are left out."""
+def graph_of(package: Path) -> dict[str, set[str]]:
+    """The imports of each module. The public names, in `__init__` of the package, are left out."""
     modules = modules_of(package)
-    graph = {
+    return {
         name: {*imports_of(path.read_text(), modules)} & {*modules} - {name, package.name}
         for name, path in modules.items()
         if name != package.name
     }
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The nodes of a circle; empty without one."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -47,8 +51,29 @@ def circle(package: Path) -> list[str]:
     return []
 
 
+def inside(graph: dict[str, set[str]], folder: str) -> dict[str, set[str]]:
+    """The imports between the modules and folders in a folder, whose modules count as one."""
+
+    def child(name: str) -> str:
+        return name.removeprefix(f"{folder}.").partition(".")[0]
+
+    found: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        if name.startswith(f"{folder}."):
+            within = {child(other) for other in others if other.startswith(f"{folder}.")}
+            found.setdefault(child(name), set()).update(within - {child(name)})
+    return found
+
+
 def test_no_modules_of_the_library_import_each_other(repository: Path) -> None:
-    assert circle(repository / "src/shoal") == []
+    assert circle(graph_of(repository / "src/shoal")) == []
+
+
+def test_no_folders_of_the_library_import_each_other(repository: Path) -> None:
+    graph = graph_of(repository / "src/shoal")
+    folders = {name.rpartition(".")[0] for name in graph}
+    assert len(folders) > 20
+    assert {folder: found for folder in folders if (found := circle(inside(graph, folder)))} == {}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +90,12 @@ def test_modules_that_import_each_other_are_named(tmp_path: Path, text: str) -> 
     folder.mkdir(parents=True)
     (folder / "order.py").write_text("from shoal.data.loader import Loader")
     (folder / "loader.py").write_text(text)
-    assert {*circle(tmp_path / "shoal")} == {"shoal.data.order", "shoal.data.loader"}
+    assert {*circle(graph_of(tmp_path / "shoal"))} == {"shoal.data.order", "shoal.data.loader"}
     (folder / "order.py").write_text("from shoal import Loader")
-    assert circle(tmp_path / "shoal") == []
+    assert circle(graph_of(tmp_path / "shoal")) == []
+
+
+def test_folders_that_import_each_other_are_named() -> None:
+    graph = {"shoal.a.x": {"shoal.b.x"}, "shoal.b.x": {"shoal.c"}, "shoal.b.y": {"shoal.a.y"}}
+    assert circle(graph) == []
+    assert {*circle(inside(graph, "shoal"))} == {"a", "b"}

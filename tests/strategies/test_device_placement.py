@@ -19,7 +19,7 @@ from helpers import reference as specification
 from helpers.fake_devices import Elsewhere, Move, Pretended, plain
 from helpers.reference import TOLERANCE, Row, Trained, distance
 from shoal.distributed.device import choose_device, neighbours
-from shoal.strategies.device_placement.multi_device import check_replicas
+from shoal.strategies.multi_device import check_replicas
 from shoal.util.errors import LaunchError, ShoalError, StepError
 
 ZERO, ONE = torch.device("cpu", 0), torch.device("cpu", 1)

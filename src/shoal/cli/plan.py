@@ -254,7 +254,7 @@ def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
     )
     show_plan(check_document(found), options)
     if updated is not None:
-        from shoal.tools.plan.machine.update import efficiency_changes, update_machine_file
+        from shoal.tools.plan.machine_update import efficiency_changes, update_machine_file
 
         changes = efficiency_changes(found, machine)
         update_machine_file(updated, run, changes)

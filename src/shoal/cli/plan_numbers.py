@@ -41,7 +41,7 @@ def check_numbers(devices: str, model: str, options: Mapping[str, object]) -> No
 
 def compare_numbers(options: PlanOptions, numbers: Sequence[int]) -> None:
     """Print the fastest layout on each number of devices; exit with 1 if none fits on any."""
-    from shoal.tools.plan.search.device_numbers import search_numbers
+    from shoal.tools.plan.device_numbers import search_numbers
     from shoal.tools.plan.show.numbers import numbers_document
     from shoal.tools.plan.work.transformer import parse_model
 

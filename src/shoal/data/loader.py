@@ -13,7 +13,6 @@ from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data import Sampler as TorchSampler
 
 from shoal.data.batch import Batch
-from shoal.data.coupling.groups import Place
 from shoal.data.coupling.step import CoupledStep
 from shoal.data.feed import Feed, Fetch, PositionedSource, check_state
 from shoal.data.iterable_dataset import BatchSplit, StreamSource
@@ -30,7 +29,7 @@ from shoal.data.loader_arguments import (
     parts_of,
 )
 from shoal.data.map_dataset import BlockDataset, Collate, SampleSource
-from shoal.data.micro import MicroBatch
+from shoal.data.micro import MicroBatch, Place
 from shoal.data.orders import SampleOrder, Shuffled, ordering
 from shoal.data.prefetch import on_device
 from shoal.data.sampler import LocalBatch, RankSampler

@@ -6,10 +6,26 @@ from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.data.coupling.groups import Place
-
 if TYPE_CHECKING:
     from shoal.distributed.world import World
+
+
+class Place(NamedTuple):
+    """The place of a micro-batch in its global batch of `size` samples: number `number` of
+    `micro_batches`.
+
+    With `unit`, micro-batches are cut at multiples of it, and each one has consecutive positions over
+    all ranks. Without, each rank has consecutive positions over all its micro-batches.
+    A `whole` one is a virtual rank: one rank has all of it. Ranks have samples in proportion to
+    `proportions`; None is equally many.
+    """
+
+    size: int
+    number: int
+    micro_batches: int
+    unit: int | None = None
+    whole: bool = False
+    proportions: tuple[int, ...] | None = None
 
 
 class MicroBatch(NamedTuple):

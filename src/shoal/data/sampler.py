@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.data.coupling.groups import Place, piece
+from shoal.data.coupling.groups import piece
+from shoal.data.micro import Place
 from shoal.data.orders import Indices, SampleOrder
 from shoal.data.token_budget import BatchSize
 from shoal.distributed.virtual_ranks import VirtualRanks

@@ -15,8 +15,8 @@ from shoal._torch.modules import parameters as module_parameters
 from shoal.data.batch import Count
 from shoal.distributed.world import World
 from shoal.strategies.correction import Factor
-from shoal.strategies.device_placement.multi_device import span_of
 from shoal.strategies.dtensor import is_divided, share
+from shoal.strategies.multi_device import span_of
 from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import engines_of
 from shoal.util.errors import StepError

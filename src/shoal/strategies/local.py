@@ -20,9 +20,9 @@ from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.compiled import Compiler, RepeatedBlocks, recomputed_refused
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.coupling.batch_norm import own_classes
-from shoal.strategies.device_placement.multi_device import DeviceSpan
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters
+from shoal.strategies.multi_device import DeviceSpan
 from shoal.strategies.random_draws.graphs import keyed_backend
 from shoal.strategies.reducer import LocalReducer, Reducer
 from shoal.strategies.task import Task

@@ -19,8 +19,8 @@ from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters, global_norm
 from shoal.strategies.reducer import Reducer, backward_seed, sums
 from shoal.strategies.registry import engines_of
-from shoal.strategies.tensor_parallel.divided_loss import whole_loss
-from shoal.strategies.tensor_parallel.sharded_modules import divide_alike
+from shoal.strategies.sharded_layers.divided_loss import whole_loss
+from shoal.strategies.sharded_layers.sharded_modules import divide_alike
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.errors import StepError
 

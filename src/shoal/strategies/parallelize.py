@@ -15,10 +15,10 @@ from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine, ModelTransform, Strategy
 from shoal.strategies.coupling.batch_norm import couple
 from shoal.strategies.data_parallel.ddp import DDP
-from shoal.strategies.device_placement.multi_device import check_strategies
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.manual_loop import EngineLoop
 from shoal.strategies.model_checks import check_bare, check_model
+from shoal.strategies.multi_device import check_strategies
 from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import register
 from shoal.util.arguments import check_choice

@@ -26,9 +26,9 @@ from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.to_device import move, tensors_in
 from shoal.distributed.world import World
 from shoal.strategies import engine_of, known_engine
-from shoal.strategies.device_placement.multi_device import span_of
 from shoal.strategies.dtensor import divided, shared_like, whole
 from shoal.strategies.eval_mode import evaluation
+from shoal.strategies.multi_device import span_of
 from shoal.training.run import Run
 from shoal.training.state_names import model_differences, shapes
 from shoal.training.step import Step

@@ -35,10 +35,10 @@ from shoal.strategies.coupling.notice import say_division
 from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import CHECKPOINT, FORWARD
+from shoal.training.bad_steps import BadStepRule
 from shoal.training.first_batch import check_first_batch
-from shoal.training.guards.bad_steps import BadStepRule
-from shoal.training.guards.nonfinite import find_nonfinite
 from shoal.training.loss_scale import LossScale
+from shoal.training.nonfinite import find_nonfinite
 from shoal.training.pending_step import PendingStep, result_mode
 from shoal.training.train_state import TrainState
 from shoal.util.arguments import check_choice

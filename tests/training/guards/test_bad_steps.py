@@ -19,7 +19,7 @@ from helpers.killed_training import same
 from helpers.ranks import Ranks
 from helpers.small_training import events_of, squared_error
 from shoal.data.skipped_batches import LeftOutBatch, is_left_out
-from shoal.training.guards.bad_steps import spike_limit
+from shoal.training.bad_steps import spike_limit
 
 BATCH, BATCHES = 8, 20
 

@@ -9,23 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-
-class Place(NamedTuple):
-    """The place of a micro-batch in its global batch of `size` samples: number `number` of
-    `micro_batches`.
-
-    With `unit`, micro-batches are cut at multiples of it, and each one has consecutive positions over
-    all ranks. Without, each rank has consecutive positions over all its micro-batches.
-    A `whole` one is a virtual rank: one rank has all of it. Ranks have samples in proportion to
-    `proportions`; None is equally many.
-    """
-
-    size: int
-    number: int
-    micro_batches: int
-    unit: int | None = None
-    whole: bool = False
-    proportions: tuple[int, ...] | None = None
+from shoal.data.micro import Place
 
 
 def piece(place: Place, *, ranks: int, rank: int) -> tuple[int, int]:

@@ -30,10 +30,10 @@ from shoal.strategies.data_parallel.compressed_collectives import CountedCollect
 from shoal.strategies.data_parallel.compression import Compress
 from shoal.strategies.data_parallel.fixed_order import FixedOrderReducer, RepeatableEngine
 from shoal.strategies.data_parallel.tally import tally_dtype, whole, whole_on_device
-from shoal.strategies.device_placement.multi_device import bring, check_replicas
 from shoal.strategies.dtensor import is_divided
 from shoal.strategies.held_parameters import HeldParameters, as_scalar, first
 from shoal.strategies.local import LocalEngine, local_engine
+from shoal.strategies.multi_device import bring, check_replicas
 from shoal.strategies.reducer import LocalReducer, Reducer, backward_seed
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.accelerator import SideStream

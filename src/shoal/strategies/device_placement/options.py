@@ -12,8 +12,8 @@ from torch import nn
 
 from shoal.distributed.world import World
 from shoal.strategies.device_placement.device_map import DeviceSlot, assigned, balance, place
-from shoal.strategies.device_placement.multi_device import ATTRIBUTE, DeviceSpan
 from shoal.strategies.device_placement.transfer_hooks import arrange
+from shoal.strategies.multi_device import ATTRIBUTE, DeviceSpan
 from shoal.util import accelerator
 from shoal.util.arguments import is_integer
 from shoal.util.errors import StepError

@@ -39,8 +39,8 @@ from shoal.strategies.mesh_reducer import (
     other_gradients_kept,
 )
 from shoal.strategies.reducer import backward_seed
+from shoal.strategies.sharded_layers.divided_loss import whole_loss
 from shoal.strategies.task import Task
-from shoal.strategies.tensor_parallel.divided_loss import whole_loss
 from shoal.strategies.tensor_parallel.engine import PlannedEngine, check_compilable
 from shoal.util.errors import StepError
 

@@ -343,7 +343,7 @@ def _refuse_bound(parts: Sequence[nn.Module], given: str) -> None:
 
 def _refuse_hooks(model: nn.Module, given: str) -> None:
     """Raise StepError for hooks of the model, which would not run: the stages are called instead."""
-    from shoal.strategies.tensor_parallel.sharded_modules import (
+    from shoal.strategies.sharded_layers.sharded_modules import (
         division_of,  # a pipeline does the work of its hooks
     )
 

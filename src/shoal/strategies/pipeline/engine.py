@@ -48,8 +48,8 @@ from shoal.strategies.pipeline.stage import (
     staged,
 )
 from shoal.strategies.random_draws.draws import slices_of
+from shoal.strategies.sharded_layers.sharded_modules import ShardedLayers, division_of
 from shoal.strategies.task import Task
-from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers, division_of
 from shoal.telemetry.step_timer import BACKWARD, FORWARD, UPDATE
 from shoal.util.errors import ShoalError, StepError
 

@@ -16,7 +16,7 @@ from shoal.strategies.local import local_engine
 from shoal.strategies.partition.assignment import crew_of, split_points
 from shoal.strategies.partition.refused import refuse_layout, refuse_unused
 from shoal.strategies.partition.stages import OuterGraph, Stage, opened_by, refuse_tied, trace
-from shoal.strategies.tensor_parallel.sharded_modules import division_of
+from shoal.strategies.sharded_layers.sharded_modules import division_of
 from shoal.util.errors import StepError
 
 

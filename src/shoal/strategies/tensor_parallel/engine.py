@@ -30,9 +30,9 @@ from shoal.strategies.mesh_reducer import (
 from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.random_draws.slices import DTensorDraws
 from shoal.strategies.reducer import Reducer
+from shoal.strategies.sharded_layers.divided_loss import logits_refused
+from shoal.strategies.sharded_layers.sharded_modules import ShardedLayers, division_of
 from shoal.strategies.task import Task
-from shoal.strategies.tensor_parallel.divided_loss import logits_refused
-from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers, division_of
 from shoal.util.errors import StepError
 
 Exact: TypeAlias = Callable[[], AbstractContextManager[None]]

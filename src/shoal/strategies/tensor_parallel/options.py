@@ -77,7 +77,7 @@ class TensorParallel:
         check_divisible(model, layers, degree)
         check_sequences(layers, world.layout)
         if degree > 1:
-            from shoal.strategies.tensor_parallel.sharded_modules import divide
+            from shoal.strategies.sharded_layers.sharded_modules import divide
 
             divide(model, plan, layers, world)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.training.guards.bad_steps import BadSteps
+from shoal.training.bad_steps import BadSteps
 from shoal.util.arguments import check_number
 from shoal.util.errors import StepError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.telemetry.events import Events, Plain
-from shoal.training.guards.bad_steps import BadStep, BadStepRule, BadSteps
+from shoal.training.bad_steps import BadStep, BadStepRule, BadSteps
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:

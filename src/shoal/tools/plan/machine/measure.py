@@ -21,8 +21,14 @@ from shoal.tools.bench.collectives.machine_file import (
     read_machine_file,
 )
 from shoal.tools.bench.processor import processor_name
-from shoal.tools.plan.machine.machines import RANGES, SCALE, Machine, limited_efficiency, parse_machine
-from shoal.tools.plan.time.collectives import BASE_LATENCY
+from shoal.tools.plan.machine.machines import (
+    BASE_LATENCY,
+    RANGES,
+    SCALE,
+    Machine,
+    limited_efficiency,
+    parse_machine,
+)
 from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util import accelerator
 from shoal.util.clock import CLOCK, utc_now

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from shoal.tools.plan.device_numbers import IN_TIME, NumberOfDevices, cheapest
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.search.device_numbers import IN_TIME, NumberOfDevices, cheapest
 from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.show.parts import training_columns, training_values
 from shoal.tools.plan.show.values import prediction_values

@@ -73,7 +73,7 @@ def strategy_text(found: Prediction) -> str:
     """Return the strategy as it is written in a script; that of a trace without default options."""
     if not found.runs:
         return found.plan.strategy
-    from shoal.tools.plan.work.trace import planned_strategies  # imports torch
+    from shoal.tools.plan.trace import planned_strategies  # imports torch
 
     texts = []
     for each in planned_strategies(found.plan):

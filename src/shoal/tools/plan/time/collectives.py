@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.machine.machines import BASE_LATENCY, Machine
 from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.tools.plan.work.segments import Quantity, RankGroup
 from shoal.tools.plan.work.transformer import Transformer
@@ -18,8 +18,6 @@ CONTENTION = 0.2
 108 multiprocessors of an A100 run NCCL's channels."""
 _BUCKET = 25e6
 """Bytes of the last bucket of gradients, which no computation hides."""
-BASE_LATENCY = 30e-6
-"""Seconds of any collective, in addition to its steps: fitted to measured all-reduces on A100."""
 
 
 class LayerSeconds(NamedTuple):

@@ -19,7 +19,7 @@ from shoal.distributed.world import World
 from shoal.strategies.dtensor import is_divided
 from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.random_draws.slices import Slices
-from shoal.strategies.tensor_parallel.plan_check import PlanCheck
+from shoal.strategies.sharded_layers.plan_check import PlanCheck
 from shoal.util.errors import StepError
 
 ATTRIBUTE = "_shoal_division"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shoal._torch.autograd import saved_result
 from shoal.data.batch import Count
 from shoal.strategies.dtensor import is_divided, whole
-from shoal.strategies.tensor_parallel.sharded_modules import division_of
+from shoal.strategies.sharded_layers.sharded_modules import division_of
 from shoal.util.errors import StepError
 
 VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
