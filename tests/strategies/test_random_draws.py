@@ -232,7 +232,7 @@ with shoal.init(device="cpu") as world:
 def test_a_wrong_value_is_refused() -> None:
     with (
         shoal.init() as world,
-        pytest.raises(shoal.StepError, match=r"(?s)random='sample'.*'samples' or to 'ranks'"),
+        pytest.raises(shoal.StepError, match=r"(?s)random='sample'.*one of 'samples', 'ranks'"),
     ):
         shoal.parallelize(nn.Linear(1, 1), world, random="sample")
 

@@ -87,7 +87,7 @@ def test_a_check_that_costs_nothing_runs_on_every_step() -> None:
 
 @pytest.mark.parametrize("budget", [0, -1, 1.5, float("nan"), "much"])
 def test_a_budget_is_a_fraction(budget: float) -> None:
-    with pytest.raises(StepError, match="fraction"):
+    with pytest.raises(StepError, match="above 0 and at most 1"):
         Guards(budget=budget)
 
 
