@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from harness import ROOT
 from shoal.checkpoint import Files
-from shoal.checkpoint.commit import store_in
+from shoal.checkpoint.disk_and_remote import store_in
 from shoal.checkpoint.store import DamageError, damage, manifest_of
 from shoal.tools.chaos.final_state import digest_end
 from shoal.tools.report.coverage import coverage

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shoal.tools.plan.machine.machines import Efficiency, Machine, limited_efficiency
 from shoal.tools.plan.time.step_time import estimate_step
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 
 Case = tuple[Transformer, PlannedStep, Machine]

@@ -26,7 +26,7 @@ from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import find_machine
 from shoal.tools.plan.search.fit import trace_pipeline
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.util.errors import ShoalError
 
 LAYOUTS = ["replicate=1", "replicate=2", "shard=2", "tensor=2", "context=2", "pipeline=2"]

@@ -27,8 +27,8 @@ from typing import Any
 
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.memory.estimate import stage_parameters
-from shoal.tools.plan.work.configuration import PlannedStep
 from shoal.tools.plan.work.layers import layer_products
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 
 Predict = Callable[[Transformer, PlannedStep, Machine], float]

@@ -50,7 +50,7 @@ from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Machine, find_machine
 from shoal.tools.plan.time.simulation import mean_time, run_ranks
 from shoal.tools.plan.trace import planned_strategies, trace_step
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 
 WIDTH, HIDDEN, BLOCKS, BATCH = 256, 2048, 8, 32
 FORWARD = 0.02

@@ -23,7 +23,7 @@ from shoal.tools.plan.memory.estimate import estimate_memory
 from shoal.tools.plan.search.candidates import Candidates, find_candidates
 from shoal.tools.plan.search.search import predict, search_plans
 from shoal.tools.plan.time.step_time import estimate_step
-from shoal.tools.plan.work.configuration import ANY_PRECISION, FORMATS
+from shoal.tools.plan.work.planned_step import ANY_PRECISION, FORMATS
 from shoal.tools.plan.work.transformer import Transformer, parse_model
 
 BATCH = 2048

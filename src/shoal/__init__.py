@@ -7,7 +7,7 @@ that `shoal --help` needs no torch.
 from __future__ import annotations
 
 from shoal.util.lazy_names import lazy_names
-from shoal.util.user_code import shorten_tracebacks
+from shoal.util.user_frames import shorten_tracebacks
 
 __version__ = "0.1.0"
 

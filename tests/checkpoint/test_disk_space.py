@@ -17,7 +17,7 @@ import torch
 
 from helpers.checkpoint_files import Alone, names
 from shoal.checkpoint import AnyPath, Checkpoints, Files
-from shoal.checkpoint.commit import store_in
+from shoal.checkpoint.disk_and_remote import store_in
 from shoal.checkpoint.filesystem import FreeSpace
 from shoal.util.errors import CheckpointError
 

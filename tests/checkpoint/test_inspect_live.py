@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.checkpoint_files import Alone, checkpoint, flip
-from shoal.checkpoint import AnyPath, Checkpoints, commit, paths, store
+from shoal.checkpoint import AnyPath, Checkpoints, disk_and_remote, paths, store
 from shoal.checkpoint.inspect import extract, listing, locate, manifest
 from shoal.checkpoint.object_store import RemotePath
 from shoal.util.errors import CheckpointError
@@ -89,7 +89,7 @@ def test_all_listed_ones_were_removed_for_a_newer_one(
     folder = tmp_path / "checkpoints"
     save(folder, 1)
     more = {"export": [tmp_path / "out.safetensors"], "diff": [folder]}.get(command, [])
-    after(commit.DiskStore, "candidates", lambda: save(folder, 2))
+    after(disk_and_remote.DiskStore, "candidates", lambda: save(folder, 2))
     code, out = said(command, folder, *more)
     assert code == 0
     assert ("The same state" if command == "diff" else "step-2") in out
@@ -99,7 +99,7 @@ def test_all_listed_ones_were_removed_for_a_newer_one(
 def test_the_only_complete_one_was_removed_for_a_newer_one(after: Meet, tmp_path: Path) -> None:
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-0")  # damaged: it is of another step
-    after(commit.DiskStore, "candidates", lambda: save(tmp_path, 2))
+    after(disk_and_remote.DiskStore, "candidates", lambda: save(tmp_path, 2))
     assert "step 2" in said("show", tmp_path)[1]
 
 
@@ -129,7 +129,7 @@ def test_a_save_of_the_same_step_is_not_damage(after: Meet, tmp_path: Path) -> N
     assert said("verify", tmp_path) == whole
     # Its new name is another one after both names were listed.
     shutil.copytree(final, partial)
-    after(commit.DiskStore, "candidates", lambda: publish(tmp_path))
+    after(disk_and_remote.DiskStore, "candidates", lambda: publish(tmp_path))
     assert said("verify", tmp_path) == whole
     # Between its two renames.
     after(locate, "manifest_of", lambda: replace(tmp_path))
@@ -198,7 +198,7 @@ def test_remote_saves_and_removals_are_not_damage(after: Meet, remote: AnyPath) 
     # The manifest of one is gone, and other files are there.
     manifest_path = remote / "step-1.a0.2" / "manifest.json"
     assert isinstance(manifest_path, RemotePath)
-    after(commit.RemoteStore, "candidates", manifest_path.unlink)
+    after(disk_and_remote.RemoteStore, "candidates", manifest_path.unlink)
     assert said("verify", remote) == (0, f"{remote}/step-2.a0: complete (step 2)")
 
 
@@ -207,7 +207,7 @@ def test_a_save_that_ends_while_it_is_listed(command: str, after: Meet, tmp_path
     save(tmp_path, 1)
     final, partial = tmp_path / "step-1", tmp_path / "step-1.partial"
     final.rename(partial)
-    after(commit.DiskStore, "directories", lambda: partial.rename(final))
+    after(disk_and_remote.DiskStore, "directories", lambda: partial.rename(final))
     code, out = said(command, tmp_path)
     assert code == 0
     assert "step-1" in out
@@ -225,7 +225,7 @@ def test_a_save_that_ends_while_its_folder_is_searched(
     after(Path, "iterdir", lambda: partial.rename(final))
     assert locate.folders(tmp_path) == [tmp_path]
     final.rename(partial)
-    after(commit.DiskStore, "directories", lambda: partial.rename(final))
+    after(disk_and_remote.DiskStore, "directories", lambda: partial.rename(final))
     assert listing.leftovers(tmp_path) == []
 
 

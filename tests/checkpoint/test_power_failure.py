@@ -13,7 +13,7 @@ import torch
 from helpers.checkpoint_files import Alone
 from helpers.exploration.crash_disk import RecordedFiles, crash_states, write_tree
 from helpers.exploration.mutants import load_variant
-from shoal.checkpoint import AnyPath, Checkpoints, commit, manager, store
+from shoal.checkpoint import AnyPath, Checkpoints, disk_and_remote, manager, store
 from shoal.util.errors import CheckpointError
 
 STEPS = (1, 2, 2, 3)
@@ -112,7 +112,7 @@ SEAL = """        self.files.sync_directory(target)
         # The directory is not synced before its manifest is written.
         (store, "Store", "seal", SEAL, SEAL.splitlines()[1] + "\n"),
         # A committed save that was not renamed yet is taken for an unfinished one.
-        (commit, "DiskStore", "_settle", "if not self.is_committed(partial):", "if True:"),
+        (disk_and_remote, "DiskStore", "_settle", "if not self.is_committed(partial):", "if True:"),
         # Retention removes one checkpoint too many.
         (manager, "Checkpoints", "_retire", "else step < oldest", "else step <= oldest"),
     ],

@@ -16,7 +16,7 @@ import torch
 
 from helpers.checkpoint_files import Alone, Hostile, flip, forge, names, truncate
 from shoal.checkpoint import AnyPath, Checkpoints, Files, RestoredCheckpoint
-from shoal.checkpoint.commit import store_in
+from shoal.checkpoint.disk_and_remote import store_in
 from shoal.checkpoint.store import DamageError, FileRecord, Manifest
 from shoal.util.errors import CheckpointError
 

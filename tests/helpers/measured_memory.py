@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import shoal
 from helpers.planned_models import Built
 from shoal.tools.plan.trace import planned_strategies
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.training.saved_plan import STEP_PRECISIONS
 
 

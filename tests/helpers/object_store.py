@@ -19,7 +19,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from helpers.checkpoint_files import Alone
 from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles, Files
-from shoal.checkpoint.commit import store_in
+from shoal.checkpoint.disk_and_remote import store_in
 from shoal.checkpoint.store import damage, manifest_of
 
 Hook = Callable[[str, str], None]

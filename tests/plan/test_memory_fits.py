@@ -20,7 +20,7 @@ from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.search.fit import SMALL_MARGIN, margin_of
 from shoal.tools.plan.trace import trace_step
-from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 
 SAMPLES = 32
 

@@ -23,7 +23,7 @@ from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.memory.rank_memory import RankMemory
 from shoal.tools.plan.trace import trace_step
-from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.util.errors import ShoalError
 
 WITHIN = 0.05

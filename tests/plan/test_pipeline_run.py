@@ -18,7 +18,7 @@ from shoal.tools.plan.memory.estimate import held_micro_batches
 from shoal.tools.plan.time import pipeline_run
 from shoal.tools.plan.time.pipeline_run import pipeline_bubble, simulate_actions
 from shoal.tools.plan.time.step_time import estimate_step, pass_seconds
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import StepError
 

@@ -19,7 +19,7 @@ from shoal.tools.plan.search.candidates import find_candidates
 from shoal.tools.plan.search.prediction import Prediction, SearchResult
 from shoal.tools.plan.search.search import predict, search_plans
 from shoal.tools.plan.time.step_time import estimate_step
-from shoal.tools.plan.work.configuration import FORMATS, PlannedStep, Recompute
+from shoal.tools.plan.work.planned_step import FORMATS, PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer, parse_model
 from shoal.util.errors import ShoalError, StepError
 

@@ -15,7 +15,7 @@ from shoal.tools.plan.memory.estimate import held_micro_batches, layer_activatio
 from shoal.tools.plan.time.bands import step_band
 from shoal.tools.plan.time.pipeline_run import pipeline_bubble
 from shoal.tools.plan.time.step_time import estimate_step, pass_seconds
-from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer
 
 A100 = find_machine("a100-80")

@@ -24,7 +24,7 @@ from shoal.tools.plan.time.rates import compute_seconds
 from shoal.tools.plan.time.seconds import StepParts
 from shoal.tools.plan.time.simulation import collective_totals, run_ranks
 from shoal.tools.plan.trace import TracedStep, trace_step
-from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.tools.plan.work.segments import RankGroup, StepCollective, Work, WorkSegment
 from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util.errors import ShoalError

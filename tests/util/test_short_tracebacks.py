@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.util.user_code import own_traceback
+from shoal.util.user_frames import own_traceback
 
 SCRIPT = """
 import shoal

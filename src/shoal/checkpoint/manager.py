@@ -12,8 +12,8 @@ import torch
 
 from shoal.checkpoint.async_save import BackgroundSave, BackgroundSaver
 from shoal.checkpoint.collective_errors import Agreement, Ranks
-from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import TRASH, step_of
+from shoal.checkpoint.disk_and_remote import store_in
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, open_file
 from shoal.checkpoint.state_tree import (

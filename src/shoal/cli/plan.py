@@ -15,7 +15,7 @@ from shoal.util.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.tools.plan.search.prediction import Prediction
     from shoal.tools.plan.show.report import PlanReport
-    from shoal.tools.plan.work.configuration import Recompute
+    from shoal.tools.plan.work.planned_step import Recompute
 
 
 _Model = Annotated[

@@ -12,7 +12,7 @@ from shoal.util.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.tools.plan.machine.machines import Machine
     from shoal.tools.plan.training.whole_training import Training
-    from shoal.tools.plan.work.configuration import Recompute
+    from shoal.tools.plan.work.planned_step import Recompute
     from shoal.util.document import Document
 
 AUTO, USUAL = "auto", "replicate=-1"
@@ -67,7 +67,7 @@ class PlanOptions:
         `of_run` says that the prediction is that of a run.
         """
         from shoal.distributed.pipeline_schedules import SCHEDULES
-        from shoal.tools.plan.work.configuration import ANY_PRECISION, FORMATS, RECOMPUTES
+        from shoal.tools.plan.work.planned_step import ANY_PRECISION, FORMATS, RECOMPUTES
 
         if self.traced and of_run:
             raise ShoalError(

@@ -16,7 +16,7 @@ from shoal.util.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.cli.plan_options import PlanOptions
     from shoal.tools.plan.search.prediction import Prediction
-    from shoal.tools.plan.work.configuration import PlannedStep
+    from shoal.tools.plan.work.planned_step import PlannedStep
 
 _EXAMPLE = "--submit 1 -- --time 20:00:00 train.py --layout {layout}"
 _TRIED = "--try 3 -- train.py --layout {layout} --run {run} --steps {steps}"

@@ -18,7 +18,7 @@ from types import TracebackType
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
-from shoal.util.user_code import is_library, own_traceback
+from shoal.util.user_frames import is_library, own_traceback
 
 
 @dataclass(frozen=True, kw_only=True)

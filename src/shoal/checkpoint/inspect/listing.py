@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import TRASH
+from shoal.checkpoint.disk_and_remote import store_in
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.inspect.locate import (
     Examined,

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
-from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import is_named, step_of
+from shoal.checkpoint.disk_and_remote import store_in
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.inspect.manifest import CheckpointManifest, inspect_checkpoint
 from shoal.checkpoint.object_store import RemoteError, RemotePath

@@ -18,7 +18,7 @@ from shoal.distributed.cluster_env import LEFT, MAY_DIE
 from shoal.distributed.failure import Failure, encode
 from shoal.distributed.watchdog import stacks
 from shoal.util.clock import CLOCK, run_within
-from shoal.util.user_code import is_library
+from shoal.util.user_frames import is_library
 
 EXIT_CODE = 124
 """Exit code of all ranks after a hang; timeout(1) has the same."""

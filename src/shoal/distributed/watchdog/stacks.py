@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from shoal.util.user_code import is_library
+from shoal.util.user_frames import is_library
 
 _COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 """On the stack only while torch compiles, and not while what it compiled runs."""

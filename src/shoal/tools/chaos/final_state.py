@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from shoal.checkpoint import Files
-from shoal.checkpoint.commit import store_in
+from shoal.checkpoint.disk_and_remote import store_in
 from shoal.checkpoint.store import DamageError, Manifest, damage, manifest_of
 
 

@@ -14,7 +14,7 @@ from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.time.bands import BANDS, step_kind
 from shoal.tools.plan.time.seconds import StepParts
 from shoal.tools.plan.time.step_time import estimate_step
-from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.tools.report import LABELS, SHOWN, Attempt, profile, read_history
 from shoal.util.errors import ShoalError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.tools.plan.memory.rank_memory import RankMemory
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.segments import Quantity
 from shoal.tools.plan.work.transformer import Transformer
 

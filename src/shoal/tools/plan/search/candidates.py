@@ -16,7 +16,7 @@ import numpy.typing as npt
 from shoal.distributed.layout import AXES, Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.work.configuration import (
+from shoal.tools.plan.work.planned_step import (
     FORMATS,
     RECOMPUTES,
     NumberFormat,

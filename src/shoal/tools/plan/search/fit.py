@@ -19,7 +19,7 @@ from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.time.simulation import collective_totals, mean_time, run_ranks
 from shoal.tools.plan.trace import TracedStep, trace_step
-from shoal.tools.plan.work.configuration import PlannedStep, Recompute
+from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.util.errors import LaunchError, ShoalError
 
 MARGIN, SHARDED_MARGIN = 0.06, 0.15

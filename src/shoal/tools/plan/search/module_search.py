@@ -10,7 +10,7 @@ from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.fit import fit_module, plan_of
 from shoal.tools.plan.search.prediction import Prediction, RejectedLayout, SearchResult
-from shoal.tools.plan.work.configuration import Recompute
+from shoal.tools.plan.work.planned_step import Recompute
 from shoal.util.errors import ShoalError
 
 _AXES = ("replicate", "shard", "tensor", "context", "pipeline")

@@ -9,7 +9,7 @@ from shoal.distributed.layout import AXES, Layout
 from shoal.tools.plan.memory.rank_memory import RankMemory
 from shoal.tools.plan.time.seconds import StepParts
 from shoal.tools.plan.time.simulation import CollectiveTotal, RankRun
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.util.units import duration, percent, size
 
 

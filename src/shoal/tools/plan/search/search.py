@@ -14,7 +14,7 @@ from shoal.tools.plan.search.prediction import Prediction, RejectedLayout, Searc
 from shoal.tools.plan.time.pipeline_run import pipeline_bubble
 from shoal.tools.plan.time.seconds import StepParts
 from shoal.tools.plan.time.step_time import estimate_step, pass_seconds
-from shoal.tools.plan.work.configuration import ANY_PRECISION, FORMATS, PlannedStep
+from shoal.tools.plan.work.planned_step import ANY_PRECISION, FORMATS, PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import ShoalError
 from shoal.util.units import counted, size

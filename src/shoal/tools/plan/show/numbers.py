@@ -8,8 +8,8 @@ from dataclasses import asdict
 from shoal.tools.plan.device_numbers import IN_TIME, NumberOfDevices, cheapest
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.prediction import Prediction
+from shoal.tools.plan.show.json_values import prediction_values
 from shoal.tools.plan.show.parts import training_columns, training_values
-from shoal.tools.plan.show.values import prediction_values
 from shoal.tools.plan.time.bands import step_band
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.document import Document, DocumentBlock, Figure, LinePlot, Section, Series, Table, Text

@@ -11,6 +11,7 @@ from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.prediction import Prediction, SearchResult, TriedLayout
 from shoal.tools.plan.search.what_if import WhatIf
+from shoal.tools.plan.show.json_values import prediction_values, strategy_text, utilization
 from shoal.tools.plan.show.module import module_sections
 from shoal.tools.plan.show.parts import (
     memory_bars,
@@ -20,13 +21,12 @@ from shoal.tools.plan.show.parts import (
     training_blocks,
     training_values,
 )
-from shoal.tools.plan.show.values import prediction_values, strategy_text, utilization
 from shoal.tools.plan.time.bands import BANDS, step_kind
 from shoal.tools.plan.time.pipeline_run import pipeline_bubble
 from shoal.tools.plan.time.seconds import Span
 from shoal.tools.plan.time.step_time import pass_seconds
 from shoal.tools.plan.training.whole_training import Training, TrainingEstimate, training_of
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.document import Document, DocumentBlock, Section, Table, Text
 from shoal.util.units import compact, counted, duration, percent, size

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from shoal.tools.plan.time.seconds import StepParts
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 
 StepKind = Literal["compute", "sharded", "communication", "host"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.tools.plan.machine.machines import BASE_LATENCY, Machine
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.segments import Quantity, RankGroup
 from shoal.tools.plan.work.transformer import Transformer
 

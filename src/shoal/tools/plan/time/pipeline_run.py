@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from shoal.distributed.pipeline_schedules import PipelineAction, action_lists
 from shoal.tools.plan.time.seconds import Span
 from shoal.tools.plan.time.step_time import PassSeconds
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 
 _ROUNDS = 6
 """Rounds of as many micro-batches as ranks that are simulated. Each further one takes the time that the

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.segments import Quantity, Work
 
 

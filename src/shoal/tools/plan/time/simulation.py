@@ -12,7 +12,7 @@ from shoal.tools.plan.time.core_sharing import Computation, RankProcess, SharedC
 from shoal.tools.plan.time.rates import ComputeSeconds, compute_seconds
 from shoal.tools.plan.time.seconds import Span, StepParts, add_span
 from shoal.tools.plan.time.step_time import slowest
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.segments import RankGroup, StepCollective, WorkSegment
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shoal.tools.plan.work.configuration import PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.segments import Quantity, Work
 from shoal.tools.plan.work.transformer import Transformer
 

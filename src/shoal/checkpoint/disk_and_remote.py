@@ -1,4 +1,7 @@
-"""The two ways to commit a checkpoint: with a rename, or in a directory with a unique name."""
+"""The kinds of stores: on a disk, where directories are renamed, and on object stores.
+
+A rename follows the commit on a disk; on an object store, each attempt writes to names of its own.
+"""
 
 from __future__ import annotations
 
