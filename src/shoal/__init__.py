@@ -11,7 +11,8 @@ from shoal.util.user_frames import shorten_tracebacks
 
 __version__ = "0.1.0"
 
-__all__, __getattr__ = lazy_names(__name__, __file__)
+_NAMES, __getattr__ = lazy_names(__name__, __file__)
+__all__ = _NAMES  # noqa: PLE0605
 
 
 def __dir__() -> list[str]:

@@ -99,7 +99,7 @@ def test_the_pages_of_a_traced_module(tmp_path: Path) -> None:
     machine = tmp_path / "small.toml"
     lines = ("half = 1", "fp32 = 1", "memory = 1.501", "memory_bandwidth = 50", "link = 10")
     machine.write_text("\n".join(("[small]", *lines, "network = 1", "devices = 2", 'source = "<b>"')))
-    fits = ("replicate=2 fits", "fragmentation", "all-reduce", "launch and host")
+    fits = ("replicate=2 on cpu fits", "fragmentation", "all-reduce", "launch and host")
     changes = ("does not fit", "--layout shard=2", "usable memory")
     for name, code, parts in (("cpu", 0, fits), (str(machine), 1, changes)):
         words = ("--machine", name, "--html", str(tmp_path))

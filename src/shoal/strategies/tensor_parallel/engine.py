@@ -18,6 +18,7 @@ from shoal.strategies.comm_timing import tensors_awaited
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.coupling.notice import say_draws
+from shoal.strategies.eval_mode import untouched
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import LocalEngine
 from shoal.strategies.mesh_reducer import (
@@ -33,7 +34,7 @@ from shoal.strategies.reducer import Reducer
 from shoal.strategies.sharded_layers.divided_loss import logits_refused
 from shoal.strategies.sharded_layers.sharded_modules import ShardedLayers, division_of
 from shoal.strategies.task import Task
-from shoal.util.errors import StepError
+from shoal.util.errors import ShoalError, StepError
 
 Exact: TypeAlias = Callable[[], AbstractContextManager[None]]
 
@@ -115,12 +116,27 @@ class PlannedEngine(LocalEngine):
             return super().infer(task, micro, seed, autocast=autocast)
         with self._exact():
             call = partial(super().infer, task, micro, seed, autocast=None)
+            if self.world.layout.degree("context") > 1 and not self.division.proved:
+                self._compare_slices(call, micro.value)
             self.division.prove(self.module, self.world, call, micro.value)
         self._find_slices(task, micro, seed)
         with self._draws_of_slices(self.division):
             output = super().infer(task, micro, seed, autocast=autocast)
         say_draws(self.module, self.world)
         return output
+
+    def _compare_slices(self, call: Callable[[], Any], values: Any) -> None:
+        """Let ContextParallel compare its slices first, as it does in its first forward pass.
+
+        The comparison of the plan explains an error of torch.
+        """
+        try:
+            with torch.no_grad(), untouched(self.module, values):
+                call()
+        except ShoalError:
+            raise
+        except Exception:
+            return
 
     def check_model(self) -> None:
         """Check the plan once, if there is one; see the contract."""
