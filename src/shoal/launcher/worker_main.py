@@ -64,13 +64,13 @@ def main(
             failure = from_exception(error, rank=rank, host=socket.gethostname(), when=when)
             sys.last_value = error  # for exit functions, as Python sets it
             _flush()
-            reports.send_bytes(encode(failure))
+            _report(reports, encode(failure))
     else:
         code = 0
         _tell_end(reports, "", finished=True)
         if value is not None:
-            reports.send_bytes(RETURNED)
-            reports.send_bytes(value)
+            _report(reports, RETURNED)
+            _report(reports, value)
     if not code and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         # All is done: signals no longer interrupt the end of the script, which keeps its exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -80,10 +80,16 @@ def main(
     sys.exit(code)
 
 
+def _report(reports: Connection, content: bytes) -> None:
+    """Send to the launcher, unless it reads no more, as once the ranks are to be stopped."""
+    with suppress(BrokenPipeError):
+        reports.send_bytes(content)
+
+
 def _tell_end(reports: Connection, place: str, *, finished: bool) -> None:
     """Report to the launcher that the script has ended without an error; others may still need it."""
     notice = {"place": place, "ended": True, "finished": finished, "when": CLOCK.now()}
-    reports.send_bytes(LEFT + json.dumps(notice).encode())
+    _report(reports, LEFT + json.dumps(notice).encode())
 
 
 def bind_to_launcher() -> None:
