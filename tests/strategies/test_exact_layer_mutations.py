@@ -89,7 +89,7 @@ MISTAKES_IN_A_SPLIT: dict[str, tuple[Case, Callable[[], AbstractContextManager[A
         COMPILED,
         lambda: patch.object(graphs, "first_position", lambda micro, dim: 0),
     ),
-    "no sample dimension": (KEYED, lambda: patch.object(Layouts, "dimension", lambda *_: None)),
+    "no sample dimension": (KEYED, lambda: patch.object(Layouts, "fit", lambda *_: None)),
     "recomputed draws are new": (RECOMPUTED, lambda: patch.object(draws, "in_backward", bool)),
     "group boundary off by one": (GROUPED, lambda: patch.object(coupled_step, "groups_of", moved)),
 }
@@ -143,10 +143,10 @@ def train_with_wrong_slices(world: shoal.World, case: Case, mistake: str) -> Tra
 
     def wrong(slices: Slices, site: str, shape: Any) -> Any:
         part = right(slices, site, shape)
-        if part is None or part.sizes == part.full or not mistake:
+        if part is None or not any(part.first) or not mistake:
             return part
         if mistake == "ignored":
-            return philox.Slice(part.sizes, (0,) * len(part.sizes), part.sizes)
+            return philox.complete(part.sizes)
         return part._replace(first=(*part.first[:-1], part.first[-1] + 1))
 
     with patch.object(Slices, "part", wrong):

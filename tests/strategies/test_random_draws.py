@@ -22,6 +22,7 @@ from helpers.ranks import Ranks
 from shoal.data.micro import MicroBatch
 from shoal.strategies.random_draws.draws import register
 from shoal.strategies.random_draws.layouts import Layouts
+from shoal.strategies.random_draws.row_index import BatchRows
 
 SAMPLES, STEPS = 29, 6
 
@@ -204,16 +205,21 @@ def test_a_generator_of_the_user_draws_itself() -> None:
 
 def test_layouts_are_learned_from_several_sizes() -> None:
     known = Layouts()
-    assert known.dimension("a", (8, 8, 3), 8) == 0  # ambiguous: the first dimension that fits
-    assert known.dimension("a", (8, 4, 3), 4) == 1  # not any more: (length, samples, width)
-    assert known.dimension("a", (8, 8, 3), 8) == 1
-    assert known.dimension("b", (64, 8, 8), 8) == 1  # samples * heads, or (length, samples, …)
-    assert known.dimension("b", (32, 8, 8), 4) == 0
-    assert known.dimension("b", (64, 8, 8), 8) == 0
-    assert known.dimension("c", (7,), 4) is None
-    assert known.dimension("d", (8, 3), 4) == 0
-    assert known.dimension("d", (8, 3), 2) is None  # the same shape: it counts no samples
-    assert known.dimension("d", (8, 3), 4) is None
+
+    def fit(site: str, shape: tuple[int, ...], samples: int) -> tuple[int, int] | None:
+        return known.fit(site, shape, BatchRows(None, samples))
+
+    assert fit("a", (8, 8, 3), 8) == (0, 1)  # ambiguous: the first dimension that fits
+    assert fit("a", (8, 4, 3), 4) == (1, 1)  # not any more: (length, samples, width)
+    assert fit("a", (8, 8, 3), 8) == (1, 1)
+    assert fit("b", (64, 8, 8), 8) == (1, 1)  # samples * heads, or (length, samples, …)
+    assert fit("b", (32, 8, 8), 4) == (0, 8)
+    assert fit("b", (64, 8, 8), 8) == (0, 8)
+    assert fit("c", (7,), 4) is None
+    assert fit("d", (8, 3), 4) == (0, 2)
+    assert fit("d", (8, 3), 2) is None  # the same shape: it counts no samples
+    assert fit("d", (8, 3), 4) is None
+    assert list(known.unknown.take_lines()) == []
 
 
 @pytest.mark.full

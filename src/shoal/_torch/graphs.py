@@ -119,7 +119,7 @@ def copy_graph(module: GraphModule) -> GraphModule:
 
 
 Element = Callable[..., "LoopValue"]
-"""Called with the words of a row of the table, the indices of row and column, and the option."""
+"""Called with the words of a row of the table, the indices of an element, and the options."""
 
 
 class LoopValue:
@@ -144,13 +144,13 @@ class LoopValue:
 
 
 def generate_loop(
-    operation: Any, element: Element, result: Callable[[Any], tuple[torch.dtype, float]]
+    operation: Any, element: Element, result: Callable[..., tuple[torch.dtype, float]]
 ) -> bool:
     """Let inductor generate a loop for an operation, which it fuses with others, in place of a call.
 
-    The arguments of the operation are a table of dtype int64, the number of a row of it, an option, and
-    the shape of its result, two numbers. `result(option)` returns the dtype of the result and the unit
-    of its integers. Return False if this torch lacks a name for it, and the operation is called.
+    The arguments of the operation are a table of dtype int64, the number of a row of it, the shape of
+    its result, and options. `result(*options)` returns the dtype of the result and the unit of its
+    integers. Return False if this torch lacks a name for it, and the operation is called.
     """
     try:
         from torch._inductor.ir import Pointwise
@@ -159,19 +159,17 @@ def generate_loop(
     except ImportError:
         return False
 
-    def lower(table: Any, row: int, option: Any, rows: Any, columns: Any) -> Any:
+    def lower(table: Any, row: int, shape: Any, *options: Any) -> Any:
         load = table.make_loader()
-        dtype, unit = result(option)
+        dtype, unit = result(*options)
 
         def loop(index: Any) -> Any:
             entry = [LoopValue(load([row, place])) for place in range(3)]
             places = [LoopValue(ops.index_expr(each, torch.int64)) for each in index]
-            value = ops.to_dtype(element(entry, *places, option).value, dtype)
+            value = ops.to_dtype(element(entry, places, *options).value, dtype)
             return value if unit == 1 else ops.mul(value, ops.constant(unit, dtype))
 
-        return Pointwise.create(
-            device=table.get_device(), dtype=dtype, inner_fn=loop, ranges=[rows, columns]
-        )
+        return Pointwise.create(device=table.get_device(), dtype=dtype, inner_fn=loop, ranges=[*shape])
 
     register_lowering(operation, type_promotion_kind=None)(lower)
     return True

@@ -51,10 +51,11 @@ class Draws:
     """The random draws of a micro-batch: `made` counts those of each module so far.
 
     `models` numbers the models that have drawn. `made` has this number and the name of the module.
-    `scope` separates the functions of a Task, which may call the same modules.
+    `scope` separates the functions of a Task, which may call the same modules. `rows` is what the
+    micro-batch says of rows that are not samples, once it was asked.
     """
 
-    __slots__ = ("made", "micro", "models", "scope", "seed")
+    __slots__ = ("made", "micro", "models", "rows", "scope", "seed")
 
     def __init__(self, micro: MicroBatch, seed: int, scope: str = "") -> None:
         self.micro = micro
@@ -62,6 +63,7 @@ class Draws:
         self.scope = scope
         self.made: dict[tuple[int, str], int] = {}
         self.models: dict[Any, int] = {}
+        self.rows: Any = None
 
     def counts(self, names: Sequence[str]) -> list[int]:
         """Return how many draws these modules of the first model have made."""

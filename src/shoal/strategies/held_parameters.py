@@ -61,9 +61,8 @@ class HeldParameters:
         if not may_be_empty:
             check_learns(module)
         self.losses: list[tuple[Tensor, Count, float]] = []
-        self._backward_said = False
-        self._resized_said: set[str] = set()
         """Loss sum, count and weight of the micro-batches of this batch so far."""
+        self._backward_said = False
         self.unused_checked = False
         """Whether the first batch has been checked for parameters that the loss does not use."""
         self._divided = any(map(is_divided, self.parameters))
@@ -107,19 +106,13 @@ class HeldParameters:
 
     def _say_draws(self, *, in_backward: bool) -> None:
         """Print once, on rank 0, random numbers that do not belong to samples, as a step shows it."""
-        if not random_draws.is_registered(self.module) or self.world.data_size == 1:
+        if not random_draws.is_registered(self.module):
             return
-        if in_backward and not self._backward_said:
+        if in_backward and self.world.data_size > 1 and not self._backward_said:
             self._backward_said = True
             self.world.print("shoal: each rank draws its own random numbers in backward")
-        resized = random_draws.layouts_of(self.module).resized - self._resized_said
-        if resized:
-            self._resized_said |= resized
-            self.world.print(
-                "shoal: results depend on how the batch is split, because random numbers were drawn "
-                "for samples of several sizes, such as padded sequences, in "
-                + ", ".join(sorted(name or "the model" for name in resized))
-            )
+        for line in random_draws.layouts_of(self.module).unknown.take_lines():
+            self.world.print(f"shoal: results depend on how the batch is split, because {line}")
 
     def leaves(self, *losses: Tensor) -> list[Tensor] | None:
         """Return the leaves to pass to backward of `losses` as `inputs`, or None if that is not needed.

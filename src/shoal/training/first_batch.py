@@ -169,6 +169,8 @@ class _Trial:
                 "the model draws from the random generators of Python or NumPy, which are those of the "
                 "rank; torch's belong to samples"
             )
+        elif drew and any(gather(layouts_of(self._model).unknown.found)):
+            pass  # the step prints the modules and the reason
         elif differs and drew and (name := self._repeated_difference(quiet=False)):
             self._say_depends(
                 f"random numbers of {name}, or of a module before it, do not belong to samples; "

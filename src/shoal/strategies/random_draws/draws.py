@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.graphs import has_no_values, in_backward, replace_attention, replace_draws
-from shoal._torch.modules import compiled_module, module_called_in
+from shoal._torch.modules import compiled_module, module_called_in, order_of_packed
 from shoal.data.micro import CURRENT_DRAWS, Drawing, Draws, MicroBatch
 from shoal.strategies.random_draws import philox
-from shoal.strategies.random_draws.layouts import Layouts, sample_dimension
+from shoal.strategies.random_draws.layouts import Fit, Layouts, find_rows
 from shoal.strategies.random_draws.operations import (
     CONSTANT,
     REPLACED,
@@ -33,10 +33,11 @@ from shoal.strategies.random_draws.operations import (
     Numbers,
     attention,
 )
+from shoal.strategies.random_draws.row_index import batch_rows
 from shoal.strategies.random_draws.slices import Slices, row_slice
 
 T = TypeVar("T")
-_STEPS = 1 << 62
+_STEPS = 1 << (philox.POSITION_BITS - 1)
 """Offset of the positions of draws that belong to a step and not to samples."""
 _TICKETS = 1 << 62
 
@@ -56,25 +57,39 @@ _OUTSIDE = RegisteredModel()
 
 @dataclass
 class DrawRows:
-    """The rows of one draw: their number and their dimension."""
+    """The rows of one draw, along a dimension: each has `each` of its elements."""
 
-    rows: int
     dim: int
+    each: int
 
-    def numbers(self, tensor: Tensor, count: int, each: int, dtype: torch.dtype) -> Tensor:
-        """Return `count` numbers in [0, 1) for each row, `each` of them for each element."""
+    def kept(self, limit: float, sizes: list[int]) -> Tensor:
+        """Return for each element of rows of these sizes whether its number is below `limit`."""
         raise NotImplementedError
+
+    def numbers(self, sizes: list[int], dtype: torch.dtype, number: int) -> Tensor:
+        """Return a number in [0, 1) for each element of rows of these sizes."""
+        raise NotImplementedError
+
+    def below(self, limit: float, tensor: Tensor) -> Tensor:
+        """Return for each element of `tensor` whether its number is below `limit`."""
+        return self._like(self.kept(limit, self._sizes(tensor)), tensor)
 
     def uniform(self, tensor: Tensor, dtype: torch.dtype | None = None, each: int = 1) -> Tensor:
         """Return numbers in [0, 1): `each` of them per element, in a last dimension if not 1."""
-        count = each * tensor.numel() // self.rows
-        found = self.numbers(tensor, count, each, dtype or tensor.dtype)
-        if each == 1:
-            return self.like(found, tensor)
-        parts = found.reshape(self.rows, count // each, each)
-        return torch.stack([self.like(parts[..., i], tensor) for i in range(each)], -1)
+        sizes = self._sizes(tensor)
+        found = [
+            self._like(self.numbers(sizes, dtype or tensor.dtype, number), tensor)
+            for number in range(each)
+        ]
+        return found[0] if each == 1 else torch.stack(found, -1)
 
-    def like(self, rows: Tensor, tensor: Tensor) -> Tensor:
+    def _sizes(self, tensor: Tensor) -> list[int]:
+        """Return the sizes of a row."""
+        sizes = list(tensor.shape)
+        del sizes[self.dim : self.dim + 1]
+        return sizes if self.each == 1 else [self.each, *sizes]
+
+    def _like(self, rows: Tensor, tensor: Tensor) -> Tensor:
         """Return the numbers of the rows in the shape of `tensor`."""
         shape = list(tensor.shape)
         if not shape:
@@ -84,24 +99,22 @@ class DrawRows:
 
 @dataclass
 class _Site(DrawRows):
-    """The rows of one draw, their key, the first position, and the slice of each row."""
+    """The rows of one draw, their key, and the slice of each row."""
 
     key: philox.Key
-    first: int
+    rows: philox.Rows
+    device: torch.device
     part: philox.Slice | None = None
 
-    def below(self, limit: float, tensor: Tensor) -> Tensor:
-        """Return for each element of `tensor` whether its number is below `limit`."""
-        count = tensor.numel() // self.rows
-        found = philox.below(limit, self.key, self.first, self.rows, count, tensor.device, self.part)
-        return self.like(found, tensor)
+    def kept(self, limit: float, sizes: list[int]) -> Tensor:
+        """Return for each element of rows of these sizes whether its number is below `limit`."""
+        part = self.part or philox.complete(sizes)
+        return philox.below(limit, self.key, self.rows, part, self.device)
 
-    def numbers(self, tensor: Tensor, count: int, each: int, dtype: torch.dtype) -> Tensor:
-        """Return `count` numbers in [0, 1) for each row, `each` of them for each element."""
-        part = self.part
-        if part is not None and each > 1:
-            part = philox.Slice(*((*a, b) for a, b in zip(part, (each, 0, each), strict=True)))
-        return philox.uniform(self.key, self.first, self.rows, count, tensor.device, dtype, part)
+    def numbers(self, sizes: list[int], dtype: torch.dtype, number: int) -> Tensor:
+        """Return a number in [0, 1) for each element of rows of these sizes."""
+        part = self.part or philox.complete(sizes)
+        return philox.uniform(self.key, self.rows, part, self.device, dtype, number)
 
 
 _MODULES: WeakKeyDictionary[nn.Module, tuple[RegisteredModel, str]] = WeakKeyDictionary()
@@ -145,8 +158,18 @@ def name_of(module: nn.Module) -> str | None:
 @cache
 def _intercept() -> None:
     """Replace torch's random operations, once in a process."""
-    if replace_draws({name: partial(call, _numbers) for name, call in REPLACED.items()}):
+    replaced = {name: partial(call, _numbers) for name, call in REPLACED.items()}
+    if replace_draws({**replaced, "_pack_padded_sequence": _pack}):
         replace_attention(partial(attention, _is_drawing))
+
+
+def _pack(original: Callable[[], Any], *_: Any) -> Any:
+    """Pack padded sequences, and note to which samples the packed rows belong."""
+    data, sizes = original()
+    draws = CURRENT_DRAWS.get()
+    if draws is not None and not has_no_values(data):
+        batch_rows(draws).add_packed(sizes, order_of_packed())
+    return data, sizes
 
 
 def layouts_of(model: nn.Module) -> Layouts:
@@ -224,26 +247,32 @@ def _new_site(tensor: Tensor, of_step: bool) -> tuple[_Site | None] | None:
     name, key = next_draw(draws, model, module)
     if not tensor.numel():  # a slice may be empty; the next draw has the same number on all ranks
         return (None,)
-    micro = draws.micro
-    slices = model.slices
+    micro, slices = draws.micro, model.slices
+    fit, index = None, None
     if of_step:
-        dim = None
         if trains:
             model.layouts.possible[name] = []
     else:  # in eval mode, a module may draw less often, and the same number may be another draw
         known = model.layouts if trains and not (slices and slices.is_whole) else Layouts()
-        dim = sample_dimension(known, name, tensor.shape, micro.samples)
+        fit, index = find_rows(known, name, tensor.shape, batch_rows(draws))
     part = None
     if slices is not None:
         if trains:
-            dim = slices.record(name, tensor.shape, dim)
+            fit = slices.record(name, tensor.shape, fit)
         drawn = slices.part(name, tensor.shape) if trains else None
         if drawn is None:
             slices.by_rank.add(module or "the model")
             return (None,)
-        part = row_slice(drawn, dim, micro.samples)
-    rows, place = (1, 0) if dim is None else (micro.samples, dim)
-    return (_Site(rows, place, key, first_position(micro, dim), part),)
+        part = row_slice(drawn, fit, micro.samples)
+        if index is None and fit and not fit[1]:
+            index = batch_rows(draws).index(tensor.shape[fit[0]])
+    first = first_position(micro, fit)
+    if fit is None:
+        size = tensor.shape[0] if tensor.ndim else 1
+        return (_Site(0, size, key, philox.Rows(first, 1), tensor.device, part),)
+    dim, rows = fit[0], micro.samples if index is None else tensor.shape[fit[0]]
+    each = tensor.shape[dim] // rows
+    return (_Site(dim, each, key, philox.Rows(first, rows, index), tensor.device, part),)
 
 
 def next_draw(draws: Draws, model: RegisteredModel, module: str) -> tuple[str, philox.Key]:
@@ -255,9 +284,9 @@ def next_draw(draws: Draws, model: RegisteredModel, module: str) -> tuple[str, p
     return name, philox.site_key(draws.seed, f"{number} {name}")
 
 
-def first_position(micro: MicroBatch, dim: int | None) -> int:
+def first_position(micro: MicroBatch, fit: Fit | None) -> int:
     """Return the position of the first row of a draw; without a sample dimension, that of the step."""
-    return micro.first if dim is not None else _STEPS + micro.batch_first
+    return micro.first if fit is not None else _STEPS + micro.batch_first
 
 
 def first_time(make: Callable[[], tuple[T | None] | None]) -> T | None:

@@ -7,7 +7,7 @@ position of each draw, which is filled before each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -46,6 +46,7 @@ from shoal.strategies.random_draws.draws import (
 )
 from shoal.strategies.random_draws.layouts import Fit, Layouts
 from shoal.strategies.random_draws.operations import REPLACED, SiteOf
+from shoal.strategies.random_draws.row_index import batch_rows
 from shoal.util.errors import StepError
 
 
@@ -55,47 +56,52 @@ class TableRows(DrawRows):
 
     table: Tensor
     row: int
+    rows: Any
+    """The number of rows, which may be an expression of a graph."""
 
-    def below(self, limit: float, tensor: Tensor) -> Tensor:
-        """Return for each element of `tensor` whether its number is below `limit`."""
-        count = tensor.numel() // self.rows
-        found: Tensor = _below(self.table, self.row, limit, self.rows, -(-count // 4))
-        return self.like(found.view(torch.bool)[:, :count], tensor)
+    def kept(self, limit: float, sizes: list[int]) -> Tensor:
+        """Return for each element of rows of these sizes whether its number is below `limit`."""
+        *outer, last = sizes or [1]
+        found: Tensor = _below(self.table, self.row, [self.rows, *outer, -(-last // 4)], limit)
+        return found.view(torch.bool)[..., :last]
 
-    def numbers(self, tensor: Tensor, count: int, each: int, dtype: torch.dtype) -> Tensor:
-        """Return `count` numbers in [0, 1) for each row, `each` of them for each element."""
-        found: Tensor = _uniform(self.table, self.row, dtype == torch.float64, self.rows, count)
+    def numbers(self, sizes: list[int], dtype: torch.dtype, number: int) -> Tensor:
+        """Return a number in [0, 1) for each element of rows of these sizes."""
+        double = dtype == torch.float64
+        found: Tensor = _uniform(self.table, self.row, [self.rows, *(sizes or [1])], double, number)
         return found
 
 
 @torch.library.custom_op("shoal::below", mutates_args=())
-def _below(table: Tensor, row: int, limit: float, rows: int, blocks: int) -> Tensor:
+def _below(table: Tensor, row: int, shape: Sequence[int], limit: float) -> Tensor:
     """Return four results of `philox.below` in the bytes of each int32, which one loop can compute."""
-    key, first = _entry(table, row)
-    return philox.below(limit, key, first, rows, 4 * blocks, table.device).view(torch.int32)
+    key, rows, part = _entry(table, row, (*shape[:-1], 4 * shape[-1]))
+    return philox.below(limit, key, rows, part, table.device).view(torch.int32)
 
 
 @torch.library.custom_op("shoal::uniform", mutates_args=())
-def _uniform(table: Tensor, row: int, double: bool, rows: int, count: int) -> Tensor:
-    key, first = _entry(table, row)
+def _uniform(table: Tensor, row: int, shape: Sequence[int], double: bool, number: int) -> Tensor:
+    key, rows, part = _entry(table, row, shape)
     dtype = torch.float64 if double else torch.float32
-    return philox.uniform(key, first, rows, count, table.device, dtype).contiguous()
+    return philox.uniform(key, rows, part, table.device, dtype, number).contiguous()
 
 
 @_below.register_fake
-def _(table: Tensor, row: int, limit: float, rows: int, blocks: int) -> Tensor:
-    return table.new_empty((rows, blocks), dtype=torch.int32)
+def _(table: Tensor, row: int, shape: Sequence[int], limit: float) -> Tensor:
+    return table.new_empty(shape, dtype=torch.int32)
 
 
 @_uniform.register_fake
-def _(table: Tensor, row: int, double: bool, rows: int, count: int) -> Tensor:
-    return table.new_empty((rows, count), dtype=torch.float64 if double else torch.float32)
+def _(table: Tensor, row: int, shape: Sequence[int], double: bool, number: int) -> Tensor:
+    return table.new_empty(shape, dtype=torch.float64 if double else torch.float32)
 
 
-def _entry(table: Tensor, row: int) -> tuple[philox.Key, philox.Word]:
+def _entry(
+    table: Tensor, row: int, shape: Sequence[int]
+) -> tuple[philox.Key, philox.Rows, philox.Slice]:
     entry = table[row]
     first, second, position = entry.tolist() if entry.device.type == "cpu" else entry.unbind()
-    return (first, second), position
+    return (first, second), philox.Rows(position, shape[0]), philox.complete(shape[1:])
 
 
 @cache
@@ -107,18 +113,25 @@ def generate_loops() -> None:
     generate_loop(
         operations.uniform.default,
         _uniform_element,
-        lambda double: (dtypes[double], philox.UNITS[double]),
+        lambda double, number: (dtypes[double], philox.UNITS[double]),
     )
 
 
-def _packed_element(entry: Any, row: Any, block: Any, limit: float) -> Any:
+def _packed_element(entry: Any, index: Sequence[Any], limit: float) -> Any:
     *key, first = entry
-    return philox.packed(philox.words_of((key[0], key[1]), row + first, block), limit)
+    row, *outer, block = index
+    low, high = philox.counter(row + first, block >> 2, outer)
+    words = philox.words_of((key[0], key[1]), low, high)
+    low, high = philox.counter(row + first, block, outer)
+    others = philox.words_of(philox.next_key((key[0], key[1])), low, high)
+    return philox.packed(words, others, block, limit)
 
 
-def _uniform_element(entry: Any, row: Any, column: Any, double: bool) -> Any:
+def _uniform_element(entry: Any, index: Sequence[Any], double: bool, number: int) -> Any:
     *key, first = entry
-    words = philox.words_of((key[0], key[1]), row + first, column >> (1 if double else 2))
+    row, *outer, column = index
+    low, high = philox.counter(row + first, column >> (1 if double else 2), outer)
+    words = philox.words_of(philox.next_key((key[0], key[1]), number), low, high)
     return philox.chosen(philox.integers(words, double=double), column)
 
 
@@ -290,7 +303,7 @@ def _rows(draws: list[_Draw], device: torch.device) -> tuple[Tensor] | None:
         site, key = next_draw(current, model, _joined(root, draw.path))
         if trains and not draw.of_step:
             _check_layout(model.layouts, site, draw.fit)
-        rows.append([*key, first_position(current.micro, draw.fit and draw.fit[0])])
+        rows.append([*key, first_position(current.micro, draw.fit)])
     return (torch.tensor(rows, dtype=torch.int64, device=device),)
 
 
@@ -366,7 +379,10 @@ class _Rewriter:
 
         def site_of(tensor: Tensor, generator: Any, *, of_step: bool = False) -> None:
             if generator is None:
-                self.draws.append(self._draw(path, tensor, of_step))
+                draw = self._draw(path, tensor, of_step)
+                if draw.fit and not draw.fit[1]:
+                    unreached.append("rows of which an index tells the sample")
+                self.draws.append(draw)
                 self.device = tensor.device
 
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -399,7 +415,7 @@ class _Rewriter:
         site = f"{current.scope}{module}#{number}"
         layouts = self._model.layouts if self._trains else Layouts()
         if site not in layouts.declared:  # compiled code does not run `shoal.samples`
-            layouts.dimension(site, shape, current.micro.samples)
+            layouts.fit(site, shape, batch_rows(current))
         return _Draw(path, next(iter(layouts.possible[site]), None))
 
 
@@ -425,9 +441,9 @@ def _replace(node: Node, table: Node, start: int, draws: list[_Draw]) -> None:
                 return None
             place = table.to(tensor.device)
             if draw.fit is None:
-                return TableRows(1, 0, place, row)
+                return TableRows(0, tensor.shape[0] if tensor.ndim else 1, place, row, 1)
             dim, each = draw.fit
-            return TableRows(tensor.shape[dim] // each, dim, place, row)
+            return TableRows(dim, each, place, row, tensor.shape[dim] // each)
 
         with ReplacedDraws(site_of, []), sdpa_kernel(SDPBackend.MATH):
             return call(*arguments, **named)

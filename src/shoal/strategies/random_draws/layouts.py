@@ -5,15 +5,102 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
+from shoal.strategies.random_draws.philox import RowIndex
+from shoal.strategies.random_draws.row_index import BatchRows, has_integers, row_index
 from shoal.util.errors import StepError
 
-_CHOSEN: ContextVar[tuple[int | None] | None] = ContextVar("chosen sample dimension", default=None)
+Fit: TypeAlias = tuple[int, int]
+"""A dimension, and the number of its elements per sample: 0 if an index tells the sample of each."""
 
-Fit = tuple[int, int]
-"""A dimension, and the number of its elements per sample."""
+_SEARCHED = 3
+"""Micro-batches that are searched for left padding: on a GPU, the host waits for it."""
+
+
+class _Chosen(NamedTuple):
+    """What `shoal.samples` declares."""
+
+    dim: int | None
+    rows: RowIndex | None
+
+    def fit(self, shape: tuple[int, ...], samples: int) -> Fit | None:
+        """Return the sample dimension of a draw of this shape; raise StepError if it is none."""
+        if self.dim is None:
+            return None
+        given = f"shoal.samples(dim={self.dim}), and a draw for a tensor of shape {shape}"
+        exists = -len(shape) <= self.dim < len(shape)
+        if self.rows is None:
+            if exists and shape[self.dim] % samples == 0:
+                return self.dim % len(shape), shape[self.dim] // samples
+            raise StepError(
+                given=given,
+                found=f"the micro-batch has {samples} samples, and this dimension does not count them",
+                fix="pass the dimension whose size is a multiple of the number of samples, or dim=None "
+                "if there is none",
+            )
+        rows, last = len(self.rows.samples), max(self.rows.samples.tolist(), default=0)
+        if exists and shape[self.dim] == rows and last < samples:
+            return self.dim % len(shape), 0
+        raise StepError(
+            given=given,
+            found=f"the index has {rows} rows of samples up to number {last}, and the micro-batch has "
+            f"{samples} samples",
+            fix="shoal.samples(index=…) with the sample, in its micro-batch, of each row of the tensor",
+        )
+
+
+_CHOSEN: ContextVar[_Chosen | None] = ContextVar("chosen sample dimension", default=None)
+
+
+_ROWS, _MERGED, _LEFT = _REASONS = (
+    "random numbers were drawn for rows that are not samples, in {}; shoal.samples(index=…) tells the "
+    "sample of each row",
+    "random numbers were drawn for a dimension that is a multiple of the length of padded sequences, "
+    "in {}; keep the length in a dimension of its own",
+    "random numbers were drawn for sequences that are padded on the left to different lengths, in {}; "
+    "pad them on the right, or all to one length",
+)
+
+
+class Unknown:
+    """Modules whose draws do not belong to samples, with the reasons."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, set[str]] = {reason: set() for reason in _REASONS}
+        self._said: set[tuple[str, str]] = set()
+
+    @property
+    def found(self) -> bool:
+        """Whether there are any."""
+        return any(self._found.values())
+
+    def add(self, reason: str, module: str) -> None:
+        """Note a module for a reason."""
+        self._found[reason].add(module or "the model")
+
+    def take_lines(self) -> Iterator[str]:
+        """Yield each reason with the modules that were not yielded before."""
+        for reason, modules in self._found.items():
+            new = sorted(each for each in modules if (reason, each) not in self._said)
+            self._said |= {(reason, each) for each in new}
+            if new:
+                yield reason.format(", ".join(new))
+
+
+class _First(NamedTuple):
+    """The first draw of a site."""
+
+    shape: tuple[int, ...]
+    samples: int
+    lengths: tuple[int, ...]
+
+    def sizes(self, fit: Fit | None) -> list[int]:
+        """Return the sizes of a row."""
+        return _row_sizes(self.shape, fit, self.samples)
 
 
 class Layouts:
@@ -21,10 +108,11 @@ class Layouts:
 
     A dimension counts samples if its size is a fixed multiple of their number: `(samples, …)`,
     `(samples * length, …)` with the elements of a sample next to each other, as attention over
-    `samples * heads` has, or `(length, samples, …)`. One size may fit several dimensions by chance, so
-    each site keeps those that have fitted at all numbers of samples so far, and none once the shape was
-    the same at a different number. Before the first step, the check of the loss function runs the model
-    on halves of a micro-batch.
+    `samples * heads` has, or `(length, samples, …)`. The first dimension may also have rows of which
+    the batch tells the samples. One size may fit several dimensions by chance, so each site keeps those
+    that have fitted at all numbers of samples so far, and none once the shape was the same at a
+    different number. Before the first step, the check of the loss function runs the model on halves of
+    a micro-batch.
     """
 
     def __init__(self) -> None:
@@ -32,33 +120,64 @@ class Layouts:
         """By site, the most likely fit first. Empty if no dimension counts samples."""
         self.declared: set[str] = set()
         """Sites whose fit `shoal.samples` declares."""
-        self.resized: set[str] = set()
-        """Modules that have drawn for samples of several sizes, not only in their first dimension."""
-        self._seen: dict[str, tuple[tuple[int, ...], int]] = {}
+        self.unknown = Unknown()
+        self._first: dict[str, _First] = {}
+        self._searched: list[BatchRows] = []
+        """The micro-batches that were searched for left padding."""
 
-    def dimension(self, site: str, shape: Sequence[int], samples: int) -> int | None:
+    def fit(self, site: str, shape: Sequence[int], batch: BatchRows) -> Fit | None:
         """Return the sample dimension of a draw of this shape, or None if it has none."""
-        found = [(1, 1)] if len(shape) > 1 and shape[1] == samples else []
-        if shape and shape[0] % samples == 0 and (len(shape) > 1 or shape[0] == samples):
-            found.insert(0 if shape[0] == samples else len(found), (0, shape[0] // samples))
-        before, number = self._seen.setdefault(site, (tuple(shape), samples))
-        known = self.possible.get(site, found)
-        if not known or (before == tuple(shape) and number != samples):
-            found = []
-        else:
-            found = [each for each in found if each in known] or found
+        shape = tuple(shape)
+        before = self._first.setdefault(site, _First(shape, batch.samples, batch.lengths))
+        known = self.possible.get(site)
+        found = _by_size(shape, batch.samples)
+        for dim in (0, 1) if shape[:1] == (1,) else (0,):
+            listed = known is None or (dim, 0) in known
+            if listed and dim < len(shape) and batch.index(shape[dim]) is not None:
+                found.insert(1 if shape[dim] == batch.samples else 0, (dim, 0))
+        if known is not None:
+            dims = {dim for dim, _ in known}
+            kept = [each for each in found if each in known]
+            found = kept or [each for each in found if each[0] in dims]
+            if before.shape == shape and before.samples != batch.samples:
+                found = [each for each in found if each[1] == 0]
         self.possible[site] = found
-        if not found:
-            return None
-        dim, each = found[0]
-        later = 1 if each > 1 else 2  # dimensions on whose sizes the number of an element depends
-        if before[later:] != tuple(shape[later:]):
-            self.resized.add(_module_of(site))
-        return dim
+        fit = found[0] if found else None
+        self._find_unknown(module_of(site), shape, fit, before, batch)
+        return fit
+
+    def _find_unknown(
+        self, module: str, shape: tuple[int, ...], fit: Fit | None, before: _First, batch: BatchRows
+    ) -> None:
+        """Find out whether the numbers of a draw depend on the sizes of the micro-batch."""
+        sizes, sizes_before = _row_sizes(shape, fit, batch.samples), before.sizes(fit)
+        if fit is None and shape == before.shape:
+            first = shape[1:] if shape[:1] == (1,) else shape
+            if batch.samples == before.samples and batch.numbers_of_rows.intersection(first[:1]):
+                self.unknown.add(_ROWS, module)
+            return
+        if len(sizes) != len(sizes_before):
+            self.unknown.add(_ROWS, module)
+            return
+        for dim, (one, other) in enumerate(zip(sizes_before, sizes, strict=True)):
+            if one == other:
+                continue
+            kind = _explained(one, other, before.lengths, batch.lengths)
+            if kind == "multiple":
+                self.unknown.add(_MERGED, module)
+            elif kind is None and (fit is None or (dim == 0 and fit[1] > 0)):
+                self.unknown.add(_ROWS, module)
+            elif self._is_padded_left(batch):
+                self.unknown.add(_LEFT, module)
+
+    def _is_padded_left(self, batch: BatchRows) -> bool:
+        if batch not in self._searched and len(self._searched) < _SEARCHED:
+            self._searched.append(batch)
+        return any(each.is_padded_left for each in self._searched)
 
     def modules(self) -> list[str]:
         """Return the names of the modules that have drawn, each once."""
-        return list(dict.fromkeys(map(_module_of, self.possible)))
+        return list(dict.fromkeys(map(module_of, self.possible)))
 
     def merge(self, others: Iterable[Mapping[str, list[Fit]]]) -> None:
         """Keep at each site the fits of all ranks that have seen it."""
@@ -68,38 +187,87 @@ class Layouts:
                 self.possible[site] = fits and ([each for each in known if each in fits] or known)
 
 
-def _module_of(site: str) -> str:
+def _by_size(shape: tuple[int, ...], samples: int) -> list[Fit]:
+    found = [(1, 1)] if len(shape) > 1 and shape[1] == samples else []
+    if shape and shape[0] % samples == 0 and (len(shape) > 1 or shape[0] == samples):
+        found.insert(0 if shape[0] == samples else len(found), (0, shape[0] // samples))
+    return found
+
+
+def _row_sizes(shape: tuple[int, ...], fit: Fit | None, samples: int) -> list[int]:
+    """Return the sizes of the dimensions of a row; the first is the number of elements per sample."""
+    sizes = list(shape)
+    if fit is None:
+        return sizes
+    size = sizes.pop(fit[0])
+    return [size // samples if fit[1] else 0, *sizes]
+
+
+def _explained(
+    before: int, now: int, lengths_before: Sequence[int], lengths: Sequence[int]
+) -> Literal["length", "multiple"] | None:
+    """Return whether a size changed as the length of sequences, or as a multiple of it."""
+    changed = {
+        (one, other)
+        for one, other in zip(lengths_before, lengths, strict=False)
+        if one != other and len(lengths_before) == len(lengths)
+    }
+    for one, other in changed:
+        if (before, now) == (one, other):
+            return "length"
+    for one, other in changed:
+        if not before % one and before // one == now / other:
+            return "multiple"
+        if before <= one and now <= other and round(one / before) == round(other / now):
+            return "length"  # every second or fourth element, as after convolutions with a stride
+    return None
+
+
+def module_of(site: str) -> str:
     """Return the name of the module of a site, whose draws in a loss function count separately."""
     return site.partition("#")[0].rpartition(" ")[2]
 
 
 @contextmanager
-def samples(*, dim: int | None) -> Iterator[None]:
+def samples(*, dim: int | None = 0, index: Tensor | None = None) -> Iterator[None]:
     """Declare which dimension counts samples in random operations such as dropout.
 
     Shoal recognizes the layouts `(samples, …)`, `(samples * length, …)` and `(length, samples, …)` by
-    the sizes of a tensor. Use `samples` for tensors of other layouts in a model or a loss function.
-    Outside a training step it has no effect. Before the first step, Shoal runs a model
-    without compilation to find its layouts; compiled code uses them.
+    the sizes of a tensor. It also recognizes `(rows, …)` if the batch tells the sample of each row, in
+    one of these integer tensors:
+
+    - the first row of each sample and the end of the last one, such as `ptr` or `cu_seqlens`;
+    - the number of rows of each sample;
+    - the sample of each row, such as `batch` of PyTorch Geometric.
+
+    Use `samples` for tensors of other layouts in a model or a loss function. Outside a training step it
+    has no effect. Before the first step, Shoal runs a model without compilation to find its layouts;
+    compiled code uses them, and draws by rank for rows of an index.
 
     Args:
         dim: The dimension of the tensors that are drawn. Its size is the number of samples of the
-            micro-batch, or a multiple of it if the elements of a sample are next to each other. None
-            means that no dimension counts samples: all ranks and micro-batches of a step draw the same
-            numbers.
+            micro-batch, or a multiple of it if the elements of a sample are next to each other; with
+            `index`, the length of the index. None means that no dimension counts samples: all ranks and
+            micro-batches of a step draw the same numbers.
+        index: The sample of each row, an integer tensor of shape (rows,), with values from 0 to the
+            number of samples of the micro-batch - 1. The numbers of a row depend on its sample and on
+            its place among the rows of this sample. None means that samples are consecutive.
 
     Returns:
         A context manager, which is also a decorator of functions.
 
     Raises:
-        StepError: If `dim` is neither an integer nor None, or if a tensor that is drawn has no such
-            dimension.
+        StepError: If `dim` is neither an integer nor None, if `index` is not a tensor of integers, or
+            if a tensor that is drawn has no such dimension.
 
     Examples:
         >>> from torch.nn.functional import dropout
         >>> def forward(x):  # of shape (frames, joints, samples)
         ...     with shoal.samples(dim=2):
         ...         return dropout(x, 0.1)
+        >>> def forward(nodes, graph):  # of shape (nodes, features), and the graph of each node
+        ...     with shoal.samples(index=graph):
+        ...         return dropout(nodes, 0.1)
     """
     if isinstance(dim, bool) or not isinstance(dim, int | None):
         raise StepError(
@@ -110,29 +278,39 @@ def samples(*, dim: int | None) -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    token = _CHOSEN.set((dim,))
+    token = _CHOSEN.set(_Chosen(dim, None if index is None else _checked_index(index, dim)))
     try:
         yield
     finally:
         _CHOSEN.reset(token)
 
 
-def sample_dimension(layouts: Layouts, site: str, shape: Sequence[int], number: int) -> int | None:
-    """Return the dimension that counts `number` samples: the declared one, or the one found by size."""
+def _checked_index(index: Tensor, dim: int | None) -> RowIndex:
+    given = f"shoal.samples(index={type(index).__name__})"
+    fix = "shoal.samples(index=…) with the sample of each row, an integer tensor of shape (rows,)"
+    if not isinstance(index, Tensor):
+        raise StepError(given=given, found="an index is a tensor", fix=fix)
+    if index.ndim != 1 or not has_integers(index):
+        found = f"its dtype is {index.dtype}, and its shape {tuple(index.shape)}"
+        raise StepError(given=given, found=found, fix=fix)
+    if dim is None:
+        found = "dim=None, which means that there are no samples"
+        raise StepError(given=given, found=found, fix="shoal.samples(dim=0, index=…)")
+    values = index.detach().long().cpu()
+    if len(values) and int(values.min()) < 0:
+        raise StepError(given=given, found=f"the index holds {int(values.min())}", fix=fix)
+    return row_index(values)
+
+
+def find_rows(
+    layouts: Layouts, site: str, shape: Sequence[int], batch: BatchRows
+) -> tuple[Fit | None, RowIndex | None]:
+    """Return the dimension that counts samples, the declared one or the one found, and its index."""
     chosen = _CHOSEN.get()
     if chosen is None:
-        return layouts.dimension(site, shape, number)
-    (dim,) = chosen
+        fit = layouts.fit(site, shape, batch)
+        return fit, batch.index(shape[fit[0]]) if fit and not fit[1] else None
     layouts.declared.add(site)
-    if dim is None:
-        layouts.possible[site] = []
-        return None
-    if not -len(shape) <= dim < len(shape) or shape[dim] % number:
-        raise StepError(
-            given=f"shoal.samples(dim={dim}), and a draw for a tensor of shape {tuple(shape)}",
-            found=f"the micro-batch has {number} samples, and this dimension does not count them",
-            fix="pass the dimension whose size is a multiple of the number of samples, or dim=None if "
-            "there is none",
-        )
-    layouts.possible[site] = [(dim % len(shape), shape[dim] // number)]
-    return dim % len(shape)
+    fit = chosen.fit(tuple(shape), batch.samples)
+    layouts.possible[site] = [fit] if fit else []
+    return fit, chosen.rows

@@ -18,8 +18,9 @@ from shoal._torch.dispatch import TorchDispatchMode, tree_leaves
 from shoal._torch.mesh import local_slices
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import is_divided
+from shoal.strategies.random_draws.layouts import Fit
 from shoal.strategies.random_draws.operations import CONSTANT
-from shoal.strategies.random_draws.philox import Slice
+from shoal.strategies.random_draws.philox import Slice, complete
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -62,8 +63,8 @@ class _Axis:
 class _Shapes:
     """The shapes of draws by their site, with the modules of the model in certain modes."""
 
-    split: dict[str, tuple[tuple[int, ...], int | None]] = field(default_factory=dict)
-    """If activations are split, with the sample dimension."""
+    split: dict[str, tuple[tuple[int, ...], Fit | None]] = field(default_factory=dict)
+    """If activations are split, with the fit."""
     full: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=lambda: defaultdict(dict))
     """If activations are not split over an axis, by its name."""
     known: bool = False
@@ -189,20 +190,20 @@ class Slices:
         """Whether activations are not split over one of the axes now."""
         return self._whole is not None
 
-    def record(self, site: str, shape: Sequence[int], dim: int | None) -> int | None:
-        """Record the shape of a draw, and return its sample dimension: that of split activations."""
+    def record(self, site: str, shape: Sequence[int], fit: Fit | None) -> Fit | None:
+        """Record the shape of a draw, and return its fit: that of split activations."""
         split = self._shapes.split
         if self._whole is not None:
             self._shapes.full[self._whole][site] = tuple(shape)
-            return split[site][1] if site in split else dim
+            return split[site][1] if site in split else fit
         if not self.known:
-            split[site] = tuple(shape), dim
-        return dim
+            split[site] = tuple(shape), fit
+        return fit
 
     def part(self, site: str, shape: Sequence[int]) -> Slice | None:
         """Return the slice that a tensor of this shape is. None if it is not known."""
         if self.finding and not self.known:  # the same numbers in all runs, for decisions
-            return _complete(shape)
+            return complete(shape)
         found = self._found(site, shape) if self.known else None
         if self.known and found is None:
             self._unknown.add(site.partition("#")[0] or "the model")
@@ -211,12 +212,12 @@ class Slices:
     def _found(self, site: str, shape: Sequence[int]) -> Slice | None:
         axes = [name for name in _OUTER_FIRST if name in self._axes and name != self._whole]
         if not axes:
-            return _complete(shape)
+            return complete(shape)
         divided = _DIVIDED.get()
         if divided is not None:
             return divided if divided.sizes == tuple(shape) else None
         split, _ = self._shapes.split.get(site, ((), None))
-        ratios, first = [1] * len(shape), [0] * len(shape)
+        first = [0] * len(shape)
         for name in axes:
             axis, full = self._axes[name], self._shapes.full[name].get(site, ())
             if not len(full) == len(split) == len(shape):
@@ -226,28 +227,21 @@ class Slices:
                     continue
                 if one * axis.size != other:
                     return None
-                ratios[dim] *= axis.size
                 first[dim] = first[dim] * axis.size + axis.index
         return Slice(
-            tuple(shape),
-            tuple(size * place for size, place in zip(shape, first, strict=True)),
-            tuple(size * ratio for size, ratio in zip(shape, ratios, strict=True)),
+            tuple(shape), tuple(size * place for size, place in zip(shape, first, strict=True))
         )
 
 
-def _complete(shape: Sequence[int]) -> Slice:
-    return Slice(tuple(shape), (0,) * len(shape), tuple(shape))
-
-
-def row_slice(part: Slice, dim: int | None, samples: int) -> Slice | None:
-    """Return the slice of the row of each of the samples along `dim`; None for complete rows."""
-    if part.sizes == part.full:
-        return None
-    rows = [[*each] for each in part]
-    if dim is not None:
-        for row in rows:
-            row.insert(0, row.pop(dim) // samples)
-    return Slice(*map(tuple, rows))
+def row_slice(part: Slice, fit: Fit | None, samples: int) -> Slice:
+    """Return the slice of the row of each of the samples; a tensor without samples is one row."""
+    if fit is None:
+        return part
+    sizes, first = ([*each] for each in part)
+    elements = [each.pop(fit[0]) // samples for each in (sizes, first)]
+    if fit[1] == 0:  # each row of an index
+        return Slice(tuple(sizes), tuple(first))
+    return Slice((elements[0], *sizes), (elements[1], *first))
 
 
 class DTensorDraws(TorchDispatchMode):
@@ -271,4 +265,4 @@ _DIVIDED: ContextVar[Slice | None] = ContextVar("slice of the DTensor that is dr
 def _part_of(tensor: DTensor) -> Slice:
     held = local_slices(tensor)
     sizes = tuple(each.stop - each.start for each in held)
-    return Slice(sizes, tuple(each.start for each in held), tuple(tensor.shape))
+    return Slice(sizes, tuple(each.start for each in held))

@@ -1,0 +1,175 @@
+"""Rows that are not samples, such as the nodes of graphs: what a batch says of them.
+
+A batch says to which sample each row belongs with one of its integer tensors: the ends of the samples
+(`ptr`, `cu_seqlens`, `offsets`), their numbers of rows, or the sample of each row (`batch`). Its padded
+tensors say how long its sequences are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from shoal.data.micro import Draws
+from shoal.strategies.random_draws.philox import RowIndex
+
+_BY_ROW = ("batch", "index", "segment")
+"""Words in the names of tensors that hold the sample of each row, in any order."""
+_STARTS = ("offset", "ptr")
+"""Words in the names of tensors that hold the first row of each sample, and may lack the last end."""
+
+
+def batch_rows(draws: Draws) -> BatchRows:
+    """Return what the current micro-batch says of its rows."""
+    if draws.rows is None:
+        draws.rows = BatchRows(draws.micro.value, draws.micro.samples)
+    found: BatchRows = draws.rows
+    return found
+
+
+class BatchRows:
+    """What a micro-batch of a number of samples says of rows and of the lengths of sequences."""
+
+    def __init__(self, value: Any, samples: int) -> None:
+        self.samples = samples
+        leaves = list(_leaves(value))
+        self._leaves = [(name, each) for name, each in leaves if isinstance(each, Tensor)]
+        self._indices: dict[int, RowIndex | None] = {}
+        for _, each in leaves:
+            if isinstance(each, PackedSequence):
+                self.add_packed(each.batch_sizes, each.sorted_indices)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The sizes of the dimensions of its tensors, other than the first, in a fixed order."""
+        return tuple(size for _, each in self._leaves if not each.is_nested for size in each.shape[1:])
+
+    @cached_property
+    def numbers_of_rows(self) -> set[int]:
+        """The sizes of first dimensions that do not count samples, without leading ones."""
+        shapes = [each.shape for _, each in self._leaves if not each.is_nested and each.ndim]
+        shapes = [shape[1:] if shape[0] == 1 and len(shape) > 1 else shape for shape in shapes]
+        return {shape[0] for shape in shapes} - {self.samples, 1}
+
+    def index(self, rows: int) -> RowIndex | None:
+        """Return the index of a number of rows; None if the batch does not tell, or tells two."""
+        if rows not in self._indices:
+            found = list(self._found(rows))
+            same = all(torch.equal(found[0].samples, other.samples) for other in found[1:])
+            self._indices[rows] = found[0] if found and same else None
+        return self._indices[rows]
+
+    def add_packed(self, sizes: Tensor, order: Tensor | None) -> None:
+        """Add the rows of a packed sequence: its batch sizes, and its samples by their lengths."""
+        samples = torch.cat([torch.arange(size) for size in sizes.tolist()])
+        if order is not None:
+            samples = order.cpu()[samples]
+        self._indices[len(samples)] = row_index(samples)
+
+    def _found(self, rows: int) -> Iterator[RowIndex]:
+        yield from map(row_index, self._told(rows))
+        for name, edges in self._leaves:  # of PyTorch Geometric: each edge belongs to its first node
+            if name == "edge_index" and edges.ndim == 2 and edges.shape[1] == rows:
+                last = int(edges.max())
+                for nodes in sorted(each for each in {*self.numbers_of_rows, last + 1} if each > last):
+                    for samples in self._told(nodes):
+                        yield row_index(samples[edges[0].long().cpu()])
+
+    def _told(self, rows: int) -> Iterator[Tensor]:
+        """Yield the sample of each row, of each integer tensor that holds it in a known way."""
+        each: Any
+        for name, each in self._leaves:
+            jagged = each.is_nested and each.layout == torch.jagged
+            tensor: Tensor = each.offsets() if jagged else each
+            if not tensor.is_nested and tensor.ndim == 1 and has_integers(tensor):
+                samples = self._samples_of_rows(name, tensor, rows)
+                if samples is not None:
+                    yield samples
+
+    def _samples_of_rows(self, name: str, tensor: Tensor, rows: int) -> Tensor | None:
+        samples = self.samples
+        if len(tensor) not in (samples, samples + 1, rows):
+            return None
+        found = tensor.long().cpu()
+        steps = found.diff()
+        rising = not bool((steps < 0).any()) and int(found[0]) == 0
+        if len(found) == samples + 1 and rising and int(found[-1]) == rows:
+            return torch.arange(samples).repeat_interleave(steps)
+        if len(found) == samples and not bool((found < 0).any()) and int(found.sum()) == rows:
+            return torch.arange(samples).repeat_interleave(found)
+        if len(found) == samples and rising and int(found[-1]) <= rows and _has(name, _STARTS):
+            ends = torch.cat([found, torch.tensor([rows])])
+            return torch.arange(samples).repeat_interleave(ends.diff())
+        within = len(found) == rows and int(found.min()) >= 0 and int(found.max()) < samples
+        if within and (_has(name, _BY_ROW) or (rising and int(found.max()) == samples - 1)):
+            return found
+        return None
+
+    @cached_property
+    def is_padded_left(self) -> bool:
+        """Whether the sequences of a tensor begin with a value that is elsewhere in none of them."""
+        found = [
+            each.flatten(2) if each.ndim > 2 else each.unsqueeze(-1)
+            for _, each in self._leaves
+            if not each.is_nested and each.ndim > 1 and each.shape[1] > 1 and each.numel()
+        ]
+        return any(_is_padded(each) and not _is_padded(each.flip(1)) for each in found)
+
+
+def row_index(samples: Tensor) -> RowIndex:
+    """Return the index of rows that belong to these samples, from 0 on."""
+    order = samples.argsort(stable=True)
+    counts = samples.bincount()
+    starts = counts.cumsum(0) - counts
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order)) - starts[samples[order]]
+    return RowIndex(samples, places, max(counts.tolist(), default=1) - 1)
+
+
+def _is_padded(rows: Tensor) -> bool:
+    """Return whether sequences begin with two or more times a value that none has elsewhere.
+
+    Tensors of two values, such as masks, show this only if a sequence is not padded.
+    """
+    first = rows[:, 0]
+    twice = (first == rows[:, 1]).all(-1)
+    for value in first[twice].unique(dim=0):
+        padding = (rows == value).all(-1)
+        elsewhere = padding[:, -1].any() or (~padding[:, :-1] & padding[:, 1:]).any()
+        complete = not padding[:, 0].all()
+        if not elsewhere and (complete or rows.unique().numel() > 2):
+            return True
+    return False
+
+
+def has_integers(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor are integers."""
+    other = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    return not other
+
+
+def _has(name: str, words: tuple[str, ...]) -> bool:
+    return any(word in name for word in words)
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | PackedSequence]]:
+    """Yield the tensors and packed sequences of a batch, and their names."""
+    if isinstance(value, Tensor | PackedSequence):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, str(key))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item, name)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name), field.name)
+    elif callable(getattr(value, "to_dict", None)):  # graphs of PyTorch Geometric
+        yield from _leaves(value.to_dict())
