@@ -23,6 +23,7 @@ from shoal.data.micro import MicroBatch
 from shoal.strategies.random_draws.draws import register
 from shoal.strategies.random_draws.layouts import Layouts
 from shoal.strategies.random_draws.row_index import BatchRows
+from shoal.training import run_state
 
 SAMPLES, STEPS = 29, 6
 
@@ -193,6 +194,18 @@ def test_a_resumed_run_draws_the_same(
     begun = started(3, "replicate=-1").call(resumed, str(tmp_path), 2)[0]
     rest = started(2, "replicate=-1").call(resumed, str(tmp_path), STEPS)[0]
     assert begun + rest == pytest.approx(alone[::2], rel=1e-9)
+
+
+def test_a_checkpoint_of_another_format_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (1, 2):  # formats
+        monkeypatch.setattr(run_state, "FORMAT", number)
+        with shoal.init(seed=3) as world:
+            resumed(world, str(tmp_path), 2)
+        assert (
+            capsys.readouterr().out.count("dropout continues with those of this version") == number - 1
+        )
 
 
 def test_a_generator_of_the_user_draws_itself() -> None:

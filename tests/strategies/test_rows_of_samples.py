@@ -37,9 +37,9 @@ FULL, LONG = pytest.mark.full, pytest.mark.long
 
 
 def train(
-    world: shoal.World, case: Case, micro_batches: int = 1, strategy: Any = None
+    world: shoal.World, case: Case, micro_batches: int = 1, strategy: Any = None, epochs: int = 1
 ) -> tuple[list[float], str]:
-    """Losses and norms of an epoch, and what was printed."""
+    """Losses and norms of all steps, and what was printed."""
     torch.manual_seed(0)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -53,7 +53,7 @@ def train(
             micro_batches=micro_batches,
             collate_fn=case.collate,
         )
-        taken = [step(batch) for batch in loader.epochs(1)]
+        taken = [step(batch) for batch in loader.epochs(epochs)]
     return [each for one in taken for each in (one.loss, one.norm)], printed.getvalue()
 
 
@@ -133,8 +133,8 @@ class Pairs(Base):
 def test_what_is_unknown_is_printed_once(
     started: Callable[[int, str], Ranks], case: Case, line: str
 ) -> None:
-    for size, micro_batches in ((1, 1), (2, 1)):
-        first, *others = started(size, "replicate=-1").call(train, case, micro_batches)
+    for size, micro_batches in ((1, 2), (2, 1)):
+        first, *others = started(size, "replicate=-1").call(train, case, micro_batches, None, 3)
         assert first[1].count(line) == 1, first[1]
         assert all("random numbers" not in text for _, text in others)
 
@@ -178,22 +178,30 @@ def test_places_count_the_rows_of_a_sample() -> None:
     ("sequences", "left"),
     [
         ([[5, 6, 7], [8, 0, 0]], False),
-        ([[5, 6, 7], [0, 0, 8]], True),
-        ([[1, 1, 1], [1, 0, 0]], False),  # masks
-        ([[1, 1, 1], [0, 0, 1]], True),
-        ([[0, 0, 0], [0, 1, 1]], False),
-        ([[1, 1, 0], [1, 0, 0]], False),  # padded to a multiple
-        ([[0, 0, 5], [0, 0, 6]], True),
-        ([[4, 4, 5], [6, 4, 7]], False),  # a word twice
+        ([[5, 6, 7], [0, 0, 8], [0, 0, 9]], True),
+        ([[0, 0, 5], [0, 0, 6]], True),  # to a multiple
+        ([[4, 4, 5], [6, 4, 7], [4, 4, 6]], False),  # a word that sequences begin with
         ([[5, 5], [5, 5]], False),
     ],
 )
-def test_left_padding(sequences: list[list[int]], left: bool) -> None:
-    for tensor in (
-        torch.tensor(sequences),
-        torch.tensor(sequences)[..., None].expand(-1, -1, 2).float(),
-    ):
+def test_left_padding_is_known_by_words(sequences: list[list[int]], left: bool) -> None:
+    words = torch.tensor(sequences)
+    for tensor in (words, words[..., None].expand(-1, -1, 2).float()):
         assert BatchRows((tensor, torch.zeros(2)), 2).is_padded_left == left
+
+
+@pytest.mark.parametrize(
+    ("mask", "left"),
+    [
+        ([[1, 1, 1], [1, 0, 0]], False),
+        ([[1, 1, 1], [0, 0, 1]], True),
+        ([[1, 1, 0], [1, 0, 0]], False),
+        ([[0, 1, 1], [0, 0, 1]], True),
+    ],
+)
+def test_left_padding_is_known_by_a_mask(mask: list[list[int]], left: bool) -> None:
+    words = torch.tensor([[3, 3, 5], [3, 3, 6]])
+    assert BatchRows({"ids": words, "mask": torch.tensor(mask)}, 2).is_padded_left == left
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from shoal.data import Loader
 from shoal.distributed.seeds import random_state, set_random_state
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import divided, is_divided
+from shoal.strategies.random_draws.draws import is_registered
+from shoal.strategies.random_draws.philox import FORMAT
 from shoal.training.state_names import check_parts, owner_of, storable
 from shoal.util.clock import CLOCK
 from shoal.util.differences import spans
@@ -139,6 +141,7 @@ class RunState:
             "time": CLOCK.wall(),
             "layout": str(self._world.layout),
             "batch_size": self._loader.batch_size,
+            "random_format": FORMAT,
             # With its build, such as +cu130, which the metadata of the package lacks.
             "versions": versions() | {"torch": str(torch.__version__)},
             "config": dict(self._config),
@@ -188,6 +191,13 @@ class RunState:
         for name, item in self._state.items():
             item.load_state_dict(present(saved["state"][name]))
         self._loader.load_state_dict(saved["loader"])
+        if loaded.info.get("random_format", 1) != FORMAT and any(
+            is_registered(step.model) for step in self._steps.values()
+        ):
+            self._world.print(
+                f"shoal: {loaded.path} was saved by a version of Shoal with other random numbers; "
+                "dropout continues with those of this version"
+            )
         if loaded.rank_state is not None:
             set_random_state(loaded.rank_state)
         else:

@@ -17,12 +17,12 @@ from shoal.util.errors import StepError
 Fit: TypeAlias = tuple[int, int]
 """A dimension, and the number of its elements per sample: 0 if an index tells the sample of each."""
 
-_SEARCHED = 3
+_SEARCHED = 16
 """Micro-batches that are searched for left padding: on a GPU, the host waits for it."""
 
 
 class _Chosen(NamedTuple):
-    """What `shoal.samples` declares."""
+    """The dimension and the rows that `shoal.samples` declares."""
 
     dim: int | None
     rows: RowIndex | None

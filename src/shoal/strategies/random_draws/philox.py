@@ -22,6 +22,10 @@ Word: TypeAlias = int | Tensor
 """A word of 32 bits, or a tensor of dtype int64 and shape () that holds it."""
 Key: TypeAlias = tuple[Word, Word]
 
+FORMAT = 2
+"""The format of the numbers, which checkpoints name. In format 1, the number of an element depended on
+the sizes of the dimensions."""
+
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 7

@@ -1,4 +1,4 @@
-"""Rows that are not samples, such as the nodes of graphs: what a batch says of them.
+"""Rows that are not samples, such as the nodes of graphs: the samples that they belong to.
 
 A batch says to which sample each row belongs with one of its integer tensors: the ends of the samples
 (`ptr`, `cu_seqlens`, `offsets`), their numbers of rows, or the sample of each row (`batch`). Its padded
@@ -26,7 +26,7 @@ _STARTS = ("offset", "ptr")
 
 
 def batch_rows(draws: Draws) -> BatchRows:
-    """Return what the current micro-batch says of its rows."""
+    """Return the rows of the current micro-batch, as it tells them."""
     if draws.rows is None:
         draws.rows = BatchRows(draws.micro.value, draws.micro.samples)
     found: BatchRows = draws.rows
@@ -34,7 +34,7 @@ def batch_rows(draws: Draws) -> BatchRows:
 
 
 class BatchRows:
-    """What a micro-batch of a number of samples says of rows and of the lengths of sequences."""
+    """The samples of rows and the lengths of sequences, as a micro-batch tells them."""
 
     def __init__(self, value: Any, samples: int) -> None:
         self.samples = samples
@@ -113,13 +113,20 @@ class BatchRows:
 
     @cached_property
     def is_padded_left(self) -> bool:
-        """Whether the sequences of a tensor begin with a value that is elsewhere in none of them."""
-        found = [
-            each.flatten(2) if each.ndim > 2 else each.unsqueeze(-1)
+        """Whether sequences are padded on the left: by an integer mask if there is one, or by words.
+
+        A mask is 1 where the words are. Otherwise, two or more sequences begin with two or more times a
+        value that is nowhere else.
+        """
+        leaves = [
+            each
             for _, each in self._leaves
             if not each.is_nested and each.ndim > 1 and each.shape[1] > 1 and each.numel()
         ]
-        return any(_is_padded(each) and not _is_padded(each.flip(1)) for each in found)
+        masks = [each for each in leaves if has_integers(each) and _is_mask(each)]
+        if masks:
+            return any(bool((mask[:, 0] < mask[:, -1]).any()) for mask in masks)
+        return any(_is_padded(each) and not _is_padded(each.flip(1)) for each in leaves)
 
 
 def row_index(samples: Tensor) -> RowIndex:
@@ -132,18 +139,21 @@ def row_index(samples: Tensor) -> RowIndex:
     return RowIndex(samples, places, max(counts.tolist(), default=1) - 1)
 
 
-def _is_padded(rows: Tensor) -> bool:
-    """Return whether sequences begin with two or more times a value that none has elsewhere.
+def _is_mask(tensor: Tensor) -> bool:
+    """Return whether a tensor is 0 or 1, and each sequence of it is 1 in one part."""
+    if tensor.ndim > 2 or not bool(((tensor == 0) | (tensor == 1)).all()):
+        return False
+    return bool((tensor.diff(dim=1).abs().sum(1) <= 1).all())
 
-    Tensors of two values, such as masks, show this only if a sequence is not padded.
-    """
+
+def _is_padded(tensor: Tensor) -> bool:
+    rows = tensor.flatten(2) if tensor.ndim > 2 else tensor.unsqueeze(-1)
     first = rows[:, 0]
     twice = (first == rows[:, 1]).all(-1)
     for value in first[twice].unique(dim=0):
         padding = (rows == value).all(-1)
         elsewhere = padding[:, -1].any() or (~padding[:, :-1] & padding[:, 1:]).any()
-        complete = not padding[:, 0].all()
-        if not elsewhere and (complete or rows.unique().numel() > 2):
+        if not bool(elsewhere) and int((padding[:, 0] & padding[:, 1]).sum()) > 1:
             return True
     return False
 
