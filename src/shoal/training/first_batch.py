@@ -63,7 +63,7 @@ def check_first_batch(
         for one in engines_of(world):  # a GAN's loss runs through the other model
             stack.enter_context(untouched(one.module))
             stack.enter_context(each_in_eval_mode(coupled_layers(one.module)))
-        trial.on_all_ranks(trial.divide)
+        trial.divide()
         drew = trial.find_losses_and_layouts()
         trial.on_all_ranks(trial.compare_losses)
         trial.say_untried()
@@ -204,18 +204,31 @@ class _Trial:
                 raise type(other)(given=other.given, found=found, fix=other.fix)
 
     def divide(self) -> None:
-        """Cut the micro-batch in halves, or collate its halves and their union again."""
+        """Cut the micro-batch in halves, or collate its halves and their union again. Collective.
+
+        All ranks cut theirs, or none: by chance, a rank's tensors may have as many rows as samples.
+        """
+        whole = self._parts
+        self.on_all_ranks(self._cut)
+        divides = self._micro.weight and self._micro.samples > 1
+        if any(self._world.gather(bool(divides and not self._can_cut))):
+            self._parts, self._can_cut, self._has_halves = whole, False, False
+        self.on_all_ranks(self._collate_halves)
+
+    def _cut(self) -> None:
         micro = self._micro
-        if not micro.weight:  # a padding sample
-            return
-        if micro.samples > 1:
+        if micro.weight and micro.samples > 1:
             middle = micro.samples // 2
             with suppress(ValueError):
                 # On all ranks that process the same samples, with or without an output.
                 cuts = (slice(0, micro.samples), slice(0, middle), slice(middle, micro.samples))
                 self._parts = [part_of(micro, rows) for rows in cuts]
                 self._can_cut = self._has_halves = True
-                return
+
+    def _collate_halves(self) -> None:
+        micro = self._micro
+        if self._has_halves or not micro.weight:  # a padding sample
+            return
         size = max(2, micro.samples)
         sizes = (size // 2, size - size // 2)
         with random_states_kept(self._model):

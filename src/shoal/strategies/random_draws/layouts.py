@@ -102,6 +102,14 @@ class _First(NamedTuple):
         """Return the sizes of a row."""
         return _row_sizes(self.shape, fit, self.samples)
 
+    def has_grown(self, fit: Fit, batch: BatchRows) -> bool:
+        """Return whether samples that are as many times longer explain a shape that has not changed."""
+        dim, each = fit
+        if each == 0:
+            return True
+        before = self.shape[dim] // self.samples
+        return _explained(before, each, self.lengths, batch.lengths) is not None
+
 
 class Layouts:
     """The possible sample dimensions of the draws at each site.
@@ -140,7 +148,7 @@ class Layouts:
             kept = [each for each in found if each in known]
             found = kept or [each for each in found if each[0] in dims]
             if before.shape == shape and before.samples != batch.samples:
-                found = [each for each in found if each[1] == 0]
+                found = [each for each in found if before.has_grown(each, batch)]
         self.possible[site] = found
         fit = found[0] if found else None
         self._find_unknown(module_of(site), shape, fit, before, batch)
