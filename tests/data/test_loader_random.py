@@ -113,8 +113,8 @@ def test_tensors_can_not_be_augmented(world: shoal.World) -> None:
         build(world, torch.arange(SIZE), seed_transforms=True)
 
 
-def warned(world: shoal.World, kind: str, *, seed_transforms: bool = False) -> list[str]:
-    data = build(world, Drawing(kind), seed_transforms=seed_transforms)
+def warned(world: shoal.World, kind: str, **options: Any) -> list[str]:
+    data = build(world, Drawing(kind), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert len(list(data.epochs(2))) == 2 * len(data)
@@ -128,6 +128,18 @@ def test_draws_that_are_not_the_samples_are_told_once(world: shoal.World, kind: 
     assert "seed_transforms=True" in text
     assert warned(world, kind, seed_transforms=True) == []
     assert warned(world, "none") == []
+
+
+def masked(samples: list[Tensor]) -> Tensor:
+    """Drops elements of a batch, as language modeling with masks does."""
+    batch = torch.stack(samples)
+    return batch * (torch.rand(batch.shape) < 0.9)
+
+
+@pytest.mark.parametrize("seed_transforms", [False, True])
+def test_draws_of_the_collate_function_are_told_once(world: shoal.World, seed_transforms: bool) -> None:
+    (text,) = warned(world, "none", seed_transforms=seed_transforms, collate_fn=masked)
+    assert text.startswith("collate_fn draws random numbers")
 
 
 def test_of_several_workers_one_tells_it(world: shoal.World, capfd: pytest.CaptureFixture[str]) -> None:

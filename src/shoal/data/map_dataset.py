@@ -7,7 +7,7 @@ import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class SampleSource(BlockDataset):
 
     block = 1
     watched = False
-    """True if Shoal warns when samples draw from the global generators."""
+    """True if Shoal warns when samples or the collate function draw from the global generators."""
 
     def __init__(self, collate: Collate, seed: int, *, seed_transforms: bool) -> None:
         self._collate = collate
@@ -67,17 +67,19 @@ class SampleSource(BlockDataset):
         raise NotImplementedError
 
     def __getitem__(self, shares: list[LocalBatch]) -> list[list[Any]]:
-        if not self.seed_transforms:
-            watched, self.watched = self.watched, False
+        watched, self.watched = self.watched, False
+        with global_generators_kept() if self.seed_transforms else nullcontext():
             before = _generators() if watched else ()
             found = [self.samples(share) for share in shares]
-            if watched and not _same(before, _generators()):
-                _tell_of_draws()
-            return [
+            between = _generators() if watched else ()
+            values = [
                 collated(one, share, self._collate) for one, share in zip(found, shares, strict=True)
             ]
-        with global_generators_kept():
-            return [collated(self.samples(share), share, self._collate) for share in shares]
+            if watched and not (self.seed_transforms or _same(before, between)):
+                _tell_of_draws(_OF_SAMPLES)
+            if watched and not _same(between, _generators()):
+                _tell_of_draws(_OF_BATCHES)
+        return values
 
 
 class MapStyleDataset(SampleSource):
@@ -179,17 +181,23 @@ def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
     return python == python_now and equal and torch.equal(ours, ours_now)
 
 
-def _tell_of_draws() -> None:
+_OF_SAMPLES = (
+    "the dataset draws random numbers from global generators, so results depend on the numbers of "
+    "processes and workers. Write def __getitem__(self, index, rng), which gets a NumPy generator for "
+    "the sample, or pass Loader(…, seed_transforms=True), which seeds the global generators for each "
+    "sample"
+)
+_OF_BATCHES = (
+    "collate_fn draws random numbers from global generators, so results depend on how the batch is split "
+    "into micro-batches. Draw for each sample in __getitem__(self, index, rng)"
+)
+
+
+def _tell_of_draws(text: str) -> None:
     """Warn once: only the first worker does."""
     here = get_worker_info()
     if here is None or here.id == 0:
-        warnings.warn(
-            "the dataset draws random numbers from global generators, so results depend on the numbers "
-            "of processes and workers. Write def __getitem__(self, index, rng), which gets a NumPy "
-            "generator for the sample, or pass Loader(…, seed_transforms=True), which seeds the global "
-            "generators for each sample",
-            stacklevel=2,
-        )
+        warnings.warn(text, stacklevel=2)
 
 
 @contextmanager
