@@ -20,6 +20,7 @@ from shoal.data.loader_arguments import (
     MEASURED,
     check_epoch,
     check_fetch,
+    check_partners,
     check_seed,
     check_shares,
     check_sizes,
@@ -86,6 +87,10 @@ class Loader:
         shares: "equal" gives each data-parallel rank equally many samples of a batch. "measured"
             measures the speed of the ranks and gives slower ones fewer samples; then iteration is
             collective, and the state of the Loader includes the numbers of samples. Default: "equal".
+        partners: Number of other samples of the global batch that come with each sample, for mixup and
+            CutMix, at least 0 and below `batch_size`. Micro-batches are then tuples: the samples, then
+            for each of the numbers n from 1 on the samples n positions before them in the global batch,
+            which is a ring: those of `x.roll(n, 0)` on one process. Default: 0.
 
     Attributes:
         position: Position of the next batch, in samples since the start of training.
@@ -95,8 +100,8 @@ class Loader:
 
     Raises:
         DataError: If the dataset has no samples, no length or tensors of different lengths, or if
-            `batch_size`, `micro_batches`, `num_workers`, `order`, `drop_last` or `shares` does not fit
-            it.
+            `batch_size`, `micro_batches`, `num_workers`, `order`, `drop_last`, `shares` or `partners`
+            does not fit it.
 
     Examples:
         >>> with shoal.init() as world:
@@ -129,12 +134,14 @@ class Loader:
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
         shares: str = "equal",
+        partners: int = 0,
     ) -> None:
         self.world = check_world(dataset, world)
         parts = parts_of(dataset, micro_batches, world)
         batch_size, micro_batches = check_sizes(batch_size, micro_batches, parts)
         seed = check_seed(shuffle, world.seed if seed is None else seed)
         self._batch_size, self._drop_last = batch_size, drop_last
+        partners = check_partners(partners, self.batch_size)
         device = torch.device("cpu")
         self._feed: Feed
         if isinstance(dataset, IterableDataset):
@@ -147,6 +154,7 @@ class Loader:
                 collate=collate_fn or default_collate,
                 seed=seed,
                 seed_transforms=seed_transforms,
+                partners=partners,
             )
             self._feed = StreamSource(dataset, cutting)
         else:
@@ -161,6 +169,7 @@ class Loader:
                 seed=seed,
                 drop_last=drop_last,
                 virtual=world.virtual_ranks,
+                partners=partners,
             )
             check_epoch(sampler, samples, drop_last)
             self._feed = PositionedSource(samples, sampler, shuffle=shuffle)
