@@ -35,8 +35,8 @@ class BatchSplit:
     collate: Collate
     seed: int
     seed_transforms: bool
-    partners: int
     unit: int | None = None
+    partners: int = 0
 
 
 class StreamSource(Feed):

@@ -140,7 +140,7 @@ class Loader:
         parts = parts_of(dataset, micro_batches, world)
         batch_size, micro_batches = check_sizes(batch_size, micro_batches, parts)
         seed = check_seed(shuffle, world.seed if seed is None else seed)
-        self._batch_size, self._drop_last = batch_size, drop_last
+        self._batch_size = batch_size
         partners = check_partners(partners, self.batch_size)
         device = torch.device("cpu")
         self._feed: Feed
@@ -178,10 +178,7 @@ class Loader:
         check_fetch(device, num_workers, pin_memory)
         self._device = device
         self._fetch = Fetch(
-            world=world,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
+            world=world, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory
         )
         self.batch: Batch | None = None
         self.left_out: list[LeftOutBatch] = []
