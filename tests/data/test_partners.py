@@ -59,11 +59,11 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def local_batches(
-    loader: shoal.Loader, ranks: int, rank: int, micro_batches: int
+    loader: shoal.Loader, ranks: int, rank: int, micro_batches: int, **more: Any
 ) -> Iterator[tuple[LocalBatch, list[Any]]]:
     """The local batches of one rank of several in the first two epochs, with their values."""
     feed: Any = loader.feed
-    options = {"ranks": ranks, "rank": rank, "micro_batches": micro_batches}
+    options = {"ranks": ranks, "rank": rank, "micro_batches": micro_batches, **more}
     if isinstance(feed, StreamSource):
         yield from StreamReader(feed._dataset, replace(feed.cutting, **options), 0, 0, 0, 2)
         return
@@ -72,11 +72,13 @@ def local_batches(
         yield share, feed.source[[share]][0]
 
 
-def rows(loader: shoal.Loader, ranks: int = 1, micro_batches: int = 1) -> dict[int, list[float]]:
+def rows(
+    loader: shoal.Loader, ranks: int = 1, micro_batches: int = 1, **more: Any
+) -> dict[int, list[float]]:
     """The sample and its partners at each position in training."""
-    found = {}
+    found: dict[int, list[float]] = {}
     for rank in range(ranks):
-        for share, values in local_batches(loader, ranks, rank, micro_batches):
+        for share, values in local_batches(loader, ranks, rank, micro_batches, **more):
             for cell, value in zip(share.cells, values, strict=True):
                 lines = torch.stack(value, dim=1).tolist()
                 assert len(lines) == cell.stop - cell.start
@@ -106,6 +108,9 @@ def test_any_split_has_the_rolled_samples_of_the_global_batch(
     assert [found[place] for place in range(2 * SIZE)] == torch.cat(rolled).tolist()
     for ranks, micro_batches in ((1, 3), (2, 1), (3, 3), (5, 2)):
         assert rows(loader, ranks, micro_batches) == found
+        assert rows(loader, ranks, micro_batches, unit=3) == found
+    if kind != "iterable":
+        assert rows(loader, 2, 2, proportions=(6, 2)) == found
 
 
 @pytest.mark.parametrize("kind", ["tensor", "map", "iterable"])
@@ -210,3 +215,11 @@ def test_numbers_of_the_beta_distribution() -> None:
     for wrong in (0, -1.0, "a", float("nan")):
         with pytest.raises(StepError, match="alpha is a number above 0"):
             shoal.Noise(0, 0, 2).beta(wrong, 1.0)  # type: ignore[arg-type]
+
+
+def test_weights_of_any_shape_are_the_same() -> None:
+    """`inputs` may draw the weights in the shape of images and `loss` in that of labels."""
+    source = shoal.Noise(0, 0, 3).named("mixup")
+    assert torch.equal(
+        source.beta(0.2, 0.2, 1, 1).flatten(), shoal.Noise(0, 0, 3).named("mixup").beta(0.2, 0.2)
+    )

@@ -87,10 +87,10 @@ class Loader:
         shares: "equal" gives each data-parallel rank equally many samples of a batch. "measured"
             measures the speed of the ranks and gives slower ones fewer samples; then iteration is
             collective, and the state of the Loader includes the numbers of samples. Default: "equal".
-        partners: Number of other samples of the global batch that come with each sample, for mixup and
-            CutMix, at least 0 and below `batch_size`. Micro-batches are then tuples: the samples, then
-            for each of the numbers n from 1 on the samples n positions before them in the global batch,
-            which is a ring: those of `x.roll(n, 0)` on one process. Default: 0.
+        partners: Number of partners of each sample from its global batch, for mixup and CutMix, at
+            least 0 and below `batch_size`. A micro-batch is then a tuple of collated samples: the
+            samples, their first partners, …. On one process, the n-th partners of all samples `x` are
+            `x.roll(n, 0)`. Default: 0.
 
     Attributes:
         position: Position of the next batch, in samples since the start of training.
@@ -108,6 +108,10 @@ class Loader:
         ...     loader = Loader(torch.arange(10), world, batch_size=4, shuffle=False)
         ...     [micro.tolist() for batch in loader.epochs(1) for micro in batch]
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        >>> with shoal.init() as world:
+        ...     loader = Loader(torch.arange(4), world, batch_size=4, shuffle=False, partners=1)
+        ...     [[part.tolist() for part in micro] for batch in loader.epochs(1) for micro in batch]
+        [[[0, 1, 2, 3], [3, 0, 1, 2]]]
     """
 
     load = 0.0

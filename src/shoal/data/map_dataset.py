@@ -128,7 +128,8 @@ class MapStyleDataset(SampleSource):
 
 def collated(samples: list[Any], share: LocalBatch, collate: Collate) -> list[Any]:
     """Return the micro-batches of a local batch, from its fetched samples."""
-    parts = [[samples[row] for row in rows] for rows in share.rows()]
+    numbers = np.arange(len(samples))
+    parts = [[samples[row] for row in numbers[rows].tolist()] for rows in share.rows()]
     if share.partners:  # a collate function may change its samples, which are in several parts
         parts = [copy.deepcopy(part) for part in parts]
     return share.together([_collate(part, collate) for part in parts])

@@ -17,9 +17,9 @@ class Noise:
 
     They are the same at any number of ranks, micro-batches and workers; numbers from a global generator
     are not. The `inputs` and the `loss` of a Task draw from two independent streams; `named` gives both
-    the same numbers, for a loss that needs the numbers that `inputs` drew. `batch` has numbers that all
-    samples of the global batch have in common. Counter-based generation:
-    Philox (Salmon et al. 2011), one generator per position, whose counter begins at `stream`.
+    the same numbers, for a loss that needs the numbers that `inputs` drew. `batch` is a Noise with one
+    row for the global batch, which is the same for all its samples. Counter-based generation: Philox
+    (Salmon et al. 2011), one generator per position, whose counter begins at `stream`.
 
     Args:
         seed: Seed, any integer.
@@ -36,6 +36,8 @@ class Noise:
         >>> bool((inputs.normal(3) == loss.normal(3)).any())
         False
         >>> bool((inputs.named("added").normal(3) == loss.named("added").normal(3)).all())
+        True
+        >>> bool((both.batch.beta(0.2, 0.2) == second.batch.beta(0.2, 0.2)).all())
         True
     """
 
@@ -54,7 +56,7 @@ class Noise:
 
     @property
     def batch(self) -> Noise:
-        """The numbers of the global batch: one row, the same on all ranks and in all micro-batches."""
+        """The numbers of the global batch: one row, the same for all its samples."""
         if self._batch is None:
             stream = _stream_of(f"batch, stream {self.stream}")
             self._batch = Noise(self.seed, self.batch_first, 1, stream=stream)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,11 +61,11 @@ class LocalBatch(NamedTuple):
         """The positions of `indices`."""
         return fetched(self.cells, self.size, self.partners)
 
-    def rows(self) -> list[Indices]:
-        """Return the rows among the fetched samples of each cell, each followed by its partners'."""
+    def rows(self) -> list[Any]:
+        """Return slices or indices into the fetched samples: of each cell, then of its partners."""
         if not self.partners:
-            ends = np.cumsum([cell.stop - cell.start for cell in self.cells])
-            return np.split(np.arange(ends[-1]), ends[:-1])
+            ends = [0, *accumulate(cell.stop - cell.start for cell in self.cells)]
+            return [slice(start, stop) for start, stop in pairwise(ends)]
         places = positions_of(self.fetched)
         return [
             np.searchsorted(places, np.arange(cell.start - back, cell.stop - back) % self.size)
@@ -238,13 +239,19 @@ class RankSampler:
         starts = range(offset, stop, self.largest)
         sizes = [min(self.largest, stop - start) for start in starts]
         cut = [self._full if size == self.largest else self._cut(size) for size in sizes]
-        positions = [
-            start + positions_of(fetched(cells, size, self.partners))
-            for start, size, cells in zip(starts, sizes, cut, strict=True)
-        ]
-        indices = self._take(epoch, np.concatenate(positions))
-        parts = np.split(indices, np.cumsum([len(each) for each in positions])[:-1])
-        return [
-            LocalBatch(base + start, size, cells, part, partners=self.partners)
-            for start, size, cells, part in zip(starts, sizes, cut, parts, strict=True)
-        ]
+        ranges = [fetched(cells, size, self.partners) for size, cells in zip(sizes, cut, strict=True)]
+        positions = np.concatenate(
+            [
+                np.arange(start + each.start, start + each.stop)
+                for start, parts in zip(starts, ranges, strict=True)
+                for each in parts
+            ]
+        )
+        indices = self._take(epoch, positions)
+        shares, taken = [], 0
+        for start, size, cells, parts in zip(starts, sizes, cut, ranges, strict=True):
+            count = sum(each.stop - each.start for each in parts)
+            mine = indices[taken : taken + count]
+            shares.append(LocalBatch(base + start, size, cells, mine, partners=self.partners))
+            taken += count
+        return shares
