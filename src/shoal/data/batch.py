@@ -206,7 +206,7 @@ class Batch:
         """The per-position random numbers of the current micro-batch; draws continue a stream."""
         micro = self.micro
         if self._noise is None:
-            self._noise = Noise(self.seed, micro.first, micro.samples)
+            self._noise = micro.noise(self.seed)
         return self._noise
 
     def gather(self, tensor: Tensor) -> GatheredRows:

@@ -174,7 +174,9 @@ class PositionedSource(Feed):
         )
         positions = np.arange(offset, offset + stops[-1])
         indices = self.sampler.order.take(positions, seed=self.seed, epoch=epoch)
-        share = LocalBatch(epoch * length + offset, stops[-1], cells, indices)
+        share = LocalBatch(
+            epoch * length + offset, stops[-1], cells, indices, partners=self.sampler.partners
+        )
         return self.source[[share]][0]
 
     def fetch(self, first: int, size: int, virtual: VirtualRanks) -> tuple[LocalBatch, list[Any]]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset
 
 from shoal._torch.dataloader import leave_worker
@@ -20,7 +19,7 @@ from shoal.data.map_dataset import (
     set_global_generators,
 )
 from shoal.data.noise import Noise
-from shoal.data.sampler import LocalBatch, cut
+from shoal.data.sampler import LocalBatch, cut, fetched, positions_of
 from shoal.util.errors import DataError
 
 
@@ -37,6 +36,7 @@ class BatchSplit:
     seed: int
     seed_transforms: bool
     unit: int | None = None
+    partners: int = 0
 
 
 class StreamSource(Feed):
@@ -182,8 +182,8 @@ class StreamReader(IterableDataset[tuple[LocalBatch, list[Any]]]):
             micro_batches=how.micro_batches,
             unit=how.unit,
         )
-        indices = np.concatenate([np.arange(cell.start, cell.stop) for cell in cells])
-        share = LocalBatch(first, len(samples), cells, indices, ends)
+        indices = positions_of(fetched(cells, len(samples), how.partners))
+        share = LocalBatch(first, len(samples), cells, indices, ends, partners=how.partners)
         return share, collated([samples[index] for index in indices], share, how.collate)
 
     def _nothing(self, epoch: int, found: int) -> DataError:

@@ -20,6 +20,7 @@ from shoal.data.loader_arguments import (
     MEASURED,
     check_epoch,
     check_fetch,
+    check_partners,
     check_seed,
     check_shares,
     check_sizes,
@@ -86,6 +87,10 @@ class Loader:
         shares: "equal" gives each data-parallel rank equally many samples of a batch. "measured"
             measures the speed of the ranks and gives slower ones fewer samples; then iteration is
             collective, and the state of the Loader includes the numbers of samples. Default: "equal".
+        partners: Number of partners of each sample from its global batch, for mixup and CutMix, at
+            least 0 and below `batch_size`. A micro-batch is then a tuple of collated samples: the
+            samples, their first partners, …. On one process, the n-th partners of all samples `x` are
+            `x.roll(n, 0)`. Default: 0.
 
     Attributes:
         position: Position of the next batch, in samples since the start of training.
@@ -95,14 +100,18 @@ class Loader:
 
     Raises:
         DataError: If the dataset has no samples, no length or tensors of different lengths, or if
-            `batch_size`, `micro_batches`, `num_workers`, `order`, `drop_last` or `shares` does not fit
-            it.
+            `batch_size`, `micro_batches`, `num_workers`, `order`, `drop_last`, `shares` or `partners`
+            does not fit it.
 
     Examples:
         >>> with shoal.init() as world:
         ...     loader = Loader(torch.arange(10), world, batch_size=4, shuffle=False)
         ...     [micro.tolist() for batch in loader.epochs(1) for micro in batch]
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        >>> with shoal.init() as world:
+        ...     loader = Loader(torch.arange(4), world, batch_size=4, shuffle=False, partners=1)
+        ...     [[part.tolist() for part in micro] for batch in loader.epochs(1) for micro in batch]
+        [[[0, 1, 2, 3], [3, 0, 1, 2]]]
     """
 
     load = 0.0
@@ -129,12 +138,14 @@ class Loader:
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
         shares: str = "equal",
+        partners: int = 0,
     ) -> None:
         self.world = check_world(dataset, world)
         parts = parts_of(dataset, micro_batches, world)
         batch_size, micro_batches = check_sizes(batch_size, micro_batches, parts)
         seed = check_seed(shuffle, world.seed if seed is None else seed)
-        self._batch_size, self._drop_last = batch_size, drop_last
+        self._batch_size = batch_size
+        partners = check_partners(partners, self.batch_size)
         device = torch.device("cpu")
         self._feed: Feed
         if isinstance(dataset, IterableDataset):
@@ -147,6 +158,7 @@ class Loader:
                 collate=collate_fn or default_collate,
                 seed=seed,
                 seed_transforms=seed_transforms,
+                partners=partners,
             )
             self._feed = StreamSource(dataset, cutting)
         else:
@@ -161,6 +173,7 @@ class Loader:
                 seed=seed,
                 drop_last=drop_last,
                 virtual=world.virtual_ranks,
+                partners=partners,
             )
             check_epoch(sampler, samples, drop_last)
             self._feed = PositionedSource(samples, sampler, shuffle=shuffle)
@@ -169,10 +182,7 @@ class Loader:
         check_fetch(device, num_workers, pin_memory)
         self._device = device
         self._fetch = Fetch(
-            world=world,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
+            world=world, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory
         )
         self.batch: Batch | None = None
         self.left_out: list[LeftOutBatch] = []

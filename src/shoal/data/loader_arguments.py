@@ -76,6 +76,11 @@ def check_sizes(
     return int(batch_size), micro_batches
 
 
+def check_partners(partners: int, largest: int) -> int:
+    """Return the number of partners. Raise DataError if a full batch has fewer other samples."""
+    return check_integer(DataError, "Loader", "partners", partners, most=largest - 1, usual=1)
+
+
 def fixed_size(batch_size: int | BatchSize, order: Any) -> int:
     """Return the batch size of an IterableDataset; raises DataError if it is not constant."""
     if order is None and isinstance(batch_size, int):

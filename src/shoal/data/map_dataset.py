@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import random
@@ -63,7 +64,7 @@ class SampleSource(BlockDataset):
         self.seed_transforms = seed_transforms
 
     def samples(self, share: LocalBatch) -> list[Any]:
-        """Return the samples of all cells of a local batch, one after the other."""
+        """Return the samples that a local batch needs, in the order of its indices."""
         raise NotImplementedError
 
     def __getitem__(self, shares: list[LocalBatch]) -> list[list[Any]]:
@@ -108,7 +109,7 @@ class MapStyleDataset(SampleSource):
         return {name: digest([array]) for name, array in arrays_in(self._dataset)}
 
     def samples(self, share: LocalBatch) -> list[Any]:
-        """Return the samples of all cells of a local batch, one after the other."""
+        """See SampleSource."""
         indices = share.indices.tolist()
         own = draws(share, self._seed, SAMPLE_STREAM) if self._takes_rng else None
         if self._many is not None:
@@ -128,13 +129,12 @@ class MapStyleDataset(SampleSource):
 
 
 def collated(samples: list[Any], share: LocalBatch, collate: Collate) -> list[Any]:
-    """Return the micro-batches of a local batch, from the samples of all its cells."""
-    values, taken = [], 0
-    for cell in share.cells:
-        count = cell.stop - cell.start
-        values.append(_collate(samples[taken : taken + count], collate))
-        taken += count
-    return values
+    """Return the micro-batches of a local batch, from its fetched samples."""
+    numbers = np.arange(len(samples))
+    parts = [[samples[row] for row in numbers[rows].tolist()] for rows in share.rows()]
+    if share.partners:  # a collate function may change its samples, which are in several parts
+        parts = [copy.deepcopy(part) for part in parts]
+    return share.together([_collate(part, collate) for part in parts])
 
 
 def _collate(samples: list[Any], collate: Collate) -> Any:
@@ -152,12 +152,12 @@ def _collate(samples: list[Any], collate: Collate) -> Any:
 
 
 def draws(share: LocalBatch, seed: int, stream: int) -> list[np.random.Generator]:
-    """Return a generator for each sample of a local batch, by its position in training."""
+    """Return a generator for each fetched sample of a local batch, by its position in training."""
     return [
         generator
-        for cell in share.cells
+        for part in share.fetched
         for generator in Noise(
-            seed, share.first + cell.start, cell.stop - cell.start, stream=stream
+            seed, share.first + part.start, part.stop - part.start, stream=stream
         ).generators()
     ]
 
@@ -189,7 +189,8 @@ _OF_SAMPLES = (
 )
 _OF_BATCHES = (
     "collate_fn draws random numbers from global generators, so results depend on how the batch is split "
-    "into micro-batches. Draw for each sample in __getitem__(self, index, rng)"
+    "into micro-batches. Draw for each sample in __getitem__(self, index, rng); for mixup and CutMix, use "
+    "Loader(…, partners=1)"
 )
 
 

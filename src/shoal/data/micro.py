@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.data.noise import Noise
+
 if TYPE_CHECKING:
     from shoal.distributed.world import World
 
@@ -45,6 +47,10 @@ class MicroBatch(NamedTuple):
     world: World | None = None
     place: Place | None = None
     batch_first: int = 0
+
+    def noise(self, seed: int, stream: int = 0) -> Noise:
+        """Return the random numbers of its samples."""
+        return Noise(seed, self.first, self.samples, stream=stream, batch_first=self.batch_first)
 
 
 class Draws:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.util.arguments import check_number
 from shoal.util.errors import StepError
 
 
@@ -16,14 +17,16 @@ class Noise:
 
     They are the same at any number of ranks, micro-batches and workers; numbers from a global generator
     are not. The `inputs` and the `loss` of a Task draw from two independent streams; `named` gives both
-    the same numbers, for a loss that needs the numbers that `inputs` drew. Counter-based generation:
-    Philox (Salmon et al. 2011), one generator per position, whose counter begins at `stream`.
+    the same numbers, for a loss that needs the numbers that `inputs` drew. `batch` is a Noise with one
+    row for the global batch, which is the same for all its samples. Counter-based generation: Philox
+    (Salmon et al. 2011), one generator per position, whose counter begins at `stream`.
 
     Args:
         seed: Seed, any integer.
         first: Position of the first sample.
         samples: Number of samples, at consecutive positions.
         stream: Number of the stream, 0 or more; streams are independent. Default: 0.
+        batch_first: Position of the first sample of the global batch. Default: 0.
 
     Examples:
         >>> both, second = Noise(0, first=6, samples=2), Noise(0, first=7, samples=1)
@@ -34,16 +37,30 @@ class Noise:
         False
         >>> bool((inputs.named("added").normal(3) == loss.named("added").normal(3)).all())
         True
+        >>> bool((both.batch.beta(0.2, 0.2) == second.batch.beta(0.2, 0.2)).all())
+        True
     """
 
-    __slots__ = ("_generators", "first", "samples", "seed", "stream")
+    __slots__ = ("_batch", "_generators", "batch_first", "first", "samples", "seed", "stream")
 
-    def __init__(self, seed: int, first: int, samples: int, *, stream: int = 0) -> None:
+    def __init__(
+        self, seed: int, first: int, samples: int, *, stream: int = 0, batch_first: int = 0
+    ) -> None:
         self.seed = seed
         self.first = first
         self.samples = samples
         self.stream = stream
+        self.batch_first = batch_first
         self._generators: list[np.random.Generator] | None = None
+        self._batch: Noise | None = None
+
+    @property
+    def batch(self) -> Noise:
+        """The numbers of the global batch: one row, the same for all its samples."""
+        if self._batch is None:
+            stream = _stream_of(f"batch, stream {self.stream}")
+            self._batch = Noise(self.seed, self.batch_first, 1, stream=stream)
+        return self._batch
 
     def named(self, name: str) -> Noise:
         """Return the stream of this name, from its beginning: the same numbers at every call.
@@ -65,10 +82,8 @@ class Noise:
                 found="the name of a stream is a str",
                 fix="noise.named('added').normal(8)",
             )
-        digest = hashlib.sha256(name.encode()).digest()
-        # The highest bit keeps them apart from the numbered streams.
-        stream = int.from_bytes(digest[:8], "big") | 1 << 63
-        return Noise(self.seed, self.first, self.samples, stream=stream)
+        stream = _stream_of(name)
+        return Noise(self.seed, self.first, self.samples, stream=stream, batch_first=self.batch_first)
 
     def generators(self) -> list[np.random.Generator]:
         """Return one NumPy generator per sample of the micro-batch; later calls continue them.
@@ -114,6 +129,33 @@ class Noise:
         rows = np.stack([generator.random(shape) for generator in self.generators()])
         grain = torch.finfo(dtype).eps / 2  # between numbers below 1; without it some round up to 1
         return torch.from_numpy(np.floor(rows / grain) * grain).to(dtype)
+
+    def beta(
+        self, alpha: float, beta: float, *shape: int, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        r"""Draw numbers from the beta distribution for each sample, such as the weights of mixup.
+
+        Args:
+            alpha: First parameter of the distribution, above 0.
+            beta: Second parameter, above 0.
+            shape: Shape of the numbers of one sample.
+            dtype: Floating-point dtype of the result. Default: torch.float32.
+
+        Returns:
+            A tensor of shape (samples, \*shape) on the CPU.
+
+        Raises:
+            StepError: If a parameter is not a number above 0.
+        """
+        for name, value in (("alpha", alpha), ("beta", beta)):
+            check_number(StepError, "noise.beta", name, value, above=True, usual=0.2)
+        rows = [generator.beta(alpha, beta, shape) for generator in self.generators()]
+        return torch.from_numpy(np.stack(rows)).to(dtype)
+
+
+def _stream_of(name: str) -> int:
+    # The highest bit keeps it apart from the numbered streams.
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") | 1 << 63
 
 
 _MASK = 2**64 - 1

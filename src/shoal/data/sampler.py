@@ -8,10 +8,11 @@ over groups of samples, no group is in two micro-batches (groups.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,11 +40,12 @@ class PositionRange(NamedTuple):
 
 
 class LocalBatch(NamedTuple):
-    """The local batch of one rank: its cells, and the dataset indices of all of them.
+    """The local batch of one rank: its cells, and the dataset indices of the samples to fetch.
 
     `first` is the position of the batch's first sample since the start of training. Sources without a
     known length set `ends` for the last batch of an epoch. `load` is the number of seconds that
-    loading the values took, once they are loaded.
+    loading the values took, once they are loaded. `partners` is the number of partners of each sample;
+    a value is then a tuple of the samples of a cell and of each partner.
     """
 
     first: int
@@ -52,6 +54,50 @@ class LocalBatch(NamedTuple):
     indices: Indices
     ends: bool = False
     load: float = 0.0
+    partners: int = 0
+
+    @property
+    def fetched(self) -> tuple[PositionRange, ...]:
+        """The positions of `indices`."""
+        return fetched(self.cells, self.size, self.partners)
+
+    def rows(self) -> list[Any]:
+        """Return slices or indices into the fetched samples: of each cell, then of its partners."""
+        if not self.partners:
+            ends = [0, *accumulate(cell.stop - cell.start for cell in self.cells)]
+            return [slice(start, stop) for start, stop in pairwise(ends)]
+        places = positions_of(self.fetched)
+        return [
+            np.searchsorted(places, np.arange(cell.start - back, cell.stop - back) % self.size)
+            for cell in self.cells
+            for back in range(self.partners + 1)
+        ]
+
+    def together(self, values: list[Any]) -> list[Any]:
+        """Return the micro-batches, from values in the order of `rows`."""
+        if not self.partners:
+            return values
+        step = self.partners + 1
+        return [tuple(values[start : start + step]) for start in range(0, len(values), step)]
+
+
+def fetched(cells: tuple[PositionRange, ...], size: int, partners: int) -> tuple[PositionRange, ...]:
+    """Return the positions to fetch for the cells of a rank in a batch of `size` samples.
+
+    Those of partners precede each sample, as if the batch was a ring. No sample is fetched twice.
+    """
+    if not partners:
+        return cells
+    places = np.unique(
+        np.concatenate([np.arange(cell.start - partners, cell.stop) % size for cell in cells])
+    )
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    return tuple(PositionRange(int(run[0]), int(run[-1]) + 1, 1.0) for run in runs)
+
+
+def positions_of(ranges: Sequence[PositionRange]) -> Indices:
+    """Return the positions in some ranges, one after the other."""
+    return np.concatenate([np.arange(each.start, each.stop) for each in ranges])
 
 
 def cut(
@@ -87,6 +133,7 @@ class RankSampler:
     `batch_size` is the size of every global batch, or a function that chooses it from the next
     samples. With `drop_last` an epoch ends before a batch that would be short. Micro-batches are cut at
     multiples of `unit` samples. Ranks get samples in the `proportions` given; None is equally many.
+    Each sample comes with as many `partners`.
     """
 
     order: SampleOrder
@@ -99,6 +146,7 @@ class RankSampler:
     unit: int | None = None
     virtual: VirtualRanks | None = None
     proportions: tuple[int, ...] | None = None
+    partners: int = 0
 
     @cached_property
     def epoch_size(self) -> int:
@@ -147,8 +195,9 @@ class RankSampler:
         """Return the local batch of the batch of `size` samples from position `first` on."""
         epoch, offset = divmod(first, self.epoch_size)
         cells = self._cut(size)
-        positions = np.concatenate([np.arange(cell.start, cell.stop) for cell in cells])
-        return LocalBatch(first, size, cells, self._take(epoch, offset + positions))
+        positions = positions_of(fetched(cells, size, self.partners))
+        indices = self._take(epoch, offset + positions)
+        return LocalBatch(first, size, cells, indices, partners=self.partners)
 
     def _equal(self, epoch: int, offset: int, end: int, block: int) -> Iterator[list[LocalBatch]]:
         share = -(-self.largest // self.ranks)
@@ -163,9 +212,9 @@ class RankSampler:
         while offset < end:
             upcoming = self._take(epoch, np.arange(offset, min(end, offset + self.largest)))
             size = self._decide(upcoming)
-            cells = self._cut(size)
-            mine = np.concatenate([upcoming[cell.start : cell.stop] for cell in cells])
-            shares.append(LocalBatch(epoch * self.epoch_size + offset, size, cells, mine))
+            cells, first = self._cut(size), epoch * self.epoch_size + offset
+            mine = upcoming[positions_of(fetched(cells, size, self.partners))]
+            shares.append(LocalBatch(first, size, cells, mine, partners=self.partners))
             offset += size
             if len(shares) == block or offset >= end:
                 yield shares
@@ -190,17 +239,19 @@ class RankSampler:
         starts = range(offset, stop, self.largest)
         sizes = [min(self.largest, stop - start) for start in starts]
         cut = [self._full if size == self.largest else self._cut(size) for size in sizes]
+        ranges = [fetched(cells, size, self.partners) for size, cells in zip(sizes, cut, strict=True)]
         positions = np.concatenate(
             [
-                np.arange(start + cell.start, start + cell.stop)
-                for start, cells in zip(starts, cut, strict=True)
-                for cell in cells
+                np.arange(start + each.start, start + each.stop)
+                for start, parts in zip(starts, ranges, strict=True)
+                for each in parts
             ]
         )
         indices = self._take(epoch, positions)
         shares, taken = [], 0
-        for start, size, cells in zip(starts, sizes, cut, strict=True):
-            count = sum(cell.stop - cell.start for cell in cells)
-            shares.append(LocalBatch(base + start, size, cells, indices[taken : taken + count]))
+        for start, size, cells, parts in zip(starts, sizes, cut, ranges, strict=True):
+            count = sum(each.stop - each.start for each in parts)
+            mine = indices[taken : taken + count]
+            shares.append(LocalBatch(base + start, size, cells, mine, partners=self.partners))
             taken += count
         return shares

@@ -185,7 +185,7 @@ class ShardSource(SampleSource):
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
     def samples(self, share: LocalBatch) -> list[Any]:
-        """Return the samples of all cells of a local batch, one after the other."""
+        """See SampleSource."""
         shards = np.searchsorted(self._ends, share.indices, side="right")
         offsets = share.indices - (self._ends - self._lengths)[shards]
         generators = draws(share, self._seed, GLOBAL_STREAM) if self.seed_transforms else None

@@ -43,15 +43,18 @@ class Arrays(BlockDataset):
         self.block = max(1, min(BLOCK_BATCHES, BLOCK_BYTES // max(1, row * share)))
 
     def __getitem__(self, shares: list[LocalBatch]) -> list[list[Any]]:
-        indices = torch.from_numpy(np.concatenate([share.indices for share in shares]))
-        lengths = [cell.stop - cell.start for share in shares for cell in share.cells]
+        parts = [share.indices[rows] for share in shares for rows in share.rows()]
+        indices, lengths = torch.from_numpy(np.concatenate(parts)), [len(part) for part in parts]
         pieces = {
             key: tensor.index_select(0, indices.to(tensor.device)).unsafe_split_with_sizes(lengths)
             for key, tensor in self._tensors.items()
         }
-        count = len(shares[0].cells)
         values = [self._value(piece) for piece in zip(*pieces.values(), strict=True)]
-        return [values[start : start + count] for start in range(0, len(values), count)]
+        count = len(values) // len(shares)
+        return [
+            share.together(values[number * count : (number + 1) * count])
+            for number, share in enumerate(shares)
+        ]
 
     def checksum(self) -> str:
         """Return a checksum of the first, the middle and the last sample."""

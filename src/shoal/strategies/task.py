@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shoal.data.batch import Count
 from shoal.data.micro import CURRENT_DRAWS, CURRENT_MICRO, Drawing, Draws, MicroBatch
-from shoal.data.noise import Noise
 from shoal.util.errors import DataError, StepError
 
 
@@ -77,7 +76,7 @@ class Task:
         else:
             noise = {}
             if self._inputs_take_noise:
-                noise["noise"] = Noise(seed, micro.first, micro.samples)
+                noise["noise"] = micro.noise(seed)
             # Counted apart from the model's: a stage of a pipeline may run without these inputs.
             with Drawing(Draws(micro, seed, scope="inputs ")):
                 arguments = self.inputs(micro.value, **noise)
@@ -91,8 +90,7 @@ class Task:
         """Return the loss of a micro-batch as (sum, count). Raise StepError for another form."""
         with _Current(micro, Draws(micro, seed, scope="loss ")):
             if self._loss_takes_noise:
-                noise = Noise(seed, micro.first, micro.samples, stream=1)
-                result = self.loss(output, micro.value, noise=noise)
+                result = self.loss(output, micro.value, noise=micro.noise(seed, stream=1))
             else:
                 result = self.loss(output, micro.value)
         return check_loss(result, self.loss)

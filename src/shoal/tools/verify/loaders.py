@@ -171,12 +171,9 @@ def consumed_samples(source: Source, batch: LocalBatch) -> ConsumedSamples:
         epoch, offset = divmod(batch.first, source.sampler.epoch_size)
         begin, ends = 0, offset + batch.size == source.sampler.epoch_size
     indices: list[int] = []
-    taken = 0
-    for cell in batch.cells:
-        count = cell.stop - cell.start
+    for cell, rows in zip(batch.cells, batch.rows()[:: batch.partners + 1], strict=True):
         if cell.weight:
-            indices += (begin + batch.indices[taken : taken + count]).tolist()
-        taken += count
+            indices += (begin + batch.indices[rows]).tolist()
     return ConsumedSamples(epoch, tuple(indices), ends)
 
 
