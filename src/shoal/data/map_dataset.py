@@ -188,9 +188,9 @@ _OF_SAMPLES = (
     "sample"
 )
 _OF_BATCHES = (
-    "collate_fn draws random numbers from global generators, so results depend on how the batch is split "
-    "into micro-batches. Draw for each sample in __getitem__(self, index, rng); for mixup and CutMix, use "
-    "Loader(…, partners=1)"
+    "collate_fn draws random numbers from global generators, so results depend on how the batch is "
+    "split into micro-batches. Draw for each sample in __getitem__(self, index, rng); for mixup and "
+    "CutMix, use Loader(…, partners=1)"
 )
 
 
