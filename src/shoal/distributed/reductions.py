@@ -27,7 +27,7 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup | None) -
     """Reduce a tensor over the ranks of a group in place, in one collective.
 
     Sums of 16-bit numbers are added in float32 and rounded once. Backends round after each addition,
-    so the result would depend on the number of ranks, and with Gloo even differ between them. The
+    so the result would depend on the order of the ranks, which with Gloo differs within a tensor. The
     maximum and the minimum are NaN where any rank has NaN. Backends compare, and all comparisons
     with NaN are false: Gloo loses one that is not on rank 0.
     """
