@@ -30,22 +30,22 @@ class Square(torch.autograd.Function):
 def penalty():
     weight = torch.tensor(3.0, requires_grad=True)
     x = torch.tensor(2.0, requires_grad=True)
-    (slope,) = torch.autograd.grad(Square.apply(weight * x), x, create_graph=True)
-    return weight, slope  # the slope is 2 w^2 x, its derivative by w is 4 w x = 24
+    (slope,) = torch.autograd.grad(weight * Square.apply(x), x, create_graph=True)
+    return weight, slope + weight  # 2 w x + w, whose derivative by w is 2 x + 1 = 5
 
 
-weight, slope = penalty()
+weight, loss = penalty()
 try:
-    slope.backward()
+    loss.backward()
     raise SystemExit("backward() did not raise")
 except RuntimeError as error:
     print("backward():", error)
-weight, slope = penalty()
-torch.autograd.backward(slope, inputs=[weight])
-print("backward(inputs=[weight]): gradient", float(weight.grad), "of 24")
-assert float(weight.grad) == 12.0
+weight, loss = penalty()
+torch.autograd.backward(loss, inputs=[weight])
+print("backward(inputs=[weight]): gradient", float(weight.grad), "of 5")
+assert float(weight.grad) == 1.0
 PYTHON
 "$directory/venv/bin/python" "$directory/twice.py"
 # Output seen:
 # backward(): trying to differentiate twice a function that was marked with @once_differentiable
-# backward(inputs=[weight]): gradient 12.0 of 24
+# backward(inputs=[weight]): gradient 1.0 of 5
