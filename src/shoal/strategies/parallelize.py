@@ -123,6 +123,7 @@ def parallelize(
     coupled = couple(module, world, statistics)
     engine = _apply(strategies, module, world)
     engine.whole_batches = coupled and statistics == "batch"
+    engine.statistics = statistics
     if compiler is not None:
         engine.compile_with(compiler)
     if deferred is not None:
