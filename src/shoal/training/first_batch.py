@@ -22,9 +22,9 @@ from shoal.strategies.coupling.batch_norm import coupled_layers
 from shoal.strategies.coupling.changed_buffers import (
     OF_COUNT,
     changes,
+    check_changes,
     dependence,
     gathered,
-    refuse_changes,
     undeclared_buffers,
 )
 from shoal.strategies.coupling.notice import drops
@@ -56,12 +56,12 @@ def check_first_batch(
 ) -> None:
     """Check the loss function and, with `coupling`, the modules of a model on a batch. Collective.
 
-    Raises StepError if a loss is not (sum, count), or if its sum is a mean. Prints once what makes the
-    results depend on how the batch is split. Also finds which dimension of each random draw counts
-    samples. Random states, modes, buffers and the tensors of the batch are restored, so that nothing
-    else changes. Models that are compiled or split into stages are not searched for coupled samples. A
-    model that is to be `compiled` may fit in memory only then: it is tried on four samples, if the
-    micro-batch can be cut.
+    Raises StepError if a loss is not (sum, count), if its sum is a mean, or if a buffer depends on how
+    the batch is split. Prints once what else makes the results depend on it. Also finds which dimension
+    of each random draw counts samples. Random states, modes, buffers and the tensors of the batch are
+    restored, so that nothing else changes. Models that are compiled or split into stages are not
+    searched for coupled samples. A model that is to be `compiled` may fit in memory only then: it is
+    tried on four samples, if the micro-batch can be cut.
     """
     world, model = engine.world, engine.module
     trial = _Trial(engine, task, batch, autocast, 4 if compiled else sys.maxsize)
@@ -78,7 +78,7 @@ def check_first_batch(
         trial.on_all_ranks(trial.compare_losses)
         trial.say_untried()
         if trial.watches:
-            trial.refuse_changed_buffers()
+            trial.check_changed_buffers()
         if trial.observes:
             trial.say_coupling(drew=drew)
 
@@ -189,8 +189,11 @@ class _Trial:
                 "shoal.samples(dim=…) declares the dimension that counts samples"
             )
 
-    def refuse_changed_buffers(self) -> None:
-        """Refuse or print buffers that depend on the split after the forward passes. Collective."""
+    def check_changed_buffers(self) -> None:
+        """Raise StepError for buffers that depend on the split after forward passes, or print them.
+
+        Collective.
+        """
         whole = self._observed.get(0)
         changed = changes(whole.before, whole.after) if whole else set()
         changed &= undeclared_buffers(self._model).keys()
@@ -208,7 +211,7 @@ class _Trial:
         if len(self._batch) == 1:
             for name in self._gathered(whole.after if whole else {}, {*found}):
                 found.pop(name, None)
-        refuse_changes(self._engine, found, len(self._batch))
+        check_changes(self._engine, found, len(self._batch))
 
     def _gathered(self, alone: dict[str, Tensor], found: set[str]) -> set[str]:
         """Return the buffers of any rank that `shoal.gather` makes the same on all. Collective."""

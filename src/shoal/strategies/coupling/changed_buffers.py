@@ -1,8 +1,8 @@
 """Buffers that the forward pass changes: they must not depend on how the batch is split.
 
-`shoal.Coupled` layers and BatchNorm declare how their state depends on the batch. Others are refused if
-the split matters, unless `statistics="rank"` accepts the state of one rank. For layers of torch, which
-users can't rewrite, Shoal only prints a line.
+`shoal.Coupled` layers and BatchNorm declare how their state depends on the batch. Others raise
+StepError if the split matters, unless `statistics="rank"` accepts the state of one rank. For layers of
+torch, which users can't rewrite, Shoal only prints a line.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def undeclared_buffers(model: nn.Module) -> dict[str, Tensor]:
     return buffers_of(model, (part for part in model.modules() if part not in declared))
 
 
-def refuse_changes(engine: Engine, found: dict[str, str], micro_batches: int) -> None:
-    """Refuse or print buffers that depend on the split, by name with what they depend on. Collective.
+def check_changes(engine: Engine, found: dict[str, str], micro_batches: int) -> None:
+    """Raise StepError on all ranks for buffers that depend on the split, or print them. Collective.
 
-    Raises StepError, on all ranks, if another split than that of this step changes the results.
+    `found` has their names, and for each the reason. A step that is not split only prints them.
     """
     world, model = engine.world, engine.module
     merged = {name: why for part in world.gather(found) for name, why in part.items()}
@@ -127,7 +127,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def _summary(value: Tensor) -> str:
-    """Return a text that is the same for equal tensors, with NaN too."""
+    """Return a string that is the same for equal tensors, with NaN too."""
     real = torch.view_as_real(value) if value.is_complex() else value
     return str(digest([real.reshape(1, -1)]).tolist())
 
@@ -142,7 +142,7 @@ class LoopBuffers:
         self._first = {name: share(each).clone() for name, each in undeclared_buffers(model).items()}
 
     def check(self, engine: Engine, micro_batches: int) -> None:
-        """Refuse buffers that differ between ranks or after later micro-batches. Collective."""
+        """Check for buffers that differ between ranks or after later micro-batches. Collective."""
         world = engine.world
         now = {name: share(each) for name, each in undeclared_buffers(engine.module).items()}
         mine = {name: _summary(value) for name, value in now.items()}
@@ -156,4 +156,4 @@ class LoopBuffers:
             if other == place:
                 names = [name for name in mine if theirs.get(name) != mine[name]]
                 found |= dict.fromkeys(names, OF_SAMPLES)
-        refuse_changes(engine, found, micro_batches)
+        check_changes(engine, found, micro_batches)
