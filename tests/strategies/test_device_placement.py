@@ -94,7 +94,7 @@ def hits(output: Any, target: Tensor) -> tuple[Tensor, int]:
 
 def trained(world: shoal.World, strategy: Any, model: nn.Module, micros: int = 2) -> Trained:
     """An epoch of batches of 8 and 2, then an evaluation, whose two numbers are the last losses."""
-    model = shoal.parallelize(model, world, strategy)
+    model = shoal.parallelize(model, world, strategy, statistics="rank")
     step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), shoal.Task(loss), clip=0.1)
     batches = shoal.Loader(data(), world, batch_size=8, micro_batches=micros).epochs(1)
     results = [step(batch) for batch in batches]
@@ -167,7 +167,8 @@ def passes(moves: list[Move]) -> list[tuple[int | None, int | None, tuple[int, .
 
 def test_what_moves_and_when(world: shoal.World, devices: Pretended) -> None:
     """Inputs to the first device, hidden state and mask to the second once, targets to the output."""
-    model = shoal.parallelize(build(), world, shoal.DevicePlacement(MAPS["siblings"], in_flight=2))
+    strategy = shoal.DevicePlacement(MAPS["siblings"], in_flight=2)
+    model = shoal.parallelize(build(), world, strategy, statistics="rank")
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
     batches = shoal.Loader(data(), world, batch_size=8, micro_batches=4).epochs(2)
     step(next(batches))  # with the trial of the loss

@@ -114,6 +114,8 @@ class Engine(ABC):
     """Looks at the result of the last step of a Step, if no one has done so; see `settle`."""
     gathered_dtype: torch.dtype | None = None
     """The dtype in which sharded parameters are gathered, if that is not their own."""
+    statistics: int | str = "batch"
+    """The samples over which layers take statistics; see `parallelize`."""
     division_reported: bool = False
     """Whether the layers whose results depend on the split of the batch have been reported."""
     noise_stream: str = "noise"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from shoal.distributed.consistency import check_same_environment
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine, LoopGradients
 from shoal.strategies.correction import check_clip, correct, not_finite
+from shoal.strategies.coupling.changed_buffers import LoopBuffers
 from shoal.strategies.coupling.notice import say_division, say_draws
 from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import engines_of
@@ -29,6 +31,8 @@ class EngineLoop(ManualLoop):
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._buffers: WeakKeyDictionary[Engine, LoopBuffers | None] = WeakKeyDictionary()
+        """Those of the first batch; None once they have been checked."""
 
     def backward(
         self,
@@ -45,6 +49,8 @@ class EngineLoop(ManualLoop):
         loss = _loss_sum(positional, total, mean, count)
         engine, gradients = self._engine(model)
         if engine not in batch.backwards:
+            if self._buffers.get(engine, True):
+                self._buffers[engine] = LoopBuffers(engine.module)
             _begin(engine, gradients, batch)
         last = micro is batch.micros[-1]
         with engine.world.timeline.within(BACKWARD):
@@ -61,6 +67,9 @@ class EngineLoop(ManualLoop):
         with engine.world.timeline.within(UPDATE):
             try:
                 gradients.check()
+                if buffers := self._buffers.get(engine):
+                    buffers.check(engine, len(batch))
+                    self._buffers[engine] = None
                 for counter in counters:
                     counter.try_loss(batch)
                 decided = correct(gradients.totals(), size=batch.size, scale=1.0, clip=clip)

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal._torch.autograd import version
 from shoal.data.batch import Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES, DATA_AXES
 from shoal.distributed.world import World
 from shoal.strategies.correction import DeviceTotals
+from shoal.strategies.coupling.batch_norm import uncovered_buffers
 from shoal.strategies.dtensor import is_divided, parts, share
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters, global_norm
@@ -48,6 +50,9 @@ class MeshReducer(Reducer):
         self._gradient_group = gradient_group
         self._buffer_group = buffer_group
         self._norm = norm
+        self._versions = {name: _version(each) for name, each in uncovered_buffers(held.module).items()}
+        self._changing: list[str] | None = None
+        """The buffers that the first batch has changed on any rank, once it is known."""
 
     def backward(
         self, loss: Tensor, count: Count, micro: MicroBatch, size: int, *, scale: float, last: bool
@@ -81,8 +86,23 @@ class MeshReducer(Reducer):
         local = torch.stack((*sums(losses, zero), norm.to(zero).square()))
         with world.timeline.within(COMMUNICATION):
             world.all_reduce(local)
+            self._share_buffers()
         local[2].sqrt_()
         return DeviceTotals(local)
+
+    def _share_buffers(self) -> None:
+        """Broadcast the buffers that forward passes change, as DDP does. Collective."""
+        if self._buffer_group is None:
+            return
+        buffers = uncovered_buffers(self.held.module)
+        if self._changing is None:
+            mine = [
+                name for name, each in buffers.items() if self._versions.get(name) != _version(each)
+            ]
+            self._changing = sorted({name for names in self.held.world.gather(mine) for name in names})
+        for name in self._changing:
+            if name in buffers:  # of this stage
+                dist.broadcast(share(buffers[name]), group=self._buffer_group, group_src=0)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise StepError if torch would mix sharded and plain parameters."""
@@ -103,6 +123,10 @@ class MeshReducer(Reducer):
         if self._buffer_group is not None:
             for buffer in self.held.module.buffers():
                 dist.broadcast(share(buffer), group=self._buffer_group, group_src=0)
+
+
+def _version(buffer: Tensor) -> tuple[int, int]:
+    return id(buffer), version(buffer)
 
 
 def norm_of_parts(held: HeldParameters) -> Tensor:

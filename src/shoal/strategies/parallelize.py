@@ -81,7 +81,7 @@ def parallelize(
             "batch", the global batch, which must be one micro-batch; a number such as 64, for groups
             of 64 consecutive positions, which are the same at any number of ranks and micro-batches
             (ghost batches, Hoffer et al. 2017); or "rank", the micro-batch of one rank, as in
-            torch's DDP. Default: "batch".
+            torch's DDP, which also accepts other modules whose buffers depend on it. Default: "batch".
 
     Returns:
         The same module, with the same names; if `model` is a function, the module that it returned.
@@ -123,6 +123,7 @@ def parallelize(
     coupled = couple(module, world, statistics)
     engine = _apply(strategies, module, world)
     engine.whole_batches = coupled and statistics == "batch"
+    engine.statistics = statistics
     if compiler is not None:
         engine.compile_with(compiler)
     if deferred is not None:

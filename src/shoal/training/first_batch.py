@@ -19,18 +19,30 @@ from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import values_kept
 from shoal.strategies.contracts import Engine
 from shoal.strategies.coupling.batch_norm import coupled_layers
+from shoal.strategies.coupling.changed_buffers import (
+    OF_COUNT,
+    changes,
+    check_changes,
+    dependence,
+    gathered,
+    undeclared_buffers,
+)
 from shoal.strategies.coupling.notice import drops
-from shoal.strategies.coupling.observed import Observed, described, first_difference, unequal
+from shoal.strategies.coupling.observed import (
+    Observed,
+    first_difference,
+    is_comparable,
+)
 from shoal.strategies.eval_mode import each_in_eval_mode, evaluation, random_states_kept, untouched
 from shoal.strategies.random_draws.draws import constant_draws, is_registered, layouts_of
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import Task, place
-from shoal.training.loss_check import LossSum, check_sums, counts_fit
+from shoal.training.loss_check import LossSum, add_up, check_sums, counts_fit
 from shoal.util.errors import ShoalError
 
-WHOLE, HALVES, AGAIN = (0,), (1, 2), (3,)
-"""The runs of a trial: the micro-batch as a whole, each of its halves, and the whole with the buffers
-that the first run left."""
+WHOLE, HALVES, AGAIN, TOGETHER = (0,), (1, 2), (3,), (6,)
+"""The runs of a trial: the micro-batch as a whole, each of its halves, the whole with the buffers that
+the first run left, and the whole in which `shoal.gather` communicates."""
 
 
 def check_first_batch(
@@ -44,21 +56,19 @@ def check_first_batch(
 ) -> None:
     """Check the loss function and, with `coupling`, the modules of a model on a batch. Collective.
 
-    Raises StepError if a loss is not (sum, count), or if its sum is a mean. Prints once what makes the
-    results depend on how the batch is split. Also finds which dimension of each random draw counts
-    samples. Random states, modes, buffers and the tensors of the batch are restored, so that nothing
-    else changes. Models that are compiled or split into stages are not searched for coupled samples. A
-    model that is to be `compiled` may fit in memory only then: it is tried on four samples, if the
-    micro-batch can be cut.
+    Raises StepError if a loss is not (sum, count), if its sum is a mean, or if a buffer depends on how
+    the batch is split. Prints once what else makes the results depend on it. Also finds which dimension
+    of each random draw counts samples. Random states, modes, buffers and the tensors of the batch are
+    restored, so that nothing else changes. Models that are compiled or split into stages are not
+    searched for coupled samples. A model that is to be `compiled` may fit in memory only then: it is
+    tried on four samples, if the micro-batch can be cut.
     """
     world, model = engine.world, engine.module
     trial = _Trial(engine, task, batch, autocast, 4 if compiled else sys.maxsize)
-    trial.observes = (
-        coupling
-        and engine.loop is not None
-        and (world.data_size > 1 or len(batch) > 1)
-        and not any(map(has_compiled_call, model.modules()))
+    trial.watches = (
+        coupling and engine.loop is not None and not any(map(has_compiled_call, model.modules()))
     )
+    trial.observes = trial.watches and (world.data_size > 1 or len(batch) > 1)
     with torch.no_grad(), ExitStack() as stack:
         for one in engines_of(world):  # a GAN's loss runs through the other model
             stack.enter_context(untouched(one.module))
@@ -67,6 +77,8 @@ def check_first_batch(
         drew = trial.find_losses_and_layouts()
         trial.on_all_ranks(trial.compare_losses)
         trial.say_untried()
+        if trial.watches:
+            trial.check_changed_buffers()
         if trial.observes:
             trial.say_coupling(drew=drew)
 
@@ -100,6 +112,8 @@ class _Trial:
         self._has_halves = False
         self._can_cut = False
         self._outputs: dict[int, Any] = {}
+        self.watches = False
+        """Whether runs record the buffers, to find those that depend on the split."""
         self.observes = False
         """Whether runs are observed, to find coupled samples."""
         self._observed: dict[int, Observed] = {}
@@ -176,11 +190,39 @@ class _Trial:
                 f"random numbers of {name}, or of a module before it, do not belong to samples; "
                 "shoal.samples(dim=…) declares the dimension that counts samples"
             )
-        if name := self._changing_module():
-            self._say_depends(
-                f"{name} changes its buffers in each forward pass; shoal.Coupled makes such a layer "
-                "exact"
-            )
+
+    def check_changed_buffers(self) -> None:
+        """Raise StepError for buffers that depend on the split after forward passes, or print them.
+
+        Collective.
+        """
+        whole = self._observed.get(0)
+        changed = changes(whole.before, whole.after) if whole else set()
+        changed &= undeclared_buffers(self._model).keys()
+        if not any(self._world.gather(bool(changed))):
+            return
+        self._run(AGAIN if self.observes else (*HALVES, *AGAIN), quiet=self._quiet)
+        half, twice = self._observed.get(1), self._observed.get(AGAIN[0])
+        found = dependence(whole.after, half.after, twice.after) if whole and half and twice else {}
+        once = self._world.data_size > 1 and len(self._batch) == 1
+        found = {
+            name: why
+            for name, why in found.items()
+            if name in changed and not (once and why is OF_COUNT)
+        }
+        if len(self._batch) == 1:
+            for name in self._gathered(whole.after if whole else {}, {*found}):
+                found.pop(name, None)
+        check_changes(self._engine, found, len(self._batch))
+
+    def _gathered(self, alone: dict[str, Tensor], found: set[str]) -> set[str]:
+        """Return the buffers of any rank that `shoal.gather` makes the same on all. Collective."""
+        names = {name for part in self._world.gather([*found]) for name in part}
+        if not names or self._world.virtual_ranks is not None:
+            return set()
+        self._run(TOGETHER, quiet=self._quiet)
+        together = self._observed.get(TOGETHER[0])
+        return gathered(self._world, names, alone, together.after if together else {})
 
     def _say_depends(self, why: str) -> None:
         self._world.print(f"shoal: results depend on how the batch is split, because {why}")
@@ -273,6 +315,8 @@ class _Trial:
     def _run_part(self, number: int, quiet: bool) -> None:
         """Run the model on a part: the micro-batch each time if it has no halves. Collective."""
         part = self._parts[number % 3]
+        if number in TOGETHER:
+            part = part._replace(world=self._world)
         if self._graph:  # the model may make a part, a view of the batch, require gradients
             part = part._replace(value=tree_map_only(Tensor, torch.clone, part.value))
         self._outputs.pop(number, None)
@@ -284,10 +328,12 @@ class _Trial:
                 if self._engine.loop is not None:
                     stack.enter_context(constant_draws())
             observed = Observed()
-            if self.observes:
+            if self.watches:
                 whole = self._observed.get(0)
                 before = whole.after if whole and number in AGAIN else {}
-                stack.enter_context(observed.running(self._model, part.samples, before))
+                stack.enter_context(
+                    observed.running(self._model, part.samples, before, modules=self.observes)
+                )
             stack.enter_context(torch.set_grad_enabled(self._graph))
             self._outputs[number] = self._engine.infer(
                 self._task, part, self._batch.seed, autocast=self._autocast
@@ -338,7 +384,12 @@ class _Trial:
         found = [self._observed[n] for n in (*WHOLE, *HALVES) if n in self._observed]
         if not self._can_cut or again is None or len(found) < 3:
             return ""
-        return first_difference(self._model, found[0].rows, again.rows, [f.rows for f in found[1:]])
+        first, *halves = (each.rows for each in found)
+        inputs = [each.inputs for each in found]
+        differs = first_difference(self._model, first, again.rows, halves, inputs)
+        if differs or is_comparable(first, halves) or (self._missing and add_up(self._sums)):
+            return differs
+        return first_difference(self._model, first, again.rows, halves)
 
     def _repeated_difference(self, *, quiet: bool) -> str:
         """Return the first module that differs and does not draw by rank. Collective."""
@@ -346,20 +397,6 @@ class _Trial:
         again = self._observed.get(0)
         self._run(WHOLE, quiet=quiet)
         return self._of_any_rank(self._difference(again))
-
-    def _changing_module(self) -> str:
-        """Return a module whose buffers after the forward passes depend on the split. Collective."""
-        whole, half = self._observed.get(0), self._observed.get(1)
-        changed = unequal(whole.before, whole.after) if whole else set()
-        if not any(self._world.gather(bool(changed))):
-            return ""
-        found = unequal(whole.after, half.after) if whole and half else set()
-        if len(self._batch) > 1:
-            self._run(AGAIN, quiet=self._quiet)
-            twice = self._observed.get(AGAIN[0])
-            found |= unequal(whole.after, twice.after) if whole and twice else set()
-        names = sorted(name.rpartition(".")[0] for name in found & changed)
-        return self._of_any_rank(described(self._model, names[0]) if names else "")
 
     def _of_any_rank(self, found: str) -> str:
         return next(filter(None, self._world.gather(found)), "")

@@ -12,6 +12,9 @@ from shoal.util.errors import StepError
 TOLERANCE = 0.02
 """Relative to the largest of the compared losses: the error of sums in half precision."""
 
+EQUAL = 1e-3
+"""Relative to the loss: the error of a sum that does not depend on other samples."""
+
 LossSum: TypeAlias = tuple[float, float]
 """(loss sum, count) of some samples."""
 
@@ -56,3 +59,8 @@ def counts_fit(sums: Sequence[LossSum]) -> bool:
     """Return whether the count of a micro-batch is the sum of those of its halves, or all are 1."""
     whole, first, second = (count for _, count in sums)
     return math.isclose(whole, first + second) or whole == first == second == 1
+
+
+def add_up(sums: Sequence[LossSum]) -> bool:
+    """Return whether the loss of a micro-batch, if it is known, is the sum of those of its halves."""
+    return bool(sums) and math.isclose(sums[0][0], sums[1][0] + sums[2][0], rel_tol=EQUAL)

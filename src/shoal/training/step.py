@@ -158,7 +158,8 @@ class Step(TrainState):
                 With fp16 the step is skipped and the loss scale is halved instead. Under strategies
                 in which each rank takes independent steps (Hogwild, LocalSGD, DiLoCo), only that rank
                 raises it; if the caller catches it, the step counts as a step without samples. On the
-                first batch, also if the loss function returns a mean instead of a sum.
+                first batch, also if the loss function returns a mean instead of a sum, or a buffer
+                depends on how the batch is split.
             AgreementError: On all ranks, at the first batch of a Loader, if the ranks have different
                 data.
         """

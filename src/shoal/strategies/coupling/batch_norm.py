@@ -6,7 +6,7 @@ takes statistics over groups of samples while a step runs, and is torch's own ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -63,6 +63,17 @@ def couple(model: nn.Module, world: World, statistics: int | str) -> bool:
 def is_covered(module: nn.Module) -> bool:
     """Return whether a layer gives the same results however the batch is split."""
     return coupling_of(module) is not None
+
+
+def uncovered_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that may differ between ranks, by name."""
+    return buffers_of(model, (part for part in model.modules() if not is_covered(part)))
+
+
+def buffers_of(model: nn.Module, parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Return the buffers that `parts` of a model have themselves, by name."""
+    own = {id(each) for part in parts for each in part.buffers(recurse=False)}
+    return {name: each for name, each in model.named_buffers() if id(each) in own}
 
 
 @contextmanager

@@ -1,9 +1,14 @@
-"""The search for modules that couple samples: the outputs of all modules, compared between runs."""
+"""The search for modules that couple samples: inputs and outputs of all modules, compared between runs.
+
+A module couples samples if its outputs differ between runs in which it had the same inputs. Rows count
+as the same in any order: those of experts, graphs or packed sequences are not in the order of samples.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,9 +31,9 @@ _CONVERTED = 1 << 18
 """The number of elements of an output that are converted to float64 at a time."""
 
 Digests: TypeAlias = dict[tuple[str, int, int], Tensor]
-"""A weighted sum and the norm of each row of a module's output, by the module's name, the number of
-its call, and the number of columns: outputs of other widths, such as the states of an LSTM whose layers
-are as many as the samples, can't be compared."""
+"""A weighted sum and the norm of each row of a module's inputs or outputs, by the module's name, the
+number of its call, and the number of columns: outputs of other widths, such as the states of an LSTM
+whose layers are as many as the samples, can't be compared."""
 
 
 @dataclass
@@ -38,61 +43,111 @@ class Observed:
     `draws_elsewhere` is true if it draws from generators that are not torch's.
     """
 
+    inputs: Digests = field(default_factory=dict)
     rows: Digests = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
     draws_elsewhere: bool = False
 
     @contextmanager
-    def running(self, model: nn.Module, samples: int, start: dict[str, Tensor]) -> Iterator[None]:
-        """Observe a forward pass of `samples` inside, and restore the buffers.
+    def running(
+        self, model: nn.Module, samples: int, start: dict[str, Tensor], *, modules: bool
+    ) -> Iterator[None]:
+        """Observe a forward pass of `samples` inside, with its `modules`, and restore the buffers.
 
         It begins with the buffers in `start`, and otherwise with those that the model has.
         """
-        calls: dict[str, int] = {}
 
-        def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-            number = calls[name] = calls.get(name, -1) + 1
-            leaves = tree_flatten(output)[0]
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not is_divided(leaf)]
-            rows = [leaf for leaf in tensors if leaf.dim() and len(leaf) == samples]
-            rows = [leaf.reshape(len(leaf), -1) for leaf in rows if leaf.is_floating_point()]
-            if rows:
-                self.rows[name, number, sum(leaf.shape[1] for leaf in rows)] = digest(rows)
+        def note(found: Digests, calls: Counter[str], name: str, value: Any) -> None:
+            calls[name] += 1
+            if rows := _rows(value, samples):
+                found[name, calls[name], sum(each.shape[1] for each in rows)] = digest(rows)
 
+        def note_inputs(name: str, module: nn.Module, arguments: Any, named: Any) -> None:
+            note(self.inputs, begun, name, (arguments, named))
+
+        def note_outputs(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+            floating = [leaf for leaf in tree_flatten(output)[0] if _is_floating(leaf)]
+            note(self.rows, ended, name, floating)
+
+        begun: Counter[str] = Counter()
+        ended: Counter[str] = Counter()
         self.before = _copied_buffers(model)
         _load_buffers(model, start)
         states = _other_random_states()
         with ExitStack() as stack:
             stack.callback(_load_buffers, model, self.before)
-            for name, module in model.named_modules():
-                stack.callback(module.register_forward_hook(partial(note, name)).remove)
+            for name, module in model.named_modules() if modules else ():
+                before, after = partial(note_inputs, name), partial(note_outputs, name)
+                # Before the call, which may change its inputs in place.
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after).remove)
             yield
             self.draws_elsewhere = states != _other_random_states()
             self.after = _copied_buffers(model)
 
 
-def first_difference(model: nn.Module, first: Digests, again: Digests, halves: list[Digests]) -> str:
+def first_difference(
+    model: nn.Module,
+    first: Digests,
+    again: Digests,
+    halves: Sequence[Digests],
+    inputs: Sequence[Digests] = (),
+) -> str:
     """Return the module that finishes first with other rows in halves than in the whole.
 
-    Modules whose rows differ `again` draw by rank, and are not compared.
+    Modules whose rows differ `again` draw by rank, and are not compared. With `inputs`, those of the
+    whole and the halves, other rows must come from the same inputs; the model's are always the same.
     """
-    for key, rows in first.items():
-        if not (key in again and all(key in half for half in halves)):
+    given = _same_rows(inputs[0], inputs[1:]) if inputs else {}
+    for key, same in _same_rows(first, halves).items():
+        name, rows = key[0], first[key]
+        if same or key not in again or not _close(again[key], rows, REPEATED):
             continue
-        joined = torch.cat([half[key] for half in halves])
-        largest = rows[:, 1].max()
-        if joined.shape != rows.shape or bool(((again[key] - rows).abs() > REPEATED * largest).any()):
-            continue
-        if bool(((joined - rows).abs() > TOLERANCE * largest).any()):
-            # BatchNorm without running statistics couples samples in eval mode too.
-            return "" if is_covered(model.get_submodule(key[0])) else described(model, key[0])
+        if is_covered(model.get_submodule(name)):
+            return ""  # BatchNorm without running statistics couples samples in eval mode too
+        if not (inputs and name) or any(alike for call, alike in given.items() if call[:2] == key[:2]):
+            return described(model, name)
     return ""
 
 
-def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
-    """Return the names of the tensors that differ."""
-    return {name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])}
+def is_comparable(first: Digests, halves: Sequence[Digests]) -> bool:
+    """Return whether the rows of the model's own output in halves can be compared with the whole."""
+    return any(not name for name, _, _ in _same_rows(first, halves))
+
+
+def _same_rows(first: Digests, halves: Sequence[Digests]) -> dict[tuple[str, int, int], bool]:
+    """Return for each tensor that is as long as its halves whether they have the same rows."""
+    found = {}
+    for key, rows in first.items():
+        if all(key in half for half in halves):
+            joined = torch.cat([half[key] for half in halves])
+            if joined.shape == rows.shape:
+                found[key] = _close(joined, rows, TOLERANCE) or _close(
+                    joined.sort(0)[0], rows.sort(0)[0], TOLERANCE
+                )
+    return found
+
+
+def _close(found: Tensor, rows: Tensor, tolerance: float) -> bool:
+    """Return whether digests have the same shape and differ by less than the error of rounding."""
+    if found.shape != rows.shape or not len(rows):
+        return found.shape == rows.shape
+    return not bool(((found - rows).abs() > tolerance * rows[:, 1].max()).any())
+
+
+def _rows(value: Any, samples: int) -> list[Tensor]:
+    """Return tensors in `value` as matrices of one length: `samples`, or else that of the first."""
+    leaves = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+    plain = [leaf for leaf in leaves if not (is_divided(leaf) or leaf.is_nested or leaf.is_complex())]
+    tensors = [leaf for leaf in plain if leaf.layout is torch.strided]
+    lengths = [len(leaf) for leaf in tensors]
+    length = samples if samples in lengths else next(iter(lengths), 0)
+    return [leaf.unsqueeze(1).flatten(1) for leaf in tensors if len(leaf) == length]
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def described(model: nn.Module, name: str) -> str:
@@ -101,8 +156,7 @@ def described(model: nn.Module, name: str) -> str:
 
 
 def _copied_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the buffers of floating-point numbers; others are counters."""
-    return {name: each.clone() for name, each in model.named_buffers() if each.is_floating_point()}
+    return {name: each.clone() for name, each in model.named_buffers()}
 
 
 def _load_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:

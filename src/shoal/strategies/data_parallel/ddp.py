@@ -24,7 +24,7 @@ from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals, DeviceTotals, Factor, Totals
-from shoal.strategies.coupling.batch_norm import is_covered, refuse_coupled
+from shoal.strategies.coupling.batch_norm import refuse_coupled, uncovered_buffers
 from shoal.strategies.data_parallel import choose_compression, compression
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, finished
 from shoal.strategies.data_parallel.compression import Compress
@@ -165,8 +165,7 @@ class DDPReducer(Reducer):
             init_sync=not world.simulated,
         )
         # Layers that take statistics over all ranks have the same buffers on all of them.
-        parts = (part for part in held.module.modules() if not is_covered(part))
-        self._buffers = any(True for part in parts for _ in part.buffers(recurse=False))
+        self._buffers = bool(uncovered_buffers(held.module))
         self._method: compression.CompressionMethod | None = None
         self._streams: dict[torch.device, SideStream] = {}
         self._scale = 1.0

@@ -20,7 +20,7 @@ from shoal.data.micro import MicroBatch
 from shoal.distributed.virtual_ranks import VirtualRanks, virtual_ranks_of
 from shoal.strategies.contracts import PartialSums
 from shoal.strategies.correction import Totals
-from shoal.strategies.coupling.batch_norm import is_covered
+from shoal.strategies.coupling.batch_norm import uncovered_buffers
 from shoal.strategies.data_parallel.gradient_buffers import BufferPool, GradientBuffers, SingleGradients
 from shoal.strategies.data_parallel.summation_tree import TreeSum, subtrees
 from shoal.strategies.eval_mode import random_states_kept
@@ -60,7 +60,7 @@ class FixedOrderReducer(Reducer):
         """Called with the sums of this rank before they are exchanged."""
         self._broadcast()
         self._buffers: dict[str, Tensor] | None = {
-            name: buffer.clone() for name, buffer in self._own_buffers().items()
+            name: buffer.clone() for name, buffer in uncovered_buffers(held.module).items()
         }
         """The buffers before the first batch, until that batch has been checked."""
 
@@ -254,21 +254,12 @@ class FixedOrderReducer(Reducer):
             for tensor in (*self.held.module.parameters(), *self.held.module.buffers()):
                 dist.broadcast(tensor.detach(), 0, group=self.world.group)
 
-    def _own_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers of layers that may update themselves in each forward pass."""
-        return {
-            f"{prefix}.{name}".lstrip("."): buffer
-            for prefix, part in self.held.module.named_modules()
-            if not is_covered(part)
-            for name, buffer in part.named_buffers(recurse=False)
-        }
-
     def _check_buffers(self) -> None:
         """Raise StepError, after the first batch, if its forward passes changed buffers."""
         before, self._buffers = self._buffers, None
         if before is None:
             return
-        now = self._own_buffers()
+        now = uncovered_buffers(self.held.module)
         changed = [n for n, value in before.items() if n in now and not torch.equal(value, now[n])]
         if changed:
             raise StepError(
