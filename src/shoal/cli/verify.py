@@ -65,5 +65,5 @@ def verify(
         check_request(request)
         stderr = plain_console(stderr=True)
         found = audit_script(request, lambda name: print_path(stderr, f"running: {name}"))
-    show_document(audit_document(found), as_json=as_json, html=html)
+    show_document(audit_document(found), as_json=as_json, page=html)
     raise typer.Exit(int(found.refuted > 0))

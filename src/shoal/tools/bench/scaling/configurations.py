@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from shoal.tools.bench.options import fill_places
 from shoal.tools.bench.scaling.subject import SIZES, ScriptSubject, Subject, parse_subject
 from shoal.util.arguments import check_choice, check_file, check_integer
 from shoal.util.errors import LaunchError
@@ -114,9 +115,6 @@ def check_study_options(options: StudyOptions) -> None:
         check_integer(LaunchError, "shoal bench scaling", option, count, least)
 
 
-PLACES = ("batch", "processes", "backend", "strategy", "precision", "way", "steps", "run")
-
-
 def _check_script(options: StudyOptions) -> None:
     """Raise LaunchError unless the script's arguments have placeholders for the configuration."""
     text = " ".join(options.args)
@@ -158,12 +156,7 @@ def fill_arguments(options: StudyOptions, configuration: Configuration, run: str
         "steps": str(options.warmup + options.steps),
         "run": run,
     }
-    found = []
-    for argument in options.args:
-        for name in PLACES:
-            argument = argument.replace(f"{{{name}}}", values[name])  # noqa: PLW2901
-        found.append(argument)
-    return found
+    return fill_places(options.args, values)
 
 
 def list_curves(options: StudyOptions) -> list[ScalingCurve]:

@@ -7,18 +7,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from shoal.cli.plan_submit import filled
+import numpy as np
+
 from shoal.distributed.env_vars import job_nodes
 from shoal.tools.bench.scaling.jobs import LOG, end_job_on_signals, execute, reason_of
+from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.options import fill_words
+from shoal.tools.plan.search.prediction import Prediction, TriedLayout
+from shoal.tools.report import profile, read_history
 from shoal.util.errors import CheckpointError, ShoalError
 from shoal.util.tables import plain_console, print_line
 from shoal.util.units import counted, duration
-
-if TYPE_CHECKING:
-    from shoal.tools.plan.machine.machines import Machine
-    from shoal.tools.plan.search.prediction import Prediction, TriedLayout
 
 STEPS = 30
 """Steps that a script takes; the first ones warm up and do not count."""
@@ -39,11 +39,9 @@ def try_layouts(
     Raises:
         ShoalError: If this machine has too few devices, or all runs fail.
     """
-    from shoal.tools.plan.search.prediction import TriedLayout
-
     commands: dict[tuple[str, ...], Prediction] = {}
     for each in given:
-        commands.setdefault(tuple(filled(words, each.plan)), each)
+        commands.setdefault(tuple(fill_words(words, each.plan)), each)
     best = list(commands.values())[:count]
     if best:
         _check_devices(best[0].plan.layout.size, machine)
@@ -72,7 +70,7 @@ def try_layouts(
             given=f"--try {count} -- {' '.join(words)}",
             found=f"{counted(len(best), 'layout')} failed: {problems[0]}",
             fix=f"start the first one: shoal run -n {best[0].plan.layout.size} "
-            f"{' '.join(filled(words, best[0].plan, run='runs/try', steps=str(STEPS)))}",
+            f"{' '.join(fill_words(words, best[0].plan, run='runs/try', steps=str(STEPS)))}",
         )
     order = sorted(range(len(best)), key=lambda place: tried[place].measured or float("inf"))
     ordered = [best[place] for place in order]
@@ -85,7 +83,7 @@ def _run(
 ) -> tuple[float | None, str]:
     """Return the median seconds of a step, or the reason of a failed run."""
     plan = found.plan
-    program, *arguments = filled(words, plan, run=str(directory), steps=str(STEPS))
+    program, *arguments = fill_words(words, plan, run=str(directory), steps=str(STEPS))
     print_line(plain_console(stderr=True), f"Trying {plan.layout} …")
     folder = directory.with_suffix(".log")
     folder.mkdir()
@@ -104,10 +102,6 @@ def _run(
 
 
 def _seconds(directory: Path) -> float:
-    import numpy as np
-
-    from shoal.tools.report import profile, read_history
-
     attempt = read_history(directory).latest
     found = None if attempt is None else profile(attempt)
     if found is None:
