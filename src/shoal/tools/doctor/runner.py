@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from shoal.distributed import env_vars
 from shoal.tools.doctor.checks import (
     clocks,
-    dataset,
     filesystem,
     gpus,
     host,
@@ -213,7 +212,7 @@ def rank_topics(request: DoctorRequest, ranks: int) -> list[Check[Any]]:
     ]
     paths: tuple[tuple[str, Path | None, Callable[[Path], Any], Callable[..., Any]], ...] = (
         ("source", request.source, software.describe_sources, software.check_sources),
-        ("dataset", request.data, dataset.describe_dataset, dataset.check_dataset),
+        ("dataset", request.data, software.describe_dataset, software.check_dataset),
         ("run directory", request.run, filesystem.try_directory, filesystem.check_directories),
     )
     given = [

@@ -11,13 +11,15 @@ import numpy as np
 from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.time.bands import BANDS, step_kind
-from shoal.tools.plan.time.seconds import StepParts
+from shoal.tools.plan.show.parts import time_bars
+from shoal.tools.plan.time.seconds import BANDS, StepParts, step_kind
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.tools.report import LABELS, SHOWN, Attempt, profile, read_history
+from shoal.util.document import Document, Section, Table
 from shoal.util.errors import ShoalError
+from shoal.util.units import counted, duration
 
 _PRECISIONS = {"fp32": "fp32", "bf16": "mixed", "fp16": "mixed"}
 _MEASURED: Mapping[str, tuple[str, ...]] = {
@@ -137,3 +139,40 @@ def _plan_of(
 
 def _unusable(directory: Path, found: str, fix: str) -> ShoalError:
     return ShoalError(given=f"--check {directory}", found=found, fix=fix)
+
+
+def check_document(found: RunCheck) -> Document:
+    """Return the predicted and the measured time of each part, and of the step."""
+    head = ("part", "predicted", "measured")
+    rows = [
+        (
+            each.name,
+            "not predicted" if each.predicted is None else duration(each.predicted),
+            duration(each.measured),
+        )
+        for each in found.parts
+    ]
+    table = Table(
+        caption=f"{counted(found.steps, 'step')}, {found.plan.layout}",
+        head=head,
+        rows=[*rows, ("step", duration(found.step.total), duration(found.measured))],
+        right=head[1:],
+    )
+    predicted = {each.name: each.predicted or 0.0 for each in found.parts}
+    measured = {each.name: each.measured for each in found.parts}
+    bars = time_bars("", "A step by part, predicted and measured", head[1:], [predicted, measured])
+    return Document(
+        title=f"Prediction and run: {found.plan.layout}",
+        verdict=found.verdict,
+        about=f"shoal plan --check, {found.steps:,} steps",
+        sections=[Section(heading="Parts", blocks=[*bars, table])],
+        values={
+            "verdict": found.verdict,
+            "layout": str(found.plan.layout),
+            "micro_batch": found.plan.micro_batch,
+            "steps": found.steps,
+            "predicted_seconds": found.step.total,
+            "measured_seconds": found.measured,
+            "parts": found.parts,
+        },
+    )

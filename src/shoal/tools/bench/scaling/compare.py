@@ -10,7 +10,7 @@ from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread, scaling_po
 from shoal.tools.bench.scaling.configurations import ScalingCurve
 from shoal.tools.bench.scaling.diagnosis import curve_labels
 from shoal.tools.bench.scaling.directory import Study
-from shoal.tools.bench.scaling.figures import line_figure, parts_figure, spread_lines
+from shoal.tools.bench.scaling.format import line_figure, parts_figure, spread_lines
 from shoal.tools.bench.scaling.job_summary import SHOWN
 from shoal.tools.bench.scaling.subject import throughput_unit
 from shoal.util.document import Document, Figure, Section, Table, Text, to_plain

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.distributed.layout import AXES, Layout
-from shoal.tools.plan.memory.rank_memory import RankMemory
+from shoal.tools.plan.memory.estimate import RankMemory
 from shoal.tools.plan.time.seconds import StepParts
 from shoal.tools.plan.time.simulation import CollectiveTotal, RankRun
 from shoal.tools.plan.work.planned_step import PlannedStep

@@ -1,8 +1,16 @@
-"""`shoal report RUN --trace a:b`: merge records, request one, or draw a timeline from the events."""
+"""`shoal report RUN --trace a:b`: merge records, request one, or draw a timeline from the events.
+
+A timeline from the events is coarse: they have the length of each part of a step but not its position,
+so the parts are drawn one after the other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
+
+import numpy as np
 
 from shoal.telemetry.profiler.window import (
     FOLDER,
@@ -13,11 +21,88 @@ from shoal.telemetry.profiler.window import (
     trace_path,
     write_request,
 )
-from shoal.tools.report import read_history
+from shoal.tools.report import PARTS, History, read_history
 from shoal.tools.report.attempts import outcome_of
-from shoal.tools.report.trace.coarse import write_coarse_trace
-from shoal.tools.report.trace.merge import merge_traces
+from shoal.tools.report.trace.merge import (
+    STEPS_TRACK,
+    Event,
+    merge_traces,
+    metadata_event,
+    rank_track_names,
+    write_trace,
+)
 from shoal.util.errors import CheckpointError, raised_as
+
+PARTS_TRACK = 1
+
+Spans = Mapping[int, tuple[float, ...]]
+"""The steps of a rank by number: the end by the rank's clock, the wall time, and PARTS, in seconds."""
+
+
+def write_coarse_trace(history: History, window: Window) -> Path:
+    """Draw these steps from the events, and return the file. Raises CheckpointError without any.
+
+    Clocks are aligned by the ends of steps, at which ranks have just waited for each other.
+    """
+    run = history.directory
+    hosts = {rank: each.host(rank) or "" for each in history.attempts for rank in each.ranks}
+    spans = {rank: found for rank in sorted(hosts) if (found := _spans(history, rank, window))}
+    if not spans:
+        at = history.latest.last if history.latest is not None else 0
+        raise CheckpointError(
+            given=f"a timeline of steps {window} in {run}",
+            found=f"no such steps in its events; the run is at step {at:,}",
+            fix=f"run shoal report {run} --trace A:B with steps that have been taken",
+        )
+    return write_trace(run / FOLDER, window, _events(hosts, spans))
+
+
+def _spans(history: History, rank: int, window: Window) -> Spans:
+    """Return the steps of a rank in a window, each as its newest attempt recorded it."""
+    found: dict[int, tuple[float, ...]] = {}
+    for attempt in history.attempts:
+        rows = attempt.ticks(rank)
+        inside = (rows["step"] >= window.first) & (rows["step"] <= window.last) & (rows["wall"] > 0)
+        rows = rows[inside & (np.abs(rows["time"]) < 1e15)]
+        # Whole microseconds again, which float32 holds up to its rounding.
+        columns = [rows[name].astype(float).round(6).tolist() for name in ("time", "wall", *PARTS)]
+        found |= zip(rows["step"].tolist(), zip(*columns, strict=True), strict=True)
+    return found
+
+
+def _events(hosts: Mapping[int, str], spans: Mapping[int, Spans]) -> Iterator[Event]:
+    reference = next(iter(spans.values()))
+    late = {rank: _late(steps, reference) for rank, steps in spans.items()}
+    begin = min(
+        end - wall - late[rank] for rank, steps in spans.items() for end, wall, *_ in steps.values()
+    )
+    for rank, steps in spans.items():
+        zero = begin + late[rank]
+        yield from rank_track_names(rank, hosts[rank])
+        yield metadata_event("thread_name", rank, PARTS_TRACK, name="parts, order unknown")
+        last = 0.0
+        for number, (ended, wall, *parts) in steps.items():
+            at, end = ended - wall - zero, ended - zero
+            if at < last < end:  # times are rounded, and viewers draw overlaps wrongly
+                at = last
+            last = end
+            yield _range(f"step {number}", rank, STEPS_TRACK, at, end)
+            for part, seconds in zip(PARTS, parts, strict=True):
+                if seconds:
+                    until = min(at + seconds, end)
+                    yield _range(part, rank, PARTS_TRACK, at, until)
+                    at = until
+
+
+def _late(steps: Spans, reference: Spans) -> float:
+    found = [end - reference[number][0] for number, (end, *_) in steps.items() if number in reference]
+    return median(found) if found else 0.0
+
+
+def _range(name: str, rank: int, track: int, begin: float, end: float) -> Event:
+    at, until = round(begin * 1e6, 3), round(end * 1e6, 3)
+    times = {"ts": at, "dur": round(until - at, 3)}
+    return {"ph": "X", "cat": "shoal", "name": name, "pid": rank, "tid": track} | times
 
 
 def make_timeline(run: str, steps: str) -> str:
