@@ -18,7 +18,7 @@ from shoal.tools.bench.scaling.allocations import Capacity, ClusterRequest, allo
 from shoal.tools.bench.scaling.configurations import StudyOptions
 from shoal.tools.bench.scaling.directory import Study, begin_study, load_study
 from shoal.tools.submit.job import JobCommand
-from shoal.tools.submit.site import Partition, Site
+from shoal.tools.submit.site_catalog import Partition, Site
 from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
 MINI = """

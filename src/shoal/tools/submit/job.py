@@ -66,7 +66,7 @@ class JobRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(JobRequest):
     """A job with all decisions made: the batch script contains each value that is not None.
 
     A job gets its signal to save `lead` seconds before its end. With `requeue` it may then requeue
@@ -75,31 +75,20 @@ class Job:
     """
 
     name: str
-    nodes: int
     processes: int
     per_node: int
-    gpus: int
     gpu_resource: str | None
-    cpus: int | None
-    memory: str | None
-    partition: str | None
-    constraint: str | None
-    qos: str | None
-    account: str | None
     multithread: bool
-    time: int
     lead: int
     launcher: str
     requeue: bool
     requeues: int = REQUEUES
-    chain: int
-    restarts: int
-    elements: int
-    at_once: int | None
-    options: tuple[str, ...]
-    turns: tuple[JobCommand, ...]
-    limit: int
     choices: Mapping[str, Decision[Any]]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of an array; 0 for other jobs."""
+        return len(self.sweep)
 
     @property
     def signal(self) -> str:

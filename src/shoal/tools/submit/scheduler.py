@@ -7,7 +7,7 @@ CONTRIBUTING.md describes how to add one.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -49,39 +49,6 @@ class SchedulerProfile:
     signal_delay: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class SchedulerShell:
-    """Shell text of the batch script that differs between schedulers.
-
-    Expressions for a job's environment: `job_id` as `submit` returned it, `job_number` an arithmetic
-    expression that differs between jobs, `element` the index in an array or nothing, `queue_id` the
-    name that `queued` returns, which may use `$task` for the element, `restarts` the number of requeues
-    so far, `nodes` and `first_node` the names of its nodes, `rank` the rank of a process, `local` a
-    directory on a disk of the node.
-
-    Commands: `each_node` runs its arguments once on each node, `broadcast` copies a file of the first
-    node to all nodes, `cancel` cancels the job whose id follows, `requeue` requeues the job whose id
-    follows, `may_requeue` succeeds unless a user has ended the job `$job` or the scheduler requeues it.
-    `programs`, separated by `|`, write `PROGRAM: message` into the log.
-    """
-
-    job_id: str
-    job_number: str
-    element: str
-    queue_id: str
-    restarts: str
-    nodes: str
-    first_node: str
-    rank: str
-    local: str
-    each_node: str
-    broadcast: str
-    cancel: str
-    requeue: str
-    may_requeue: str
-    programs: str
-
-
 class Scheduler(Protocol):
     """A scheduler. Its methods raise LaunchError if it is missing, unreachable or rejects a request."""
 
@@ -90,8 +57,20 @@ class Scheduler(Protocol):
         """Facts about it for messages and decisions."""
 
     @property
-    def shell(self) -> SchedulerShell:
-        """Its expressions and commands in the batch script."""
+    def shell(self) -> Mapping[str, str]:
+        """Shell text of the batch script that differs between schedulers.
+
+        Expressions for a job's environment: `job_id` as `submit` returned it, `job_number` an
+        arithmetic expression that differs between jobs, `element` the index in an array or nothing,
+        `queue_id` the name that `queued` returns, which may use `$task` for the element, `restarts` the
+        number of requeues so far, `nodes` and `first_node` the names of its nodes, `rank` the rank of a
+        process, `local` a directory on a disk of the node.
+
+        Commands: `each_node` runs its arguments once on each node, `broadcast` copies a file of the
+        first node to all nodes, `cancel` cancels the job whose id follows, `requeue` requeues the job
+        whose id follows, `may_requeue` succeeds unless a user has ended the job `$job` or the scheduler
+        requeues it. `programs`, separated by `|`, write `PROGRAM: message` into the log.
+        """
 
     @property
     def template(self) -> str:

@@ -27,8 +27,7 @@ from shoal.tools.submit.job_directory import (
     write_record,
 )
 from shoal.tools.submit.scheduler import Scheduler
-from shoal.tools.submit.schedulers import site_scheduler
-from shoal.tools.submit.site import Site
+from shoal.tools.submit.site_catalog import Site, site_scheduler
 from shoal.tools.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
 from shoal.tools.submit.status import active_jobs, stopping_seconds
 from shoal.util.clock import CLOCK

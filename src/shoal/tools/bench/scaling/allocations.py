@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.tools.bench.scaling.configurations import Configuration
-from shoal.tools.submit.site import Partition, Site
+from shoal.tools.submit.site_catalog import Partition, Site
 from shoal.util.errors import LaunchError
 
 

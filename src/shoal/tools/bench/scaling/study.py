@@ -21,7 +21,7 @@ from shoal.tools.bench.scaling.directory import Study, begin_study, load_study, 
 from shoal.tools.bench.scaling.format import parts_figure, scaling_figures
 from shoal.tools.bench.scaling.subject import throughput_unit
 from shoal.tools.report.html import save_page, write_csv
-from shoal.tools.submit.site import Site
+from shoal.tools.submit.site_catalog import Site
 from shoal.tools.submit.submit import Submission
 from shoal.tools.submit.times import spell_time
 from shoal.util.clock import utc_time

@@ -31,8 +31,7 @@ from shoal.tools.bench.scaling.subject import ScriptSubject
 from shoal.tools.submit import status
 from shoal.tools.submit.job import JobCommand, JobRequest
 from shoal.tools.submit.scheduler import JobPhase
-from shoal.tools.submit.schedulers import site_scheduler
-from shoal.tools.submit.site import Site
+from shoal.tools.submit.site_catalog import Site, site_scheduler
 from shoal.tools.submit.submit import Submission, SubmitOptions, submit
 from shoal.util.errors import LaunchError, ShoalError
 

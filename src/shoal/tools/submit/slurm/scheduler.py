@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import ClassVar
 
 from shoal.tools.submit.job import Job
-from shoal.tools.submit.scheduler import QueuedJob, SchedulerProfile, SchedulerShell, quote_word
+from shoal.tools.submit.scheduler import QueuedJob, SchedulerProfile, quote_word
 from shoal.tools.submit.slurm import site_draft
 from shoal.tools.submit.slurm.queue import FORMAT, parse_queue, run_command
 from shoal.tools.submit.times import spell_time
@@ -109,28 +110,26 @@ class Slurm:
         # Slurm documents a delay of up to one minute; 14 s were measured.
         signal_delay=60,
     )
-    shell = SchedulerShell(
-        job_id="$SLURM_JOB_ID",
-        job_number="SLURM_JOB_ID",
-        element="${SLURM_ARRAY_TASK_ID:-}",
+    shell: ClassVar[Mapping[str, str]] = {
+        "job_id": "$SLURM_JOB_ID",
+        "job_number": "SLURM_JOB_ID",
+        "element": "${SLURM_ARRAY_TASK_ID:-}",
         # The last element of an array has the number of the array.
-        queue_id="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${task:+_$task}",
-        restarts="${SLURM_RESTART_COUNT:-0}",
-        nodes="$SLURM_JOB_NODELIST",
-        first_node='$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        rank="${SLURM_PROCID:-0}",
-        local="${SLURM_TMPDIR:-${TMPDIR:-/tmp}}",
-        each_node=(
-            'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
-        ),
-        broadcast="sbcast --force",
-        cancel="scancel --quiet",
-        requeue="scontrol requeue",
-        may_requeue=(
-            "scontrol --oneliner show job \"$job\" | grep -Eq 'JobState=RUNNING|Reason=TimeLimit'"
-        ),
-        programs="srun|slurmstepd",
-    )
+        "queue_id": "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${task:+_$task}",
+        "restarts": "${SLURM_RESTART_COUNT:-0}",
+        "nodes": "$SLURM_JOB_NODELIST",
+        "first_node": '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "rank": "${SLURM_PROCID:-0}",
+        "local": "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}",
+        "each_node": 'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" '
+        "--ntasks-per-node=1",
+        "broadcast": "sbcast --force",
+        "cancel": "scancel --quiet",
+        "requeue": "scontrol requeue",
+        "may_requeue": 'scontrol --oneliner show job "$job" | '
+        "grep -Eq 'JobState=RUNNING|Reason=TimeLimit'",
+        "programs": "srun|slurmstepd",
+    }
 
     @property
     def template(self) -> str:
