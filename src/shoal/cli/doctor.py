@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,17 +17,6 @@ from shoal.util.errors import LaunchError, ShoalError
 if TYPE_CHECKING:
     from shoal.tools.doctor.findings import Examination
     from shoal.tools.doctor.runner import DoctorRequest
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """The checks to run, and the form of the report."""
-
-    request: DoctorRequest
-    strict: bool
-    as_json: bool
-    bundle: Path | None
-    anonymous: bool
 
 
 def doctor(
@@ -75,33 +63,35 @@ def doctor(
     from shoal.launcher.function import launch
     from shoal.tools.doctor.runner import DoctorRequest
 
-    options = DoctorOptions(
-        request=DoctorRequest(run=run, data=data, source=source, limit=limit, wait=wait, quick=quick),
-        strict=strict,
-        as_json=as_json,
-        bundle=bundle,
-        anonymous=redact_hosts,
-    )
+    request = DoctorRequest(run=run, data=data, source=source, limit=limit, wait=wait, quick=quick)
+    shown = strict, as_json, bundle, redact_hosts
     if processes is None:
-        raise typer.Exit(_diagnose(options))
+        raise typer.Exit(_diagnose(request, *shown))
     check_integer(LaunchError, "shoal doctor", "-n", processes, 1, usual=2)
-    codes = launch(_diagnose, options, processes=processes)
+    codes = launch(_diagnose, request, *shown, processes=processes)
     raise typer.Exit(max(code or 0 for code in codes))  # a rank that exited at once returned nothing
 
 
-def _diagnose(options: DoctorOptions) -> int:
+def _diagnose(
+    request: DoctorRequest, strict: bool, as_json: bool, bundle: Path | None, anonymous: bool
+) -> int:
     """Run the checks on all ranks of this launch; rank 0 reports. Return the exit code.
 
     A rank whose world hangs exits at once.
     """
+    from shoal.tools.doctor.findings import examination_document
     from shoal.tools.doctor.runner import examine
 
     try:
-        found, hangs = examine(options.request)
+        found, hangs = examine(request)
     except ShoalError as error:
         _progress(*str(error).strip().splitlines())
-        return int(options.strict)
-    code = 0 if found is None else _report(options, found)
+        return int(strict)
+    if found is not None:
+        show_document(examination_document(found), as_json=as_json)
+        if bundle is not None:
+            _write_bundle(found, bundle, request.run, anonymous=anonymous)
+    code = int(found is not None and strict and found.failed)
     if hangs:
         # A normal exit would wait for threads that hang.
         sys.stdout.flush()
@@ -110,22 +100,15 @@ def _diagnose(options: DoctorOptions) -> int:
     return code
 
 
-def _report(options: DoctorOptions, found: Examination) -> int:
-    from shoal.tools.doctor.findings import examination_document
+def _write_bundle(found: Examination, bundle: Path, run: Path | None, *, anonymous: bool) -> None:
+    from shoal.tools.doctor.info import info_document
+    from shoal.tools.doctor.support_bundle import UNWRAPPED, collect_bundle, write_bundle
+    from shoal.util.tables import rendered
 
-    show_document(examination_document(found), as_json=options.as_json)
-    if options.bundle is not None:
-        from shoal.tools.doctor.info import info_document
-        from shoal.tools.doctor.support_bundle import UNWRAPPED, collect_bundle, write_bundle
-        from shoal.util.tables import rendered
-
-        described = rendered(info_document(), UNWRAPPED)
-        texts = collect_bundle(
-            found, described=described, run=options.request.run, anonymous=options.anonymous
-        )
-        made = write_bundle(texts, options.bundle)
-        _progress(f"in {options.bundle}, to attach to a request; look through it first:", *made)
-    return int(options.strict and found.failed)
+    described = rendered(info_document(), UNWRAPPED)
+    texts = collect_bundle(found, described=described, run=run, anonymous=anonymous)
+    made = write_bundle(texts, bundle)
+    _progress(f"in {bundle}, to attach to a request; look through it first:", *made)
 
 
 def _progress(*lines: str) -> None:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.tools.bench.scaling import format, jobs, submission
 from shoal.tools.bench.scaling.aggregate import Repeat, ScalingPoint, all_notes, scaling_points
-from shoal.tools.bench.scaling.allocations import Allocation, ClusterRequest
+from shoal.tools.bench.scaling.allocations import Allocation, ClusterRequest, node_capacity
 from shoal.tools.bench.scaling.compare import compare_document
 from shoal.tools.bench.scaling.configurations import (
     ScalingCurve,
     StudyOptions,
     check_study_options,
     list_configurations,
+    threads_for,
 )
 from shoal.tools.bench.scaling.diagnosis import curve_labels, diagnose_curves, find_causes
 from shoal.tools.bench.scaling.directory import Study, begin_study, load_study, lock_study
 from shoal.tools.bench.scaling.format import parts_figure, scaling_figures
 from shoal.tools.bench.scaling.subject import throughput_unit
 from shoal.tools.report.html import save_page, write_csv
-from shoal.tools.submit.site_catalog import Site
+from shoal.tools.submit.site_catalog import choose
 from shoal.tools.submit.submit import Submission
 from shoal.tools.submit.times import spell_time
 from shoal.util.clock import utc_time
@@ -156,7 +159,34 @@ def _circumstances(study: Study) -> list[DocumentBlock]:
 CSV, PAGE = "results.csv", "index.html"
 
 
-def run_study(
+def measure_study(
+    path: Path | None, options: StudyOptions, threads: int | None, mpirun: str | None
+) -> bool:
+    """Run the missing jobs of a study, and show it; return whether any job has succeeded.
+
+    Without `threads`, the processes share the cores.
+    """
+    console = plain_console()
+    if threads is None:
+        threads = threads_for(options.processes, len(os.sched_getaffinity(0)))
+    options = replace(options, threads=threads)
+    folder = path or study_directory(options)
+    study = _run_study(folder, options, mpirun, lambda line: print_line(console, line))
+    console.print()
+    show_study(study)
+    return any(repeat.measured for repeat in study.repeats())
+
+
+def study_directory(options: StudyOptions) -> Path:
+    """Return the usual directory of a study, studies/MODEL.
+
+    There `gpt:layers=8` becomes `gpt-layers=8`, and `a/train.py` becomes `train`.
+    """
+    name = Path(options.model).stem if options.model.endswith(".py") else options.model
+    return Path("studies", "".join(sign if sign.isalnum() or sign in "=-_." else "-" for sign in name))
+
+
+def _run_study(
     path: Path, options: StudyOptions, mpirun: str | None, tell: Callable[[str], None]
 ) -> Study:
     """Run the missing jobs of a study, and report each one that ends."""
@@ -207,13 +237,23 @@ def _show(document: Document, page: Path, rest: str = "") -> None:
 
 
 def submit_study(
-    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, *, dry: bool
+    path: Path | None,
+    options: StudyOptions,
+    threads: int | None,
+    asked: ClusterRequest,
+    *,
+    dry: bool,
 ) -> bool:
     """Submit the missing jobs of a study, or show it if none are missing.
 
-    If `dry`, only print the batch scripts, with their names on stderr. Return whether anything was
-    submitted, or nothing is missing.
+    If `dry`, only print the batch scripts, with their names on stderr. Without `threads`, a process
+    has as many as cores. Return whether anything was submitted, or nothing is missing.
     """
+    site = choose(asked.site).value
+    if threads is None:
+        threads = node_capacity(site, asked).cpus or 1
+    options = replace(options, threads=threads)
+    path = path or study_directory(options)
     console, notes, numbers = plain_console(stderr=dry), dict[str, None](), list[str]()
     chosen = submission.plan_jobs if dry else submission.submit_jobs
     for allocation, done in chosen(path, options, asked, site):
@@ -224,7 +264,7 @@ def submit_study(
         notes |= dict.fromkeys(done.notes)
     print_line(console, *(f"note: {note}" for note in notes))
     if not dry and not numbers:
-        return collect_study(load_study(path))
+        return collect_study(path)
     if not dry:
         print_path(console, f"\nto show the results: shoal bench collect {shlex.quote(str(path))}")
     return True
@@ -239,9 +279,9 @@ def _size(allocation: Allocation, done: Submission) -> str:
     return f"{nodes}{gpus}, {count} training(s) on {sizes} process(es), {time} at most"
 
 
-def collect_study(study: Study) -> bool:
+def collect_study(path: Path) -> bool:
     """Show the results so far, and list trainings without one; return whether there are none."""
-    console = plain_console()
+    console, study = plain_console(), load_study(path)
     submission.gather_results(study)
     if study.repeats():
         show_study(study)
@@ -257,9 +297,9 @@ def collect_study(study: Study) -> bool:
     return not left
 
 
-def compare_studies(first: Study, second: Study, out: Path) -> None:
+def compare_studies(first: Path, second: Path, out: Path) -> None:
     """Print the comparison of two studies, and write a page into the directory `out`.
 
     Raises LaunchError if they did different work, or if they have no configuration in common.
     """
-    _show(compare_document(first, second), out / PAGE)
+    _show(compare_document(load_study(first), load_study(second)), out / PAGE)
