@@ -10,10 +10,9 @@ import pytest
 
 from helpers.browser import browser, program
 from shoal.tools.bench.scaling import study as scaling
-from shoal.tools.bench.scaling.aggregate import Repeat
+from shoal.tools.bench.scaling.aggregate import Repeat, summarize
 from shoal.tools.bench.scaling.configurations import StudyOptions
 from shoal.tools.bench.scaling.directory import Study, begin_study
-from shoal.tools.bench.scaling.job_summary import summarize
 
 pytestmark = [pytest.mark.processes, pytest.mark.system]
 

@@ -135,7 +135,7 @@ def scaling(
     a result do not run again. The report explains what limits the speed-up.
     """
     from shoal.tools.bench.options import parse_numbers, parse_words
-    from shoal.tools.bench.scaling import allocations, configurations
+    from shoal.tools.bench.scaling import configurations, submission
     from shoal.tools.bench.scaling import study as studies
     from shoal.tools.submit.times import parse_time
 
@@ -154,7 +154,7 @@ def scaling(
         rounds=rounds,
         limit=limit,
     )
-    asked = allocations.ClusterRequest(
+    asked = submission.ClusterRequest(
         site=site,
         partition=partition,
         account=account,
@@ -168,7 +168,7 @@ def scaling(
     )
     if submit:
         done = studies.submit_study(study, options, threads, asked, dry=dry_run)
-    elif dry_run or asked != allocations.ClusterRequest():
+    elif dry_run or asked != submission.ClusterRequest():
         raise _no_submit(model)
     else:
         done = studies.measure_study(study, options, threads, mpirun)

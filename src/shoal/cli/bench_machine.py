@@ -13,7 +13,7 @@ from shoal.util.errors import LaunchError, raised_as
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shoal.tools.plan.work.segments import Work
+    from shoal.tools.plan.work.planned_step import Work
 
 _MICRO_BATCH = 8
 _CAUSES = "The model is too small, or other programs use the machine."

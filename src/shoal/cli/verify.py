@@ -135,8 +135,7 @@ def verify(
     observes it. The exit code is 1 if a property is refuted.
     """
     from shoal.tools.bench.options import parse_numbers
-    from shoal.tools.verify.audit import audit_script
-    from shoal.tools.verify.document import audit_document
+    from shoal.tools.verify.audit import audit_document, audit_script
     from shoal.tools.verify.variants import VerifyRequest, check_request
     from shoal.util.tables import plain_console, print_path
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.distributed import env_vars
 from shoal.tools.doctor.checks import (
-    clocks,
     filesystem,
     gpus,
     host,
@@ -315,8 +314,8 @@ def _examine_all(world: World, doctor: Doctor) -> None:
     doctor.go("each", [*rank_topics(request, size), placed])
     if rounds.going and len(set(hosts)) > 1:
         asking = [hosts.index(name) for name in dict.fromkeys(hosts)][1:]
-        ask = partial(clocks.measure_clock_offsets, store, rank=rank, asking=asking, limit=inner)
-        doctor.go("clock", [Check(name="clock", look=ask, judge=clocks.check_clocks)])
+        ask = partial(links.measure_clock_offsets, store, rank=rank, asking=asking, limit=inner)
+        doctor.go("clock", [Check(name="clock", look=ask, judge=links.check_clocks)])
     if rounds.going and request.run is not None and doctor.written():
         see = partial(
             filesystem.try_shared_directory, request.run, store, rank=rank, size=size, limit=inner

@@ -9,8 +9,7 @@ from shoal.tools.plan.check import RunCheck, check_document, check_run
 from shoal.tools.plan.device_numbers import numbers_document, search_numbers
 from shoal.tools.plan.options import AUTO, PlanOptions
 from shoal.tools.plan.search.prediction import Prediction, SearchResult
-from shoal.tools.plan.search.search import search_plans
-from shoal.tools.plan.search.what_if import answer_what_if, changed_machine
+from shoal.tools.plan.search.search import answer_what_if, changed_machine, search_plans
 from shoal.tools.plan.show.report import PlanReport, plan_document
 from shoal.tools.plan.try_layouts import try_layouts
 from shoal.tools.plan.work.transformer import parse_model

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shoal.tools.submit.job import Job
-from shoal.tools.submit.job_directory import JobEnd
 from shoal.tools.submit.site_catalog import SiteEntry, load
-from shoal.tools.submit.status import Status, outcome
+from shoal.tools.submit.status import JobEnd, Status, outcome
 from shoal.tools.submit.submit import Submission
 from shoal.tools.submit.times import gpu_hours, spell_time
 from shoal.util.clock import CLOCK

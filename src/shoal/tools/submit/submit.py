@@ -15,21 +15,22 @@ from shoal.tools.submit.batch_script import MARK, JobContext, render
 from shoal.tools.submit.check import check_interpreter, check_job, notes, without_secrets, workers_of
 from shoal.tools.submit.decide import decide
 from shoal.tools.submit.job import Job, JobRequest
-from shoal.tools.submit.job_directory import (
+from shoal.tools.submit.scheduler import Scheduler
+from shoal.tools.submit.site_catalog import Site, site_scheduler
+from shoal.tools.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
+from shoal.tools.submit.status import (
     SCRIPT,
     SubmittedJob,
+    active_jobs,
     add_submitted_run,
     make_folder,
     missing_folders,
     next_folder,
     remove_folder,
     runs_file,
+    stopping_seconds,
     write_record,
 )
-from shoal.tools.submit.scheduler import Scheduler
-from shoal.tools.submit.site_catalog import Site, site_scheduler
-from shoal.tools.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
-from shoal.tools.submit.status import active_jobs, stopping_seconds
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, raised_as
 

@@ -1,4 +1,4 @@
-"""The audit of a script: runs its variants and collects the answers.
+"""The audit of a script: runs its variants, and makes a document of the answers.
 
 A second pass runs two variants again and finds the operation that differs.
 """
@@ -22,8 +22,9 @@ from shoal.tools.verify.causes import (
 from shoal.tools.verify.findings import LikelyCause, PropertyFinding
 from shoal.tools.verify.observations import TIMED_OUT, RunRecord
 from shoal.tools.verify.operations import OperationDifference, first_operation, first_operation_by_rows
-from shoal.tools.verify.properties import REPEATABLE, RESUME, WORLD
+from shoal.tools.verify.properties import REPEATABLE, RESUME, WORLD, cause_of
 from shoal.tools.verify.variants import Variant, VerifyRequest, last_output, run_killed, run_variant
+from shoal.util.document import Document, KeyNumbers, Section, Table, Text, to_plain
 from shoal.util.errors import LaunchError
 from shoal.util.packages import versions
 
@@ -297,3 +298,36 @@ def _notes(runs: list[RunRecord], request: VerifyRequest) -> tuple[str, ...]:
     if short:
         found.append(f"ended after {request.limit:g} seconds: {', '.join(short)}")
     return tuple(dict.fromkeys(found))
+
+
+def audit_document(report: AuditReport) -> Document:
+    """Return the answers, then the causes and the runs."""
+    held = sum(finding.verdict == "held" for finding in report.findings)
+    unknown = len(report.findings) - held - report.refuted
+    answers = Table(
+        caption="Properties",
+        head=("property", "answer", "evidence"),
+        rows=[(each.name, each.answer, each.evidence) for each in report.findings],
+    )
+    causes = [
+        Text(text=f"{each.line}: {each.name}", advice=f"change: {each.change}", whole=True)
+        for each in cause_of(report.findings)
+    ]
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    runs = KeyNumbers(pairs=[("runs", "; ".join(report.runs)), ("versions", versions)])
+    notes = [Text(text=f"note: {note}") for note in report.notes]
+    return Document(
+        title=f"shoal verify {report.command}",
+        # It claims no more than the runs showed.
+        verdict=f"{report.command}: {held} properties held, {report.refuted} refuted, {unknown} not "
+        "decidable",
+        sections=[
+            Section(heading="Answers", blocks=[answers]),
+            Section(heading="Causes", blocks=causes),
+            Section(heading="Runs", blocks=[*notes, runs]),
+        ],
+        values={
+            **to_plain(report),
+            "findings": [{**to_plain(each), "answer": each.answer} for each in report.findings],
+        },
+    )

@@ -30,8 +30,8 @@ from shoal.tools.bench.measurement import (
     time_calls,
 )
 from shoal.tools.bench.options import check_seconds
+from shoal.tools.bench.scaling.configurations import ScriptSubject, parse_subject
 from shoal.tools.bench.scaling.models import make_model, one_batch
-from shoal.tools.bench.scaling.subject import ScriptSubject, parse_subject
 from shoal.util import accelerator
 from shoal.util.arguments import check_integer
 from shoal.util.clock import CLOCK

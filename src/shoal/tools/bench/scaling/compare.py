@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.tools.bench.scaling import format
-from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread, scaling_points
-from shoal.tools.bench.scaling.configurations import ScalingCurve
+from shoal.tools.bench.scaling.aggregate import SHOWN, ScalingPoint, Spread, scaling_points
+from shoal.tools.bench.scaling.configurations import ScalingCurve, throughput_unit
 from shoal.tools.bench.scaling.diagnosis import curve_labels
 from shoal.tools.bench.scaling.directory import Study
 from shoal.tools.bench.scaling.format import line_figure, parts_figure, spread_lines
-from shoal.tools.bench.scaling.job_summary import SHOWN
-from shoal.tools.bench.scaling.subject import throughput_unit
 from shoal.util.document import Document, Figure, Section, Table, Text, to_plain
 from shoal.util.errors import LaunchError
 from shoal.util.grouping import group_by

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.tools.bench.scaling.aggregate import ScalingPoint
+from shoal.tools.bench.scaling.aggregate import SHOWN, ScalingPoint
 from shoal.tools.bench.scaling.configurations import ScalingCurve
-from shoal.tools.bench.scaling.job_summary import SHOWN
 from shoal.util.grouping import group_by
 from shoal.util.units import counted
 

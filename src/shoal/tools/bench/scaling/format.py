@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal
 
-from shoal.tools.bench.scaling.aggregate import ScalingPoint, Spread
-from shoal.tools.bench.scaling.configurations import ScalingCurve
-from shoal.tools.bench.scaling.job_summary import PARTS, SHOWN
-from shoal.tools.bench.scaling.subject import Subject, throughput_unit
+from shoal.tools.bench.scaling.aggregate import PARTS, SHOWN, ScalingPoint, Spread
+from shoal.tools.bench.scaling.configurations import ScalingCurve, Subject, throughput_unit
 from shoal.tools.report import PALETTE
 from shoal.util.document import BarPlot, Figure, LinePlot, Series, Table
 from shoal.util.grouping import group_by

@@ -13,7 +13,7 @@ from shoal.data import Loader
 from shoal.distributed.world import World
 from shoal.strategies.task import Task
 from shoal.tools.bench.import_target import call_target, import_named
-from shoal.tools.bench.scaling.subject import BuiltIn, Factory
+from shoal.tools.bench.scaling.configurations import BuiltIn, Factory
 from shoal.util.errors import LaunchError, ShoalError
 
 BATCHES = 64

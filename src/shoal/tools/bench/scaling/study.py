@@ -10,7 +10,6 @@ from pathlib import Path
 
 from shoal.tools.bench.scaling import format, jobs, submission
 from shoal.tools.bench.scaling.aggregate import Repeat, ScalingPoint, all_notes, scaling_points
-from shoal.tools.bench.scaling.allocations import Allocation, ClusterRequest, node_capacity
 from shoal.tools.bench.scaling.compare import compare_document
 from shoal.tools.bench.scaling.configurations import (
     ScalingCurve,
@@ -18,11 +17,12 @@ from shoal.tools.bench.scaling.configurations import (
     check_study_options,
     list_configurations,
     threads_for,
+    throughput_unit,
 )
 from shoal.tools.bench.scaling.diagnosis import curve_labels, diagnose_curves, find_causes
 from shoal.tools.bench.scaling.directory import Study, begin_study, load_study, lock_study
 from shoal.tools.bench.scaling.format import parts_figure, scaling_figures
-from shoal.tools.bench.scaling.subject import throughput_unit
+from shoal.tools.bench.scaling.submission import Allocation, ClusterRequest, node_capacity
 from shoal.tools.report.html import save_page, write_csv
 from shoal.tools.submit.site_catalog import choose
 from shoal.tools.submit.submit import Submission

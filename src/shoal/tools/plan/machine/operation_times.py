@@ -16,7 +16,7 @@ from shoal.tools.bench.import_target import target_errors
 from shoal.tools.bench.scaling.models import Workload, one_batch
 from shoal.tools.plan.machine.machines import RANGES, Machine, limited_efficiency
 from shoal.tools.plan.trace import eager_model
-from shoal.tools.plan.work.segments import Work
+from shoal.tools.plan.work.planned_step import Work
 from shoal.tools.plan.work.traced_work import is_counted, operation_work
 from shoal.util import accelerator
 from shoal.util.clock import CLOCK, Clock

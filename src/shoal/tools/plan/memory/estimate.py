@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.tools.plan.work.planned_step import PlannedStep
-from shoal.tools.plan.work.segments import Quantity
+from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
 from shoal.tools.plan.work.transformer import Transformer
 
 

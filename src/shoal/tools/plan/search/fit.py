@@ -13,8 +13,8 @@ from torch import nn
 from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.bench.import_target import call_target, import_named
+from shoal.tools.bench.scaling.configurations import SIZES, BuiltIn, parse_subject
 from shoal.tools.bench.scaling.models import Workload, make_model, workload_of
-from shoal.tools.bench.scaling.subject import SIZES, BuiltIn, parse_subject
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.time.simulation import collective_totals, mean_time, run_ranks

@@ -10,15 +10,17 @@ from typing import Any
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.prediction import Prediction, SearchResult, TriedLayout
-from shoal.tools.plan.search.what_if import WhatIf
-from shoal.tools.plan.show.json_values import prediction_values, strategy_text, utilization
+from shoal.tools.plan.search.search import WhatIf
 from shoal.tools.plan.show.parts import (
     memory_bars,
     part_name,
+    prediction_values,
+    strategy_text,
     time_bars,
     timeline,
     training_blocks,
     training_values,
+    utilization,
 )
 from shoal.tools.plan.time.pipeline_run import pipeline_bubble
 from shoal.tools.plan.time.seconds import BANDS, Span, step_kind

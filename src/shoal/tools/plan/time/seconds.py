@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from shoal.tools.plan.work.planned_step import PlannedStep
-from shoal.tools.plan.work.segments import Quantity
+from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
 
 _PASSES = ("products", "convolutions", "attention", "memory", "recompute", "launch")
 

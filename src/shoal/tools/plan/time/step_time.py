@@ -13,12 +13,16 @@ import numpy as np
 
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.memory.estimate import stage_parameters
-from shoal.tools.plan.time.collectives import LayerSeconds, layer_collectives, step_collectives
-from shoal.tools.plan.time.rates import ComputeSeconds, compute_seconds
+from shoal.tools.plan.time.rates import (
+    ComputeSeconds,
+    LayerSeconds,
+    compute_seconds,
+    layer_collectives,
+    step_collectives,
+)
 from shoal.tools.plan.time.seconds import StepParts
 from shoal.tools.plan.work.layers import transformer_work
-from shoal.tools.plan.work.planned_step import PlannedStep
-from shoal.tools.plan.work.segments import Quantity
+from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
 from shoal.tools.plan.work.transformer import Transformer
 
 _LAYER = ("piped", "tensor", "context", "micro", "precision", "recompute")

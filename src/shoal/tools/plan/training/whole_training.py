@@ -14,8 +14,13 @@ from typing import Any
 from shoal.launcher.nodes import WAIT
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.prediction import Prediction
-from shoal.tools.plan.training.failure_trace import read_trace, time_between_failures
-from shoal.tools.plan.training.rehearsal import Fleet, TrainingTime, rehearse
+from shoal.tools.plan.training.rehearsal import (
+    Fleet,
+    TrainingTime,
+    read_trace,
+    rehearse,
+    time_between_failures,
+)
 from shoal.tools.submit.job import REQUEUES
 from shoal.util.errors import ShoalError
 from shoal.util.units import duration

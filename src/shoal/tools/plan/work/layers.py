@@ -12,8 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shoal.tools.plan.work.planned_step import PlannedStep
-from shoal.tools.plan.work.segments import Quantity, Work
+from shoal.tools.plan.work.planned_step import PlannedStep, Quantity, Work
 from shoal.tools.plan.work.transformer import Transformer
 
 _OTHER_OPERATIONS = 14
