@@ -17,7 +17,7 @@ from shoal.tools.bench.scaling.aggregate import Repeat, different_nodes_note
 from shoal.tools.bench.scaling.configurations import StudyOptions
 from shoal.tools.bench.scaling.directory import Study, begin_study, load_study
 from shoal.tools.bench.scaling.submission import Capacity, ClusterRequest, allocations, node_capacity
-from shoal.tools.submit.job import JobCommand
+from shoal.tools.submit.scheduler import JobCommand
 from shoal.tools.submit.site_catalog import Partition, Site
 from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from shoal.tools.submit.job import Job
-from shoal.tools.submit.scheduler import JobPhase, QueuedJob, SchedulerProfile
+from shoal.tools.submit.scheduler import Job, JobPhase, QueuedJob, SchedulerProfile
 from shoal.util.errors import LaunchError
 
 COMMANDS = ("pool-submit", "pool-list", "pool-kill", "pool-again", "pool-run", "pool-copy", "pool-info")

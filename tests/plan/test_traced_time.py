@@ -20,8 +20,8 @@ from shoal.tools.plan.machine.machines import Efficiency, Machine
 from shoal.tools.plan.search.fit import fit_plan, trace_pipeline
 from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.time.rates import collective_seconds, compute_seconds
-from shoal.tools.plan.time.seconds import StepParts
 from shoal.tools.plan.time.simulation import collective_totals, run_ranks
+from shoal.tools.plan.time.step_time import StepParts
 from shoal.tools.plan.trace import TracedStep, trace_step
 from shoal.tools.plan.work.planned_step import (
     PlannedStep,

@@ -203,7 +203,7 @@ def machine(
     between ranks from files of `shoal bench comm`. With --model, it also measures the operations of a
     model. The result has the form of the catalogue.
     """
-    from shoal.tools.bench.import_target import require_alone
+    from shoal.tools.bench.measurement import require_alone
     from shoal.tools.plan.machine import operation_times
     from shoal.tools.plan.machine.measure import check_rates, machine_toml, measure_machine, read_rates
     from shoal.tools.plan.search.fit import named_workload

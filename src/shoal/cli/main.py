@@ -12,12 +12,11 @@ import typer
 from shoal.cli import bench as measuring
 from shoal.cli import submit as jobs
 from shoal.cli.checkpoint import checkpoints
-from shoal.cli.doctor import doctor
+from shoal.cli.checks import chaos, doctor, verify
 from shoal.cli.options import SCRIPT_LAST, ScriptArgs, examples
 from shoal.cli.plan import plan
 from shoal.cli.report import report
 from shoal.cli.usage import report_all_problems
-from shoal.cli.verify import chaos, verify
 from shoal.util.errors import LaunchError, ShoalError
 
 app = typer.Typer(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from shoal.cli import submit as jobs
-from shoal.cli.options import SCRIPT_LAST
-from shoal.cli.output import show_document
+from shoal.cli.options import SCRIPT_LAST, show_document
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -243,7 +242,7 @@ def _check_files(html: Path | None, machine: str, *, updated: bool, run: Path | 
 
 def _update(path: str, machine: Machine, run: Path, found: RunCheck) -> None:
     """Change the efficiencies in a machine file towards those of a run, and print the changes."""
-    from shoal.tools.plan.machine_update import efficiency_changes, update_machine_file
+    from shoal.tools.plan.check import efficiency_changes, update_machine_file
     from shoal.util.tables import plain_console, print_line
 
     changes = efficiency_changes(found, machine)

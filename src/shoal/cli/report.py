@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.output import show_document
+from shoal.cli.options import show_document
 
 PAGE = "index.html"
 

@@ -81,8 +81,7 @@ def _traced_report(options: PlanOptions) -> PlanReport:
 
     Raises ShoalError if the training has tokens, or for split points of all layouts.
     """
-    from shoal.tools.plan.search.fit import fit_module, named_workload, plan_of
-    from shoal.tools.plan.search.module_search import search_module
+    from shoal.tools.plan.search.fit import fit_module, named_workload, plan_of, search_module
 
     training = options.training_on(options.devices)
     if training is not None and training.tokens:

@@ -9,7 +9,7 @@ from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.search.search import search_plans
 from shoal.tools.plan.show.parts import prediction_values, training_columns, training_values
-from shoal.tools.plan.time.seconds import step_band
+from shoal.tools.plan.time.step_time import step_band
 from shoal.tools.plan.training.whole_training import Training, TrainingEstimate, training_of
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.document import Document, DocumentBlock, Figure, LinePlot, Section, Series, Table, Text

@@ -13,8 +13,7 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.telemetry.events import path_of
-from shoal.tools.submit.job import Job, JobCommand
-from shoal.tools.submit.scheduler import Scheduler, Shell, quote_word, quote_words
+from shoal.tools.submit.scheduler import Job, JobCommand, Scheduler, Shell, quote_word, quote_words
 from shoal.tools.submit.site_catalog import Site, site_scheduler
 
 _FIRST_PORT, _PORTS = 10001, 10000

@@ -12,7 +12,7 @@ from importlib import metadata
 from math import ceil
 
 from shoal.tools.submit.decide import fits, partition_of, processes_of
-from shoal.tools.submit.job import Job, JobRequest
+from shoal.tools.submit.scheduler import Job, JobRequest
 from shoal.tools.submit.site_catalog import Partition, Site, site_scheduler
 from shoal.tools.submit.times import gpu_hours, spell_time
 from shoal.util.errors import LaunchError

@@ -6,8 +6,7 @@ import re
 from math import ceil
 from pathlib import PurePath
 
-from shoal.tools.submit.job import Job, JobRequest
-from shoal.tools.submit.scheduler import SchedulerProfile
+from shoal.tools.submit.scheduler import Job, JobRequest, SchedulerProfile
 from shoal.tools.submit.site_catalog import Partition, Qos, Site, site_scheduler
 from shoal.util.arguments import check_choice
 from shoal.util.decision import GIVEN, Decision

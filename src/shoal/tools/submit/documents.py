@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shoal.tools.submit.job import Job
+from shoal.tools.submit.scheduler import Job
 from shoal.tools.submit.site_catalog import SiteEntry, load
 from shoal.tools.submit.status import JobEnd, Status, outcome
 from shoal.tools.submit.submit import Submission

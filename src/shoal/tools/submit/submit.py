@@ -14,8 +14,7 @@ from shoal.launcher.entry_point import find_script
 from shoal.tools.submit.batch_script import MARK, JobContext, render
 from shoal.tools.submit.check import check_interpreter, check_job, notes, without_secrets, workers_of
 from shoal.tools.submit.decide import decide
-from shoal.tools.submit.job import Job, JobRequest
-from shoal.tools.submit.scheduler import Scheduler
+from shoal.tools.submit.scheduler import Job, JobRequest, Scheduler
 from shoal.tools.submit.site_catalog import Site, site_scheduler
 from shoal.tools.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
 from shoal.tools.submit.status import (

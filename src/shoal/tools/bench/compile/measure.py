@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.distributed.world import World
-from shoal.tools.bench.import_target import target_errors
 from shoal.tools.bench.measurement import (
     LEAST,
     InterruptFlag,
@@ -27,6 +26,7 @@ from shoal.tools.bench.measurement import (
     in_turns,
     measure_alone,
     quartiles,
+    target_errors,
     time_calls,
 )
 from shoal.tools.bench.options import check_seconds

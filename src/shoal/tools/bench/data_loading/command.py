@@ -14,13 +14,15 @@ from shoal.data import Loader
 from shoal.data.iterable_dataset import StreamSource
 from shoal.distributed.world import World
 from shoal.tools.bench.data_loading.measure import Stages, Trial, measure_stages, run_trial
-from shoal.tools.bench.import_target import call_target, import_named, target_errors
 from shoal.tools.bench.measurement import (
     InterruptFlag,
     Output,
     Result,
+    call_target,
+    import_named,
     in_turns,
     measure_alone,
+    target_errors,
 )
 from shoal.tools.bench.options import check_seconds
 from shoal.tools.report import Reader

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.data import Loader
 from shoal.distributed.world import World
 from shoal.strategies.task import Task
-from shoal.tools.bench.import_target import call_target, import_named
+from shoal.tools.bench.measurement import call_target, import_named
 from shoal.tools.bench.scaling.configurations import BuiltIn, Factory
 from shoal.util.errors import LaunchError, ShoalError
 

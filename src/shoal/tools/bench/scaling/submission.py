@@ -26,8 +26,7 @@ from shoal.tools.bench.scaling.directory import (
     plan_study,
 )
 from shoal.tools.submit import status
-from shoal.tools.submit.job import JobCommand, JobRequest
-from shoal.tools.submit.scheduler import JobPhase
+from shoal.tools.submit.scheduler import JobCommand, JobPhase, JobRequest
 from shoal.tools.submit.site_catalog import Partition, Site, site_scheduler
 from shoal.tools.submit.submit import Submission, SubmitOptions, submit
 from shoal.util.errors import LaunchError, ShoalError

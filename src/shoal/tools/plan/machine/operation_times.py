@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal._torch.dispatch import UncompiledMode, is_wrapper
 from shoal.distributed.init import init
-from shoal.tools.bench.import_target import target_errors
+from shoal.tools.bench.measurement import target_errors
 from shoal.tools.bench.scaling.models import Workload, one_batch
 from shoal.tools.plan.machine.machines import RANGES, Machine, limited_efficiency
 from shoal.tools.plan.trace import eager_model

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from shoal.distributed.layout import AXES, Layout
 from shoal.tools.plan.memory.estimate import RankMemory
-from shoal.tools.plan.time.seconds import StepParts
 from shoal.tools.plan.time.simulation import CollectiveTotal, RankRun
+from shoal.tools.plan.time.step_time import StepParts
 from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.util.units import duration, percent, size
 

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.time.rates import peak_rate
-from shoal.tools.plan.time.seconds import Span, step_band, step_kind
+from shoal.tools.plan.time.step_time import Span, step_band, step_kind
 from shoal.tools.plan.training.whole_training import TrainingEstimate
 from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shoal.distributed.pipeline_schedules import PipelineAction, action_lists
-from shoal.tools.plan.time.seconds import Span
-from shoal.tools.plan.time.step_time import PassSeconds
+from shoal.tools.plan.time.step_time import PassSeconds, Span
 from shoal.tools.plan.work.planned_step import PlannedStep
 
 _ROUNDS = 6

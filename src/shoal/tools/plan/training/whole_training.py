@@ -21,7 +21,7 @@ from shoal.tools.plan.training.rehearsal import (
     rehearse,
     time_between_failures,
 )
-from shoal.tools.submit.job import REQUEUES
+from shoal.tools.submit.scheduler import REQUEUES
 from shoal.util.errors import ShoalError
 from shoal.util.units import duration
 

@@ -8,8 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
-from shoal.tools.submit.job import Job
-from shoal.tools.submit.scheduler import QueuedJob, SchedulerProfile, quote_word
+from shoal.tools.submit.scheduler import Job, QueuedJob, SchedulerProfile, quote_word
 from shoal.tools.submit.slurm import site_draft
 from shoal.tools.submit.slurm.queue import FORMAT, parse_queue, run_command
 from shoal.tools.submit.times import spell_time
