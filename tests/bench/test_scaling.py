@@ -28,6 +28,12 @@ from shoal.tools.bench.scaling.aggregate import (
     scaling_points,
     summarize,
 )
+from shoal.tools.bench.scaling.compare import (
+    curve_labels,
+    describe_scaling,
+    diagnose_curves,
+    find_causes,
+)
 from shoal.tools.bench.scaling.configurations import (
     BuiltIn,
     Configuration,
@@ -36,12 +42,6 @@ from shoal.tools.bench.scaling.configurations import (
     StudyOptions,
     parse_subject,
     throughput_unit,
-)
-from shoal.tools.bench.scaling.diagnosis import (
-    curve_labels,
-    describe_scaling,
-    diagnose_curves,
-    find_causes,
 )
 from shoal.tools.report import read_history
 from shoal.tools.report.html import write_csv

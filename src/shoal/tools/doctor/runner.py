@@ -268,20 +268,17 @@ def examine_alone(request: DoctorRequest, *before: CheckResult) -> Examination:
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts, findings=list(before))
     doctor.go("alone", rank_topics(request, 1))
     if gpus.has_gpus() and not request.quick:
-        doctor.measure(_compute_of_all())
+        from shoal.tools.doctor.checks import compute  # imports torch, only if there are GPUs
+
+        doctor.measure(
+            Check(
+                name="compute",
+                look=lambda: compute.measure_compute(compute.visible_gpus()),
+                judge=compute.check_compute,
+                better=compute.best_rates,
+            )
+        )
     return doctor.result()
-
-
-def _compute_of_all() -> Check[Any]:
-    """Return the check of all GPUs of this machine; torch is imported only if there are any."""
-    from shoal.tools.doctor.checks import compute
-
-    return Check(
-        name="compute",
-        look=lambda: compute.measure_compute(compute.visible_gpus()),
-        judge=compute.check_compute,
-        better=compute.best_rates,
-    )
 
 
 def examine_together(world: World, request: DoctorRequest) -> tuple[Examination | None, bool]:

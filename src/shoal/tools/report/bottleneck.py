@@ -23,13 +23,13 @@ from shoal.tools.report.causes import (
     Finding,
     culprit_of,
     describe_frequency,
+    find_stalls,
     join_names,
     losses,
     rank_names,
     straggler_cost,
 )
 from shoal.tools.report.history import Attempt, Event, History, integer_in, number_in, text_in
-from shoal.tools.report.stalls import find_stalls
 from shoal.tools.report.stragglers import Straggler, find_stragglers
 from shoal.util.grouping import group_by
 from shoal.util.units import duration, percent

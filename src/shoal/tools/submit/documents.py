@@ -14,7 +14,7 @@ from shoal.tools.submit.submit import Submission
 from shoal.tools.submit.times import gpu_hours, spell_time
 from shoal.util.clock import CLOCK
 from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Table, Text
-from shoal.util.units import age, counted
+from shoal.util.units import age, counted, first_few
 
 _SHOWN = 5
 
@@ -28,7 +28,8 @@ def submission_document(done: Submission, out: Path | None) -> Document:
         text = f"written, not submitted: {done.program} {shlex.quote(str(out))}"
     notes = list(done.notes)
     if done.linked:
-        notes.append(f"linked and not copied, so changes affect the job: {_some(done.linked)}")
+        linked = first_few([*map(json.dumps, done.linked)], _SHOWN)
+        notes.append(f"linked and not copied, so changes affect the job: {linked}")
     run = shlex.quote(_short(done.run))
     commands = [
         ("follow", f"shoal logs -f {run}"),
@@ -123,11 +124,6 @@ def _ago(moment: object) -> str:
     if not isinstance(moment, int | float):
         return "at an unknown time"
     return f"{age(CLOCK.wall() - moment)} ago"
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(map(json.dumps, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
 def _short(path: Path) -> str:

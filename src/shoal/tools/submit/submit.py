@@ -32,6 +32,7 @@ from shoal.tools.submit.status import (
 )
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, raised_as
+from shoal.util.units import first_few
 
 _HEAD, _SHOWN = 8192, 3
 
@@ -148,11 +149,10 @@ def _check_alone(run: Path) -> None:
     """Raise LaunchError if a job of this run waits or runs already."""
     others = active_jobs(run)
     if others:
-        names = ", ".join(f"{each.job} ({each.state.lower()})" for each in others[:_SHOWN])
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        names = first_few([f"{each.job} ({each.state.lower()})" for each in others], _SHOWN)
         raise LaunchError(
             given=f"--run {run}",
-            found=f"job {names}{more} of this run has not ended: if two jobs use one directory, the "
+            found=f"job {names} of this run has not ended: if two jobs use one directory, the "
             "older job fails and loses its progress since its last save",
             fix=f"run shoal cancel {shlex.quote(str(run))} first, or use --run DIR with another "
             "directory (--force submits it anyway)",

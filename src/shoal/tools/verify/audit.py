@@ -19,9 +19,14 @@ from shoal.tools.verify.causes import (
     file_order_cause,
     hash_order_cause,
 )
-from shoal.tools.verify.findings import LikelyCause, PropertyFinding
 from shoal.tools.verify.observations import TIMED_OUT, RunRecord
-from shoal.tools.verify.operations import OperationDifference, first_operation, first_operation_by_rows
+from shoal.tools.verify.operations import (
+    LikelyCause,
+    OperationDifference,
+    PropertyFinding,
+    first_operation,
+    first_operation_by_rows,
+)
 from shoal.tools.verify.properties import REPEATABLE, RESUME, WORLD, cause_of
 from shoal.tools.verify.variants import Variant, VerifyRequest, last_output, run_killed, run_variant
 from shoal.util.document import Document, KeyNumbers, Section, Table, Text, to_plain
@@ -201,10 +206,10 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
     findings: tuple[PropertyFinding, ...] = (
         repeatable,
         resume,
-        properties.decide_samples(runs, source),
+        properties.decide_counts(runs, source, training=True),
         properties.decide_order(runs),
         properties.decide_draws(runs, source),
-        properties.decide_evaluation(runs, source),
+        properties.decide_counts(runs, source, training=False),
         properties.decide_world_size(by_size, source),
         properties.decide_replicas(runs, source),
         properties.decide_micro_batches(baseline, changed),

@@ -22,7 +22,7 @@ from shoal.tools.bench.scaling.configurations import (
     make_configuration,
 )
 from shoal.util.grouping import group_by
-from shoal.util.units import counted
+from shoal.util.units import counted, first_few
 
 Times = NDArray[np.float64]
 
@@ -344,13 +344,8 @@ def different_nodes_note(repeats: Sequence[Repeat]) -> str | None:
     sizes = sorted(used)
     if all(used[less] <= used[more] for less, more in pairwise(sizes)):
         return None
-    told = "; ".join(f"{size} on {_some(sorted(used[size]))}" for size in sizes)
+    told = "; ".join(f"{size} on {first_few(sorted(used[size]), SOME)}" for size in sizes)
     return f"not all sizes ran on the same nodes, which may differ in speed: {told}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - SOME
-    return ", ".join(names[:SOME]) + (f" and {more} more" if more > 0 else "")
 
 
 def disturbance_note(repeats: Sequence[Repeat]) -> str | None:

@@ -100,16 +100,13 @@ def _sizes(name: str, text: str) -> dict[str, int]:
             )
         found[key] = int(value)
     if name == "gpt" and (shape := {**SIZES[name], **found})["width"] % shape["heads"]:
+        width, heads = shape["width"], shape["heads"]
         raise LaunchError(
             given=f"{name}:{text}",
-            found=f"the width {shape['width']} is not divisible by {shape['heads']} heads",
-            fix=f"gpt:width={shape['width']},heads={_divisor(shape['width'], shape['heads'])}",
+            found=f"the width {width} is not divisible by {heads} heads",
+            fix=f"gpt:width={width},heads={max(n for n in range(1, heads + 1) if not width % n)}",
         )
     return found
-
-
-def _divisor(width: int, heads: int) -> int:
-    return max(number for number in range(1, heads + 1) if width % number == 0)
 
 
 SCALINGS = ("strong", "weak")

@@ -41,7 +41,11 @@ def scaling_figures(
             f"iteration-{scaling}",
             f"Milliseconds per step against processes, {scaling} scaling: the mean of a typical "
             "process. The band below a line is the time inside collectives, including waiting.",
-            spread_lines(curves, _inside_collectives, 1e3),
+            spread_lines(
+                curves,
+                lambda row: Spread(median=row.mean, low=row.mean - row.synchronisation, high=row.mean),
+                1e3,
+            ),
             "milliseconds per step",
             band=("without collectives", "all"),
             log_y=False,
@@ -124,10 +128,6 @@ def parts_figure(name: str, labelled: Mapping[str, ScalingPoint], caption: str) 
 
 def _ideal(sizes: Sequence[int], slope: float) -> Series:
     return Series(label="ideal", x=sizes, y=[slope * size for size in sizes], faint=True)
-
-
-def _inside_collectives(row: ScalingPoint) -> Spread:
-    return Spread(median=row.mean, low=row.mean - row.synchronisation, high=row.mean)
 
 
 def curve_tables(

@@ -10,7 +10,12 @@ from pathlib import Path
 
 from shoal.tools.bench.scaling import format, jobs, submission
 from shoal.tools.bench.scaling.aggregate import Repeat, ScalingPoint, all_notes, scaling_points
-from shoal.tools.bench.scaling.compare import compare_document
+from shoal.tools.bench.scaling.compare import (
+    compare_document,
+    curve_labels,
+    diagnose_curves,
+    find_causes,
+)
 from shoal.tools.bench.scaling.configurations import (
     ScalingCurve,
     StudyOptions,
@@ -19,7 +24,6 @@ from shoal.tools.bench.scaling.configurations import (
     threads_for,
     throughput_unit,
 )
-from shoal.tools.bench.scaling.diagnosis import curve_labels, diagnose_curves, find_causes
 from shoal.tools.bench.scaling.directory import Study, begin_study, load_study, lock_study
 from shoal.tools.bench.scaling.format import parts_figure, scaling_figures
 from shoal.tools.bench.scaling.submission import Allocation, ClusterRequest, node_capacity
@@ -57,7 +61,12 @@ def study_document(study: Study, rows: Sequence[ScalingPoint]) -> Document:
                     *(Text(text=text) for text in (*rest, *notes)),
                     *format.curve_tables(rows, study.options.model, word, each, only="terminal"),
                     _causes(rows, names),
-                    _failures(rows),
+                    Table(
+                        caption="Failures.",
+                        head=("configuration", "reason"),
+                        rows=[(str(row.configuration), row.reason) for row in rows if row.reason],
+                        only="page",
+                    ),
                 ],
             ),
             Section(heading="Throughput and step time", blocks=_scalings(rows, names, word, each)),
@@ -91,15 +100,6 @@ def _causes(rows: Sequence[ScalingPoint], names: Mapping[ScalingCurve, str]) -> 
         head=("curve", "n", "% of a step", "cause"),
         rows=found,
         right=("n", "% of a step"),
-        only="page",
-    )
-
-
-def _failures(rows: Sequence[ScalingPoint]) -> Table:
-    return Table(
-        caption="Failures.",
-        head=("configuration", "reason"),
-        rows=[(str(row.configuration), row.reason) for row in rows if row.reason is not None],
         only="page",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -77,7 +77,11 @@ def _digest(path: Path) -> str:
 def check_software(ranks: Sequence[RankFacts[Software]]) -> Iterator[CheckResult]:
     """Yield a line for Python, one for each package of training, one for all others."""
     found = ranks[0].facts
-    by_name = [{"Python": one.facts["python"], **_core(one.facts["packages"])} for one in ranks]
+    by_name = [
+        {"Python": one.facts["python"]}
+        | {name: version for name, version in one.facts["packages"].items() if name in CORE}
+        for one in ranks
+    ]
     differing = {one.name: one for one in differences(by_name)}
     fix = "start all ranks in the same environment (which python; pip list)"
     for name in by_name[0] | {"torch": ""}:
@@ -93,10 +97,6 @@ def check_software(ranks: Sequence[RankFacts[Software]]) -> Iterator[CheckResult
         yield failure("packages", _describe_some(others, ranks, ""), fix)
     else:
         yield ok("packages", f"{len(found['packages'])} installed" + same_on_all(ranks))
-
-
-def _core(found: Mapping[str, str]) -> dict[str, str]:
-    return {name: found[name] for name in CORE if name in found}
 
 
 def check_sources(ranks: Sequence[RankFacts[Sources]]) -> Iterator[CheckResult]:

@@ -16,8 +16,7 @@ from shoal.tools.plan.machine.machines import RANGES, Machine, find_machine
 from shoal.tools.plan.memory.estimate import estimate_memory
 from shoal.tools.plan.search.candidates import Candidates, Integers, find_candidates
 from shoal.tools.plan.search.prediction import Prediction, RejectedLayout, SearchResult
-from shoal.tools.plan.time.pipeline_run import pipeline_bubble
-from shoal.tools.plan.time.step_time import StepParts, estimate_step, pass_seconds
+from shoal.tools.plan.time.step_time import StepParts, estimate_step, pass_seconds, pipeline_bubble
 from shoal.tools.plan.work.planned_step import ANY_PRECISION, FORMATS, PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import ShoalError

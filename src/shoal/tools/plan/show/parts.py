@@ -12,7 +12,6 @@ from shoal.tools.plan.search.prediction import Prediction
 from shoal.tools.plan.time.rates import peak_rate
 from shoal.tools.plan.time.step_time import Span, step_band, step_kind
 from shoal.tools.plan.training.whole_training import TrainingEstimate
-from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.document import BarPlot, DocumentBlock, Figure, SpanPlot, Table, Text
 from shoal.util.units import compact, counted, duration, percent
@@ -28,7 +27,20 @@ def utilization(model: Transformer, machine: Machine, found: Prediction) -> floa
 def prediction_values(model: Transformer | None, machine: Machine, found: Prediction) -> dict[str, Any]:
     """Return a prediction as values: of a transformer, or of the rank of a module that needs most."""
     plan, time, memory = found.plan, found.time, found.memory
-    values: dict[str, Any] = _plan_values(plan) | {
+    # The first ones are those that `shoal.load_plan` reads, and that a script needs.
+    values: dict[str, Any] = {
+        "layout": str(plan.layout),
+        "devices": plan.layout.size,
+        "global_batch": plan.global_batch,
+        "micro_batch": plan.micro_batch,
+        "micro_batches": plan.micro_batches,
+        "recompute": plan.recompute,
+        "precision": plan.precision,
+        "schedule": plan.schedule if plan.layout.pipeline > 1 else None,
+        "stages_per_rank": plan.stages,
+        "split_points": plan.split_points,
+        "reshard_after_forward": plan.reshard_after_forward,
+        "accumulate": plan.accumulate,
         "strategy": strategy_text(found),
         "step_seconds": found.step_seconds,
         "parts": time.measured_parts,
@@ -53,24 +65,6 @@ def prediction_values(model: Transformer | None, machine: Machine, found: Predic
         "memory": {**memory.kinds, "moment": memory.moment, "reserved": memory.reserved},
         "rank_bytes": [each.total for each in found.memories],
         "collectives": found.collectives,
-    }
-
-
-def _plan_values(plan: PlannedStep) -> dict[str, Any]:
-    """Return what `shoal.load_plan` reads, and the script needs."""
-    return {
-        "layout": str(plan.layout),
-        "devices": plan.layout.size,
-        "global_batch": plan.global_batch,
-        "micro_batch": plan.micro_batch,
-        "micro_batches": plan.micro_batches,
-        "recompute": plan.recompute,
-        "precision": plan.precision,
-        "schedule": plan.schedule if plan.layout.pipeline > 1 else None,
-        "stages_per_rank": plan.stages,
-        "split_points": plan.split_points,
-        "reshard_after_forward": plan.reshard_after_forward,
-        "accumulate": plan.accumulate,
     }
 
 

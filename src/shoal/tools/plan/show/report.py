@@ -22,8 +22,7 @@ from shoal.tools.plan.show.parts import (
     training_values,
     utilization,
 )
-from shoal.tools.plan.time.pipeline_run import pipeline_bubble
-from shoal.tools.plan.time.step_time import BANDS, Span, pass_seconds, step_kind
+from shoal.tools.plan.time.step_time import BANDS, Span, pass_seconds, pipeline_bubble, step_kind
 from shoal.tools.plan.training.whole_training import Training, TrainingEstimate, training_of
 from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer

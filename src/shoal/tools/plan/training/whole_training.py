@@ -271,7 +271,11 @@ def simulate_training(
         repeated += gap - starting - complete * length
         left, saves, failures = left - complete * segment, saves + complete, failures + 1
         if failures > _MOST:
-            raise _endless(step, length)
+            raise ShoalError(
+                given=f"--training with steps of {duration(step)} and saves every {duration(length)}",
+                found=f"after {_MOST:,} failures, the training has not ended",
+                fix="a larger mtbf, fewer devices, or shorter saves and restarts",
+            )
     return TrainingTime(
         queue=3600 * training.queue,
         start=training.start,
@@ -280,12 +284,4 @@ def simulate_training(
         repeated=repeated,
         restarts=restarts,
         failures=failures,
-    )
-
-
-def _endless(step: float, length: float) -> ShoalError:
-    return ShoalError(
-        given=f"--training with steps of {duration(step)} and saves every {duration(length)}",
-        found=f"after {_MOST:,} failures, the training has not ended",
-        fix="a larger mtbf, fewer devices, or shorter saves and restarts",
     )

@@ -53,6 +53,9 @@ def save_page(document: Document, path: Path, *, option: str) -> list[Path]:
     return [path, *files]
 
 
+_IDS = r'( id="|url\(#|href="#)'
+
+
 def render_page(document: Document, plots: Mapping[str, Plot]) -> str:
     """Return the document as one HTML file. All strings are escaped; only drawings are not."""
     environment = Environment(
@@ -64,7 +67,8 @@ def render_page(document: Document, plots: Mapping[str, Plot]) -> str:
     )
     environment.filters |= {
         "kind": lambda block: type(block).__name__,
-        "inline": _inline,
+        # with ids that are unique in the page
+        "inline": lambda svg, prefix: Markup(re.sub(_IDS, rf"\g<1>{prefix}-", svg)),
         "base64": lambda content: base64.b64encode(content).decode(),
         "csv": lambda table: to_csv(table.lines).encode(),
     }
@@ -81,11 +85,6 @@ def _shown(value: object) -> object:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def _inline(svg: str, prefix: str) -> Markup:
-    """Return a drawing as a part of the page, with ids that are unique in it."""
-    return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg))
-
-
 def to_csv(rows: Iterable[Sequence[object]]) -> str:
     """Return rows as CSV; the first row has the names of the columns.
 
@@ -93,7 +92,10 @@ def to_csv(rows: Iterable[Sequence[object]]) -> str:
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows(_harmless(row) for row in rows)
+    for row in rows:
+        writer.writerow(
+            [f"'{cell}" if isinstance(cell, str) and _is_formula(cell) else cell for cell in row]
+        )
     return text.getvalue()
 
 
@@ -101,10 +103,6 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write rows, all with the columns of the first, as CSV. Raises LaunchError if that fails."""
     with raised_as(LaunchError, given=f"the table {path}", fix="use another file"):
         path.write_text(to_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
-
-
-def _harmless(row: Sequence[object]) -> list[object]:
-    return [f"'{cell}" if isinstance(cell, str) and _is_formula(cell) else cell for cell in row]
 
 
 def _is_formula(cell: str) -> bool:

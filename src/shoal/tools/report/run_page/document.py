@@ -187,7 +187,9 @@ def run_document(history: History, verdict: BottleneckReport) -> Document:
         ("Loss and throughput", [*progress_figures(history)]),
     ]
     if latest is not None:
-        used = [*_speed(verdict), *memory_figures(latest), tables.usage_table(latest)]
+        text = "" if newest is None else tables.describe_speed(newest)
+        speed = [Text(text=text, only="page")] if text else []
+        used = [*speed, *memory_figures(latest), tables.usage_table(latest)]
         sections += [
             ("Collectives", [tables.collectives_table(latest)]),
             ("Memory and power", used),
@@ -234,11 +236,6 @@ def _warm_up(verdict: BottleneckReport) -> list[DocumentBlock]:
             only="page",
         )
     ]
-
-
-def _speed(verdict: BottleneckReport) -> list[DocumentBlock]:
-    text = tables.describe_speed(verdict.judged[-1]) if verdict.judged else ""
-    return [Text(text=text, only="page")] if text else []
 
 
 def summarize_run(history: History, verdict: BottleneckReport) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def run_command(command: Sequence[str], *, known: bool = True, errors: bool = Fa
             found="Slurm is installed here but reaches no cluster",
             fix=f"run this on a login node, where `scontrol ping` gets an answer{elsewhere}",
         )
-    if done.returncode and (known or not _is_unknown(done.stderr)):
+    unknown = all(_UNKNOWN.search(line) for line in done.stderr.strip().splitlines())
+    if done.returncode and (known or not unknown):
         shown = "; `--dry-run` shows the batch script" if to_submit else ""
         raise LaunchError(
             given=" ".join(command),
@@ -64,11 +65,6 @@ def run_command(command: Sequence[str], *, known: bool = True, errors: bool = Fa
             fix=f"change the option that Slurm rejects{shown}",
         )
     return done.stdout + (done.stderr if errors else "")
-
-
-def _is_unknown(said: str) -> bool:
-    """Return whether all errors that a command printed are about jobs that Slurm does not know."""
-    return all(_UNKNOWN.search(line) for line in said.strip().splitlines())
 
 
 FORMAT = ["--noheader", "--array", "--states=all", "--format=%i|%T|%M|%l|%R"]
