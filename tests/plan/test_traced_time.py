@@ -18,7 +18,7 @@ from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Efficiency, Machine
 from shoal.tools.plan.search.fit import fit_plan, trace_pipeline
-from shoal.tools.plan.search.prediction import Prediction
+from shoal.tools.plan.search.search import Prediction
 from shoal.tools.plan.time.rates import collective_seconds, compute_seconds
 from shoal.tools.plan.time.simulation import collective_totals, run_ranks
 from shoal.tools.plan.time.step_time import StepParts

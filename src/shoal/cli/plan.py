@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.tools.plan.check import RunCheck
     from shoal.tools.plan.machine.machines import Machine
     from shoal.tools.plan.options import PlanOptions
-    from shoal.tools.plan.search.prediction import Prediction
+    from shoal.tools.plan.search.search import Prediction
     from shoal.tools.plan.work.planned_step import Recompute
 
 

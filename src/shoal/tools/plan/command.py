@@ -17,8 +17,14 @@ from shoal.tools.plan.check import RunCheck, check_document, check_run
 from shoal.tools.plan.device_numbers import numbers_document, search_numbers
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.options import AUTO, PlanOptions, fill_words
-from shoal.tools.plan.search.prediction import Prediction, SearchResult, TriedLayout
-from shoal.tools.plan.search.search import answer_what_if, changed_machine, search_plans
+from shoal.tools.plan.search.search import (
+    Prediction,
+    SearchResult,
+    TriedLayout,
+    answer_what_if,
+    changed_machine,
+    search_plans,
+)
 from shoal.tools.plan.show.report import PlanReport, plan_document
 from shoal.tools.plan.work.transformer import parse_model
 from shoal.tools.report import profile, read_history

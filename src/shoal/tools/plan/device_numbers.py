@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.search.prediction import Prediction
-from shoal.tools.plan.search.search import search_plans
+from shoal.tools.plan.search.search import Prediction, search_plans
 from shoal.tools.plan.show.parts import prediction_values, training_columns, training_values
 from shoal.tools.plan.time.step_time import step_band
 from shoal.tools.plan.training.whole_training import Training, TrainingEstimate, training_of

@@ -193,7 +193,10 @@ def comparison_tables(
     found = []
     for figure, cell in (
         (f"{unit}/s (speed-up)", lambda row: _rated(row, each)),
-        ("ms/step (synchronization)", _timed),
+        (
+            "ms/step (synchronization)",
+            lambda row: f"{three_digits(row.mean * 1e3)} ({three_digits(row.synchronisation * 1e3)})",
+        ),
     ):
         cells = {(row.processes, row.curve): cell(row) for row in rows}
         lines = [(str(n), *(cells.get((n, curve), "") for curve in curves)) for n in sizes]
@@ -206,10 +209,6 @@ def _rated(row: ScalingPoint, each: int) -> str:
     if row.rate is None or row.speedup is None:
         return ""
     return f"{three_digits(row.rate.median * each)} ({row.speedup.median:.2f}x)"
-
-
-def _timed(row: ScalingPoint) -> str:
-    return f"{three_digits(row.mean * 1e3)} ({three_digits(row.synchronisation * 1e3)})"
 
 
 def csv_rows(subject: Subject, rows: Sequence[ScalingPoint]) -> list[dict[str, object]]:

@@ -75,7 +75,13 @@ def study_document(study: Study, rows: Sequence[ScalingPoint]) -> Document:
                 heading="All figures",
                 blocks=[
                     *format.curve_tables(rows, study.options.model, word, each, only="page"),
-                    _legend(word),
+                    Text(
+                        text=f"n: processes. batch: of all of them. {word}/s, speed-up and eff.: the "
+                        "median of the rounds (lowest to highest), each against the smallest n of the "
+                        "same round. ms/step: the median of all steps (quartiles). sync: the time per "
+                        "step inside collectives, including waiting. runs: jobs that succeeded.",
+                        only="page",
+                    ),
                 ],
             ),
             Section(heading="Circumstances", blocks=_circumstances(study)),
@@ -126,16 +132,6 @@ def _time(rows: Sequence[ScalingPoint], names: Mapping[ScalingCurve, str]) -> Do
     if not labelled:
         return Text(text="No job has run.", only="page")
     return parts_figure("parts", labelled, "Milliseconds of a step by part, on a typical process.")
-
-
-def _legend(word: str) -> Text:
-    return Text(
-        text=f"n: processes. batch: of all of them. {word}/s, speed-up and eff.: the median of the "
-        "rounds (lowest to highest), each against the smallest n of the same round. ms/step: the "
-        "median of all steps (quartiles). sync: the time per step inside collectives, including "
-        "waiting. runs: jobs that succeeded.",
-        only="page",
-    )
 
 
 def _circumstances(study: Study) -> list[DocumentBlock]:

@@ -20,7 +20,7 @@ from shoal.tools.bench.measurement import call_target, import_named
 from shoal.tools.bench.scaling.configurations import SIZES, BuiltIn, parse_subject
 from shoal.tools.bench.scaling.models import Workload, make_model, workload_of
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.search.prediction import Prediction, RejectedLayout, SearchResult
+from shoal.tools.plan.search.search import Prediction, RejectedLayout, SearchResult
 from shoal.tools.plan.time.simulation import collective_totals, mean_time, run_ranks
 from shoal.tools.plan.trace import TracedStep, trace_step
 from shoal.tools.plan.work.planned_step import PlannedStep, Recompute

@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.search.prediction import Prediction
+from shoal.tools.plan.search.search import Prediction
 from shoal.tools.plan.time.rates import peak_rate
 from shoal.tools.plan.time.step_time import Span, step_band, step_kind
 from shoal.tools.plan.training.whole_training import TrainingEstimate

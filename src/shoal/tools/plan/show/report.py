@@ -9,8 +9,7 @@ from typing import Any
 
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.search.prediction import Prediction, SearchResult, TriedLayout
-from shoal.tools.plan.search.search import WhatIf
+from shoal.tools.plan.search.search import Prediction, SearchResult, TriedLayout, WhatIf
 from shoal.tools.plan.show.parts import (
     memory_bars,
     part_name,

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.tools.plan.machine.machines import BASE_LATENCY, Machine
-from shoal.tools.plan.work.planned_step import PlannedStep, Quantity, RankGroup, Work
+from shoal.tools.plan.work.planned_step import Amounts, PlannedStep, Quantity, RankGroup, Work
 from shoal.tools.plan.work.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class ComputeSeconds:
+class ComputeSeconds(Amounts):
     """Seconds on the device by kind, and those that it waits for the host."""
 
     products: Quantity = 0.0
@@ -31,13 +31,6 @@ class ComputeSeconds:
     memory: Quantity = 0.0
     launch: Quantity = 0.0
     host: Quantity = 0.0
-
-    def __add__(self, other: ComputeSeconds) -> ComputeSeconds:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return ComputeSeconds(*(ours + theirs for ours, theirs in pairs))
-
-    def __mul__(self, factor: Quantity) -> ComputeSeconds:
-        return ComputeSeconds(*(factor * each for each in vars(self).values()))
 
     @property
     def total(self) -> Quantity:

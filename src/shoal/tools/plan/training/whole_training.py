@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.launcher.nodes import WAIT
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.search.prediction import Prediction
+from shoal.tools.plan.search.search import Prediction
 from shoal.tools.plan.training.rehearsal import (
     Fleet,
     TrainingTime,

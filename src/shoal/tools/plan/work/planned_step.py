@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,8 +19,19 @@ Quantity: TypeAlias = Any
 """A number of one plan, or an array with the numbers of several plans."""
 
 
+class Amounts:
+    """Amounts by name, to add and to scale: the base of frozen dataclasses."""
+
+    def __mul__(self, factor: Quantity) -> Self:
+        return type(self)(*(each * factor for each in vars(self).values()))
+
+    def __add__(self, other: Self) -> Self:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(ours + theirs for ours, theirs in pairs))
+
+
 @dataclass(frozen=True)
-class Work:
+class Work(Amounts):
     """FLOPs, bytes and operations."""
 
     products: Quantity = 0.0
@@ -29,13 +40,6 @@ class Work:
     traffic: Quantity = 0.0
     operations: Quantity = 0.0
     convolutions: Quantity = 0.0
-
-    def __mul__(self, factor: Quantity) -> Work:
-        return Work(*(each * factor for each in vars(self).values()))
-
-    def __add__(self, other: Work) -> Work:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Work(*(ours + theirs for ours, theirs in pairs))
 
 
 @dataclass(frozen=True)
