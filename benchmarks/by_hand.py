@@ -31,8 +31,8 @@ import shoal
 from harness import alternate, finish, interval, machine, parse, ratios, show, timed
 from loops import gathered, quiet_run, sampled, train, wrapped
 from shoal.telemetry.step_timer import OTHER, PARTS
+from shoal.tools.bench.scaling.configurations import BuiltIn, parse_subject
 from shoal.tools.bench.scaling.models import Workload, make_model
-from shoal.tools.bench.scaling.subject import BuiltIn, parse_subject
 
 WARM_UP = 6
 """Steps before the first round; in some of them Shoal compares the collectives of the ranks."""

@@ -33,9 +33,9 @@ from harness import finish, parse, show, versions
 from shoal.checkpoint.inspect.diff import compare
 from shoal.checkpoint.inspect.manifest import inspect_checkpoint
 from shoal.tools.chaos.containment import contain
-from shoal.tools.chaos.control import ActionRequest, ControlDirectory, Notice
 from shoal.tools.chaos.faults import Fault
 from shoal.tools.chaos.final_state import digest_end, latest_checkpoint
+from shoal.tools.chaos.rank import ActionRequest, ControlDirectory, Notice
 from shoal.tools.chaos.storm import end_processes, run_attempt
 
 EPOCHS = 5

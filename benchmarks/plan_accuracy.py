@@ -28,8 +28,7 @@ from plan_calibration import fit_efficiency
 from plan_peers import Predict, find_peers
 from shoal.distributed.layout import Layout
 from shoal.tools.plan.machine.machines import Efficiency, Machine, find_machine
-from shoal.tools.plan.time.bands import step_kind
-from shoal.tools.plan.time.step_time import estimate_step
+from shoal.tools.plan.time.step_time import estimate_step, step_kind
 from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer
 

@@ -34,8 +34,7 @@ from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.machine.measure import LinkRates, machine_toml, measure_machine
 from shoal.tools.plan.time.rates import compute_seconds
 from shoal.tools.plan.trace import trace_step
-from shoal.tools.plan.work.planned_step import PlannedStep
-from shoal.tools.plan.work.segments import Work
+from shoal.tools.plan.work.planned_step import PlannedStep, Work
 from shoal.tools.plan.work.traced_work import operation_work
 
 

@@ -30,8 +30,7 @@ from cluster import nodes_of, started, submit
 from harness import finish, parse, show, versions
 from helpers.cluster.slurm import Cluster
 from shoal.telemetry.events import read_events
-from shoal.tools.plan.training.failure_trace import read_trace
-from shoal.tools.plan.training.rehearsal import Fleet, rehearse
+from shoal.tools.plan.training.rehearsal import Fleet, read_trace, rehearse
 from shoal.training.save_policy import YoungDaly
 
 POOL, USED = 3, 2

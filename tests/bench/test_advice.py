@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.tools.bench.compile.advice import Mode
-from shoal.tools.bench.compile.advice import mode_advice as advise_modes
-from shoal.tools.bench.data_loading.advice import LoaderTrials, Need, worker_advice
+from shoal.tools.bench.compile.measure import Mode
+from shoal.tools.bench.compile.measure import mode_advice as advise_modes
+from shoal.tools.bench.data_loading.command import LoaderTrials, Need, worker_advice
 from shoal.tools.bench.data_loading.measure import Trial
-from shoal.tools.bench.import_target import call_target, import_named
-from shoal.tools.bench.measurement import keep_on_interrupt
+from shoal.tools.bench.measurement import call_target, import_named, keep_on_interrupt
 
 
 def measured(

@@ -10,10 +10,9 @@ import pytest
 
 from helpers.browser import browser, program
 from shoal.tools.bench.scaling import study as scaling
-from shoal.tools.bench.scaling.aggregate import Repeat
+from shoal.tools.bench.scaling.aggregate import Repeat, summarize
 from shoal.tools.bench.scaling.configurations import StudyOptions
 from shoal.tools.bench.scaling.directory import Study, begin_study
-from shoal.tools.bench.scaling.job_summary import summarize
 
 pytestmark = [pytest.mark.processes, pytest.mark.system]
 
@@ -66,7 +65,7 @@ def made_up(path: Path, *, faster: float = 1.0) -> Study:
 def test_the_pages_of_studies_are_whole_in_every_window(tmp_path: Path) -> None:
     quad, octo = made_up(tmp_path / "quad"), made_up(tmp_path / "octo", faster=2.0)
     scaling.show_study(quad)
-    scaling.compare_studies(quad, octo, tmp_path / "both")
+    scaling.compare_studies(quad.path, octo.path, tmp_path / "both")
     with browser(tmp_path / "profile") as window:
         for page in (tmp_path / "quad" / "index.html", tmp_path / "both" / "index.html"):
             for width in (1280, 390):

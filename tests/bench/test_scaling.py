@@ -20,19 +20,26 @@ from shoal.cli.main import app
 from shoal.tools.bench.scaling import compare, directory, format, jobs
 from shoal.tools.bench.scaling import configurations as grid
 from shoal.tools.bench.scaling import study as scaling
-from shoal.tools.bench.scaling.aggregate import Repeat, ScalingPoint, all_notes, scaling_points
-from shoal.tools.bench.scaling.configurations import Configuration, StudyOptions
-from shoal.tools.bench.scaling.diagnosis import (
+from shoal.tools.bench.scaling.aggregate import (
+    Repeat,
+    ScalingPoint,
+    StepTimes,
+    all_notes,
+    scaling_points,
+    summarize,
+)
+from shoal.tools.bench.scaling.compare import (
     curve_labels,
     describe_scaling,
     diagnose_curves,
     find_causes,
 )
-from shoal.tools.bench.scaling.job_summary import StepTimes, summarize
-from shoal.tools.bench.scaling.subject import (
+from shoal.tools.bench.scaling.configurations import (
     BuiltIn,
+    Configuration,
     Factory,
     ScriptSubject,
+    StudyOptions,
     parse_subject,
     throughput_unit,
 )

@@ -14,11 +14,11 @@ from helpers.cli import fake_slurm
 from helpers.cli import shoal as run_command
 from helpers.fake_slurm import PLAIN, Fakes, place, request, run_script, write
 from shoal.tools.bench.scaling.aggregate import Repeat, different_nodes_note
-from shoal.tools.bench.scaling.allocations import Capacity, ClusterRequest, allocations, node_capacity
 from shoal.tools.bench.scaling.configurations import StudyOptions
 from shoal.tools.bench.scaling.directory import Study, begin_study, load_study
-from shoal.tools.submit.job import JobCommand
-from shoal.tools.submit.site import Partition, Site
+from shoal.tools.bench.scaling.submission import Capacity, ClusterRequest, allocations, node_capacity
+from shoal.tools.submit.scheduler import JobCommand
+from shoal.tools.submit.site_catalog import Partition, Site
 from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
 MINI = """

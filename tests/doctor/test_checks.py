@@ -14,7 +14,7 @@ import pytest
 
 from helpers.rank_facts import SHOAL, call, grave, seen, words
 from shoal.distributed.link_speed import LinkMeasurements
-from shoal.tools.doctor.checks import clocks, compute, filesystem, gpus, host, links, placement
+from shoal.tools.doctor.checks import compute, filesystem, gpus, host, links, placement
 from shoal.tools.doctor.checks.compute import find_slow
 from shoal.tools.doctor.checks.software import Software, check_software, describe_sources
 from shoal.tools.doctor.findings import (
@@ -328,9 +328,9 @@ def test_the_same_driver_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_clocks_are_apart_only_for_certain() -> None:
-    known = [clocks.ClockError(offset=offset, error=0.2) for offset in (0.0, 0.25, -2.0, 3600.0)]
+    known = [links.ClockError(offset=offset, error=0.2) for offset in (0.0, 0.25, -2.0, 3600.0)]
     assert [
-        (state, text.split(" (")[0]) for _, state, text in grave(list(clocks.check_clocks(seen(known))))
+        (state, text.split(" (")[0]) for _, state, text in grave(list(links.check_clocks(seen(known))))
     ] == [
         (Severity.WARNING, "rank 2"),
         (Severity.FAILURE, "rank 3"),

@@ -77,7 +77,7 @@ def other_package(world: shoal.World, stack: ExitStack) -> None:
 def other_clock(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
         ahead = SimpleNamespace(wall_ns=lambda: time.time_ns() + 120 * 10**9)
-        stack.enter_context(patch("shoal.tools.doctor.checks.clocks.CLOCK", ahead))
+        stack.enter_context(patch("shoal.tools.doctor.checks.links.CLOCK", ahead))
 
 
 def no_rename(world: shoal.World, stack: ExitStack) -> None:

@@ -10,8 +10,14 @@ import pytest
 from helpers.rank_facts import SHOAL, call, words
 from shoal.tools.doctor.checks.host import cgroup_limits
 from shoal.tools.doctor.findings import RankFacts
-from shoal.tools.doctor.info import decisions_table
-from shoal.tools.doctor.info.machine import RankInfo, maker, packages, rows, version_differences
+from shoal.tools.doctor.info import (
+    RankInfo,
+    decisions_table,
+    maker,
+    packages,
+    rows,
+    version_differences,
+)
 from shoal.util.decision import Decision
 from shoal.util.differences import spans
 from shoal.util.document import Document, Section

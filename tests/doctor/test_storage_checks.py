@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.rank_facts import grave, seen
-from shoal.tools.doctor.checks import dataset, filesystem
+from shoal.tools.doctor.checks import filesystem, software
 from shoal.tools.doctor.findings import Severity
 
 GIB = 2**30
@@ -22,15 +22,15 @@ def test_a_dataset_is_compared_by_names_sizes_and_samples(tmp_path: Path) -> Non
         (folder / "a").mkdir(parents=True)
         (folder / "a/one").write_bytes(content)
         (folder / "two").write_bytes(b"")
-        found.append(dataset.describe_dataset(folder))
+        found.append(software.describe_dataset(folder))
     alike = [{name: value for name, value in one.items() if name != "path"} for one in found]
     assert alike[0] == alike[1]
     assert (found[0]["files"], found[0]["bytes"]) == (2, 300_000)
-    (told,) = grave(list(dataset.check_dataset(seen(found))))
+    (told,) = grave(list(software.check_dataset(seen(found))))
     assert told[2].startswith("content: ")
     assert told[2].endswith(" on rank 2 (node2)")
     (tmp_path / "0/two").write_bytes(b"1")
-    assert dataset.describe_dataset(tmp_path / "0")["listing"] != found[0]["listing"]
+    assert software.describe_dataset(tmp_path / "0")["listing"] != found[0]["listing"]
 
 
 def test_a_directory_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

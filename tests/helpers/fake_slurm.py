@@ -9,8 +9,8 @@ from pathlib import Path
 
 from shoal.tools.submit.batch_script import JobContext, render
 from shoal.tools.submit.decide import decide
-from shoal.tools.submit.job import JobRequest
-from shoal.tools.submit.site import Site
+from shoal.tools.submit.scheduler import JobRequest
+from shoal.tools.submit.site_catalog import Site
 
 _FAKE = """#!/bin/bash
 printf '%s\\0' "{name}" "$@" >> "{folder}/calls"

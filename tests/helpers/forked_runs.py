@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch._dynamo  # optimizers import it at their first step
 
-from shoal.tools.verify.observed_run import ObservedScript, read_order
+from shoal.tools.verify.variants import ObservedScript, read_order
 
 
 def fork_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int:

@@ -7,11 +7,11 @@ rely on those of Slurm.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
-from shoal.tools.submit.job import Job
-from shoal.tools.submit.scheduler import JobPhase, QueuedJob, SchedulerProfile, SchedulerShell
+from shoal.tools.submit.scheduler import Job, JobPhase, QueuedJob, SchedulerProfile
 from shoal.util.errors import LaunchError
 
 COMMANDS = ("pool-submit", "pool-list", "pool-kill", "pool-again", "pool-run", "pool-copy", "pool-info")
@@ -30,23 +30,23 @@ class Pool:
     profile = SchedulerProfile(
         title="Pool", submit_program="pool-submit", launchers=("pool-run", "mpirun"), signal_delay=10
     )
-    shell = SchedulerShell(
-        job_id="$POOL_ID",
-        job_number="${POOL_ID#pool:}",
-        element="${POOL_INDEX:-}",
-        queue_id="$POOL_ID${task:+/$task}",
-        restarts="${POOL_STARTS:-0}",
-        nodes="$POOL_HOSTS",
-        first_node="${POOL_HOSTS%% *}",
-        rank="${POOL_RANK:-0}",
-        local="/tmp",
-        each_node="pool-run --once",
-        broadcast="pool-copy",
-        cancel="pool-kill",
-        requeue="pool-again",
-        may_requeue='pool-list "$job" | grep -q active',
-        programs="pool-run",
-    )
+    shell: ClassVar[Mapping[str, str]] = {
+        "job_id": "$POOL_ID",
+        "job_number": "${POOL_ID#pool:}",
+        "element": "${POOL_INDEX:-}",
+        "queue_id": "$POOL_ID${task:+/$task}",
+        "restarts": "${POOL_STARTS:-0}",
+        "nodes": "$POOL_HOSTS",
+        "first_node": "${POOL_HOSTS%% *}",
+        "rank": "${POOL_RANK:-0}",
+        "local": "/tmp",
+        "each_node": "pool-run --once",
+        "broadcast": "pool-copy",
+        "cancel": "pool-kill",
+        "requeue": "pool-again",
+        "may_requeue": 'pool-list "$job" | grep -q active',
+        "programs": "pool-run",
+    }
     template = '{% extends "job.sh.jinja" %}'
 
     def directives(self, job: Job, folder: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from helpers.cli import fake_slurm, refused, shoal
 from helpers.fake_slurm import Fakes, place, request, run_script, write
 from helpers.stub_scheduler import COMMANDS, SITE, Pool
 from shoal.tools.submit.schedulers import SCHEDULERS
-from shoal.tools.submit.site import Site
+from shoal.tools.submit.site_catalog import Site
 
 ABOVE = ("tools/submit/*.py", "tools/submit/*.jinja", "cli/submit*.py", "tools/bench/scaling/**/*.py")
 SLURM = re.compile(r"\bs(batch|queue|control|acct|cancel|info|bcast|run)\b|SLURM")

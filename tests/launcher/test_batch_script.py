@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from helpers.fake_slurm import PLAIN, Fakes, place, request, run_script, write
-from shoal.tools.submit.site import Site
-from shoal.tools.submit.site_catalog import find_entry, load
+from shoal.tools.submit.site_catalog import Site, find_entry, load
 from shoal.util.errors import LaunchError
 
 HOSTILE = (

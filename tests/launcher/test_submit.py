@@ -21,9 +21,8 @@ from shoal.tools.submit.check import (
     workers_of,
 )
 from shoal.tools.submit.decide import decide
-from shoal.tools.submit.job import Job, JobRequest
-from shoal.tools.submit.site import Partition, Qos, Site
-from shoal.tools.submit.site_catalog import read_site
+from shoal.tools.submit.scheduler import Job, JobRequest
+from shoal.tools.submit.site_catalog import Partition, Qos, Site, read_site
 from shoal.tools.submit.slurm.site_draft import draft_text
 from shoal.tools.submit.status import stopping_seconds
 from shoal.tools.submit.times import gpu_hours, parse_time, spell_time

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.fake_slurm import PLAIN, Fakes, place, request, run_script, write
-from shoal.tools.submit.job_directory import read_failure
+from shoal.tools.submit.status import read_failure
 
 # As srun does: it starts the ranks, and tells all of them to end when one has failed.
 SRUN = """#!/bin/bash

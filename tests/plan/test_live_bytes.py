@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.tools.plan.memory.gpu_allocator import reserved_bytes
-from shoal.tools.plan.memory.live_bytes import LiveBytes
+from shoal.tools.plan.memory.live_bytes import LiveBytes, reserved_bytes
 
 KIB = 256
 """Numbers of float32 in 1 KiB."""

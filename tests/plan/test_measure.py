@@ -14,8 +14,8 @@ from shoal.tools.bench.collectives.machine_file import (
 )
 from shoal.tools.plan.machine.machines import RANGES, find_machine, machine_catalogue
 from shoal.tools.plan.machine.measure import machine_toml, measure_machine, read_rates
-from shoal.tools.plan.time.collectives import collective_seconds
-from shoal.tools.plan.work.segments import RankGroup
+from shoal.tools.plan.time.rates import collective_seconds
+from shoal.tools.plan.work.planned_step import RankGroup
 from shoal.util.errors import ShoalError
 
 SMALL, LARGE = 1_000, 200_001_000

@@ -21,7 +21,7 @@ from helpers.planned_models import MODELS, SAMPLES, Built, classes
 from helpers.ranks import Ranks
 from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.memory.rank_memory import RankMemory
+from shoal.tools.plan.memory.estimate import RankMemory
 from shoal.tools.plan.trace import trace_step
 from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.util.errors import ShoalError

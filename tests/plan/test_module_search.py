@@ -13,8 +13,8 @@ from helpers.cli import shoal as command
 from helpers.planned_models import MODELS
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Machine, find_machine
-from shoal.tools.plan.search.module_search import module_layouts, search_module
-from shoal.tools.plan.search.prediction import SearchResult
+from shoal.tools.plan.search.fit import module_layouts, search_module
+from shoal.tools.plan.search.search import SearchResult
 from shoal.util.errors import ShoalError
 
 SCRIPT = """

@@ -19,8 +19,7 @@ from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import RANGES, find_machine
 from shoal.tools.plan.machine.operation_times import OperationTimes, fit_operations, time_operations
 from shoal.tools.plan.time.rates import compute_seconds
-from shoal.tools.plan.work.planned_step import PlannedStep
-from shoal.tools.plan.work.segments import Work
+from shoal.tools.plan.work.planned_step import PlannedStep, Work
 from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util.errors import ShoalError
 

@@ -15,9 +15,13 @@ from shoal.distributed.pipeline_schedules import SCHEDULES, PipelineAction, acti
 from shoal.strategies.pipeline.schedules import timetable
 from shoal.tools.plan.machine.machines import find_machine
 from shoal.tools.plan.memory.estimate import held_micro_batches
-from shoal.tools.plan.time import pipeline_run
-from shoal.tools.plan.time.pipeline_run import pipeline_bubble, simulate_actions
-from shoal.tools.plan.time.step_time import estimate_step, pass_seconds
+from shoal.tools.plan.time import step_time
+from shoal.tools.plan.time.step_time import (
+    estimate_step,
+    pass_seconds,
+    pipeline_bubble,
+    simulate_actions,
+)
 from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import StepError
@@ -158,7 +162,7 @@ def test_further_rounds_take_the_time_of_the_busiest_rank(monkeypatch: pytest.Mo
         long = replace(plan, global_batch=7 * plan.micro_batches)
         found = simulated(long)
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline_run, "_ROUNDS", 1000)
+            patch.setattr(step_time, "_ROUNDS", 1000)
             complete = simulated(long)
         if SCHEDULES[plan.schedule].folded:
             # Other ranks than that of the output layer are the busiest at first.

@@ -16,8 +16,7 @@ from shoal.strategies.pipeline.schedules import timetable
 from shoal.tools.plan.machine.machines import Machine, find_machine
 from shoal.tools.plan.memory.estimate import estimate_memory
 from shoal.tools.plan.search.candidates import find_candidates
-from shoal.tools.plan.search.prediction import Prediction, SearchResult
-from shoal.tools.plan.search.search import predict, search_plans
+from shoal.tools.plan.search.search import Prediction, SearchResult, predict, search_plans
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.planned_step import FORMATS, PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer, parse_model

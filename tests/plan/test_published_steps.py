@@ -12,9 +12,7 @@ from plan_calibration import Case, fit_efficiency
 from shoal.distributed.layout import Layout
 from shoal.tools.plan.machine.machines import find_machine
 from shoal.tools.plan.memory.estimate import held_micro_batches, layer_activations
-from shoal.tools.plan.time.bands import step_band
-from shoal.tools.plan.time.pipeline_run import pipeline_bubble
-from shoal.tools.plan.time.step_time import estimate_step, pass_seconds
+from shoal.tools.plan.time.step_time import estimate_step, pass_seconds, pipeline_bubble, step_band
 from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer
 

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from helpers.cli import shoal
-from shoal.tools.plan.training.failure_trace import FleetEvent, read_trace, time_between_failures
-from shoal.tools.plan.training.rehearsal import Fleet, rehearse
+from shoal.tools.plan.training.rehearsal import (
+    Fleet,
+    FleetEvent,
+    read_trace,
+    rehearse,
+    time_between_failures,
+)
 from shoal.tools.plan.training.whole_training import Training, simulate_training
 from shoal.util.errors import ShoalError
 

@@ -18,14 +18,19 @@ from shoal.distributed.layout import Layout
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Efficiency, Machine
 from shoal.tools.plan.search.fit import fit_plan, trace_pipeline
-from shoal.tools.plan.search.prediction import Prediction
-from shoal.tools.plan.time.collectives import collective_seconds
-from shoal.tools.plan.time.rates import compute_seconds
-from shoal.tools.plan.time.seconds import StepParts
+from shoal.tools.plan.search.search import Prediction
+from shoal.tools.plan.time.rates import collective_seconds, compute_seconds
 from shoal.tools.plan.time.simulation import collective_totals, run_ranks
+from shoal.tools.plan.time.step_time import StepParts
 from shoal.tools.plan.trace import TracedStep, trace_step
-from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
-from shoal.tools.plan.work.segments import RankGroup, StepCollective, Work, WorkSegment
+from shoal.tools.plan.work.planned_step import (
+    PlannedStep,
+    RankGroup,
+    Recompute,
+    StepCollective,
+    Work,
+    WorkSegment,
+)
 from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util.errors import ShoalError
 

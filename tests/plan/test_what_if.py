@@ -9,7 +9,7 @@ import pytest
 
 from helpers.cli import plan_error, shoal
 from shoal.tools.plan.machine.machines import find_machine
-from shoal.tools.plan.search.what_if import changed_machine
+from shoal.tools.plan.search.search import changed_machine
 from shoal.util.errors import ShoalError
 
 A100 = find_machine("a100-80")

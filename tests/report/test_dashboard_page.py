@@ -23,7 +23,6 @@ from shoal.tools.report.dashboard.charts import (
     resample,
 )
 from shoal.tools.report.dashboard.curves import Tracks
-from shoal.tools.report.dashboard.keys import parse_keys
 from shoal.tools.report.dashboard.layout import count_turns, dashboard_lines
 from shoal.tools.report.dashboard.rank_table import count_leaves, select_ranks
 from shoal.tools.report.dashboard.snapshot import (
@@ -37,6 +36,7 @@ from shoal.tools.report.dashboard.snapshot import (
     Slowest,
     Snapshot,
 )
+from shoal.tools.report.dashboard.terminal import parse_keys
 from shoal.tools.report.dashboard.theme import PARTS, TerminalStyle
 from shoal.util.units import compact
 

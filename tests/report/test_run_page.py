@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 from helpers.synthetic_runs import BEGAN, Plant, lines, simulate, write, write_two_steps
 from shoal.cli.main import app
 from shoal.tools.report import History, attempts, read_history
-from shoal.tools.report.html import plots, to_csv
-from shoal.tools.report.html.page import render_page
+from shoal.tools.report.html import to_csv
+from shoal.tools.report.html.page import COLOURS, draw, render_page
 from shoal.tools.report.run_page import tables
 from shoal.util.document import (
     AreaPlot,
@@ -249,7 +249,7 @@ def test_where_nothing_may_be_written_it_says_what_to_type(run: Path) -> None:
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(LaunchError, match=re.escape("pip install '.[report]' in your Shoal checkout")):
-        plots.draw(LinePlot(series=[Series(label="a", x=[1], y=[1])], x="x", y="y"))
+        draw(LinePlot(series=[Series(label="a", x=[1], y=[1])], x="x", y="y"))
 
 
 def test_many_ranks_are_shown_by_the_slowest(tmp_path: Path) -> None:
@@ -285,12 +285,12 @@ def test_texts_of_a_page_are_escaped() -> None:
 
 def test_of_a_run_with_one_step_the_parts_are_drawn() -> None:
     """An area over one place would have no width, a line through one point no length."""
-    fills = {"a": (plots.COLOURS[0], "")}
-    area = plots.draw(AreaPlot(xs=[3.0], parts={"a": [1.0]}, x="step", y="ms", fills=fills)).wide
-    found = re.search(rf'<path d="([^"]*)"[^>]*style="[^"]*fill: {plots.COLOURS[0]}', area)
+    fills = {"a": (COLOURS[0], "")}
+    area = draw(AreaPlot(xs=[3.0], parts={"a": [1.0]}, x="step", y="ms", fills=fills)).wide
+    found = re.search(rf'<path d="([^"]*)"[^>]*style="[^"]*fill: {COLOURS[0]}', area)
     assert found is not None
     places = [float(x) for x in re.findall(r"[ML] ([\d.]+)", found[1])]
     assert max(places) - min(places) > 100
     line = Series(label="a", x=[3.0], y=[1.0])
-    drawn = plots.draw(LinePlot(series=[line], x="step", y="ms")).wide
-    assert re.search(rf'<use [^>]*style="fill: {plots.COLOURS[0]}', drawn)
+    drawn = draw(LinePlot(series=[line], x="step", y="ms")).wide
+    assert re.search(rf'<use [^>]*style="fill: {COLOURS[0]}', drawn)

@@ -24,9 +24,7 @@ from shoal.telemetry.profiler import window
 from shoal.telemetry.profiler.window import Requests, Window
 from shoal.telemetry.step_timer import OTHER, UPDATE
 from shoal.tools.report import read_history
-from shoal.tools.report.trace.coarse import write_coarse_trace
-from shoal.tools.report.trace.merge import merge_traces
-from shoal.tools.report.trace.request import make_timeline
+from shoal.tools.report.timeline import make_timeline, merge_traces, write_coarse_trace
 from shoal.training.trace_recorder import Recorder
 from shoal.util.errors import CheckpointError, StepError
 

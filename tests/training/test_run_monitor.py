@@ -24,7 +24,7 @@ from shoal.telemetry import flight_recorder
 from shoal.telemetry.collective_stats import CollectiveStats
 from shoal.telemetry.profiler import window
 from shoal.telemetry.profiler.window import Window
-from shoal.tools.report.trace.merge import merge_traces
+from shoal.tools.report.timeline import merge_traces
 from shoal.training.trace_recorder import Recorder
 
 pytestmark = pytest.mark.processes

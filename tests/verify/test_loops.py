@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.audits import SCRIPTS, audit
-from shoal.tools.verify.findings import PropertyFinding
+from shoal.tools.verify.operations import PropertyFinding
 from shoal.tools.verify.properties import EVALUATION, ORDER, SAMPLES, SCHEDULE, WORLD
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]

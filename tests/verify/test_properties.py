@@ -7,7 +7,6 @@ import pytest
 from shoal.tools.verify import properties
 from shoal.tools.verify.audit import kill_steps
 from shoal.tools.verify.causes import ScriptSource
-from shoal.tools.verify.findings import PropertyFinding
 from shoal.tools.verify.observations import (
     DeliveredBatch,
     DrawRecord,
@@ -18,6 +17,7 @@ from shoal.tools.verify.observations import (
     Sketch,
     StepRecord,
 )
+from shoal.tools.verify.operations import PropertyFinding
 
 SCRIPT = """
 import numpy as np
@@ -115,11 +115,11 @@ def reading(*indices: int, rank: int = 0) -> RankRecord:
 
 
 def test_padding_repeats_samples() -> None:
-    found = properties.decide_samples([run(reading(0, 1), reading(2, 0, rank=1))], SOURCE)
+    found = properties.decide_counts([run(reading(0, 1), reading(2, 0, rank=1))], SOURCE, training=True)
     assert found.cause is not None
     assert (found.cause.name, found.cause.line) == ("DistributedSampler padding", "train.py:9")
     assert "4 samples of 3: 1 repeated, 0 missing" in found.evidence
-    clean = properties.decide_samples([run(reading(0, 1), reading(2, rank=1))], SOURCE)
+    clean = properties.decide_counts([run(reading(0, 1), reading(2, rank=1))], SOURCE, training=True)
     assert clean.answer == "held in 1 run"
 
 
@@ -174,7 +174,7 @@ def test_samples_that_accelerate_repeats_in_evaluation_are_left_out_of_its_metri
         )
         for rank, indices in enumerate(((0, 1), (2, 0)))
     ]
-    assert properties.decide_evaluation([run(*ranks)], SOURCE).verdict == "not decidable"
+    assert properties.decide_counts([run(*ranks)], SOURCE, training=False).verdict == "not decidable"
 
 
 def test_replicas_and_schedules_are_compared() -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shoal.cli import bench_machine
 from shoal.cli.options import Account, Cpus, Directive, Force, Partition, Qos, Site, examples
 from shoal.util.errors import LaunchError
-
-if TYPE_CHECKING:
-    from shoal.tools.bench.scaling.allocations import ClusterRequest
-    from shoal.tools.bench.scaling.configurations import StudyOptions
 
 benches = typer.Typer(
     name="bench",
@@ -141,7 +135,9 @@ def scaling(
     a result do not run again. The report explains what limits the speed-up.
     """
     from shoal.tools.bench.options import parse_numbers, parse_words
-    from shoal.tools.bench.scaling import allocations, configurations
+    from shoal.tools.bench.scaling import configurations, submission
+    from shoal.tools.bench.scaling import study as studies
+    from shoal.tools.submit.times import parse_time
 
     options = configurations.StudyOptions(
         model=model,
@@ -158,12 +154,12 @@ def scaling(
         rounds=rounds,
         limit=limit,
     )
-    asked = allocations.ClusterRequest(
+    asked = submission.ClusterRequest(
         site=site,
         partition=partition,
         account=account,
         qos=qos,
-        time=_seconds(time),
+        time=None if time is None else parse_time(time),
         gpus=gpus_per_node,
         tasks=tasks_per_node,
         cpus=cpus_per_task,
@@ -171,58 +167,20 @@ def scaling(
         force=force,
     )
     if submit:
-        _submit(study, options, threads, asked, dry=dry_run)
+        done = studies.submit_study(study, options, threads, asked, dry=dry_run)
+    elif dry_run or asked != submission.ClusterRequest():
+        raise _no_submit(model)
     else:
-        _require_local(model, asked, dry=dry_run)
-        _run(study, options, threads, mpirun)
+        done = studies.measure_study(study, options, threads, mpirun)
+    raise typer.Exit(int(not done))
 
 
-def _run(given: Path | None, options: StudyOptions, threads: int | None, mpirun: str | None) -> None:
-    from shoal.tools.bench.scaling import study as studies
-    from shoal.tools.bench.scaling.configurations import threads_for
-    from shoal.util.tables import plain_console, print_line
-
-    console = plain_console()
-    if threads is None:
-        threads = threads_for(options.processes, len(os.sched_getaffinity(0)))
-    folder, options = _directory(given, options), replace(options, threads=threads)
-    done = studies.run_study(folder, options, mpirun, lambda line: print_line(console, line))
-    console.print()
-    studies.show_study(done)
-    if not any(repeat.measured for repeat in done.repeats()):
-        raise typer.Exit(1)
-
-
-def _submit(
-    given: Path | None,
-    options: StudyOptions,
-    threads: int | None,
-    asked: ClusterRequest,
-    *,
-    dry: bool,
-) -> None:
-    from shoal.tools.bench.scaling import study as studies
-    from shoal.tools.bench.scaling.allocations import node_capacity
-    from shoal.tools.submit.site_catalog import choose
-
-    site = choose(asked.site).value
-    if threads is None:  # as many as it has cores
-        threads = node_capacity(site, asked).cpus or 1
-    folder, options = _directory(given, options), replace(options, threads=threads)
-    if not studies.submit_study(folder, options, asked, site, dry=dry):
-        raise typer.Exit(1)
-
-
-def _require_local(model: str, asked: ClusterRequest, *, dry: bool) -> None:
-    """Raise LaunchError for options of jobs where none is submitted."""
-    from shoal.tools.bench.scaling.allocations import ClusterRequest
-
-    if asked != ClusterRequest() or dry:
-        raise LaunchError(
-            given=f"shoal bench scaling {model}, with options for a cluster",
-            found="no --submit: the study would run on this machine",
-            fix="add --submit, or leave out --site, --partition and the options after them in --help",
-        )
+def _no_submit(model: str) -> LaunchError:
+    return LaunchError(
+        given=f"shoal bench scaling {model}, with options for a cluster",
+        found="no --submit: the study would run on this machine",
+        fix="add --submit, or leave out --site, --partition and the options after them in --help",
+    )
 
 
 @benches.command(epilog=examples("shoal bench collect studies/resnet50"))
@@ -235,9 +193,8 @@ def collect(
     results are missing.
     """
     from shoal.tools.bench.scaling import study as studies
-    from shoal.tools.bench.scaling.directory import load_study
 
-    raise typer.Exit(int(not studies.collect_study(load_study(study))))
+    raise typer.Exit(int(not studies.collect_study(study)))
 
 
 @benches.command(epilog=examples("shoal bench compare studies/a studies/b"))
@@ -254,28 +211,8 @@ def compare(
 ) -> None:
     """Compare two studies of one model."""
     from shoal.tools.bench.scaling import study as studies
-    from shoal.tools.bench.scaling.directory import load_study
 
-    folder = out or second / f"compared-with-{first.resolve().name}"
-    studies.compare_studies(load_study(first), load_study(second), folder)
-
-
-def _seconds(time: str | None) -> int | None:
-    from shoal.tools.submit.times import parse_time
-
-    return None if time is None else parse_time(time)
-
-
-def _directory(given: Path | None, options: StudyOptions) -> Path:
-    """Return the directory of a study, by default studies/MODEL.
-
-    There `gpt:layers=8` becomes `gpt-layers=8`, and `a/train.py` becomes `train`.
-    """
-    if given is not None:
-        return given
-    name = Path(options.model).stem if options.model.endswith(".py") else options.model
-    name = "".join(sign if sign.isalnum() or sign in "=-_." else "-" for sign in name)
-    return Path("studies", name)
+    studies.compare_studies(first, second, out or second / f"compared-with-{first.resolve().name}")
 
 
 benches.command(epilog=examples("shoal bench comm -n 2", "srun shoal bench comm --pairs"))(

@@ -13,7 +13,7 @@ from shoal.util.errors import LaunchError, raised_as
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shoal.tools.plan.work.segments import Work
+    from shoal.tools.plan.work.planned_step import Work
 
 _MICRO_BATCH = 8
 _CAUSES = "The model is too small, or other programs use the machine."
@@ -203,7 +203,7 @@ def machine(
     between ranks from files of `shoal bench comm`. With --model, it also measures the operations of a
     model. The result has the form of the catalogue.
     """
-    from shoal.tools.bench.import_target import require_alone
+    from shoal.tools.bench.measurement import require_alone
     from shoal.tools.plan.machine import operation_times
     from shoal.tools.plan.machine.measure import check_rates, machine_toml, measure_machine, read_rates
     from shoal.tools.plan.search.fit import named_workload

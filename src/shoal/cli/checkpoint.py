@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.options import examples
-from shoal.cli.output import show_document
+from shoal.cli.options import examples, show_document
 from shoal.util.errors import CheckpointError, raised_as
 
 if TYPE_CHECKING:

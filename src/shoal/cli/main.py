@@ -11,14 +11,12 @@ import typer
 
 from shoal.cli import bench as measuring
 from shoal.cli import submit as jobs
-from shoal.cli.chaos import chaos
 from shoal.cli.checkpoint import checkpoints
-from shoal.cli.doctor import doctor
+from shoal.cli.checks import chaos, doctor, verify
 from shoal.cli.options import SCRIPT_LAST, ScriptArgs, examples
 from shoal.cli.plan import plan
 from shoal.cli.report import report
 from shoal.cli.usage import report_all_problems
-from shoal.cli.verify import verify
 from shoal.util.errors import LaunchError, ShoalError
 
 app = typer.Typer(

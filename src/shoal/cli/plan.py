@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from shoal.cli.plan_options import PlanOptions, refuse_options, show_plan
+from shoal.cli import submit as jobs
+from shoal.cli.options import SCRIPT_LAST, show_document
 from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.tools.plan.search.prediction import Prediction
-    from shoal.tools.plan.show.report import PlanReport
+    from shoal.tools.plan.check import RunCheck
+    from shoal.tools.plan.machine.machines import Machine
+    from shoal.tools.plan.options import PlanOptions
+    from shoal.tools.plan.search.search import Prediction
     from shoal.tools.plan.work.planned_step import Recompute
 
 
@@ -183,19 +187,18 @@ def plan(
     --training simulates the training: queue, saves, failures, restarts. --try measures layouts
     here, and --submit submits one.
     """
-    from shoal.cli.plan_numbers import check_numbers, compare_numbers, parse_numbers
-    from shoal.cli.plan_submit import check_words, submit_plan
+    from shoal.tools.plan import command
     from shoal.tools.plan.machine.machines import find_machine
+    from shoal.tools.plan.options import PlanOptions, parse_devices
 
-    check_words(submit, tried, top, words or ())
-    numbers = parse_numbers(devices)
     options = PlanOptions(
         model=model,
         machine=find_machine(machine),
-        devices=numbers[0],
+        numbers=parse_devices(devices),
         batch=batch,
         precision=precision,
         top=top,
+        run=check,
         micro_batch=micro_batch,
         recompute=cast("Recompute", recompute),
         layout=layout,
@@ -203,110 +206,83 @@ def plan(
         schedule=schedule,
         fake=not measure,
         training=training,
-        what_if=tuple(what_if or ()),
+        what_if=what_if or (),
+        submitted=submit,
         tried=tried,
-        words=tuple(words or ()),
-        html=html,
-        as_json=as_json,
+        words=words or (),
     )
-    updated = _updated_file(machine, check) if update else None
-    options.check(of_run=check is not None)
-    started: dict[str, object] = {"--submit": submit, "--try": tried}
-    best: Sequence[Prediction] = ()
-    if len(numbers) > 1:
-        check_numbers(devices, model, started | {"--check": check, "--what-if": what_if})
-        compare_numbers(options, numbers)
-    elif check is not None:
-        refuse_options(started | {"--training": training, "--what-if": what_if}, "--check")
-        _check_run(check, options, updated)
-    else:
-        best = _predict(options)
+    _check_files(html, machine, updated=update, run=check)
+    options.check()
+    found = command.answer_plan(options)
+    page = None if html is None else html / "index.html"
+    show_document(found.document, as_json=as_json, page=page, option="--html DIR")
+    if found.run is None and not found.best:
+        raise typer.Exit(1)
+    if update and check is not None and found.run is not None:
+        _update(machine, options.machine, check, found.run)
     if submit is not None:
-        submit_plan(best, submit, options)
+        _submit_plan(found.best, submit, options, as_json=as_json)
 
 
-def _updated_file(machine: str, check: Path | None) -> str:
-    """Return the machine file to update. Raises ShoalError if there is no run or no file."""
-    if check is None or not machine.endswith(".toml"):
+def _check_files(html: Path | None, machine: str, *, updated: bool, run: Path | None) -> None:
+    """Raise ShoalError for a file as a directory, or without a run and a file of its machine."""
+    if html is not None and html.exists() and not html.is_dir():
+        raise ShoalError(
+            given=f"--html {html}",
+            found="it is a file",
+            fix="use a directory, such as --html plan-page",
+        )
+    if updated and (run is None or not machine.endswith(".toml")):
         raise ShoalError(
             given=f"--update with --machine {machine}",
             found="it needs a run to check and a machine file (.toml)",
             fix="use --check RUN --machine my-cluster.toml --update",
         )
-    return machine
 
 
-def _check_run(run: Path, options: PlanOptions, updated: str | None) -> None:
-    """Compare the prediction for a run with its measured steps, and update a machine file."""
-    from shoal.tools.plan.check import check_run
-    from shoal.tools.plan.show.check import check_document
-    from shoal.tools.plan.work.transformer import parse_model
+def _update(path: str, machine: Machine, run: Path, found: RunCheck) -> None:
+    """Change the efficiencies in a machine file towards those of a run, and print the changes."""
+    from shoal.tools.plan.check import efficiency_changes, update_machine_file
     from shoal.util.tables import plain_console, print_line
 
-    machine = options.machine
-    found = check_run(
-        run,
-        parse_model(options.model),
-        machine,
-        micro_batch=options.micro_batch,
-        recompute=options.recompute,
-        schedule=options.schedule,
-    )
-    show_plan(check_document(found), options)
-    if updated is not None:
-        from shoal.tools.plan.machine_update import efficiency_changes, update_machine_file
-
-        changes = efficiency_changes(found, machine)
-        update_machine_file(updated, run, changes)
-        for each in changes:
-            line = f"{updated}: {each.name} {each.before:.4g} -> {each.after:.4g}"
-            print_line(plain_console(stderr=True), line)
+    changes = efficiency_changes(found, machine)
+    update_machine_file(path, run, changes)
+    for each in changes:
+        line = f"{path}: {each.name} {each.before:.4g} -> {each.after:.4g}"
+        print_line(plain_console(stderr=True), line)
 
 
-def _predict(options: PlanOptions) -> Sequence[Prediction]:
-    """Print the fastest configurations and return them; exit with 1 if none fits."""
-    from shoal.cli.plan_try import try_layouts
-    from shoal.tools.plan.show.report import plan_document
+def _submit_plan(
+    best: Sequence[Prediction], number: int, options: PlanOptions, *, as_json: bool
+) -> None:
+    """Submit the layout of a number: the words are those of `shoal submit`, with values in braces.
 
-    if options.traced:
-        from shoal.cli.plan_module import traced_report
+    With `--json`, its output goes to standard error: standard output has the plan only.
 
-        report = traced_report(options)
-    else:
-        report = _search(options)
-    if options.tried is not None and report.result.best:
-        best, tried = try_layouts(report.result.best, options.tried, options.machine, options.words)
-        found = replace(report.result, best=tuple(best))
-        report = replace(report, result=found, tried=tuple(tried))
-    show_plan(plan_document(report), options)
-    if not report.result.best:
-        raise typer.Exit(1)
-    return report.result.best
+    Raises ShoalError if fewer layouts fit, or if the devices do not fill their nodes.
+    """
+    from shoal.tools.plan.options import fill_words
 
-
-def _search(options: PlanOptions) -> PlanReport:
-    """Search all configurations of a transformer, also with each change that is asked for."""
-    from shoal.tools.plan.search.search import search_plans
-    from shoal.tools.plan.search.what_if import answer_what_if, changed_machine
-    from shoal.tools.plan.show.report import PlanReport
-    from shoal.tools.plan.work.transformer import parse_model
-    from shoal.util.units import compact
-
-    model, machine = parse_model(options.model), options.machine
-    size = options.devices, options.batch
-    training = options.training_on(options.devices)
-    for question in options.what_if:
-        changed_machine(machine, question)  # mistakes are reported before the search
-    result = search_plans(model, machine, *size, precision=options.precision, top=options.top)
-    answers = [
-        answer_what_if(each, result, model, machine, *size, precision=options.precision)
-        for each in options.what_if
-    ]
-    return PlanReport(
-        name=f"{compact(model.parameters)} parameters",
-        machine=machine,
-        model=model,
-        result=result,
-        training=training,
-        answers=tuple(answers),
-    )
+    if number > len(best):
+        raise ShoalError(
+            given=f"--submit {number}",
+            found=f"the number of configurations that fit is {len(best)}",
+            fix=f"use --submit {len(best)}",
+        )
+    plan, machine = best[number - 1].plan, options.machine
+    devices = plan.layout.size
+    per_node = min(machine.devices, devices)
+    if devices % per_node:
+        raise ShoalError(
+            given=f"-n {devices} --submit",
+            found=f"nodes of {machine.name} have {per_node} devices, so that one would not be full",
+            fix=f"use -n {devices // per_node * per_node}",
+        )
+    size = ["--nodes", str(devices // per_node), "-n", str(devices)]
+    size += [] if machine.is_cpu else ["--gpus-per-node", str(per_node)]
+    app = typer.Typer()
+    app.command(context_settings=SCRIPT_LAST)(jobs.submit)
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        typer.main.get_command(app).main(
+            [*size, *fill_words(options.words, plan)], "shoal submit", standalone_mode=False
+        )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.output import show_document
+from shoal.cli.options import show_document
 
 PAGE = "index.html"
 
@@ -40,7 +40,7 @@ def report(
     from shoal.util.tables import plain_console, print_line, print_path
 
     if trace is not None:
-        from shoal.tools.report.trace.request import make_timeline
+        from shoal.tools.report.timeline import make_timeline
 
         print_path(plain_console(), make_timeline(run, trace))
         return

@@ -17,12 +17,12 @@ from shoal.cli.options import (
     ScriptArgs,
     Site,
     examples,
+    show_document,
 )
-from shoal.cli.output import show_document
 from shoal.util.errors import LaunchError, raised_as
 
 if TYPE_CHECKING:
-    from shoal.tools.submit.job import JobRequest
+    from shoal.tools.submit.scheduler import JobRequest
     from shoal.tools.submit.submit import SubmitOptions
 
 sites = typer.Typer(
@@ -176,7 +176,7 @@ def submit(
     Shoal checks the job against the cluster profile and runs a copy of the source. Before the time
     limit or a preemption, the job saves a checkpoint and returns to the queue.
     """
-    from shoal.tools.submit.job import JobRequest
+    from shoal.tools.submit.scheduler import JobRequest
     from shoal.tools.submit.submit import SubmitOptions
     from shoal.tools.submit.times import parse_time
 

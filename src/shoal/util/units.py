@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def counted(count: int, noun: str, ending: str = "s") -> str:
     """Return a number and its noun: `1 worker`, `2 workers`; `4 processes` with the ending `es`."""
     return f"1 {noun}" if count == 1 else f"{count:,} {noun}{ending}"
+
+
+def first_few(names: Sequence[str], most: int) -> str:
+    """Return the first names, and the number of the others: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def percent(share: float, *, tenths: bool = False) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shoal.util.arguments import check_choice, check_number
@@ -43,6 +43,16 @@ def parse_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
             fix=f"{option} 1,2,4",
         )
     return tuple(sorted({int(word) for word in words}))
+
+
+def fill_places(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Return words with the values for their names in braces."""
+    found = []
+    for word in words:
+        for name, value in values.items():
+            word = word.replace(f"{{{name}}}", value)  # noqa: PLW2901
+        found.append(word)
+    return found
 
 
 def check_seconds(call: str, option: str, seconds: float) -> None:

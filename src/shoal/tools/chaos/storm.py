@@ -23,10 +23,9 @@ import psutil
 
 from shoal.checkpoint.store import Manifest
 from shoal.tools.chaos.containment import StormDisk
-from shoal.tools.chaos.control import ActionRequest, ControlDirectory, Notice
 from shoal.tools.chaos.faults import KINDS, Fault, Survey, plan_faults, shrink
 from shoal.tools.chaos.final_state import checkpoint_directories, digest_end, latest_checkpoint
-from shoal.tools.chaos.rank import START
+from shoal.tools.chaos.rank import START, ActionRequest, ControlDirectory, Notice
 from shoal.tools.chaos.report import InjectedFault, StormReport, StormRequest
 from shoal.tools.verify.variants import copy_directory
 from shoal.util.clock import CLOCK

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from shoal.util.differences import RankDifference, spans
 from shoal.util.document import Document, Section, Table
 from shoal.util.grouping import group_by
-from shoal.util.units import counted
+from shoal.util.units import counted, first_few
 
 T = TypeVar("T")
 
@@ -129,8 +129,8 @@ def examination_document(found: Examination) -> Document:
 def describe_ranks(ranks: Sequence[RankFacts[Any]]) -> str:
     """Return a short string for ranks and hosts: `rank 3 (node2)`, `ranks 0-7 (node1, node2)`."""
     hosts = list(dict.fromkeys(one.host for one in ranks))
-    named = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if hosts[_NAMED:] else "")
-    return f"rank{'s' * (len(ranks) > 1)} {spans([one.rank for one in ranks])} ({named})"
+    numbers = f"rank{'s' * (len(ranks) > 1)} {spans([one.rank for one in ranks])}"
+    return f"{numbers} ({first_few(hosts, _NAMED)})"
 
 
 def describe_difference(one: RankDifference, ranks: Sequence[RankFacts[Any]]) -> str:

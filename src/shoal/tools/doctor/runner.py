@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.distributed import env_vars
 from shoal.tools.doctor.checks import (
-    clocks,
-    dataset,
     filesystem,
     gpus,
     host,
@@ -213,7 +211,7 @@ def rank_topics(request: DoctorRequest, ranks: int) -> list[Check[Any]]:
     ]
     paths: tuple[tuple[str, Path | None, Callable[[Path], Any], Callable[..., Any]], ...] = (
         ("source", request.source, software.describe_sources, software.check_sources),
-        ("dataset", request.data, dataset.describe_dataset, dataset.check_dataset),
+        ("dataset", request.data, software.describe_dataset, software.check_dataset),
         ("run directory", request.run, filesystem.try_directory, filesystem.check_directories),
     )
     given = [
@@ -270,20 +268,17 @@ def examine_alone(request: DoctorRequest, *before: CheckResult) -> Examination:
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts, findings=list(before))
     doctor.go("alone", rank_topics(request, 1))
     if gpus.has_gpus() and not request.quick:
-        doctor.measure(_compute_of_all())
+        from shoal.tools.doctor.checks import compute  # imports torch, only if there are GPUs
+
+        doctor.measure(
+            Check(
+                name="compute",
+                look=lambda: compute.measure_compute(compute.visible_gpus()),
+                judge=compute.check_compute,
+                better=compute.best_rates,
+            )
+        )
     return doctor.result()
-
-
-def _compute_of_all() -> Check[Any]:
-    """Return the check of all GPUs of this machine; torch is imported only if there are any."""
-    from shoal.tools.doctor.checks import compute
-
-    return Check(
-        name="compute",
-        look=lambda: compute.measure_compute(compute.visible_gpus()),
-        judge=compute.check_compute,
-        better=compute.best_rates,
-    )
 
 
 def examine_together(world: World, request: DoctorRequest) -> tuple[Examination | None, bool]:
@@ -316,8 +311,8 @@ def _examine_all(world: World, doctor: Doctor) -> None:
     doctor.go("each", [*rank_topics(request, size), placed])
     if rounds.going and len(set(hosts)) > 1:
         asking = [hosts.index(name) for name in dict.fromkeys(hosts)][1:]
-        ask = partial(clocks.measure_clock_offsets, store, rank=rank, asking=asking, limit=inner)
-        doctor.go("clock", [Check(name="clock", look=ask, judge=clocks.check_clocks)])
+        ask = partial(links.measure_clock_offsets, store, rank=rank, asking=asking, limit=inner)
+        doctor.go("clock", [Check(name="clock", look=ask, judge=links.check_clocks)])
     if rounds.going and request.run is not None and doctor.written():
         see = partial(
             filesystem.try_shared_directory, request.run, store, rank=rank, size=size, limit=inner

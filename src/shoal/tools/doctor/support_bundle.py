@@ -180,7 +180,12 @@ def collect_bundle(
     if anonymous:
         names = stand_ins(
             hosts=[*found.hosts, os.uname().nodename],
-            addresses=_addresses(),
+            addresses=[
+                one.address
+                for known in psutil.net_if_addrs().values()
+                for one in known
+                if one.address not in ("127.0.0.1", "::1") and not one.address.startswith("00:00:00:00")
+            ],
             user=_user(),
             home=str(Path.home()),
         )
@@ -209,15 +214,6 @@ def collect_bundle(
         for name, text in _logs(run):
             texts[redactor.text(f"run/{name}")] = redactor.text(text)
     return texts
-
-
-def _addresses() -> list[str]:
-    return [
-        one.address
-        for known in psutil.net_if_addrs().values()
-        for one in known
-        if one.address not in ("127.0.0.1", "::1") and not one.address.startswith("00:00:00:00")
-    ]
 
 
 def _user() -> str:

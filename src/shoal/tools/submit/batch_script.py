@@ -6,17 +6,15 @@ import os.path
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from jinja2 import DictLoader, Environment, StrictUndefined
 
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.telemetry.events import path_of
-from shoal.tools.submit.job import Job, JobCommand
-from shoal.tools.submit.scheduler import Scheduler, Shell, quote_word, quote_words
-from shoal.tools.submit.schedulers import site_scheduler
-from shoal.tools.submit.site import Site
+from shoal.tools.submit.scheduler import Job, JobCommand, Scheduler, Shell, quote_word, quote_words
+from shoal.tools.submit.site_catalog import Site, site_scheduler
 
 _FIRST_PORT, _PORTS = 10001, 10000
 MARK = "# Written by `shoal submit`"
@@ -55,7 +53,7 @@ def render(job: Job, site: Site, place: JobContext) -> str:
     Raises LaunchError for a value that is invalid in a line that the scheduler reads.
     """
     scheduler = site_scheduler(site)
-    shell = {name: Shell(text) for name, text in asdict(scheduler.shell).items()}
+    shell = {name: Shell(text) for name, text in scheduler.shell.items()}
     base = resources.files(__package__).joinpath(_TEMPLATE).read_text()
     environment = Environment(
         loader=DictLoader({_TEMPLATE: base, "scheduler": scheduler.template}),
@@ -93,7 +91,7 @@ def render(job: Job, site: Site, place: JobContext) -> str:
         processes=job.processes,
         launch=_launch(job, site, scheduler),
         events=str(path_of(place.run, 0)),
-        local=Shell(site.local or scheduler.shell.local),
+        local=Shell(site.local or scheduler.shell["local"]),
         stage=[os.path.split(path) for path in place.stage],
         program=quote_words(_around(_program(job, site, place, scheduler))),
         turns=[(turn.log, _turn(turn, job, site, place, scheduler)) for turn in job.turns],
@@ -135,7 +133,8 @@ def _program(job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> S
     words += [_staged(place.python, place)]
     if job.launcher == "torchrun":
         # Jobs that share a node get different ports: they depend on the job number.
-        port = Shell(f'"$host:$(({_FIRST_PORT} + {scheduler.shell.job_number} % {_PORTS}))"')
+        number = scheduler.shell["job_number"]
+        port = Shell(f'"$host:$(({_FIRST_PORT} + {number} % {_PORTS}))"')
         words += ["-m", "torch.distributed.run", f"--nnodes={job.nodes}"]
         words += [f"--nproc-per-node={job.per_node}", "--rdzv-backend=c10d"]
         # Without the dashes torchrun reads options of the script as abbreviations of its own options.

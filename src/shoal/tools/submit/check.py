@@ -12,9 +12,8 @@ from importlib import metadata
 from math import ceil
 
 from shoal.tools.submit.decide import fits, partition_of, processes_of
-from shoal.tools.submit.job import Job, JobRequest
-from shoal.tools.submit.schedulers import site_scheduler
-from shoal.tools.submit.site import Partition, Site
+from shoal.tools.submit.scheduler import Job, JobRequest
+from shoal.tools.submit.site_catalog import Partition, Site, site_scheduler
 from shoal.tools.submit.times import gpu_hours, spell_time
 from shoal.util.errors import LaunchError
 from shoal.util.safe_text import MASK, is_secret, masked

@@ -6,10 +6,8 @@ import re
 from math import ceil
 from pathlib import PurePath
 
-from shoal.tools.submit.job import Job, JobRequest
-from shoal.tools.submit.scheduler import SchedulerProfile
-from shoal.tools.submit.schedulers import site_scheduler
-from shoal.tools.submit.site import Partition, Qos, Site
+from shoal.tools.submit.scheduler import Job, JobRequest, SchedulerProfile
+from shoal.tools.submit.site_catalog import Partition, Qos, Site, site_scheduler
 from shoal.util.arguments import check_choice
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
@@ -46,31 +44,24 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
     account = request.account
     if account is not None and "@" not in account:
         account += partition.account
+    decided = {
+        "name": request.name or _name(request.script),
+        "processes": processes,
+        "cpus": cpus.value,
+        "partition": partition.option,
+        "constraint": request.constraint or partition.constraint,
+        "qos": qos.value,
+        "account": account,
+        "launcher": _launcher(request.launcher or site.launcher, scheduler),
+        "options": (*site.options, *request.options),
+    }
     return Job(
-        name=request.name or _name(request.script),
-        nodes=request.nodes,
-        processes=processes,
+        **vars(request) | decided,
         per_node=ceil(processes / request.nodes),
-        gpus=request.gpus,
         gpu_resource=partition.gpu_resource,
-        cpus=cpus.value,
-        memory=request.memory,
-        partition=partition.option,
-        constraint=request.constraint or partition.constraint,
-        qos=qos.value,
-        account=account,
         multithread=site.multithread,
-        time=request.time,
         lead=lead.value,
-        launcher=_launcher(request.launcher or site.launcher, scheduler),
         requeue=site.requeue and request.chain == 1 and not request.turns,
-        chain=request.chain,
-        restarts=request.restarts,
-        elements=len(request.sweep),
-        at_once=request.at_once,
-        options=(*site.options, *request.options),
-        turns=request.turns,
-        limit=request.limit,
         choices={"cpus": cpus, "qos": qos, "lead": lead},
     )
 

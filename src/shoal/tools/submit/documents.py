@@ -7,15 +7,14 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shoal.tools.submit.job import Job
-from shoal.tools.submit.job_directory import JobEnd
+from shoal.tools.submit.scheduler import Job
 from shoal.tools.submit.site_catalog import SiteEntry, load
-from shoal.tools.submit.status import Status, outcome
+from shoal.tools.submit.status import JobEnd, Status, outcome
 from shoal.tools.submit.submit import Submission
 from shoal.tools.submit.times import gpu_hours, spell_time
 from shoal.util.clock import CLOCK
 from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Table, Text
-from shoal.util.units import age, counted
+from shoal.util.units import age, counted, first_few
 
 _SHOWN = 5
 
@@ -29,7 +28,8 @@ def submission_document(done: Submission, out: Path | None) -> Document:
         text = f"written, not submitted: {done.program} {shlex.quote(str(out))}"
     notes = list(done.notes)
     if done.linked:
-        notes.append(f"linked and not copied, so changes affect the job: {_some(done.linked)}")
+        linked = first_few([*map(json.dumps, done.linked)], _SHOWN)
+        notes.append(f"linked and not copied, so changes affect the job: {linked}")
     run = shlex.quote(_short(done.run))
     commands = [
         ("follow", f"shoal logs -f {run}"),
@@ -124,11 +124,6 @@ def _ago(moment: object) -> str:
     if not isinstance(moment, int | float):
         return "at an unknown time"
     return f"{age(CLOCK.wall() - moment)} ago"
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(map(json.dumps, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
 def _short(path: Path) -> str:

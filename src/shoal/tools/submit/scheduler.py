@@ -1,4 +1,4 @@
-"""The contract between `shoal submit` and a scheduler.
+"""A job, and the contract between `shoal submit` and a scheduler.
 
 All modules of this package, except the scheduler's own, use a scheduler only through this contract.
 CONTRIBUTING.md describes how to add one.
@@ -7,12 +7,105 @@ CONTRIBUTING.md describes how to add one.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from shoal.tools.submit.job import Job
+from shoal.util.decision import Decision
+
+REQUEUES = 100
+"""Largest number of times that a job is requeued."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCommand:
+    """One of several commands that a job runs one after the other on the same nodes.
+
+    `args` follow those of the request. The output of `processes` goes to the file `log`; the exit code,
+    begin and end, in seconds, go to a file with the same name and `.end`.
+    """
+
+    args: tuple[str, ...]
+    processes: int
+    log: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """A job as requested; the site decides fields that are None. `gpus` are those of each node.
+
+    `processes` are those of all nodes, `time` is in seconds, `sweep` has the words that each element of
+    an array adds to `args`. `partition`, `constraint`, `qos` and `account` are names of the site's
+    scheduler, `options` further directives in its syntax. Each node gets a copy of the files and
+    directories in `stage`. `workers` is the number of loader workers that the script seems to start. If
+    there are `turns`, these are run, each for at most `limit` seconds, and `processes` is the number of
+    the largest one. `variables` are set for all processes.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    time: int
+    nodes: int = 1
+    gpus: int = 0
+    processes: int | None = None
+    cpus: int | None = None
+    memory: str | None = None
+    partition: str | None = None
+    constraint: str | None = None
+    qos: str | None = None
+    account: str | None = None
+    name: str | None = None
+    launcher: str | None = None
+    container: str | None = None
+    python: str | None = None
+    sweep: tuple[tuple[str, ...], ...] = ()
+    at_once: int | None = None
+    chain: int = 1
+    restarts: int = 0
+    options: tuple[str, ...] = ()
+    stage: tuple[str, ...] = ()
+    workers: int = 0
+    turns: tuple[JobCommand, ...] = ()
+    limit: int = 0
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(JobRequest):
+    """A job with all decisions made: the batch script contains each value that is not None.
+
+    A job gets its signal to save `lead` seconds before its end. With `requeue` it may then requeue
+    itself, even after `restarts` failures. `per_node` is the number of processes on each node, or on
+    most. `choices` has Shoal's decisions by name: cpus, qos and lead.
+    """
+
+    name: str
+    processes: int
+    per_node: int
+    gpu_resource: str | None
+    multithread: bool
+    lead: int
+    launcher: str
+    requeue: bool
+    requeues: int = REQUEUES
+    choices: Mapping[str, Decision[Any]]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of an array; 0 for other jobs."""
+        return len(self.sweep)
+
+    @property
+    def signal(self) -> str:
+        """The signal that asks ranks to save; torchrun's agents forward no other."""
+        return "TERM" if self.launcher == "torchrun" else "USR1"
+
+    @property
+    def to_batch(self) -> bool:
+        """Whether the batch script forwards the signal: no scheduler knows the ranks of mpirun."""
+        return self.launcher == "mpirun"
+
 
 JobPhase = Literal["waiting", "running", "ended"]
 
@@ -49,39 +142,6 @@ class SchedulerProfile:
     signal_delay: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class SchedulerShell:
-    """Shell text of the batch script that differs between schedulers.
-
-    Expressions for a job's environment: `job_id` as `submit` returned it, `job_number` an arithmetic
-    expression that differs between jobs, `element` the index in an array or nothing, `queue_id` the
-    name that `queued` returns, which may use `$task` for the element, `restarts` the number of requeues
-    so far, `nodes` and `first_node` the names of its nodes, `rank` the rank of a process, `local` a
-    directory on a disk of the node.
-
-    Commands: `each_node` runs its arguments once on each node, `broadcast` copies a file of the first
-    node to all nodes, `cancel` cancels the job whose id follows, `requeue` requeues the job whose id
-    follows, `may_requeue` succeeds unless a user has ended the job `$job` or the scheduler requeues it.
-    `programs`, separated by `|`, write `PROGRAM: message` into the log.
-    """
-
-    job_id: str
-    job_number: str
-    element: str
-    queue_id: str
-    restarts: str
-    nodes: str
-    first_node: str
-    rank: str
-    local: str
-    each_node: str
-    broadcast: str
-    cancel: str
-    requeue: str
-    may_requeue: str
-    programs: str
-
-
 class Scheduler(Protocol):
     """A scheduler. Its methods raise LaunchError if it is missing, unreachable or rejects a request."""
 
@@ -90,8 +150,20 @@ class Scheduler(Protocol):
         """Facts about it for messages and decisions."""
 
     @property
-    def shell(self) -> SchedulerShell:
-        """Its expressions and commands in the batch script."""
+    def shell(self) -> Mapping[str, str]:
+        """Shell text of the batch script that differs between schedulers.
+
+        Expressions for a job's environment: `job_id` as `submit` returned it, `job_number` an
+        arithmetic expression that differs between jobs, `element` the index in an array or nothing,
+        `queue_id` the name that `queued` returns, which may use `$task` for the element, `restarts` the
+        number of requeues so far, `nodes` and `first_node` the names of its nodes, `rank` the rank of a
+        process, `local` a directory on a disk of the node.
+
+        Commands: `each_node` runs its arguments once on each node, `broadcast` copies a file of the
+        first node to all nodes, `cancel` cancels the job whose id follows, `requeue` requeues the job
+        whose id follows, `may_requeue` succeeds unless a user has ended the job `$job` or the scheduler
+        requeues it. `programs`, separated by `|`, write `PROGRAM: message` into the log.
+        """
 
     @property
     def template(self) -> str:

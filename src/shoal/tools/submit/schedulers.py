@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 
 from shoal.tools.submit.scheduler import Scheduler
-from shoal.tools.submit.site import Site
 from shoal.tools.submit.slurm.scheduler import Slurm
 from shoal.util.errors import LaunchError
 
@@ -23,11 +22,6 @@ def find_scheduler(name: str, given: str) -> Scheduler:
             fix=f"use one of {known}",
         )
     return SCHEDULERS[name]
-
-
-def site_scheduler(site: Site) -> Scheduler:
-    """Return the scheduler of a site."""
-    return find_scheduler(site.scheduler, f"the site {site.name}")
 
 
 def scheduler_here() -> Scheduler:

@@ -1,33 +1,195 @@
-"""The state of the submitted jobs of a run, the time that it takes to stop, and their cancellation."""
+"""The submitted jobs of a run: their folders `RUN/jobs/1` and so on, their state and cancellation.
+
+`stopping_seconds` is the time that a run takes to stop. A file lists the runs with jobs.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.distributed import env_vars
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.telemetry import events
-from shoal.tools.submit.job_directory import (
-    MOST_RUNS,
-    RECORD,
-    JobEnd,
-    SubmittedJob,
-    logs,
-    mark_cancelled,
-    newest_folder,
-    read_ends,
-    read_failure,
-    read_record,
-    runs_file,
-    submitted_runs,
-)
 from shoal.tools.submit.scheduler import QueuedJob, Scheduler
 from shoal.tools.submit.schedulers import find_scheduler
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
+
+SCRIPT, RECORD, IDS, ENDS, CANCELLED = "job.sh", "job.json", "jobs", "ends", "cancelled"
+_LINES = 2
+"""Lines of a report: the exception and the place, with rank and host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmittedJob:
+    """A submission: the ids of the jobs, one per job of a chain, their scheduler and request."""
+
+    jobs: tuple[str, ...]
+    scheduler: str
+    submitted: float
+    site: str
+    command: str
+    nodes: int
+    gpus: int
+    processes: int
+    time: int
+    signal: str
+    to_batch: bool
+    elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """How one start of a job ended: the number of the start, and the exit code."""
+
+    job: str
+    restarts: int
+    code: int
+    when: float
+
+
+def next_folder(run: Path) -> Path:
+    """Return the folder for the next job of a run."""
+    return run / "jobs" / str(max(_numbers(run), default=0) + 1)
+
+
+def make_folder(run: Path) -> Path:
+    """Make the folder, for the user only; two simultaneous submissions get one each."""
+    while True:
+        folder = next_folder(run)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Another submission may have made it, or removed the run's folder after an error.
+        with suppress(FileExistsError, FileNotFoundError):
+            folder.mkdir(mode=0o700)
+            return folder
+
+
+def missing_folders(run: Path) -> list[Path]:
+    """Return the parent directories that must be made for a folder, innermost first."""
+    jobs = run / "jobs"
+    return [folder for folder in (jobs, *jobs.parents) if not folder.exists()]
+
+
+def remove_folder(folder: Path, made: Sequence[Path]) -> None:
+    """Remove a job's folder, and those made for it that are empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for each in made:
+        with suppress(OSError):  # it is not empty
+            each.rmdir()
+
+
+def newest_folder(run: Path) -> Path:
+    """Return the folder of the newest submitted job. Raises LaunchError if there is none."""
+    for number in sorted(_numbers(run), reverse=True):
+        if (run / "jobs" / str(number) / RECORD).is_file():
+            return run / "jobs" / str(number)
+    if any(not (run / "jobs" / str(number) / SCRIPT).exists() for number in _numbers(run)):
+        raise LaunchError(
+            given=str(run),
+            found="-o wrote the script, and Shoal did not submit it, so it has no job number",
+            fix="follow it with the scheduler's own command",
+        )
+    raise LaunchError(
+        given=str(run),
+        found="it contains no job of `shoal submit`",
+        fix="pass the directory of --run, or runs/NAME for NAME.py",
+    )
+
+
+def write_record(folder: Path, record: SubmittedJob) -> None:
+    """Write the record, with the numbers of the jobs in a separate file for the batch script."""
+    (folder / IDS).write_text("".join(f"{job}\n" for job in record.jobs))
+    (folder / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
+
+
+def read_record(folder: Path) -> SubmittedJob:
+    """Return the record of a job. Raises LaunchError if it can't be read."""
+    try:
+        values = json.loads((folder / RECORD).read_text())
+        return SubmittedJob(**{**values, "jobs": tuple(str(job) for job in values["jobs"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise LaunchError(
+            given=str(folder / RECORD),
+            found=f"it is not the record of a job: {error}",
+            fix="look for the job with the scheduler's own command, or submit again",
+        ) from None
+
+
+def read_ends(folder: Path) -> list[JobEnd]:
+    """Return how the jobs of a folder have ended so far, in order."""
+    found = []
+    with suppress(OSError):
+        for line in (folder / ENDS).read_text(errors="replace").splitlines():
+            with suppress(ValueError):
+                job, restarts, code, when = line.split()
+                found.append(JobEnd(job=job, restarts=int(restarts), code=int(code), when=float(when)))
+    return found
+
+
+def read_failure(folder: Path) -> tuple[str, ...]:
+    """Return the last lines and the place of the rank that failed first; of an array those of each
+    element.
+    """
+    found: list[str] = []
+    for path in sorted(folder.glob("failure*")):
+        if path.is_file():
+            with suppress(OSError):
+                found += path.read_text(errors="replace").rstrip().splitlines()[-_LINES:]
+    return tuple(found)
+
+
+def mark_cancelled(folder: Path) -> None:
+    """Mark the jobs as cancelled, so that they do not requeue themselves."""
+    (folder / CANCELLED).write_text(f"{CLOCK.wall():.0f}\n")
+
+
+def logs(folder: Path, elements: Sequence[int]) -> list[Path]:
+    """Return the log file of a job, or the log files of an array's elements."""
+    return [folder / f"log-{element}.txt" for element in elements] or [folder / "log.txt"]
+
+
+def _numbers(run: Path) -> list[int]:
+    folder = run / "jobs"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return [int(name) for name in names if name.isdecimal()]
+
+
+MOST_RUNS = 50
+"""Largest number of runs that are listed, the newest ones."""
+
+
+def runs_file() -> Path:
+    """Return the path of the list of submitted runs, one absolute path per line."""
+    return env_vars.state_folder() / "runs"
+
+
+def add_submitted_run(run: Path) -> None:
+    """Append a run; simultaneous submissions do not interfere. Raises OSError."""
+    file = runs_file()
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(descriptor, os.fsencode(f"{run.resolve()}\n"))
+    finally:
+        os.close(descriptor)
+
+
+def submitted_runs() -> list[Path]:
+    """Return the runs, without duplicates, the last submitted one first."""
+    try:
+        lines = os.fsdecode(runs_file().read_bytes()).split("\n")
+    except OSError:
+        return []
+    return [Path(line) for line in dict.fromkeys(reversed(lines)) if os.path.isabs(line)]
 
 
 @dataclass(frozen=True, kw_only=True)

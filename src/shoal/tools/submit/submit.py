@@ -14,25 +14,25 @@ from shoal.launcher.entry_point import find_script
 from shoal.tools.submit.batch_script import MARK, JobContext, render
 from shoal.tools.submit.check import check_interpreter, check_job, notes, without_secrets, workers_of
 from shoal.tools.submit.decide import decide
-from shoal.tools.submit.job import Job, JobRequest
-from shoal.tools.submit.job_directory import (
+from shoal.tools.submit.scheduler import Job, JobRequest, Scheduler
+from shoal.tools.submit.site_catalog import Site, site_scheduler
+from shoal.tools.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
+from shoal.tools.submit.status import (
     SCRIPT,
     SubmittedJob,
+    active_jobs,
     add_submitted_run,
     make_folder,
     missing_folders,
     next_folder,
     remove_folder,
     runs_file,
+    stopping_seconds,
     write_record,
 )
-from shoal.tools.submit.scheduler import Scheduler
-from shoal.tools.submit.schedulers import site_scheduler
-from shoal.tools.submit.site import Site
-from shoal.tools.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
-from shoal.tools.submit.status import active_jobs, stopping_seconds
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, raised_as
+from shoal.util.units import first_few
 
 _HEAD, _SHOWN = 8192, 3
 
@@ -149,11 +149,10 @@ def _check_alone(run: Path) -> None:
     """Raise LaunchError if a job of this run waits or runs already."""
     others = active_jobs(run)
     if others:
-        names = ", ".join(f"{each.job} ({each.state.lower()})" for each in others[:_SHOWN])
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        names = first_few([f"{each.job} ({each.state.lower()})" for each in others], _SHOWN)
         raise LaunchError(
             given=f"--run {run}",
-            found=f"job {names}{more} of this run has not ended: if two jobs use one directory, the "
+            found=f"job {names} of this run has not ended: if two jobs use one directory, the "
             "older job fails and loses its progress since its last save",
             fix=f"run shoal cancel {shlex.quote(str(run))} first, or use --run DIR with another "
             "directory (--force submits it anyway)",

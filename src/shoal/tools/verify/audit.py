@@ -1,20 +1,135 @@
-"""The audit of a script: runs its variants and collects the answers."""
+"""The audit of a script: runs its variants, and makes a document of the answers.
+
+A second pass runs two variants again and finds the operation that differs.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.tools.verify import properties
-from shoal.tools.verify.bisection import locate_operation
-from shoal.tools.verify.causes import ScriptSource, file_order_cause, hash_order_cause
-from shoal.tools.verify.findings import PropertyFinding
+from shoal.tools.verify.causes import (
+    DROPOUT,
+    GUESSED,
+    ScriptSource,
+    batch_norm_cause,
+    file_order_cause,
+    hash_order_cause,
+)
 from shoal.tools.verify.observations import TIMED_OUT, RunRecord
+from shoal.tools.verify.operations import (
+    LikelyCause,
+    OperationDifference,
+    PropertyFinding,
+    first_operation,
+    first_operation_by_rows,
+)
+from shoal.tools.verify.properties import REPEATABLE, RESUME, WORLD, cause_of
 from shoal.tools.verify.variants import Variant, VerifyRequest, last_output, run_killed, run_variant
+from shoal.util.document import Document, KeyNumbers, Section, Table, Text, to_plain
 from shoal.util.errors import LaunchError
 from shoal.util.packages import versions
+
+DRAWS = {
+    REPEATABLE: ("unseeded torch generator", "seed torch with the same number in each run"),
+    RESUME: ("generator state not in the checkpoint", "save and restore `torch.get_rng_state()`"),
+    WORLD: (
+        "random numbers drawn per rank",
+        "draw by sample, as Shoal does, or expect statistical equality only",
+    ),
+}
+
+OUTSIDE = {
+    "argument": (
+        "value from outside of torch",
+        "compute it from the seed, the step or the sample: it is {}",
+    ),
+    "input": (
+        "tensor from outside of torch's operations",
+        "seed or save the source of this tensor: {}",
+    ),
+    "mean": (
+        "mean of means",
+        "divide the sum of the losses by the number of samples or tokens of all ranks",
+    ),
+    "operation": (
+        "other operations are called",
+        "do not branch on the rank, the time, or the order of a set",
+    ),
+}
+"""Causes of differences in a part of an operation."""
+
+
+def locate_operation(
+    request: VerifyRequest,
+    finding: PropertyFinding,
+    variants: Mapping[str, Variant],
+    source: ScriptSource,
+    announce: Callable[[Variant], None],
+) -> PropertyFinding:
+    """Run two variants again, record the operations of the step that differs, and compare them.
+
+    Args:
+        request: The script.
+        finding: A finding, returned unchanged if no step is known in which tensors differ.
+        variants: The runs so far, by name.
+        source: The script's text.
+        announce: Called with each run before it starts.
+
+    Returns:
+        The finding, with the operation and a cause at its line if one was found.
+    """
+    difference = finding.difference
+    if difference is None:
+        return finding
+    traces = []
+    for name, step in zip((difference.first, difference.second), difference.steps, strict=True):
+        # A name of its own: it is the name of the run's directory.
+        variant = replace(
+            variants[name], name=f"{name}, operations for '{finding.name}'", trace_at=step
+        )
+        announce(variant)
+        run = run_variant if variant.kill_at is None else run_killed
+        traces.append([rank.operations for rank in run(request, variant).ranks])
+    first, second = traces
+    compare = first_operation if len(first) == len(second) else first_operation_by_rows
+    found = compare(first, second)
+    if found is None:
+        return finding
+    return replace(
+        finding,
+        evidence=f"{finding.evidence}; {found}",
+        operation=found,
+        cause=operation_cause(finding.name, found, finding.cause, source),
+    )
+
+
+def operation_cause(
+    name: str, found: OperationDifference, known: LikelyCause | None, source: ScriptSource
+) -> LikelyCause:
+    """Return the cause at an operation, or the known cause unless it is a guess."""
+    if known is not None and known.name not in GUESSED:
+        return known
+    if "batch_norm" in found.operation and name == WORLD:
+        return batch_norm_cause(source)
+    if found.part == "generator":
+        if known is not None and known.name == DROPOUT:
+            return known
+        cause, change = DRAWS[name]
+    elif found.part in OUTSIDE:
+        cause, change = OUTSIDE[found.part]
+    elif name == WORLD:
+        cause = "operation depends on the rank or on other samples"
+        change = "compute the output of each sample from this sample only"
+    else:
+        cause = "operation is not deterministic"
+        change = "call `torch.use_deterministic_algorithms(True)`, or replace the operation"
+    line = found.line or source.name
+    return LikelyCause(name=cause, line=line, change=change.format(found.detail))
+
 
 Progress = Callable[[str], None]
 
@@ -91,10 +206,10 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
     findings: tuple[PropertyFinding, ...] = (
         repeatable,
         resume,
-        properties.decide_samples(runs, source),
+        properties.decide_counts(runs, source, training=True),
         properties.decide_order(runs),
         properties.decide_draws(runs, source),
-        properties.decide_evaluation(runs, source),
+        properties.decide_counts(runs, source, training=False),
         properties.decide_world_size(by_size, source),
         properties.decide_replicas(runs, source),
         properties.decide_micro_batches(baseline, changed),
@@ -188,3 +303,36 @@ def _notes(runs: list[RunRecord], request: VerifyRequest) -> tuple[str, ...]:
     if short:
         found.append(f"ended after {request.limit:g} seconds: {', '.join(short)}")
     return tuple(dict.fromkeys(found))
+
+
+def audit_document(report: AuditReport) -> Document:
+    """Return the answers, then the causes and the runs."""
+    held = sum(finding.verdict == "held" for finding in report.findings)
+    unknown = len(report.findings) - held - report.refuted
+    answers = Table(
+        caption="Properties",
+        head=("property", "answer", "evidence"),
+        rows=[(each.name, each.answer, each.evidence) for each in report.findings],
+    )
+    causes = [
+        Text(text=f"{each.line}: {each.name}", advice=f"change: {each.change}", whole=True)
+        for each in cause_of(report.findings)
+    ]
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    runs = KeyNumbers(pairs=[("runs", "; ".join(report.runs)), ("versions", versions)])
+    notes = [Text(text=f"note: {note}") for note in report.notes]
+    return Document(
+        title=f"shoal verify {report.command}",
+        # It claims no more than the runs showed.
+        verdict=f"{report.command}: {held} properties held, {report.refuted} refuted, {unknown} not "
+        "decidable",
+        sections=[
+            Section(heading="Answers", blocks=[answers]),
+            Section(heading="Causes", blocks=causes),
+            Section(heading="Runs", blocks=[*notes, runs]),
+        ],
+        values={
+            **to_plain(report),
+            "findings": [{**to_plain(each), "answer": each.answer} for each in report.findings],
+        },
+    )

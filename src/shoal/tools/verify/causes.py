@@ -6,7 +6,6 @@ import ast
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from shoal.tools.verify.findings import LikelyCause
 from shoal.tools.verify.observations import (
     ACCELERATE,
     GENERATORS,
@@ -15,6 +14,7 @@ from shoal.tools.verify.observations import (
     RunRecord,
     StepRecord,
 )
+from shoal.tools.verify.operations import LikelyCause
 
 KEYED = "derive a generator from the sample's index: `torch.Generator().manual_seed(seed + index)`"
 

@@ -36,7 +36,6 @@ from shoal.data.feed import PositionedSource
 from shoal.data.iterable_dataset import StreamSource
 from shoal.data.map_dataset import MapStyleDataset
 from shoal.data.sampler import LocalBatch
-from shoal.tools.verify.checksums import checksum_generators, checksum_state, sketch
 from shoal.tools.verify.loaders import (
     DatasetNumbers,
     LoaderPass,
@@ -57,7 +56,14 @@ from shoal.tools.verify.observations import (
     WrittenFile,
 )
 from shoal.tools.verify.observed_calls import call_after, observe_clipping, observe_written_files
-from shoal.tools.verify.operation_trace import OperationTrace, plain_name, user_module
+from shoal.tools.verify.operation_trace import (
+    OperationTrace,
+    checksum_generators,
+    checksum_state,
+    plain_name,
+    sketch,
+    user_module,
+)
 
 LAYERS = {
     "dropout": ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "MultiheadAttention"),
@@ -241,7 +247,8 @@ class Observer:
                 self.roots.add(user_module(module))
             for part in module.modules():
                 for kind, names in LAYERS.items():
-                    if type(part).__name__ in names and _rate(part):
+                    rate = getattr(part, "p", getattr(part, "dropout", 1.0))
+                    if type(part).__name__ in names and rate:
                         self.write_event("layer", kind=kind, name=type(part).__name__)
         if self.depth == 0 and torch.is_grad_enabled() and self.pending:
             self.used.add(len(self.pending) - 1)
@@ -397,12 +404,6 @@ def _makes_state() -> bool:
 
 def _parameters(optimizer: Any) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _rate(layer: Any) -> float:
-    """Return the dropout rate of a layer; 1 for layers without one."""
-    rate = layer.p if hasattr(layer, "p") else getattr(layer, "dropout", 1.0)
-    return float(rate)
 
 
 def observe_loaders(observer: Observer) -> None:

@@ -18,7 +18,19 @@ from shoal.tools.verify.causes import (
     schedule_cause,
     world_size_cause,
 )
-from shoal.tools.verify.findings import (
+from shoal.tools.verify.observations import (
+    ACCELERATE,
+    GENERATORS,
+    TIMED_OUT,
+    LoaderKey,
+    Pass,
+    RankRecord,
+    RunRecord,
+    Sketch,
+    StepRecord,
+)
+from shoal.tools.verify.operations import (
+    ROUNDING,
     DifferingStep,
     LikelyCause,
     PropertyFinding,
@@ -26,20 +38,6 @@ from shoal.tools.verify.findings import (
     refuted,
     undecided,
 )
-from shoal.tools.verify.observations import (
-    ACCELERATE,
-    GENERATORS,
-    TIMED_OUT,
-    DeliveredBatch,
-    LoaderKey,
-    LoaderRecord,
-    Pass,
-    RankRecord,
-    RunRecord,
-    Sketch,
-    StepRecord,
-)
-from shoal.tools.verify.operations import ROUNDING
 
 TENSORS = ("parameters", "optimizer states", "gradients", "buffers", "updates")
 """The kinds of state that operations make."""
@@ -159,25 +157,17 @@ def _resumed_difference(
     return None
 
 
-def decide_samples(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
-    """Count the samples of each complete training pass over a loader, over all ranks."""
-    return _decide_counts(runs, source, training=True)
-
-
-def decide_evaluation(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:
-    """Count the samples of each complete pass over a loader outside training."""
-    return _decide_counts(runs, source, training=False)
-
-
-def _decide_counts(
+def decide_counts(
     runs: Sequence[RunRecord], source: ScriptSource, *, training: bool
 ) -> PropertyFinding:
+    """Count the samples of each complete pass over a loader, in training or outside, over all ranks."""
     name = SAMPLES if training else EVALUATION
     complete = 0
     for run in runs:
         seen = 0
         for loader, epoch in _passes(run, training=training):
-            record = _loader(run.ranks, loader)
+            known = [rank.loaders[loader] for rank in run.ranks if loader in rank.loaders]
+            record = known[0] if known else None
             size = _size(run.ranks, loader)
             if record is None or size is None or record.replacement:
                 continue
@@ -238,14 +228,6 @@ def _size(ranks: Sequence[RankRecord], loader: LoaderKey) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _batches(rank: RankRecord, loader: LoaderKey, epoch: int) -> list[DeliveredBatch]:
-    return [b for b in rank.delivered if (b.loader, b.epoch) == (loader, epoch)]
-
-
-def _loader(ranks: Sequence[RankRecord], loader: LoaderKey) -> LoaderRecord | None:
-    return next((rank.loaders[loader] for rank in ranks if loader in rank.loaders), None)
-
-
 def decide_order(runs: Sequence[RunRecord]) -> PropertyFinding:
     """Compare the orders of the first two epochs of each training loader that shuffles."""
     compared = 0
@@ -282,7 +264,8 @@ def _epochs(run: RunRecord) -> list[list[Pass]]:
 
 
 def _order(rank: RankRecord, loader: LoaderKey, epoch: int) -> list[Any]:
-    return [index for batch in _batches(rank, loader, epoch) for index in batch.indices]
+    read = (batch for batch in rank.delivered if (batch.loader, batch.epoch) == (loader, epoch))
+    return [index for batch in read for index in batch.indices]
 
 
 def decide_draws(runs: Sequence[RunRecord], source: ScriptSource) -> PropertyFinding:

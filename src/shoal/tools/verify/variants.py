@@ -1,4 +1,8 @@
-"""Runs a script in its variants, each in a separate copy of the working directory."""
+"""Runs a script in its variants, each in a separate copy of the working directory.
+
+The process of a variant starts the ranks of an observed script, as `shoal run` does. Its argument is
+the path of an order: the fields of an ObservedScript, and the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,50 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shoal.launcher.entry_point import find_script
+from shoal.distributed.env_vars import placement
+from shoal.launcher.entry_point import Script, find_script
+from shoal.launcher.local import run_job
 from shoal.tools.verify.observations import TIMED_OUT, ObserverOptions, RunRecord, read_run
-from shoal.tools.verify.observed_run import ObservedScript
 from shoal.util.errors import LaunchError
+from shoal.util.plain import from_plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedScript(Script):
+    """A script that a rank runs under observation."""
+
+    observer: ObserverOptions
+    reverse_files: bool
+
+    def run(self) -> None:
+        """Install the hooks and run the script as `__main__`."""
+        from shoal.tools.verify.hooks import install_hooks
+        from shoal.tools.verify.observed_calls import reverse_listings
+
+        install_hooks(self.observer, placement().rank)
+        if self.reverse_files:
+            reverse_listings()
+        super().run()
+
+
+def read_order(path: Path) -> tuple[ObservedScript, int]:
+    """Return the script of an order, and the number of ranks."""
+    order = json.loads(path.read_text(encoding="utf-8"))
+    return from_plain(ObservedScript, order["script"]), order["processes"]
+
+
+def main() -> None:
+    """Run the order and exit with the code of its ranks."""
+    job, processes = read_order(Path(sys.argv[1]))
+    sys.exit(run_job(job, processes=processes).code)
+
 
 LARGE = 64 << 20
 """Bytes of a file that is linked instead of copied."""
 MOST_RANKS = 1024
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "node_modules", "venv")
 LINES = 25
-START = "from shoal.tools.verify.observed_run import main; main()"
+START = "from shoal.tools.verify.variants import main; main()"
 """Not `-m`: ranks must find its classes under the module's name, not under `__main__`."""
 
 

@@ -177,14 +177,10 @@ def _report(
     if not machine.series:
         print_line(plain_console(stderr=True), "Ended before the first measurement: no file written.")
         return
-    path = asked.out or Path(_file_name(machine))
+    stamp = datetime.fromisoformat(machine.measured).strftime("%Y%m%d-%H%M%S")
+    path = asked.out or Path(f"machine-{machine.hosts[0]}-{len(machine.hosts)}-{stamp}.json")
     write_machine_file(machine, path)
     asked.output.show(machine_document(machine, left_out, pairs, path), point_csv_rows(machine))
-
-
-def _file_name(machine: MachineFile) -> str:
-    stamp = datetime.fromisoformat(machine.measured).strftime("%Y%m%d-%H%M%S")
-    return f"machine-{machine.hosts[0]}-{len(machine.hosts)}-{stamp}.json"
 
 
 def _backend(world: World) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import psutil
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.data import Loader
@@ -128,11 +127,15 @@ def measure_stages(loader: Loader, seconds: float) -> Stages | None:
     both = statistics.median(whole)
     sample = statistics.median(alone) if alone else both
     value, count = handed
+    copies = [
+        time_calls(lambda: move(value, device), device=device)
+        for _ in range(5 * accelerator.is_accelerator(device))
+    ]
     return Stages(
         sample=sample,
         collate=max(0.0, both - sample) if alone else None,
         handed=_handed(value, seconds) / count if source.device.type == "cpu" else None,
-        copied=_copied(value, device) / count if accelerator.is_accelerator(device) else None,
+        copied=statistics.median(copies) / count if copies else None,
     )
 
 
@@ -167,10 +170,6 @@ def _handed(value: Any, seconds: float) -> float:
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def _copied(value: Any, device: torch.device) -> float:
-    return statistics.median(time_calls(lambda: move(value, device), device=device) for _ in range(5))
 
 
 def _children() -> list[psutil.Process]:

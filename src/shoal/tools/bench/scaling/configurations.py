@@ -1,14 +1,113 @@
-"""The configurations of a study and their order. Functions of plain values."""
+"""The options of a scaling study: its model, its configurations and curves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeAlias
 
-from shoal.tools.bench.scaling.subject import SIZES, ScriptSubject, Subject, parse_subject
+from shoal.tools.bench.options import fill_places
 from shoal.util.arguments import check_choice, check_file, check_integer
 from shoal.util.errors import LaunchError
 from shoal.util.units import counted
+
+IMAGE = {"size": 224, "classes": 1000}
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "dense": {"width": 512, "layers": 3, "inputs": 784, "classes": 10},
+    "resnet-small": {"size": 32, "width": 16, "blocks": 2, "classes": 10},
+    "resnet18": IMAGE,
+    "resnet50": IMAGE,
+    "resnet101": IMAGE,
+    "gpt": {"layers": 4, "width": 128, "heads": 4, "context": 128, "words": 256},
+}
+"""The built-in models with their default sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIn:
+    """One of Shoal's built-in models, with all its sizes."""
+
+    name: str
+    sizes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        usual = SIZES[self.name]
+        given = ",".join(f"{name}={n}" for name, n in self.sizes.items() if usual[name] != n)
+        return f"{self.name}:{given}" if given else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factory:
+    """A function `module:name` that returns (model, task, dataset) when it is called."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSubject:
+    """A script of the user."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+Subject: TypeAlias = BuiltIn | Factory | ScriptSubject
+
+
+def parse_subject(text: str) -> Subject:
+    """Return the subject that `text` describes, which need not exist. Raises LaunchError for others."""
+    if text.endswith(".py"):
+        return ScriptSubject(path=text)
+    name, colon, rest = text.partition(":")
+    if name in SIZES:
+        return BuiltIn(name=name, sizes={**SIZES[name], **_sizes(name, rest if colon else "")})
+    module = name.split(".")
+    if colon and rest.isidentifier() and all(part.isidentifier() for part in module):
+        return Factory(module=name, name=rest)
+    raise LaunchError(
+        given=text,
+        found="neither a built-in model, nor module:function, nor a script",
+        fix=f"use one of {', '.join(SIZES)}; package.module:function; or train.py",
+    )
+
+
+def throughput_unit(subject: Subject) -> tuple[str, int]:
+    """Return the unit of throughput, and the number of units per sample."""
+    if isinstance(subject, BuiltIn):
+        if subject.name == "gpt":
+            return "tokens", subject.sizes["context"]
+        if subject.name.startswith("resnet"):
+            return "images", 1
+    return "samples", 1
+
+
+def _sizes(name: str, text: str) -> dict[str, int]:
+    found = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if key not in SIZES[name] or not value.isdecimal() or int(value) < 1:
+            usual = ",".join(f"{size}={number}" for size, number in SIZES[name].items())
+            raise LaunchError(
+                given=f"{name}:{text}",
+                found=f"{part!r} is not one of its sizes, or not a number above 0",
+                fix=f"use {name}:{usual}, or some of these",
+            )
+        found[key] = int(value)
+    if name == "gpt" and (shape := {**SIZES[name], **found})["width"] % shape["heads"]:
+        width, heads = shape["width"], shape["heads"]
+        raise LaunchError(
+            given=f"{name}:{text}",
+            found=f"the width {width} is not divisible by {heads} heads",
+            fix=f"gpt:width={width},heads={max(n for n in range(1, heads + 1) if not width % n)}",
+        )
+    return found
+
 
 SCALINGS = ("strong", "weak")
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
@@ -114,9 +213,6 @@ def check_study_options(options: StudyOptions) -> None:
         check_integer(LaunchError, "shoal bench scaling", option, count, least)
 
 
-PLACES = ("batch", "processes", "backend", "strategy", "precision", "way", "steps", "run")
-
-
 def _check_script(options: StudyOptions) -> None:
     """Raise LaunchError unless the script's arguments have placeholders for the configuration."""
     text = " ".join(options.args)
@@ -158,12 +254,7 @@ def fill_arguments(options: StudyOptions, configuration: Configuration, run: str
         "steps": str(options.warmup + options.steps),
         "run": run,
     }
-    found = []
-    for argument in options.args:
-        for name in PLACES:
-            argument = argument.replace(f"{{{name}}}", values[name])  # noqa: PLW2901
-        found.append(argument)
-    return found
+    return fill_places(options.args, values)
 
 
 def list_curves(options: StudyOptions) -> list[ScalingCurve]:

@@ -68,7 +68,8 @@ class Study:
             (number, jobs[place])
             for number in range(self.options.rounds)
             for place in round_order(len(jobs), number)
-            if _is_missing(self.job(jobs[place], number) / RESULT, failed=failed)
+            if not (path := self.job(jobs[place], number) / RESULT).is_file()
+            or (failed and _repeat(path).measured is None)
         ]
 
     def repeats(self) -> list[Repeat]:
@@ -177,10 +178,6 @@ def write_json(path: Path, plain: Mapping[str, Any]) -> None:
     """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
-
-
-def _is_missing(path: Path, *, failed: bool) -> bool:
-    return not path.is_file() or (failed and _repeat(path).measured is None)
 
 
 def _repeat(path: Path) -> Repeat:

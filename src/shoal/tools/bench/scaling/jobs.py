@@ -20,11 +20,14 @@ import numpy as np
 import psutil
 
 from shoal.distributed.env_vars import THREADS, set_variables
-from shoal.tools.bench.scaling.aggregate import Repeat
-from shoal.tools.bench.scaling.configurations import Configuration, StudyOptions, fill_arguments
+from shoal.tools.bench.scaling.aggregate import FEWEST, Repeat, StepTimes, summarize
+from shoal.tools.bench.scaling.configurations import (
+    Configuration,
+    ScriptSubject,
+    StudyOptions,
+    fill_arguments,
+)
 from shoal.tools.bench.scaling.directory import Study, write_json
-from shoal.tools.bench.scaling.job_summary import FEWEST, StepTimes, summarize
-from shoal.tools.bench.scaling.subject import ScriptSubject
 from shoal.tools.report import PARTS, Attempt, Reader
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shoal.data import Loader
 from shoal.distributed.world import World
 from shoal.strategies.task import Task
-from shoal.tools.bench.import_target import call_target, import_named
-from shoal.tools.bench.scaling.subject import BuiltIn, Factory
+from shoal.tools.bench.measurement import call_target, import_named
+from shoal.tools.bench.scaling.configurations import BuiltIn, Factory
 from shoal.util.errors import LaunchError, ShoalError
 
 BATCHES = 64
@@ -44,7 +44,7 @@ def make_model(subject: BuiltIn | Factory, batch: int) -> Workload:
     samples = BATCHES * batch
     if subject.name == "gpt":
         rows = noise_windows(samples, (sizes["context"] + 1,), words=sizes["words"])
-        return Workload(lambda: GPT(sizes), Task(_next_words, _words), rows)
+        return Workload(lambda: GPT(sizes), Task(_next_words, lambda rows: rows[:, :-1]), rows)
     labels = torch.randint(0, sizes["classes"], (samples,), generator=_generator())
     if subject.name == "dense":
         data = noise_windows(samples, (sizes["inputs"],)), labels
@@ -194,10 +194,6 @@ class GPT(nn.Module):
         x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
         scores: Tensor = self.head(self.norm(self.blocks(x)))
         return scores
-
-
-def _words(rows: Tensor) -> Tensor:
-    return rows[:, :-1]
 
 
 def _next_words(output: Tensor, rows: Tensor) -> tuple[Tensor, int]:

@@ -1,11 +1,11 @@
-"""Check that Python, torch, packages and source are the same on all ranks."""
+"""Check that Python, torch, packages, source and dataset are the same on all ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -19,6 +19,7 @@ from shoal.tools.doctor.findings import (
 )
 from shoal.util.differences import RankDifference, differences
 from shoal.util.packages import packages
+from shoal.util.units import size
 
 CORE = ("torch", "numpy", "shoal")
 """Packages with a separate line in the report."""
@@ -76,7 +77,11 @@ def _digest(path: Path) -> str:
 def check_software(ranks: Sequence[RankFacts[Software]]) -> Iterator[CheckResult]:
     """Yield a line for Python, one for each package of training, one for all others."""
     found = ranks[0].facts
-    by_name = [{"Python": one.facts["python"], **_core(one.facts["packages"])} for one in ranks]
+    by_name = [
+        {"Python": one.facts["python"]}
+        | {name: version for name, version in one.facts["packages"].items() if name in CORE}
+        for one in ranks
+    ]
     differing = {one.name: one for one in differences(by_name)}
     fix = "start all ranks in the same environment (which python; pip list)"
     for name in by_name[0] | {"torch": ""}:
@@ -92,10 +97,6 @@ def check_software(ranks: Sequence[RankFacts[Software]]) -> Iterator[CheckResult
         yield failure("packages", _describe_some(others, ranks, ""), fix)
     else:
         yield ok("packages", f"{len(found['packages'])} installed" + same_on_all(ranks))
-
-
-def _core(found: Mapping[str, str]) -> dict[str, str]:
-    return {name: found[name] for name in CORE if name in found}
 
 
 def check_sources(ranks: Sequence[RankFacts[Sources]]) -> Iterator[CheckResult]:
@@ -114,3 +115,70 @@ def _describe_some(others: Sequence[RankDifference], ranks: Sequence[RankFacts[A
     named = "; ".join(f"{one.name} {describe_difference(one, ranks)}" for one in others[:_NAMED])
     more = f"; and {len(others) - _NAMED} more{noun}" if len(others) > _NAMED else ""
     return named + more
+
+
+SAMPLES = 16
+"""Number of files that are sampled, evenly chosen in the order of their names."""
+
+SAMPLE_BYTES = 1 << 16
+"""Bytes that are read of each, at its beginning and at its end."""
+
+
+class Dataset(TypedDict):
+    """Number of files, their bytes, and digests: of names and sizes, and of samples."""
+
+    path: str
+    files: int
+    bytes: int
+    listing: str
+    content: str
+
+
+def describe_dataset(path: Path) -> Dataset:
+    """Return the facts about a file, or a folder and all below it; times of files don't count."""
+    files = sorted(_files(path)) if path.is_dir() else [("", os.stat(path).st_size)]
+    listing, content = hashlib.sha256(), hashlib.sha256()
+    for name, length in files:
+        listing.update(f"{name}\0{length}\0".encode("utf-8", "surrogateescape"))
+    count = min(SAMPLES, len(files))
+    for name, length in (files[index * len(files) // count] for index in range(count)):
+        with (path / name if name else path).open("rb") as file:
+            content.update(file.read(SAMPLE_BYTES))
+            file.seek(max(0, length - SAMPLE_BYTES))
+            content.update(file.read(SAMPLE_BYTES))
+    return Dataset(
+        path=str(path.absolute()),
+        files=len(files),
+        bytes=sum(length for _, length in files),
+        listing=listing.hexdigest()[:12],
+        content=content.hexdigest()[:12],
+    )
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int]]:
+    todo = [(os.fspath(folder), "")]
+    while todo:
+        here, inside = todo.pop()
+        with os.scandir(here) as entries:
+            for entry in entries:
+                name = f"{inside}{entry.name}"
+                if entry.is_dir():
+                    todo.append((entry.path, f"{name}/"))
+                else:
+                    yield name, entry.stat().st_size
+
+
+def check_dataset(ranks: Sequence[RankFacts[Dataset]]) -> Iterator[CheckResult]:
+    """Yield one line for the dataset."""
+    found = ranks[0].facts
+    fix = f"compare {found['path']} on these hosts (du -sb, find | wc -l); copy it again if it differs"
+    told = {"files": "files", "bytes": "bytes", "listing": "names and sizes", "content": "content"}
+    facts = [{name: str(one.facts[name]) for name in told} for one in ranks]  # type: ignore[literal-required]
+    others = {one.name: one for one in differences(facts)}
+    for name, text in told.items():
+        if name in others:
+            yield failure("dataset", f"{text}: {describe_difference(others[name], ranks)}", fix)
+            return
+    looked = "sampled" if found["files"] <= SAMPLES else f"{SAMPLES} sampled"
+    text = f"{found['files']:,} files, {size(found['bytes'])}, {looked}"
+    yield ok("dataset", text + same_on_all(ranks))

@@ -8,15 +8,14 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from shoal._torch.dispatch import UncompiledMode, is_wrapper
 from shoal.distributed.init import init
-from shoal.tools.bench.import_target import target_errors
+from shoal.tools.bench.measurement import target_errors
 from shoal.tools.bench.scaling.models import Workload, one_batch
 from shoal.tools.plan.machine.machines import RANGES, Machine, limited_efficiency
 from shoal.tools.plan.trace import eager_model
-from shoal.tools.plan.work.segments import Work
+from shoal.tools.plan.work.planned_step import Work
 from shoal.tools.plan.work.traced_work import is_counted, operation_work
 from shoal.util import accelerator
 from shoal.util.clock import CLOCK, Clock
@@ -104,7 +103,13 @@ def time_operations(given: str, build: Callable[[], Workload], samples: int) -> 
                 model.zero_grad()
                 with times, autocast:
                     value = loss(model)
-                    _check_gradient(given, value)
+                    if not value.requires_grad:
+                        raise LaunchError(
+                            given=given,
+                            found="its loss has no gradient: no parameter requires one, or gradients "
+                            "are turned off",
+                            fix="return a model that can be trained",
+                        )
                     value.backward()
                 passes += 1
     return times
@@ -139,15 +144,6 @@ def fit_operations(machine: Machine, kinds: Mapping[str, tuple[Work, float]]) ->
 def unlikely_efficiencies(machine: Machine, kinds: Iterable[str]) -> list[str]:
     """Return the kinds whose efficiency is at an end of its range, so that it was limited."""
     return [kind for kind in kinds if getattr(machine.efficiency, kind) in RANGES[kind]]
-
-
-def _check_gradient(given: str, loss: Tensor) -> None:
-    if not loss.requires_grad:
-        raise LaunchError(
-            given=given,
-            found="its loss has no gradient: no parameter requires one, or gradients are turned off",
-            fix="return a model that can be trained",
-        )
 
 
 def _total(operations: Iterable[tuple[Work, float]]) -> float:

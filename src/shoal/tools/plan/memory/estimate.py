@@ -6,12 +6,34 @@ generalized to any width of the MLP, key and value heads, and 4-byte activations
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 
-from shoal.tools.plan.memory.rank_memory import RankMemory
-from shoal.tools.plan.work.planned_step import PlannedStep
-from shoal.tools.plan.work.segments import Quantity
+from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
 from shoal.tools.plan.work.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank at the moment of a step at which it needs most.
+
+    In a trace, `activations` were allocated in the forward pass, `temporary` in the backward pass, the
+    update and the checks on the first batch. `communication` are gathered parameters and buffers of
+    collectives. `moment` says when: "forward", "backward", "update" or "checks". `reserved` is what
+    torch's allocator takes from a GPU, with rounding and fragmentation; 0 if it is not known.
+    """
+
+    kinds: Mapping[str, Quantity]
+    moment: str = ""
+    reserved: int = 0
+
+    @property
+    def total(self) -> Quantity:
+        """All bytes."""
+        return sum(self.kinds.values())
+
 
 FRAGMENTATION = 0.06
 """The part of activations and buffers that the allocator loses: assumed."""

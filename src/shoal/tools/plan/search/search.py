@@ -1,23 +1,124 @@
-"""The best configurations of a training on a number of devices, out of all valid ones."""
+"""The best configurations of a training on a number of devices, out of all valid ones.
+
+Predictions are those of a transformer by its dimensions, or of a traced module. To answer "what if",
+the search is repeated with one property of the machine changed.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
 from bisect import insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.memory.estimate import estimate_memory
+from shoal.distributed.layout import AXES, Layout
+from shoal.tools.plan.machine.machines import RANGES, Machine, find_machine
+from shoal.tools.plan.memory.estimate import RankMemory, estimate_memory
 from shoal.tools.plan.search.candidates import Candidates, Integers, find_candidates
-from shoal.tools.plan.search.prediction import Prediction, RejectedLayout, SearchResult
-from shoal.tools.plan.time.pipeline_run import pipeline_bubble
-from shoal.tools.plan.time.seconds import StepParts
-from shoal.tools.plan.time.step_time import estimate_step, pass_seconds
+from shoal.tools.plan.time.simulation import CollectiveTotal, RankRun
+from shoal.tools.plan.time.step_time import StepParts, estimate_step, pass_seconds, pipeline_bubble
 from shoal.tools.plan.work.planned_step import ANY_PRECISION, FORMATS, PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import ShoalError
-from shoal.util.units import counted, size
+from shoal.util.units import counted, duration, percent, size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A plan with the predicted memory and step time of the rank that needs most memory.
+
+    `change` says how the plan differs from the given one. `memories` and `runs` are those of the traced
+    ranks of one replica, in the order of the pipeline; the rank is the one at `place`, and
+    `collectives` are its own. `margin` is the number of bytes that a training may need in addition.
+    """
+
+    plan: PlannedStep
+    memory: RankMemory
+    time: StepParts
+    available: float
+    change: str = "as given"
+    margin: int = 0
+    place: int = 0
+    memories: tuple[RankMemory, ...] = ()
+    runs: tuple[RankRun, ...] = ()
+    collectives: Mapping[str, CollectiveTotal] = field(default_factory=dict)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step: those of the slowest rank."""
+        return float(max((each.time.total for each in self.runs), default=self.time.total))
+
+    @property
+    def needed(self) -> float:
+        """Bytes that the device must have: with what torch's allocator loses, and the margin."""
+        return (self.memory.reserved or self.memory.total) + self.margin
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has them."""
+        return self.needed <= self.available
+
+    @property
+    def verdict(self) -> str:
+        """A sentence: whether it fits, and by how much."""
+        rest = self.available - self.needed
+        of = f"{size(self.needed)} of {size(self.available)}"
+        return f"fits: {of}, {size(rest)} free" if self.fits else f"does not fit: {of}"
+
+    @property
+    def family(self) -> str:
+        """The axes in use, such as `shard+tensor`."""
+        return "+".join(axis for axis in AXES if self.plan.layout.degree(axis) > 1) or "one device"
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """The place among other predictions: the fastest first."""
+        return self.step_seconds, self.needed
+
+    def slower_than(self, fastest: Prediction) -> str:
+        """Return by how much a step is slower, and the part that takes longer."""
+        slow, fast = self.time.parts, fastest.time.parts
+        part = max(slow, key=lambda name: slow[name] - fast[name])
+        ratio = self.time.total / fastest.time.total - 1
+        more = duration(slow[part] - fast[part])
+        return f"{percent(ratio, tenths=True)} slower: {more} more of {part}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejectedLayout:
+    """A layout that is not among the fastest, why, and its best prediction, if there is one."""
+
+    layout: Layout
+    reason: str
+    best: Prediction | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The fastest predictions that fit, and layouts with other axes.
+
+    Of `tried` configurations, `fitting` fit, and `evaluated` were not ruled out by lower bounds.
+    """
+
+    best: tuple[Prediction, ...]
+    rejected: tuple[RejectedLayout, ...]
+    tried: int
+    fitting: int
+    evaluated: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriedLayout:
+    """A layout with the predicted and the measured seconds of a step, or the end of a failed run."""
+
+    layout: str
+    predicted: float
+    measured: float | None
+    problem: str = ""
+
 
 _ROUNDING = 1e-9
 """The part of a bound that rounding may add."""
@@ -123,3 +224,112 @@ def _no_layout(model: Transformer, devices: int, batch: int) -> ShoalError:
         "evenly",
         fix=f"use a global batch size that can be split evenly, such as --batch {nearest}",
     )
+
+
+RATES = ("half", "tf32", "fp32", "memory", "memory_bandwidth", "link", "network")
+COMPUTATION = ("half", "tf32", "fp32", "memory_bandwidth")
+QUESTIONS = tuple(dict.fromkeys(("machine", "slowest", *RATES, *RANGES)))
+_FACTORS = (1e-3, 1e3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """A question, the fastest configuration under it, and how it differs from that of the search.
+
+    `ratio` is its step time relative to that of the search, `part` the part of the step that changes
+    most, `change` the seconds by which it does. All are None if no configuration fits.
+    """
+
+    question: str
+    best: Prediction | None
+    ratio: float | None = None
+    part: str | None = None
+    change: float | None = None
+
+
+def changed_machine(machine: Machine, question: str) -> Machine:
+    """Return `machine` with one change.
+
+    Args:
+        machine: The machine of the search.
+        question: `machine=NAME` for another one; `slowest=1.2` for a device that computes 1.2 times
+            slower than the others, for which each step waits; or a rate or an efficiency times a
+            factor, such as `network=2x`.
+
+    Raises:
+        ShoalError: If the question is not one of these.
+    """
+    name, _, value = question.partition("=")
+    if name not in QUESTIONS or not value:
+        near = difflib.get_close_matches(name, QUESTIONS, n=1, cutoff=0.6)
+        raise ShoalError(
+            given=f"--what-if {question}",
+            found=f"a question is one of {', '.join(QUESTIONS)}, with a value",
+            fix=f"use --what-if {near[0]}=…, such as network=2x or machine=h200"
+            if near
+            else "use --what-if network=2x, or machine=h200",
+        )
+    if name == "machine":
+        return find_machine(value)
+    factor = _factor(question, value)
+    if name == "slowest":
+        return _times(machine, COMPUTATION, 1 / factor)
+    if name in RATES:
+        return _times(machine, (name,), factor)
+    low, high = RANGES[name]
+    changed = getattr(machine.efficiency, name) * factor
+    if not low <= changed <= high:
+        raise ShoalError(
+            given=f"--what-if {question}",
+            found=f"{name} would be {changed:.3g}; it is between {low:g} and {high:g}",
+            fix="use a factor within this range",
+        )
+    return replace(machine, efficiency=replace(machine.efficiency, **{name: changed}))
+
+
+def answer_what_if(
+    question: str,
+    base: SearchResult,
+    model: Transformer,
+    machine: Machine,
+    devices: int,
+    batch: int,
+    *,
+    precision: str,
+) -> WhatIf:
+    """Return the fastest configuration with one change, compared with that of the search."""
+    changed = changed_machine(machine, question)
+    result = search_plans(model, changed, devices, batch, precision=precision, top=1)
+    if not result.best or not base.best:
+        return WhatIf(question=question, best=result.best[0] if result.best else None)
+    best, before = result.best[0], base.best[0]
+    ours, theirs = best.time.parts, before.time.parts
+    part = max(ours, key=lambda name: abs(ours[name] - theirs[name]))
+    return WhatIf(
+        question=question,
+        best=best,
+        ratio=best.step_seconds / before.step_seconds,
+        part=part,
+        change=ours[part] - theirs[part],
+    )
+
+
+def _factor(question: str, text: str) -> float:
+    slowest = question.startswith("slowest=")
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = math.nan
+    low, high = 1.0 if slowest else _FACTORS[0], _FACTORS[1]
+    if not low <= factor <= high or not (slowest or text.endswith("x")):
+        raise ShoalError(
+            given=f"--what-if {question}",
+            found=f"it is not a factor from {low:g} to {high:g}" + ("" if slowest else ", with x"),
+            fix="use a factor, such as --what-if network=2x or --what-if slowest=1.2",
+        )
+    return factor
+
+
+def _times(machine: Machine, names: tuple[str, ...], factor: float) -> Machine:
+    values = {name: getattr(machine, name) for name in names}
+    return replace(machine, **{name: value * factor for name, value in values.items() if value})

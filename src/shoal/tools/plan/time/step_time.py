@@ -1,25 +1,117 @@
-"""Seconds of one optimizer step by part, from the dimensions of a transformer.
+"""Seconds of one optimizer step by part, from the dimensions of a transformer, and their error.
 
-The formulas take one plan, or many at once as arrays.
+The formulas take one plan, or many at once as arrays. The bubble of a pipeline is simulated, action by
+action.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from shoal.distributed.pipeline_schedules import PipelineAction, action_lists
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.memory.estimate import stage_parameters
-from shoal.tools.plan.time.collectives import LayerSeconds, layer_collectives, step_collectives
-from shoal.tools.plan.time.rates import ComputeSeconds, compute_seconds
-from shoal.tools.plan.time.seconds import StepParts
+from shoal.tools.plan.time.rates import (
+    ComputeSeconds,
+    LayerSeconds,
+    compute_seconds,
+    layer_collectives,
+    step_collectives,
+)
 from shoal.tools.plan.work.layers import transformer_work
-from shoal.tools.plan.work.planned_step import PlannedStep
-from shoal.tools.plan.work.segments import Quantity
+from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
 from shoal.tools.plan.work.transformer import Transformer
+
+_PASSES = ("products", "convolutions", "attention", "memory", "recompute", "launch")
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Seconds of one optimizer step by part. They add up to `total`.
+
+    `memory` are element-wise operations and the operands of products, `launch` is the time between
+    operations and for the host, `bubble` the waiting for other pipeline stages, `stragglers` that for
+    the slowest device, and `data` the gradients and gathered parameters that no computation hides.
+    """
+
+    parts: Mapping[str, Quantity]
+
+    @classmethod
+    def of(cls, **parts: Quantity) -> StepParts:
+        """Return numbers, or arrays of several plans, by name."""
+        return cls({name: one if np.ndim(one) else float(one) for name, one in parts.items()})
+
+    @property
+    def total(self) -> Quantity:
+        """All seconds."""
+        return sum(self.parts.values())
+
+    @property
+    def measured_parts(self) -> dict[str, float]:
+        """The seconds by the parts that a run measures."""
+        passes = sum(self.parts.get(name, 0.0) for name in _PASSES)
+        optimizer = self.parts["optimizer"]
+        return {
+            "forward and backward": passes,
+            "optimizer": optimizer,
+            "communication and waiting": sum(
+                value for name, value in self.parts.items() if name not in (*_PASSES, "optimizer")
+            ),
+        }
+
+
+class Span(NamedTuple):
+    """Seconds of a step in which a rank computes something, such as "forward"."""
+
+    kind: str
+    start: float
+    end: float
+
+
+def add_span(spans: list[Span], new: Span) -> None:
+    """Add a span, or lengthen the last one if it is of the same kind and nothing lies between."""
+    last = spans[-1] if spans else None
+    if last is not None and last.kind == new.kind and last.end == new.start:
+        spans[-1] = last._replace(end=new.end)
+    elif new.end > new.start:
+        spans.append(new)
+
+
+StepKind = Literal["compute", "sharded", "communication", "host"]
+
+_HOST, _COMMUNICATION = 0.1, 0.15
+"""The part of a step above which it counts as one that waits for the host, or communicates."""
+
+BANDS: Mapping[StepKind, tuple[float, float]] = {
+    "compute": (0.96, 1.11),
+    "sharded": (1.06, 1.17),
+    "communication": (0.97, 1.19),
+    "host": (0.98, 1.56),
+}
+"""Measured time / predicted time of 80 % of published steps (benchmarks/plan_accuracy.py)."""
+
+
+def step_kind(plan: PlannedStep, step: StepParts) -> StepKind:
+    """Return what most of the error of a step depends on: the host, FSDP, communication, computing."""
+    if step.parts["launch"] > _HOST * step.total:
+        return "host"
+    if plan.layout.shard > 1:
+        return "sharded"
+    between = sum(step.parts[name] for name in ("tensor", "context", "bubble", "pipeline", "data"))
+    return "communication" if between > _COMMUNICATION * step.total else "compute"
+
+
+def step_band(plan: PlannedStep, step: StepParts) -> tuple[float, float]:
+    """Return the seconds between which 80 % of the measurements of such steps are."""
+    low, high = BANDS[step_kind(plan, step)]
+    return low * step.total, high * step.total
+
 
 _LAYER = ("piped", "tensor", "context", "micro", "precision", "recompute")
 """The options on which the seconds of a layer depend."""
@@ -116,3 +208,87 @@ def slowest(count: int) -> float:
     The approximation of Blom 1958.
     """
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+_ROUNDS = 6
+"""Rounds of as many micro-batches as ranks that are simulated. Each further one takes the time that the
+rank with the output layer computes. For folded schedules, the step is up to 0.5 % too long."""
+
+ACTIONS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+}
+
+
+def pipeline_bubble(
+    plan: PlannedStep, layers: int, layer: PassSeconds, spans: Sequence[list[Span]] | None = None
+) -> float:
+    """Return the seconds for which the rank with the output layer waits, as the schedule lets it.
+
+    The model has `layers`, each of which takes the seconds of `layer`. Messages take no time here.
+    `spans` are empty lists, one for each rank, to which its actions are added. Raises ShoalError if the
+    schedule does not support the micro-batches.
+    """
+    ranks, stages, count = plan.layout.pipeline, plan.stages, plan.micro_batches
+    each, head = layers / (ranks * stages), layer.head
+    backward = each * (layer.total - layer.forward_total)
+    weights = each * layer.backward.products / 2
+    usual = {
+        "F": each * layer.forward_total,
+        "B": backward,
+        "I": backward - weights,
+        "W": weights,
+    }
+    # The output layer has one product in forward and two in backward.
+    parts = {"F": 1, "B": 2, "I": 1, "W": 1}
+    last = {kind: seconds + parts[kind] * head.total / 3 for kind, seconds in usual.items()}
+    rounds = count // ranks
+    simulated = count if rounds <= _ROUNDS else _ROUNDS * (count // rounds)
+    orders = action_lists(plan.schedule, ranks, stages, simulated)
+    durations = [usual] * (ranks * stages - 1) + [last]
+    seconds = simulate_actions(orders, durations, spans)
+    return float(max(0.0, seconds - simulated * (stages * each * layer.total + head.total)))
+
+
+def simulate_actions(
+    orders: Sequence[Sequence[PipelineAction]],
+    seconds: Sequence[Mapping[str, float]],
+    spans: Sequence[list[Span]] | None = None,
+) -> float:
+    """Return the seconds of a step.
+
+    Each rank takes its actions in order, each as soon as those that it needs have ended. `seconds` are
+    those of each kind of action, for each stage. The actions of each rank are added to `spans`.
+    """
+    last = len(seconds) - 1
+    forward: dict[tuple[int, int], float] = {}
+    backward: dict[tuple[int, int], float] = {}
+    clocks, places = [0.0] * len(orders), [0] * len(orders)
+    advanced = True
+    while advanced:
+        advanced = False
+        for rank, order in enumerate(orders):
+            now, place = clocks[rank], places[rank]
+            while place < len(order):
+                kind, stage, micro = order[place]
+                ready: float | None = 0.0
+                if kind == "F" and stage:
+                    ready = forward.get((stage - 1, micro))
+                elif kind in "BI" and stage < last:
+                    ready = backward.get((stage + 1, micro))
+                if ready is None:
+                    break
+                began = max(now, ready)
+                now = began + seconds[stage][kind]
+                if spans is not None:
+                    spans[rank].append(Span(ACTIONS[kind], began, now))
+                if kind == "F":
+                    forward[stage, micro] = now
+                elif kind != "W":
+                    backward[stage, micro] = now
+                place += 1
+                advanced = True
+            clocks[rank], places[rank] = now, place
+    return max(clocks)

@@ -13,10 +13,15 @@ from typing import Any
 
 from shoal.launcher.nodes import WAIT
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.search.prediction import Prediction
-from shoal.tools.plan.training.failure_trace import read_trace, time_between_failures
-from shoal.tools.plan.training.rehearsal import Fleet, TrainingTime, rehearse
-from shoal.tools.submit.job import REQUEUES
+from shoal.tools.plan.search.search import Prediction
+from shoal.tools.plan.training.rehearsal import (
+    Fleet,
+    TrainingTime,
+    read_trace,
+    rehearse,
+    time_between_failures,
+)
+from shoal.tools.submit.scheduler import REQUEUES
 from shoal.util.errors import ShoalError
 from shoal.util.units import duration
 
@@ -266,7 +271,11 @@ def simulate_training(
         repeated += gap - starting - complete * length
         left, saves, failures = left - complete * segment, saves + complete, failures + 1
         if failures > _MOST:
-            raise _endless(step, length)
+            raise ShoalError(
+                given=f"--training with steps of {duration(step)} and saves every {duration(length)}",
+                found=f"after {_MOST:,} failures, the training has not ended",
+                fix="a larger mtbf, fewer devices, or shorter saves and restarts",
+            )
     return TrainingTime(
         queue=3600 * training.queue,
         start=training.start,
@@ -275,12 +284,4 @@ def simulate_training(
         repeated=repeated,
         restarts=restarts,
         failures=failures,
-    )
-
-
-def _endless(step: float, length: float) -> ShoalError:
-    return ShoalError(
-        given=f"--training with steps of {duration(step)} and saves every {duration(length)}",
-        found=f"after {_MOST:,} failures, the training has not ended",
-        fix="a larger mtbf, fewer devices, or shorter saves and restarts",
     )

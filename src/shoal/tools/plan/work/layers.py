@@ -12,8 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shoal.tools.plan.work.planned_step import PlannedStep
-from shoal.tools.plan.work.segments import Quantity, Work
+from shoal.tools.plan.work.planned_step import PlannedStep, Quantity, Work
 from shoal.tools.plan.work.transformer import Transformer
 
 _OTHER_OPERATIONS = 14
@@ -108,12 +107,14 @@ def transformer_work(model: Transformer, plan: PlannedStep, units: int | None) -
     overlapped = [
         product_work((columns, inner, rows), size, units) for rows, columns, inner in shapes[::2]
     ]
+    table = model.embedding / tensor
     return TransformerWork(
         forward=forward,
         backward=backward,
         recompute=again,
         head=_head_work(model, plan, units),
-        table=_table_work(model, plan),
+        # The gradient of the embedding is zeros, to which the rows of the tokens are added.
+        table=Work(traffic=table * (plan.layout.pipeline == 1) * 2 * size, operations=2),
         overlapped=(overlapped[0], overlapped[1]),
     )
 
@@ -146,12 +147,6 @@ def _head_work(model: Transformer, plan: PlannedStep, units: int | None) -> Work
     aligned = replace(product, products=product.products * alignment_factor(columns, size))
     scores = rows * np.where(plan.splits_logits, columns, model.vocab)
     return aligned + Work(traffic=scores * LOSS_BYTES, operations=12)
-
-
-def _table_work(model: Transformer, plan: PlannedStep) -> Work:
-    """Return the work of the embedding's gradient: zeros, to which the rows of the tokens are added."""
-    table = model.embedding / plan.layout.tensor * (plan.layout.pipeline == 1)
-    return Work(traffic=table * 2 * plan.numbers.activation, operations=2)
 
 
 def tiled_flops(rows: Quantity, columns: Quantity, inner: Quantity, units: int | None) -> Quantity:

@@ -19,8 +19,7 @@ from shoal.strategies.pipeline.options import wide
 from shoal.strategies.pipeline.stage import StageModule
 from shoal.strategies.random_draws import draws
 from shoal.strategies.task import Task
-from shoal.tools.plan.work.planned_step import PlannedStep
-from shoal.tools.plan.work.segments import Work
+from shoal.tools.plan.work.planned_step import PlannedStep, Work
 from shoal.tools.plan.work.traced_work import TracedWork
 from shoal.util.errors import ShoalError
 

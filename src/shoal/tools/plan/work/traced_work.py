@@ -17,7 +17,7 @@ from shoal._torch.c10d import operator_group
 from shoal._torch.dispatch import UncompiledMode, is_wrapper, overloads_of, schema_of, tree_iter
 from shoal.telemetry.collective_stats import operation_name
 from shoal.telemetry.usage.flops import flop_formula
-from shoal.tools.plan.work.segments import RankGroup, StepCollective, Work, WorkSegment
+from shoal.tools.plan.work.planned_step import RankGroup, StepCollective, Work, WorkSegment
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _ATTRIBUTES = "prim"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from shoal.tools.bench.scaling.subject import SIZES
+from shoal.tools.bench.scaling.configurations import SIZES
 from shoal.util.errors import ShoalError
 
 

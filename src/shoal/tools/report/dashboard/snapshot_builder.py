@@ -1,10 +1,11 @@
-"""Builds a snapshot of a run from its events."""
+"""Builds a snapshot of a run from its events, with its latest checkpoint and the next one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,17 @@ from shoal.tools.report import (
     Array,
     Attempt,
     BottleneckReport,
+    Event,
     History,
     Reader,
     find_bottleneck,
     profile,
 )
 from shoal.tools.report.attempts import outcome_of, silence_limit
-from shoal.tools.report.dashboard.checkpoints import checkpoint_status
 from shoal.tools.report.dashboard.curves import Tracks
 from shoal.tools.report.dashboard.snapshot import (
     OVER,
+    CheckpointStatus,
     RankStats,
     Restarts,
     RunProgress,
@@ -30,7 +32,7 @@ from shoal.tools.report.dashboard.snapshot import (
     Slowest,
     Snapshot,
 )
-from shoal.tools.report.history import integer_in
+from shoal.tools.report.history import integer_in, number_in, text_in
 from shoal.util.clock import CLOCK, local_time
 from shoal.util.errors import CheckpointError
 
@@ -275,3 +277,74 @@ def _rate(steps: Array) -> float | None:
     """Return samples per second of all ranks together."""
     seconds = float(steps["wall"].sum(dtype=float))
     return float(steps["size"].sum(dtype=float)) / seconds if seconds > 0 else None
+
+
+def checkpoint_status(
+    history: History, attempt: Attempt, *, step: int, seconds: float, now: float
+) -> CheckpointStatus:
+    """Return the last save of all attempts, and the next, estimated from this attempt's saves.
+
+    `step` is the current step and `seconds` the time of one. If the saves were the same number of steps
+    apart, the next is expected after the same number; otherwise after the time between the last two.
+    """
+    told = [found for each in history.attempts for found in _saves(each)]
+    last_step, last_time, took, blocked = told[-1] if told else (None, now, 0.0, 0.0)
+    next_step, due = _next(attempt, step, seconds, now)
+    return CheckpointStatus(
+        step=last_step,
+        ago=max(0.0, now - last_time),
+        seconds=took,
+        blocked=blocked,
+        next_step=next_step,
+        due=due,
+        failed=_failed(attempt, after=last_time if told else 0.0),
+    )
+
+
+SaveRecord = tuple[int, float, float, float]
+"""The step, the time of completion, the seconds that the save took, and those that it blocked."""
+
+
+def _saves(attempt: Attempt) -> list[SaveRecord]:
+    """Return the saves as recorded by one rank, the lowest that recorded any."""
+    told = attempt.said("save")
+    teller = min((rank for rank, _ in told), default=0)
+    found = []
+    for rank, event in told:
+        step, time = integer_in(event, "step"), number_in(event, "t")
+        if rank == teller and step is not None and time is not None and _is_regular(event):
+            took, blocked = number_in(event, "seconds") or 0.0, number_in(event, "blocked") or 0.0
+            found.append((step, time, took, blocked))
+    return found
+
+
+def _is_regular(event: Event) -> bool:
+    """Return whether the run would resume from it, unlike from a checkpoint in `best/` and the like."""
+    folders = text_in(event, "path").split("/")
+    return len(folders) < 2 or folders[-2] == "checkpoints"
+
+
+def _next(attempt: Attempt, step: int, seconds: float, now: float) -> tuple[int | None, float | None]:
+    """Return the step of the next save, and the seconds until then."""
+    found = _saves(attempt)
+    steps = [save[0] for save in found]
+    if attempt.first <= 1:
+        steps.insert(0, 0)  # the very first save defines the distance
+    spans = [after - before for before, after in pairwise(steps)][-2:]
+    if not spans or not found:
+        return None, None
+    if spans[0] == spans[-1] > 0:
+        at = steps[-1] + spans[-1]
+        return at, (at - step) * seconds
+    if len(found) < 2:
+        return None, None
+    return None, found[-1][1] + (found[-1][1] - found[-2][1]) - now
+
+
+def _failed(attempt: Attempt, *, after: float) -> str:
+    """Return the error of the last save, if it failed."""
+    for _, event in reversed(attempt.said("save_failed")):
+        time, step = number_in(event, "t"), integer_in(event, "step")
+        if time is not None and time > after:
+            return f"at step {step:,}: {text_in(event, 'error')}" if step is not None else "once"
+    return ""

@@ -1,8 +1,9 @@
-"""The page in a terminal, drawn once a second, at each key, and after each change of size."""
+"""The page in a terminal and its keys; drawn once a second, at each key, after each change of size."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import termios
 import threading
@@ -11,17 +12,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TextIO
+from typing import Literal, TextIO
 
 from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
-from shoal.tools.report.dashboard.keys import parse_keys
 from shoal.tools.report.dashboard.layout import count_turns, dashboard_lines
 from shoal.tools.report.dashboard.snapshot import OVER, RunStatus, Snapshot
 from shoal.tools.report.dashboard.snapshot_builder import SnapshotBuilder
 from shoal.tools.report.dashboard.theme import TerminalStyle
 from shoal.util.clock import CLOCK
+
+Key = Literal["leave", "down", "up", "home", "end"]
+
+KEYS: dict[bytes, Key] = {
+    **dict.fromkeys((b"q", b"Q", b"\x04"), "leave"),
+    **dict.fromkeys((b"\x1b[B", b"\x1bOB", b"\x1b[6~", b"j", b" "), "down"),
+    **dict.fromkeys((b"\x1b[A", b"\x1bOA", b"\x1b[5~", b"k"), "up"),
+    **dict.fromkeys((b"\x1b[H", b"\x1bOH", b"\x1b[1~", b"g"), "home"),
+    **dict.fromkeys((b"\x1b[F", b"\x1bOF", b"\x1b[4~", b"G"), "end"),
+}
+
+_PRESSED = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.DOTALL)
+
+
+def parse_keys(typed: bytes) -> list[Key]:
+    """Return the keys with a meaning in the bytes typed."""
+    return [KEYS[each] for each in _PRESSED.findall(typed) if each in KEYS]
+
 
 SECONDS = 1.0
 """Seconds between looks at the run; longer if a look takes long, so that looks cost a fifth at most."""

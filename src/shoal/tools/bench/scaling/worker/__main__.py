@@ -17,9 +17,8 @@ import torch
 from shoal.data import Loader
 from shoal.distributed.init import init
 from shoal.strategies import parallelize
-from shoal.tools.bench.scaling.configurations import Configuration
+from shoal.tools.bench.scaling.configurations import BuiltIn, Configuration, Factory, parse_subject
 from shoal.tools.bench.scaling.models import make_model
-from shoal.tools.bench.scaling.subject import BuiltIn, Factory, parse_subject
 from shoal.training.run import Run
 from shoal.training.step import Step
 

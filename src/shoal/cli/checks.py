@@ -1,0 +1,258 @@
+"""`shoal doctor`, `shoal verify` and `shoal chaos`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli.options import AsJson, ScriptArgs, show_document
+from shoal.cli.submit import script_arguments
+from shoal.util.arguments import check_integer
+from shoal.util.errors import LaunchError, ShoalError
+
+if TYPE_CHECKING:
+    from shoal.tools.chaos.report import StormRequest
+    from shoal.tools.doctor.findings import Examination
+    from shoal.tools.doctor.runner import DoctorRequest
+
+
+def doctor(
+    *,
+    processes: Annotated[
+        int | None, typer.Option("-n", "--processes", metavar="N", help="Start N ranks on this node.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="A run directory: test its file system.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A dataset: compare it between ranks.")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Your source code: compare it between ranks."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check fails.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip the measurements of compute and links.")
+    ] = False,
+    as_json: AsJson = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.zip", help="Write an archive for support."),
+    ] = None,
+    redact_hosts: Annotated[
+        bool,
+        typer.Option(
+            "--redact-hosts", help="Replace hosts, users and home directories in the archive."
+        ),
+    ] = False,
+    limit: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit of one check.")
+    ] = 10.0,
+    wait: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit for other ranks to arrive.")
+    ] = 60.0,
+) -> None:
+    """Check the nodes of a job before training.
+
+    Under srun, mpirun or torchrun, it joins the ranks of the job and compares them.
+    """
+    from shoal.launcher.function import launch
+    from shoal.tools.doctor.runner import DoctorRequest
+
+    request = DoctorRequest(run=run, data=data, source=source, limit=limit, wait=wait, quick=quick)
+    shown = strict, as_json, bundle, redact_hosts
+    if processes is None:
+        raise typer.Exit(_diagnose(request, *shown))
+    check_integer(LaunchError, "shoal doctor", "-n", processes, 1, usual=2)
+    codes = launch(_diagnose, request, *shown, processes=processes)
+    raise typer.Exit(max(code or 0 for code in codes))  # a rank that exited at once returned nothing
+
+
+def _diagnose(
+    request: DoctorRequest, strict: bool, as_json: bool, bundle: Path | None, anonymous: bool
+) -> int:
+    """Run the checks on all ranks of this launch; rank 0 reports. Return the exit code.
+
+    A rank whose world hangs exits at once.
+    """
+    from shoal.tools.doctor.findings import examination_document
+    from shoal.tools.doctor.runner import examine
+
+    try:
+        found, hangs = examine(request)
+    except ShoalError as error:
+        _progress(*str(error).strip().splitlines())
+        return int(strict)
+    if found is not None:
+        show_document(examination_document(found), as_json=as_json)
+        if bundle is not None:
+            _write_bundle(found, bundle, request.run, anonymous=anonymous)
+    code = int(found is not None and strict and found.failed)
+    if hangs:
+        # A normal exit would wait for threads that hang.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _write_bundle(found: Examination, bundle: Path, run: Path | None, *, anonymous: bool) -> None:
+    from shoal.tools.doctor.info import info_document
+    from shoal.tools.doctor.support_bundle import UNWRAPPED, collect_bundle, write_bundle
+    from shoal.util.tables import rendered
+
+    described = rendered(info_document(), UNWRAPPED)
+    texts = collect_bundle(found, described=described, run=run, anonymous=anonymous)
+    made = write_bundle(texts, bundle)
+    _progress(f"in {bundle}, to attach to a request; look through it first:", *made)
+
+
+def _progress(*lines: str) -> None:
+    """Print lines on stderr, apart from the report."""
+    from shoal.util.tables import plain_console, print_line
+
+    print_line(plain_console(stderr=True), *lines)
+
+
+def chaos(
+    *,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
+    args: ScriptArgs = None,
+    processes: Annotated[
+        int, typer.Option("-n", "--processes", min=1, metavar="N", help="Number of ranks.")
+    ] = 2,
+    faults: Annotated[
+        str, typer.Option(metavar="LIST", help="Kinds of faults, such as kill,disk-full, or all.")
+    ] = "kill,kill-in-save,kill-launcher,kill-all,stop",
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="Number of faults.")] = 5,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Seed of the kinds and places of the faults.")
+    ] = 0,
+    limit: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of one attempt.")
+    ] = 600.0,
+    shrink: Annotated[
+        bool, typer.Option(help="Repeat a storm that fails with fewer faults, to find those needed.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Inject faults and compare the final checkpoint.
+
+    The script trains in a shoal.Run. It runs in copies of the current directory, inside Linux
+    namespaces. The exit code is 1 if the storm changed the result.
+    """
+    from shoal.tools.chaos.faults import check_kinds
+    from shoal.tools.chaos.report import StormReport, StormRequest, storm_document
+    from shoal.util.plain import from_plain
+
+    _check_script(script)
+    request = StormRequest(
+        script=script,
+        args=tuple(script_arguments(args)),
+        processes=processes,
+        kinds=check_kinds(faults),
+        count=count,
+        seed=seed,
+        limit=limit,
+        shrinks=shrink,
+    )
+    report: StormReport = from_plain(StormReport, _run(request))
+    show_document(storm_document(report), as_json=as_json)
+    raise typer.Exit(int(bool(report.problem)))
+
+
+def _run(request: StormRequest) -> dict[str, Any]:
+    """Run the storm inside namespaces and return its report. Raises the LaunchError of the storm."""
+    from shoal.tools.chaos.containment import TEMPORARY, contain
+    from shoal.tools.chaos.first_process import START
+
+    python = ["env", f"TMPDIR={TEMPORARY}", sys.executable]
+    command = contain([*python, "-c", START, json.dumps(asdict(request))])
+    done = subprocess.run(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise LaunchError(
+            given=f"shoal chaos {request.command}",
+            found=f"the storm ended with exit code {done.returncode}; the reason is printed above",
+            fix="if the error is not in your own code, report it with this message",
+        ) from None
+    if "given" in found:
+        raise LaunchError(**found)
+    return found
+
+
+def _check_script(script: str) -> None:
+    from shoal.launcher.entry_point import find_script
+    from shoal.tools.chaos.containment import SCRATCH
+
+    path = Path(find_script(script, "shoal chaos train.py")).absolute()
+    if Path.cwd().is_relative_to(SCRATCH) or path.is_relative_to(SCRATCH):
+        raise LaunchError(
+            given=f"shoal chaos in {Path.cwd()}",
+            found=f"the storm mounts its own disk over {SCRATCH}",
+            fix="copy the script to another directory",
+        )
+
+
+def verify(
+    *,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
+    args: ScriptArgs = None,
+    ranks: Annotated[
+        str, typer.Option(metavar="LIST", help="Numbers of ranks to compare, such as 1,2,3.")
+    ] = "1,2",
+    kills: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of runs that are killed and restarted.")
+    ] = 1,
+    restart_args: Annotated[
+        str,
+        typer.Option(metavar="ARGS", help="Arguments added when a killed run is started again."),
+    ] = "",
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Optimizer steps after which a run is ended.")
+    ] = 40,
+    limit: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of one run.")
+    ] = 600.0,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML page.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check if restarts or ranks change the results.
+
+    The script need not use Shoal. Shoal runs it unchanged, in copies of the current directory, and
+    observes it. The exit code is 1 if a property is refuted.
+    """
+    from shoal.tools.bench.options import parse_numbers
+    from shoal.tools.verify.audit import audit_document, audit_script
+    from shoal.tools.verify.variants import VerifyRequest, check_request
+    from shoal.util.tables import plain_console, print_path
+
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as scratch:
+        request = VerifyRequest(
+            script=os.path.relpath(Path(script)),
+            args=tuple(script_arguments(args)),
+            restart_args=tuple(shlex.split(restart_args)),
+            ranks=parse_numbers("--ranks", ranks, least=0),
+            kills=kills,
+            steps=steps,
+            limit=limit,
+            scratch=Path(scratch).resolve(),
+        )
+        check_request(request)
+        stderr = plain_console(stderr=True)
+        found = audit_script(request, lambda name: print_path(stderr, f"running: {name}"))
+    show_document(audit_document(found), as_json=as_json, page=html)
+    raise typer.Exit(int(found.refuted > 0))

@@ -1,1 +1,0 @@
-"""One timeline of all ranks for Perfetto and Chrome: recorded, aligned and merged."""
