@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -17,13 +16,12 @@ import pytest
 
 from helpers.cluster.slurm import missing
 
-# At the end: names such as `order` are common.
+# At the end: names such as `harness` are common.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 harness: Any = importlib.import_module("harness")
 
 # The arguments of each. `gpu/` has its own tests, and pictures those in tests/docs.
 HERE = {
-    "order": "--rounds 1 --read 1000 --exponents 3",
     "batch_norm": "--width 4 --image 8 --batch 4 --rounds 1 --steps 1",
     "random_draws": "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --rounds 1 --steps 1",
 }
@@ -31,7 +29,6 @@ HERE = {
 PROCESSES = {
     "asynchronous": "--seeds 1 --epochs 1 --steps 10 --ways int8",
     "by_hand": "--model dense --batch 4 --rounds 1 --steps 1",
-    "checkpoint": "--ways DDP --megabytes 60 --rounds 1",
     "exact_bits": "-n 2 --model gpt --width 16 --batch 8 --rounds 1 --steps 1",
     "exact_layers": "--ranks 2 --networks GPT",
     "guards": "--strategies single --flips 1",
@@ -53,7 +50,6 @@ SYSTEM = {
     "chaos": "--kills 1 --strategies ddp --results chaos.jsonl --scratch chaos",
     "chaos_outages": "--where network --seeds 1 --faults node",
     "chaos_peers": "--peers Shoal --seeds 0",
-    "mpi": "--ranks 2 --rounds 1 --sizes 4 --mpirun MPIRUN",
 }
 CLUSTER = {
     "chaos_preempt": "--modes requeue-0 --seeds 1",
@@ -74,13 +70,11 @@ SHARED = (
     "plan_calibration",
 )
 PICTURES = ("monitoring_pictures", "pipeline_picture", "same_loss")
-MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none"
 
 
 def figures(name: str, arguments: str, repository: Path, folder: Path) -> Any:
-    command = [MPIRUN if word == "MPIRUN" else word for word in arguments.split()]
     done = subprocess.run(
-        [sys.executable, str(repository / f"benchmarks/{name}.py"), *command, "--json"],
+        [sys.executable, str(repository / f"benchmarks/{name}.py"), *arguments.split(), "--json"],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -118,8 +112,6 @@ def test_a_benchmark_with_ranks_runs(name: str, repository: Path, tmp_path: Path
 @pytest.mark.processes
 @pytest.mark.parametrize("name", SYSTEM)
 def test_a_benchmark_with_system_packages_runs(name: str, repository: Path, tmp_path: Path) -> None:
-    if name == "mpi" and shutil.which("mpirun") is None:
-        pytest.skip("needs mpirun")
     assert figures(name, SYSTEM[name], repository, tmp_path)
 
 
