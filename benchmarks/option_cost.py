@@ -1,7 +1,7 @@
 """The cost of one option of Shoal per step, in paired rounds of one run.
 
     python benchmarks/option_cost.py --what batch-norm -n 2 --rounds 10
-    python benchmarks/option_cost.py --what random [--compile] [--ways torch samples]
+    python benchmarks/option_cost.py --what random [--compile inductor] [--ways torch samples]
     python benchmarks/option_cost.py --what bits -n 4 [--model gpt]
     python benchmarks/option_cost.py --what verify, hangs or preemption
 
@@ -111,7 +111,7 @@ def normalize(world: shoal.World, given: argparse.Namespace, way: str) -> Iterat
     if way in ("torch", "sync"):
         train = partial(by_hand, draw=gathered)
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if way == "sync" else model
-    return train(world, model, data, given.batch, optimizer=sgd, compiled=given.compile)  # type: ignore[no-any-return]
+    return train(world, model, data, given.batch, optimizer=sgd, compiled=given.compile or None)  # type: ignore[no-any-return]
 
 
 def draw(world: shoal.World, given: argparse.Namespace, way: str) -> Iterator[Any]:
@@ -122,7 +122,7 @@ def draw(world: shoal.World, given: argparse.Namespace, way: str) -> Iterator[An
     if way == "torch":
         train = partial(by_hand, draw=gathered)
     data = sequences(8 * given.batch, given.context, WORDS)
-    return train(world, model, data, given.batch, compiled=given.compile)  # type: ignore[no-any-return]
+    return train(world, model, data, given.batch, compiled=given.compile or None)  # type: ignore[no-any-return]
 
 
 def linear_or_gpt(given: argparse.Namespace) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
@@ -270,7 +270,7 @@ def agreement(world: shoal.World) -> float:
 def main() -> None:
     lists: dict[str, Any] = {"what": tuple(SUBJECTS), "ways": [""], "model": ("linear", "gpt")}
     sizes = dict.fromkeys(SIZES, int)
-    given = harness.parse(__doc__, **lists, processes=1, compile=False, **sizes)
+    given = harness.parse(__doc__, **lists, processes=1, compile=("", "inductor"), **sizes)
     subject = SUBJECTS[given.what]
     for name, value in zip(SIZES, subject.sizes, strict=True):
         setattr(given, name, getattr(given, name) or value)

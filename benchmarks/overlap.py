@@ -123,7 +123,7 @@ def measure(name: str, strategy: str, rounds: int, steps: int, results: Path) ->
             batch,
             strategy=shoal.FSDP() if sharded else shoal.DDP(),
             clip=1.0,
-            compiled=compiled,
+            compiled="inductor" if compiled else None,
         )
         alone = "none compiled" if compiled else "none"
         loops: dict[str, Iterator[Any]] = {
