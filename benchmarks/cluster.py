@@ -5,6 +5,7 @@ Needs root, slurm-wlm, munge and iproute2.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import shoal
 from disturbed import SCRIPT
 from helpers.cluster.slurm import Cluster, missing
 from shoal.distributed.cluster_env import expand_hosts
@@ -59,6 +61,20 @@ def run_ranks(
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout
+
+
+def results_of(cluster: Cluster, script: str, arguments: Sequence[str], **options: Any) -> Any:
+    """Run ranks of `script` with --results FILE; return what `write_results` wrote, and the output."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        output = run_ranks(cluster, script, [*arguments, "--results", str(results)], **options)
+        return json.loads(results.read_text()), output
+
+
+def write_results(world: shoal.World, results: Path, found: Any) -> None:
+    """Write what rank 0 has found."""
+    if world.is_rank_zero:
+        results.write_text(json.dumps(found))
 
 
 def submit(cluster: Cluster, home: Path, *options: str) -> str:

@@ -51,8 +51,8 @@ SYSTEM = (
 CLUSTER = (
     "chaos_preempt --modes requeue-0 --seeds 1",
     "chaos_slurm --minutes 2",
-    "compression --nodes 2 --rates none --rounds 1",
-    "overlap --rates none --models linear --rounds 1 --steps 1",
+    "network --what methods --rates none --rounds 1",
+    "network --what overlap --rates none --models linear --rounds 1 --steps 1",
     "plan_processes --what network --nodes 2 --rates none --steps 4",
     "plan_rehearsal --minutes 2",
 )
