@@ -49,8 +49,8 @@ SYSTEM = (
     "chaos_peers --peers Shoal --seeds 0",
 )
 CLUSTER = (
-    "chaos_preempt --modes requeue-0 --seeds 1",
     "chaos_slurm --minutes 2",
+    "chaos_slurm --what preemption --modes requeue-0 --seeds 1",
     "network --what methods --rates none --rounds 1",
     "network --what overlap --rates none --models linear --rounds 1 --steps 1",
     "plan_processes --what network --nodes 2 --rates none --steps 4",
