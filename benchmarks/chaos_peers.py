@@ -84,27 +84,20 @@ class Peer:
         home, control = self._folder / name / "home", self._folder / name / "control"
         home.mkdir(parents=True)
         control.mkdir()
-        removed, problem, code = 0, "", 1
+        removed = 0
         for _ in range(MOST_STARTS):
             taken = count_lines(control)
             code, output = self._start(home, control, kills)
-            if not code:
-                break
-            latest = latest_checkpoint(home)
-            if code == 124:
-                problem = f"exit code {code}: {output[-2000:]}"
-                break
-            if count_lines(control) > taken or latest is None:
+            if code in (0, 124):
+                problem = f"exit code {code}: {output[-2000:]}" if code else ""
+                return summarize(control, kills, removed, problem)
+            written = sorted(home.glob("checkpoints/*"), key=lambda path: path.stat().st_mtime)
+            if count_lines(control) > taken or not written:
                 continue
-            print(f"removed {latest} after: {output[-1500:]}", file=sys.stderr, flush=True)
+            print(f"removed {written[-1]} after: {output[-1500:]}", file=sys.stderr, flush=True)
             removed += 1
-            if latest.is_dir():
-                shutil.rmtree(latest)
-            else:
-                latest.unlink()
-        if code and not problem:
-            problem = f"it did not end in {MOST_STARTS} starts"
-        return summarize(control, kills, removed, problem)
+            shutil.rmtree(written[-1]) if written[-1].is_dir() else written[-1].unlink()
+        return summarize(control, kills, removed, f"it did not end in {MOST_STARTS} starts")
 
     def _start(self, home: Path, control: Path, kills: Sequence[str]) -> tuple[int, str]:
         variables = {
@@ -150,11 +143,6 @@ def wait_or_terminate(process: subprocess.Popen[bytes], control: Path, kills: Se
 def count_lines(control: Path) -> int:
     """Return how many steps ranks have begun."""
     return sum(len(file.read_text().splitlines()) for file in control.glob("steps-*.jsonl"))
-
-
-def latest_checkpoint(home: Path) -> Path | None:
-    """Return the checkpoint that was written last, complete or not."""
-    return max(home.glob("checkpoints/*"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def summarize(control: Path, kills: Sequence[str], removed: int, problem: str) -> Ended:
