@@ -208,7 +208,7 @@ class DisturbedTraining:
         return done.code, done.output, list(control.notices())
 
     def _check(self, code: int, output: str, notices: Sequence[Notice], latest: int, kills: int) -> str:
-        """Return the problem of a launch that began after checkpoint `latest` and so many kills."""
+        """Return the problem of a launch that began after checkpoint `latest` and `kills` kills."""
         attempts: dict[int, list[int]] = {}
         for each in notices:
             if each.rank == 0 and each.kind in ("start", "step"):

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, finish, parse, show, versions
-from task import EPOCHS, EVERY, RANKS, SAMPLES, STEPS, STEPS_PER_EPOCH
+from task import EPOCHS, EVERY, RANKS, SAMPLES, STEPS, PER_EPOCH
 
 SCRIPTS = ROOT / "benchmarks" / "peers"
 
@@ -155,7 +155,7 @@ def summarize(control: Path, kills: Sequence[str], removed: int, problem: str) -
     for _, attempt, step, _, _ in lines:
         last[step] = max(attempt, last.get(step, 0))
     counts = Counter(
-        ((step - 1) // STEPS_PER_EPOCH, index)
+        ((step - 1) // PER_EPOCH, index)
         for _, attempt, step, _, indices in lines
         if attempt == last[step]
         for index in indices

@@ -122,6 +122,13 @@ def preempt(cluster: Cluster, node: str) -> None:
     cluster.run(["sbatch", *wanted, "--wrap", "sleep 5"])
 
 
+def commanded(*words: str) -> ClusterFault:
+    """Return the fault that a command of Slurm causes for a job."""
+    return ClusterFault(
+        text=f"`{' '.join(words)}`", begin=lambda cluster, target: cluster.run([*words, target.job])
+    )
+
+
 FAULTS = {
     "node": ClusterFault(
         text="node killed, and back after 3 to 30 s",
@@ -152,18 +159,9 @@ FAULTS = {
         lasts=(2.0, 25.0),
     ),
     "rank": ClusterFault(text="SIGKILL to a rank", begin=kill_rank),
-    "usr1": ClusterFault(
-        text="`scancel --signal=USR1`",
-        begin=lambda cluster, target: cluster.run(["scancel", "--signal=USR1", target.job]),
-    ),
-    "term": ClusterFault(
-        text="`scancel --signal=TERM`",
-        begin=lambda cluster, target: cluster.run(["scancel", "--signal=TERM", target.job]),
-    ),
-    "requeue": ClusterFault(
-        text="`scontrol requeue`",
-        begin=lambda cluster, target: cluster.run(["scontrol", "requeue", target.job]),
-    ),
+    "usr1": commanded("scancel", "--signal=USR1"),
+    "term": commanded("scancel", "--signal=TERM"),
+    "requeue": commanded("scontrol", "requeue"),
     "preempt": ClusterFault(
         text="preempted (`REQUEUE`, 10 s of grace)",
         begin=lambda cluster, target: preempt(cluster, target.nodes[0]),

@@ -24,7 +24,7 @@ import shoal
 from measuring import alternate, cells_of, figures_of, parse_options, print_figures, show
 
 from harness import ratios, spread  # isort: skip
-from loops import by_hand, gathered, through_shoal  # isort: skip
+from loops import by_hand, gathered, loss, through_shoal  # isort: skip
 
 
 DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
@@ -85,11 +85,6 @@ def floats(images: Tensor) -> Tensor:
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
-
-
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    """Return the sum of the losses and their number."""
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(output)
 
 
 def mean_loss(model: Any, batch: Any) -> Tensor:
