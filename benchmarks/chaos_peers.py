@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, finish, parse, show, versions
-from task import EPOCHS, EVERY, RANKS, SAMPLES, STEPS, PER_EPOCH
+from task import EPOCHS, EVERY, PER_EPOCH, RANKS, SAMPLES, STEPS
 
 SCRIPTS = ROOT / "benchmarks" / "peers"
 
