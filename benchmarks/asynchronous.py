@@ -7,7 +7,7 @@ held-out digits after some epochs, with the same learning rate schedule for all.
 of `examples/bytes_lm.py`: its loss over the last ten steps, averaged over the ranks' local batches. Two
 processes, and four for one more Hogwild.
 Bytes are those that rank 0 sends in a step by the usual algorithms; Hogwild in shared memory sends
-none. Writes `build/asynchronous.json` and a figure of the losses. Needs the extra `examples`.
+none. Needs the extra `examples`.
 
 Aim: the mean accuracy of every strategy within 0.5 points of that of DDP.
 """
@@ -15,21 +15,19 @@ Aim: the mean accuracy of every strategy within 0.5 points of that of DDP.
 from __future__ import annotations
 
 import importlib.util
-import json
 import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
 from harness import ROOT, finish, machine, parse, show
+from loops import loss
 from shoal.strategies import engine_of
 from shoal.strategies.asynchronous.hogwild import HogwildEngine
 from shoal.strategies.contracts import Engine
@@ -40,7 +38,7 @@ from shoal.strategies.engine import ReducerEngine
 RATE, BATCH = 3e-3, 64
 LM_BATCH, CONTEXT, WIDTH, LAYERS, BYTES = 16, 64, 64, 2, 400_000
 LAST = 10
-"""Number of losses that are averaged for a point of the curve; the last point is the result."""
+"""Number of losses whose mean is the result."""
 WAYS: dict[str, Any] = {
     "DDP": shoal.DDP(),
     "fp16": shoal.DDP(compression="fp16"),
@@ -75,10 +73,6 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     training, held_out = order[:1437], order[1437:]
     return (images[training], labels[training]), (images[held_out], labels[held_out])
-
-
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
 def network(seed: int) -> nn.Sequential:
@@ -163,17 +157,17 @@ def measure(names: list[str], seeds: int, epochs: int, steps: int) -> dict[str, 
         return {name: asdict(each) for name, each in found.items()} if world.is_rank_zero else None
 
 
-def points(losses: list[float]) -> list[float]:
-    """Return means over LAST steps each."""
-    return [statistics.mean(losses[at : at + LAST]) for at in range(0, len(losses) - LAST + 1, LAST)]
+def last(losses: list[float]) -> float:
+    """Return the mean of the last losses."""
+    return statistics.mean(losses[-LAST:])
 
 
 def rows_of(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each strategy."""
-    base, plain = statistics.mean(found["DDP"]["accuracy"]), points(found["DDP"]["losses"])[-1]
+    base, plain = statistics.mean(found["DDP"]["accuracy"]), last(found["DDP"]["losses"])
     rows = []
     for name, way in found.items():
-        mean, at = statistics.mean(way["accuracy"]), points(way["losses"])[-1]
+        mean, at = statistics.mean(way["accuracy"]), last(way["losses"])
         rows.append(
             {
                 "strategy": name,
@@ -196,20 +190,6 @@ def histogram(staleness: dict[int, int]) -> str:
     return ", ".join(few) + f", more: {more:.1%}, at most {max(staleness)}"
 
 
-def drawn(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw the losses of all strategies over steps."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for name, way in found.items():
-        values = points(way["losses"])
-        places = [LAST * (n + 1) for n in range(len(values))]
-        axes.plot(places, values, label=name, linewidth=2.5 if name == "DDP" else 1.2)
-    axes.set(xlabel="step", ylabel=f"loss, mean of {LAST} steps")
-    axes.legend(fontsize="small")
-    figure.savefig(path)
-
-
 def main() -> None:
     given = parse(__doc__, ways=WAYS, seeds=5, epochs=40, steps=80)
     numbers = (given.seeds, given.epochs, given.steps)
@@ -218,10 +198,6 @@ def main() -> None:
     if "Hogwild" in names:
         four = shoal.launch(measure, ["Hogwild"], *numbers, processes=4)[0] or {}
         found["Hogwild on 4"] = four["Hogwild"]
-    folder = Path("build")
-    folder.mkdir(exist_ok=True)
-    (folder / "asynchronous.json").write_text(json.dumps(found))
-    drawn(found, folder / "asynchronous.svg")
     show(machine(), rows_of(found))
     finish(given, found)
 

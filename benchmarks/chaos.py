@@ -3,11 +3,11 @@
     python benchmarks/chaos.py --kills 1000          # or: make chaos
     python benchmarks/chaos.py --kills 20 --strategies ddp fsdp
 
-Each training has a seed. After a kill, it is launched again, on the same or another number of ranks,
-until it ends; a launch also restarts its ranks itself up to some number of times. Every operation of a
-save is a place for a kill; those with the fewest kills come first. With --oom, each launch has one
-kill, at a random time, by the kernel for lack of memory. Trainings that have ended are lines of
---results, and a further call continues after them. No training starts after --minutes.
+`shoal chaos` starts a script until it ends, on one number of ranks. Here, each training has a seed and
+is launched with the parts of `shoal chaos`, on the same or another number of ranks; a launch also
+restarts its ranks itself up to some number of times. Every operation of a save is a place for a kill;
+those with the fewest kills come first. Trainings that have ended are lines of --results, and a further
+call continues after them. No training starts after --minutes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from disturbed import SCRIPT, count_samples, damaged
 from harness import finish, parse, show, versions
@@ -49,71 +49,91 @@ AT_LEFTOVERS = 0.4
 LONGEST_START = 1.5
 LIMIT = 300.0
 MOST_LAUNCHES = 80
-GROUP = Path("/sys/fs/cgroup/memory/shoal-chaos")
 
-Boundary = tuple[int, str]
+Place = tuple[int, str]
 """A rank, and an operation of a save with steps relative to the save."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """A strategy with its numbers of ranks; `fixed` if its result depends on them."""
 
     name: str
-    args: tuple[str, ...]
+    args: tuple[str, ...] = ()
     sizes: tuple[int, ...] = (2, 3, 4)
     fixed: bool = False
     bits: bool = False
-    oom: bool = False
 
 
 CASES = {
-    "ddp": Case(name="DDP", args=()),
-    "ddp-bits": Case(name='DDP, exact="bits"', args=("--exact", "bits"), bits=True),
-    "fsdp": Case(name="FSDP", args=("--strategy", "fsdp")),
-    "tensor": Case(name="TensorParallel + FSDP", args=("--strategy", "tensor"), sizes=(2, 4)),
-    "pipeline": Case(name="Pipeline", args=("--strategy", "pipeline"), sizes=(2, 4)),
-    "local": Case(name="LocalSGD", args=("--strategy", "local"), fixed=True),
+    "ddp": Case("DDP"),
+    "ddp-bits": Case('DDP, exact="bits"', ("--exact", "bits"), bits=True),
+    "fsdp": Case("FSDP", ("--strategy", "fsdp")),
+    "tensor": Case("TensorParallel + FSDP", ("--strategy", "tensor"), sizes=(2, 4)),
+    "pipeline": Case("Pipeline", ("--strategy", "pipeline"), sizes=(2, 4)),
+    "local": Case("LocalSGD", ("--strategy", "local"), fixed=True),
 }
 
 
-@dataclass(kw_only=True)
-class Boundaries:
-    """The operations of saves at one number of ranks: of undisturbed saves by step, all, and kills."""
+class Operations:
+    """The operations of saves at one number of ranks: of undisturbed saves by step, others, kills."""
 
-    calm: dict[int, list[Boundary]] = field(default_factory=dict)
-    leftovers: set[Boundary] = field(default_factory=set)
-    kills: Counter[Boundary] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self.calm: dict[int, list[Place]] = {}
+        self.leftovers: set[Place] = set()
+        self.kills: Counter[Place] = Counter()
 
     def add(self, notices: Iterable[Notice], *, calm: bool = False) -> None:
         """Add the operations of a run."""
-        known = {boundary for found in self.calm.values() for boundary in found}
         for each in notices:
-            if each.kind == "save":
-                boundary = each.rank, general(each.value, each.step)
-                if calm:
-                    self.calm.setdefault(each.step, []).append(boundary)
-                elif boundary not in known:
-                    self.leftovers.add(boundary)
+            place = each.rank, general(each.value, each.step)
+            if each.kind == "save" and calm:
+                self.calm.setdefault(each.step, []).append(place)
+            elif each.kind == "save" and not any(place in known for known in self.calm.values()):
+                self.leftovers.add(place)
 
-    def choose(self, found: Iterable[Boundary], draw: random.Random) -> Boundary:
-        """Return the one with the fewest kills."""
-        return min(found, key=lambda each: (self.kills[each], draw.random()))
+    def fault(self, draw: random.Random, number: int, step: int, found: Iterable[Place]) -> Fault:
+        """Return a kill at the place with the fewest kills."""
+        rank, at = min(found, key=lambda each: (self.kills[each], draw.random()))
+        self.kills[rank, at] += 1
+        operation = re.sub(r"step-N([+-]\d+)", lambda found: f"step-{step + int(found[1])}", at)
+        return Fault(number=number, kind="kill-in-save", rank=rank, step=step, operation=operation)
+
+    def plan(
+        self, draw: random.Random, size: int, restarts: int, latest: int
+    ) -> tuple[list[Fault], bool]:
+        """Draw the faults of a launch, and whether one more comes at a random time.
+
+        One kill for each attempt, at ascending steps; the last one ends the launcher.
+        """
+        faults: list[Fault] = []
+        for step in sorted(step for step in self.calm if step > latest):
+            number = len(faults)
+            if number > restarts:
+                break
+            if draw.random() < IN_SAVE:
+                faults.append(self.fault(draw, number, step, self.calm[step]))
+                left = [each for each in self.leftovers if each[0] < size]
+                if left and number < restarts and draw.random() < AT_LEFTOVERS:
+                    faults.append(self.fault(draw, number + 1, step, left))
+            else:
+                kind = draw.choice(IN_STEPS + OF_LAUNCH * (number == restarts))
+                if kind == "kill-any-time":
+                    return faults, True
+                where = draw.randint(latest + 1, step)
+                faults.append(Fault(number=number, kind=kind, rank=draw.randrange(size), step=where))
+            latest = step
+        return faults, False
 
 
 def general(operation: str, step: int) -> str:
     return re.sub(r"step-(\d+)", lambda found: f"step-N{int(found[1]) - step:+d}", operation)
 
 
-def particular(operation: str, step: int) -> str:
-    return re.sub(r"step-N([+-]\d+)", lambda found: f"step-{step + int(found[1])}", operation)
-
-
 class DisturbedTraining:
     """A training in `folder`, which is killed in launches until one of them reaches the end."""
 
-    def __init__(self, folder: Path, case: Case, draw: random.Random) -> None:
-        self._folder, self._case, self._draw = folder, case, draw
+    def __init__(self, folder: Path, args: Sequence[str], draw: random.Random) -> None:
+        self._folder, self._args, self._draw = folder, args, draw
         self.home = folder / "home"
         self.home.mkdir(parents=True)
         self.checkpoints = self.home / "runs" / "a" / "checkpoints"
@@ -122,35 +142,33 @@ class DisturbedTraining:
         self.sizes: list[int] = []
         self.problem = ""
 
-    def run(self, known: dict[int, Boundaries], sizes: Sequence[int]) -> None:
+    def run(self, known: dict[int, Operations], sizes: Sequence[int]) -> None:
         """Launch until the training has ended. Each launch has one of `sizes`."""
-        while not self.problem:
+        code = 1
+        while code and not self.problem:
             size = self._draw.choice(sizes)
             restarts = self._draw.choice((0, 0, 1, 2, 4))
             found = latest_checkpoint(self.checkpoints) if self.checkpoints.is_dir() else None
             latest = 0 if found is None else found[1].step
-            faults, late = plan_launch(self._draw, known[size], size, restarts, latest)
-            if self._case.oom:
-                faults, late = [], True
+            plan = known[size].plan(self._draw, size, restarts, latest)
             before = len(self.kills)
-            code, output, notices = self.launch(size, restarts, faults, late=late)
+            code, output, notices = self.launch(size, restarts, *plan)
             known[size].add(notices)
-            self._check(code, output, notices, latest, killed=len(self.kills) > before)
-            if not code:
-                return
+            self.problem = self._check(code, output, notices, latest, before)
+            if self.problem:
+                self.problem = f"launch {len(self.sizes)} {self.problem}:\n{output}"
 
     def launch(
-        self, size: int, restarts: int, faults: Sequence[Fault], *, late: bool
+        self, size: int, restarts: int, faults: Sequence[Fault], late: bool
     ) -> tuple[int, str, list[Notice]]:
         """Do what `shoal run` does; return its exit code, its output and what ranks noted."""
         self.sizes.append(size)
-        number = len(self.sizes)
-        folder = self._folder / f"launch-{number}"
+        folder = self._folder / f"launch-{len(self.sizes)}"
         control = ControlDirectory(folder / "control")
         control.path.mkdir(parents=True)
         order = {
             "path": str(SCRIPT),
-            "args": self._case.args,
+            "args": [*self._args, "--epochs", str(EPOCHS)],
             "control": str(control.path),
             "faults": [asdict(fault) for fault in faults],
             "lasting": 1,
@@ -171,141 +189,62 @@ class DisturbedTraining:
         def look() -> None:
             nonlocal due, late
             if late and due is None:
-                begun = [each for each in control.notices() if each.kind == "start"]
-                due = time.monotonic() + delay if len(begun) == size else None
-            if late and due is not None and time.monotonic() > due:
-                kill = exhaust_memory if self._case.oom else kill_process
-                killed.extend(kill_rank(control, victim, kill))
+                begun = sum(each.kind == "start" for each in control.notices())
+                due = time.monotonic() + delay if begun == size else None
+            elif late and due is not None and time.monotonic() > due:
                 late = False
+                last = [each for each in control.notices() if each.rank == victim][-1]
+                with suppress(ProcessLookupError):
+                    os.kill(last.pid, signal.SIGKILL)
+                    killed.append({"kind": "kill-any-time", "rank": victim, "step": last.step})
 
         done = run_attempt(order, folder, self.home, LIMIT, perform, look)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # whose parents were killed
                 pass
-        happened = control.injected()
-        killed += [
-            {**asdict(fault), "at": general(fault.operation, fault.step), "place": fault.place}
-            for fault in faults
-            if fault.number in happened
-        ]
-        self.kills += [{**each, "size": size, "launch": number} for each in killed]
+        happened = [fault for fault in faults if fault.number in control.injected()]
+        killed += [{**asdict(each), "at": general(each.operation, each.step)} for each in happened]
+        self.kills += [{**each, "size": size, "launch": len(self.sizes)} for each in killed]
         return done.code, done.output, list(control.notices())
 
-    def _check(
-        self, code: int, output: str, notices: Sequence[Notice], latest: int, *, killed: bool
-    ) -> None:
-        """Check a launch that has ended, which began after the checkpoint of step `latest`."""
+    def _check(self, code: int, output: str, notices: Sequence[Notice], latest: int, kills: int) -> str:
+        """Return the problem of a launch that began after checkpoint `latest` and `kills` kills."""
         attempts: dict[int, list[int]] = {}
         for each in notices:
             if each.rank == 0 and each.kind in ("start", "step"):
-                steps = attempts.setdefault(each.pid, [])
-                steps += [each.step] if each.kind == "step" else []
+                attempts.setdefault(each.pid, []).extend([each.step] * (each.kind == "step"))
         self.taken += sum(map(len, attempts.values()))
         self.corrupt += len(damaged(self.checkpoints))
         first = next((steps[0] for steps in [*attempts.values()][:1] if steps), latest + 1)
-        launch = f"launch {len(self.sizes)}"
-        if code == 124:
-            self.problem = f"{launch} did not end in {LIMIT:g} s"
-        elif code and not killed:
-            self.problem = f"{launch} failed without a kill, with {code}"
-        elif first != latest + 1:
-            self.problem = f"{launch} resumed at step {first} after checkpoint {latest}"
-        elif "skipped" in output:
-            self.problem = f"{launch} skipped a damaged checkpoint"
-        elif len(self.sizes) > MOST_LAUNCHES:
-            self.problem = f"it did not end in {MOST_LAUNCHES} launches"
-        if self.problem:
-            self.problem += f":\n{output}"
+        problems = {
+            f"did not end in {LIMIT:g} s": code == 124,
+            f"failed without a kill, with {code}": code and len(self.kills) == kills,
+            f"resumed at step {first} after checkpoint {latest}": first != latest + 1,
+            "skipped a damaged checkpoint": "skipped" in output,
+            "was one too many": len(self.sizes) > MOST_LAUNCHES,
+        }
+        return next((text for text, found in problems.items() if found), "")
 
 
-def plan_launch(
-    draw: random.Random, known: Boundaries, size: int, restarts: int, latest: int
-) -> tuple[list[Fault], bool]:
-    """Draw the faults of a launch, and whether one more comes at a random time.
-
-    One kill for each attempt, at ascending steps; the last one ends the launcher.
-    """
-    saves = sorted(step for step in known.calm if step > latest)
-    faults: list[Fault] = []
-    last, late = latest, False
-    while saves and len(faults) <= restarts:
-        step = saves.pop(0)
-        number = len(faults)
-        if draw.random() < IN_SAVE:
-            at = known.choose(known.calm[step], draw)
-            known.kills[at] += 1
-            faults.append(_in_save(number, at, step))
-            left = [each for each in known.leftovers if each[0] < size]
-            if left and number < restarts and draw.random() < AT_LEFTOVERS:
-                faults.append(_in_save(number + 1, known.choose(left, draw), step))
-        else:
-            kind = draw.choice(IN_STEPS + OF_LAUNCH * (number == restarts))
-            if kind == "kill-any-time":
-                late = True
-                break
-            where = draw.randint(last + 1, step)
-            faults.append(Fault(number=number, kind=kind, rank=draw.randrange(size), step=where))
-        last = step
-    return faults, late
-
-
-def _in_save(number: int, at: Boundary, step: int) -> Fault:
-    operation = particular(at[1], step)
-    return Fault(number=number, kind="kill-in-save", rank=at[0], step=step, operation=operation)
-
-
-def kill_process(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
-def exhaust_memory(pid: int) -> None:
-    """Let the kernel kill a process: in a control group with 64 KiB, which it exceeds at once."""
-    GROUP.mkdir(exist_ok=True)
-    (GROUP / "memory.limit_in_bytes").write_text(str(1 << 16))
-    (GROUP / "cgroup.procs").write_text(str(pid))
-    while pid in map(int, (GROUP / "cgroup.procs").read_text().split()):
-        time.sleep(0.01)
-    GROUP.rmdir()
-
-
-def kill_rank(
-    control: ControlDirectory, rank: int, kill: Callable[[int], None]
-) -> list[dict[str, Any]]:
-    """Kill the newest process of a rank, unless it has ended, and return the kill."""
-    last = [each for each in control.notices() if each.rank == rank][-1]
-    try:
-        kill(last.pid)
-    except ProcessLookupError:
-        return []
-    where = f"save of step {last.step}" if last.kind == "save" else f"after step {last.step}"
-    place = f"rank {rank}, {where}"
-    return [{"kind": "kill-any-time", "rank": rank, "step": last.step, "place": place}]
-
-
-class Storm:
+class StrategyStorm:
     """The trainings of one strategy, and its undisturbed trainings by number of ranks."""
 
-    def __init__(self, folder: Path, key: str, lines: Sequence[dict[str, Any]], *, oom: bool) -> None:
-        self._folder, self.key = folder / key, key
+    def __init__(self, folder: Path, key: str, lines: Sequence[dict[str, Any]]) -> None:
+        self._folder, self.key, self.case = folder / key, key, CASES[key]
         self._kills = [kill for each in lines if each["strategy"] == key for kill in each["kills"]]
-        args = (*CASES[key].args, "--epochs", str(EPOCHS))
-        self.case = replace(CASES[key], args=args, oom=oom)
-        self.known: dict[int, Boundaries] = {}
+        self.known: dict[int, Operations] = {}
         self.calm: dict[int, DisturbedTraining] = {}
 
     def survey(self, size: int) -> None:
         """Train undisturbed on a number of ranks."""
-        calm = DisturbedTraining(self._folder / f"calm-{size}", self.case, random.Random(0))
-        code, output, notices = calm.launch(size, 0, [], late=False)
+        calm = DisturbedTraining(self._folder / f"calm-{size}", self.case.args, random.Random(0))
+        code, output, notices = calm.launch(size, 0, [], False)
         if code:
             raise SystemExit(f"{self.case.name} on {size} ranks failed by itself:\n{output}")
-        self.calm[size], self.known[size] = calm, Boundaries()
+        self.calm[size], self.known[size] = calm, Operations()
         self.known[size].add(notices, calm=True)
-        self.known[size].kills.update(
-            (kill["rank"], kill["at"])
-            for kill in self._kills
-            if kill.get("at") and kill["size"] == size
-        )
+        mine = [kill for kill in self._kills if kill.get("at") and kill["size"] == size]
+        self.known[size].kills.update((kill["rank"], kill["at"]) for kill in mine)
 
     def run(self, number: int, seed: str) -> dict[str, Any]:
         """Run one training under kills and return its line of the results."""
@@ -315,20 +254,11 @@ class Storm:
         for size in sizes:
             if size not in self.calm:
                 self.survey(size)
-        began = time.monotonic()
-        training = DisturbedTraining(self._folder / str(number), self.case, draw)
+        training = DisturbedTraining(self._folder / str(number), self.case.args, draw)
         training.run(self.known, sizes)
-        line = {
-            "training": number,
-            "strategy": self.key,
-            "seed": seed,
-            "ranks": training.sizes,
-            "kills": training.kills,
-            "taken": training.taken,
-            "corrupt": training.corrupt,
-            "problem": training.problem,
-            "seconds": round(time.monotonic() - began, 1),
-        }
+        line = {"training": number, "strategy": self.key, "seed": seed, "ranks": training.sizes}
+        for name in ("kills", "taken", "corrupt", "problem"):
+            line[name] = getattr(training, name)
         if not training.problem:
             line |= self._compare(training, sizes)
         if not line["problem"]:
@@ -339,32 +269,33 @@ class Storm:
         calm = self.calm[sizes[0]]
         repeated, missed = count_samples(training.home, EPOCHS)
         identical = digest_end(training.home) == digest_end(calm.home)
-        found = latest_checkpoint(training.checkpoints), latest_checkpoint(calm.checkpoints)
-        assert found[0] is not None
-        assert found[1] is not None
-        compared = compare(inspect_checkpoint(found[1][0]), inspect_checkpoint(found[0][0]))
+        (mine, end), (other, expected) = (
+            latest_checkpoint(each.checkpoints) or (Path(), None) for each in (training, calm)
+        )
+        assert end is not None
+        assert expected is not None
+        compared = compare(inspect_checkpoint(other), inspect_checkpoint(mine))
         # The rest are the number of ranks and their random generators.
         plain = [each for each in compared.plain if each[0].startswith("state/")]
         changed = [each for each in compared.changed if each.name.startswith("state/")]
         difference = max((each.relative for each in changed), default=0.0)
         identical = identical or (self.case.bits and not changed and not plain)
         exact = len(sizes) == 1 or self.case.bits
-        problem = ""
-        if repeated or missed:
-            problem = f"{repeated} samples repeated, {missed} missed"
-        elif training.corrupt:
-            problem = f"{training.corrupt} corrupt checkpoints"
-        elif found[0][1].step != found[1][1].step:
-            problem = f"it ended at step {found[0][1].step}"
-        elif (exact and not identical) or difference > ROUNDING or plain:
-            problem = f"the end differs by {difference:.1e}, and in {plain}"
+        problems = {
+            f"{repeated} samples repeated, {missed} missed": repeated or missed,
+            f"{training.corrupt} corrupt checkpoints": training.corrupt,
+            f"it ended at step {end.step}": end.step != expected.step,
+            f"the end differs by {difference:.1e}, and in {plain}": (exact and not identical)
+            or difference > ROUNDING
+            or plain,
+        }
         return {
-            "needed": found[1][1].step,
+            "needed": expected.step,
             "samples": repeated + missed,
             "identical": identical,
             "promised": exact,
             "difference": difference,
-            "problem": problem,
+            "problem": next((text for text, found in problems.items() if found), ""),
         }
 
 
@@ -378,14 +309,13 @@ def row(name: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ended = [each for each in lines if "needed" in each]
     exact = [each["identical"] for each in ended if each["promised"]]
     close = [each["difference"] <= ROUNDING for each in ended if not each["promised"]]
+    sums = {key: sum(each[key] for each in ended) for key in ("taken", "needed", "samples")}
     return {
         "strategy": name,
         "kills": len(kills),
         "in saves": sum(kill["kind"] == "kill-in-save" for _, kill in kills),
         "places": len({(s, k["size"], k["rank"], k["at"]) for s, k in kills if k.get("at")}),
-        "taken": sum(each["taken"] for each in ended),
-        "needed": sum(each["needed"] for each in ended),
-        "samples": sum(each["samples"] for each in ended),
+        **sums,
         "corrupt": sum(each["corrupt"] for each in lines),
         "bits": f"{sum(exact)}/{len(exact)}",
         "equal": f"{sum(close)}/{len(close)}",
@@ -395,7 +325,7 @@ def row(name: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def run_storms(given: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
     """Run trainings until there are enough kills, or the time is over."""
     shutil.rmtree(given.scratch, ignore_errors=True)
-    storms = {key: Storm(given.scratch, key, lines, oom=given.oom) for key in given.strategies}
+    storms = {key: StrategyStorm(given.scratch, key, lines) for key in given.strategies}
     until = time.monotonic() + 60 * given.minutes
     while time.monotonic() < until and sum(len(each["kills"]) for each in lines) < given.kills:
         number = len(lines)
@@ -407,17 +337,12 @@ def run_storms(given: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
         lines.append(line)
         with given.results.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        print(
-            f"{time.strftime('%H:%M:%S')} {number} {key}: {len(line['kills'])} kills in "
-            f"{line['seconds']} s; {line['problem'] or 'equal'}",
-            flush=True,
-        )
+        print(number, key, len(line["kills"]), "kills;", line["problem"] or "equal", flush=True)
 
 
 def main() -> None:
     files = {"results": Path("build/chaos.jsonl"), "scratch": Path("build/chaos")}
-    numbers = {"kills": 1000, "minutes": 24 * 60.0, "seed": 0}
-    given = parse(__doc__, strategies=CASES, oom=False, **numbers, **files)
+    given = parse(__doc__, strategies=CASES, kills=1000, minutes=24 * 60.0, seed=0, **files)
     if os.getpid() != 1:
         # All processes end with this one, and no signal leaves the PID namespace.
         command = contain([sys.executable, *sys.argv])

@@ -26,13 +26,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from disturbed import EPOCHS, MOST_STARTS, SCRIPT, OutsideFault, outside_row, watch
+from disturbed import CALM, EPOCHS, MOST_STARTS, SCRIPT, OutsideFault, OutsideRun, outside_row, watch
 from harness import finish, parse, show, versions
 from helpers.clocks import WrongClock
 from helpers.cluster.network import Network, ip
@@ -102,36 +101,17 @@ class ShoalRuns:
             process.wait()
 
 
-@dataclass(frozen=True, kw_only=True)
-class NetworkFault(OutsideFault):
-    """`switch` are options of the switch of all links, `clock` the jump of the second node's clock."""
-
-    switch: tuple[str, ...] = ()
-    round_trip: float = 0.0
-    clock: int = 0
-
-
 class Nodes(ShoalRuns):
     """The two nodes of a training."""
 
-    def __init__(self, network: Network, home: Path, fault: NetworkFault | None) -> None:
+    def __init__(self, network: Network, home: Path, fault: OutsideFault) -> None:
         super().__init__(home, home)
         self.network = network
-        self.clock = WrongClock(home, 0) if fault is not None and fault.clock else None
+        self.clock = WrongClock(home, 0) if fault.clock else None
 
     def command(self, host: str) -> tuple[list[str], dict[str, str], Path]:
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            self.network.space(host),
-            *SHOAL_RUN,
-            "--nodes",
-            "2",
-            "-n",
-            "1",
-        ]
-        command += ["--rendezvous", f"{NAME}:29400", "--restarts", "5", "--wait", str(WAIT)]
+        command = [*f"ip netns exec {self.network.space(host)}".split(), *SHOAL_RUN]
+        command += [*f"--nodes 2 -n 1 --rendezvous {NAME}:29400 --restarts 5 --wait {WAIT}".split()]
         command += [str(SCRIPT), "--", "--epochs", str(EPOCHS)]
         variables = self.clock.variables if self.clock is not None and host == "b" else {}
         return command, variables, self.home
@@ -164,42 +144,42 @@ class Nodes(ShoalRuns):
 
 PORTS = "1-65534"
 NETWORK_FAULTS = {
-    "cut": NetworkFault(
+    "cut": OutsideFault(
         text="link cut both ways for 8 s",
         begin=lambda nodes: nodes.network.cut("b"),
         end=lambda nodes: nodes.network.mend("b"),
     ),
-    "one-way": NetworkFault(
+    "one-way": OutsideFault(
         text="TCP from one node to the other dropped for 8 s",
         begin=lambda nodes: nodes.network.drop("b", PORTS, source="a"),
         end=lambda nodes: nodes.network.accept("b", PORTS, source="a"),
     ),
-    "narrow": NetworkFault(
+    "narrow": OutsideFault(
         text="link narrowed to 64 kbit/s for 8 s",
         begin=lambda nodes: nodes.network.rate("64kbit"),
         end=lambda nodes: nodes.network.rate(None),
     ),
-    "delay": NetworkFault(text="round trips of 100 ms", round_trip=0.1),
-    "lost": NetworkFault(text="2 % of frames lost", switch=("--lose=0.02",)),
-    "doubled": NetworkFault(text="10 % of frames sent twice", switch=("--double=0.1",)),
-    "reordered": NetworkFault(text="10 % of frames 5 ms late", switch=("--reorder=0.1",)),
-    "name": NetworkFault(
+    "delay": OutsideFault(text="round trips of 100 ms", round_trip=0.1),
+    "lost": OutsideFault(text="2 % of frames lost", switch=("--lose=0.02",)),
+    "doubled": OutsideFault(text="10 % of frames sent twice", switch=("--double=0.1",)),
+    "reordered": OutsideFault(text="10 % of frames 5 ms late", switch=("--reorder=0.1",)),
+    "name": OutsideFault(
         text="the rendezvous gets another address, and the other node is killed", begin=Nodes.rename
     ),
-    "node": NetworkFault(text="a node killed", begin=lambda nodes: nodes.signal_host("b")),
-    "store": NetworkFault(
+    "node": OutsideFault(text="a node killed", begin=lambda nodes: nodes.signal_host("b")),
+    "store": OutsideFault(
         text="the node of the store killed", begin=lambda nodes: nodes.signal_host("a")
     ),
-    "spot": NetworkFault(
+    "spot": OutsideFault(
         text="SIGTERM to all processes of a node, which starts again",
         begin=lambda nodes: nodes.signal_host("b", signal.SIGTERM),
     ),
-    "clock": NetworkFault(
+    "clock": OutsideFault(
         text="the wall clock of a node jumps an hour ahead",
         clock=3600,
         begin=lambda nodes: nodes.jump(3600),
     ),
-    "clock-back": NetworkFault(
+    "clock-back": OutsideFault(
         text="the wall clock of a node jumps an hour back",
         clock=-3600,
         begin=lambda nodes: nodes.jump(-3600),
@@ -208,7 +188,7 @@ NETWORK_FAULTS = {
 
 
 @contextmanager
-def two_nodes(fault: Any, seed: int, home: Path) -> Iterator[ShoalRuns]:
+def two_nodes(fault: OutsideFault, seed: int, home: Path) -> Iterator[ShoalRuns]:
     """Start a training on two nodes."""
     home.mkdir()
     network = Network(f"chaos-{secrets.token_hex(3)}", HOSTS)
@@ -217,7 +197,7 @@ def two_nodes(fault: Any, seed: int, home: Path) -> Iterator[ShoalRuns]:
     nodes = Nodes(network, home, fault)
     nodes.name_rendezvous(HOSTS["a"][0].partition("/")[0])
     try:
-        if fault is not None and (fault.switch or fault.round_trip):
+        if fault.switch or fault.round_trip:
             network.plug(kernel=False)
             command = network.delay(fault.round_trip, *fault.switch, f"--seed={seed}")
             switch = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -234,13 +214,6 @@ def two_nodes(fault: Any, seed: int, home: Path) -> Iterator[ShoalRuns]:
         network.remove()
         for host in HOSTS:
             shutil.rmtree(NETNS / network.space(host))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerFault(OutsideFault):
-    """A fault of the file server, in a run with a `timeout`."""
-
-    timeout: float = 300.0
 
 
 class ServedRun(ShoalRuns):
@@ -260,7 +233,7 @@ class ServedRun(ShoalRuns):
     def mount(self) -> None:
         """Start the server, connected to sshfs by two pipes, and wait for the mount."""
         (to_server, requests), (answers, to_client) = os.pipe(), os.pipe()
-        self._server = subprocess.Popen([SERVER], stdin=to_server, stdout=to_client)
+        self.server = subprocess.Popen([SERVER], stdin=to_server, stdout=to_client)
         options = ["-f", "-o", "passive", f":{self.home}", str(self._mounted)]
         self._client = subprocess.Popen(["sshfs", *options], stdin=answers, stdout=requests)
         for end in (to_server, requests, answers, to_client):
@@ -270,11 +243,8 @@ class ServedRun(ShoalRuns):
                 raise SystemExit("sshfs did not mount")
             time.sleep(0.01)
 
-    def signal_server(self, signum: signal.Signals) -> None:
-        self._server.send_signal(signum)
-
     def mount_again(self) -> None:
-        self._server.wait()
+        self.server.wait()
         self.unmount()
         self.mount()
 
@@ -284,41 +254,40 @@ class ServedRun(ShoalRuns):
         self._client.wait()
 
 
-def hanging(text: str, seconds: float, timeout: float = 300.0) -> ServerFault:
-    return ServerFault(
-        text=text,
-        seconds=seconds,
-        timeout=timeout,
-        begin=lambda served: served.signal_server(signal.SIGSTOP),
-        end=lambda served: served.signal_server(signal.SIGCONT),
-    )
-
-
+HANGING: dict[str, Any] = {
+    "begin": lambda served: served.server.send_signal(signal.SIGSTOP),
+    "end": lambda served: served.server.send_signal(signal.SIGCONT),
+}
 FILE_FAULTS = {
-    "hang": hanging("file server hangs for 20 s", 20.0),
-    "outage": hanging("file server hangs for 45 s, the script's timeout is 15 s", 45.0, 15.0),
-    "dead": ServerFault(
+    "hang": OutsideFault(text="file server hangs for 20 s", seconds=20.0, **HANGING),
+    "outage": OutsideFault(
+        text="file server hangs for 45 s, the script's timeout is 15 s",
+        seconds=45.0,
+        timeout=15.0,
+        **HANGING,
+    ),
+    "dead": OutsideFault(
         text="file server killed, and mounted again after 5 s",
         seconds=5.0,
-        begin=lambda served: served.signal_server(signal.SIGKILL),
+        begin=lambda served: served.server.kill(),
         end=lambda served: served.mount_again(),
     ),
 }
 
 
 @contextmanager
-def served(fault: Any, seed: int, folder: Path) -> Iterator[ShoalRuns]:
+def served(fault: OutsideFault, seed: int, folder: Path) -> Iterator[ShoalRuns]:
     """Start a training on a file server."""
-    run = ServedRun(folder, 300.0 if fault is None else fault.timeout)
+    run = ServedRun(folder, fault.timeout)
     run.start("server")
     yield run
     run.stop()
     run.unmount()
 
 
-PLACES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "network": (two_nodes, {**NETWORK_FAULTS}),
-    "files": (served, {**FILE_FAULTS}),
+PLACES: dict[str, tuple[Callable[..., Any], dict[str, OutsideFault]]] = {
+    "network": (two_nodes, NETWORK_FAULTS),
+    "files": (served, FILE_FAULTS),
 }
 
 
@@ -328,8 +297,8 @@ def run_faults(where: str, names: Sequence[str], seeds: int) -> list[dict[str, A
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
 
-        def run(name: str, seed: int) -> Any:
-            fault = faults.get(name)
+        def run(name: str, seed: int) -> OutsideRun:
+            fault = faults.get(name, CALM)
             with start(fault, seed, Path(temporary, f"{name}-{seed}")) as commands:
                 return watch(commands, fault, seed, LIMIT)
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, finish, parse, show, versions
-from task import EPOCHS, EVERY, RANKS, SAMPLES, STEPS, STEPS_PER_EPOCH
+from task import EPOCHS, EVERY, PER_EPOCH, RANKS, SAMPLES, STEPS
 
 SCRIPTS = ROOT / "benchmarks" / "peers"
 
@@ -84,27 +84,20 @@ class Peer:
         home, control = self._folder / name / "home", self._folder / name / "control"
         home.mkdir(parents=True)
         control.mkdir()
-        removed, problem, code = 0, "", 1
+        removed = 0
         for _ in range(MOST_STARTS):
             taken = count_lines(control)
             code, output = self._start(home, control, kills)
-            if not code:
-                break
-            latest = latest_checkpoint(home)
-            if code == 124:
-                problem = f"exit code {code}: {output[-2000:]}"
-                break
-            if count_lines(control) > taken or latest is None:
+            if code in (0, 124):
+                problem = f"exit code {code}: {output[-2000:]}" if code else ""
+                return summarize(control, kills, removed, problem)
+            written = sorted(home.glob("checkpoints/*"), key=lambda path: path.stat().st_mtime)
+            if count_lines(control) > taken or not written:
                 continue
-            print(f"removed {latest} after: {output[-1500:]}", file=sys.stderr, flush=True)
+            print(f"removed {written[-1]} after: {output[-1500:]}", file=sys.stderr, flush=True)
             removed += 1
-            if latest.is_dir():
-                shutil.rmtree(latest)
-            else:
-                latest.unlink()
-        if code and not problem:
-            problem = f"it did not end in {MOST_STARTS} starts"
-        return summarize(control, kills, removed, problem)
+            shutil.rmtree(written[-1]) if written[-1].is_dir() else written[-1].unlink()
+        return summarize(control, kills, removed, f"it did not end in {MOST_STARTS} starts")
 
     def _start(self, home: Path, control: Path, kills: Sequence[str]) -> tuple[int, str]:
         variables = {
@@ -152,11 +145,6 @@ def count_lines(control: Path) -> int:
     return sum(len(file.read_text().splitlines()) for file in control.glob("steps-*.jsonl"))
 
 
-def latest_checkpoint(home: Path) -> Path | None:
-    """Return the checkpoint that was written last, complete or not."""
-    return max(home.glob("checkpoints/*"), key=lambda path: path.stat().st_mtime, default=None)
-
-
 def summarize(control: Path, kills: Sequence[str], removed: int, problem: str) -> Ended:
     """Return the figures of a training that has ended."""
     lines: list[tuple[int, int, int, float, list[int]]] = []
@@ -167,7 +155,7 @@ def summarize(control: Path, kills: Sequence[str], removed: int, problem: str) -
     for _, attempt, step, _, _ in lines:
         last[step] = max(attempt, last.get(step, 0))
     counts = Counter(
-        ((step - 1) // STEPS_PER_EPOCH, index)
+        ((step - 1) // PER_EPOCH, index)
         for _, attempt, step, _, indices in lines
         if attempt == last[step]
         for index in indices

@@ -1,19 +1,28 @@
-"""Nodes killed, links cut, jobs preempted at random on a Slurm cluster while an array of jobs trains.
+"""Faults of a Slurm cluster on which jobs train: at random, or a preemption of each kind.
 
-    python benchmarks/chaos_slurm.py [--minutes 30] [--seed 0] [--json]
+    python benchmarks/chaos_slurm.py [--minutes 30] [--seed 0] [--home DIR] [--json]
+    python benchmarks/chaos_slurm.py --what preemption [--seeds 3] [--modes cancel-10 cancel-0]
 
-`shoal submit` starts a job array with one element per strategy, on two nodes with one rank each, and
-nothing is submitted again by hand. A step takes PACE seconds, most of which a sleep adds. All faults
-end with the storm, and then the jobs have time to end. `--home` is a new directory, which is kept.
-Needs what cluster.py needs.
+storm: nodes killed, links cut, jobs preempted while an array of jobs trains. `shoal submit` starts an
+array with one element per strategy, on two nodes with one rank each, and nothing is submitted again by
+hand. A step takes PACE seconds, most of which a sleep adds. All faults end with the storm, and then the
+jobs have time to end.
+
+preemption: `shoal submit` starts a training on two nodes. After a step that the seed draws, a job of a
+higher priority takes one of the nodes, with REQUEUE or CANCEL, and with and without a grace period. If
+the training does not return to the queue, it is submitted again, as by a user.
+
+`--home` is a new directory, which is kept. Needs what cluster.py needs.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -29,7 +38,7 @@ from typing import Any
 
 import psutil
 
-from cluster import started, submit
+from cluster import Line, nodes_of, read_lines, started, submit, wait_for
 from disturbed import SCRIPT, count_samples, damaged
 from harness import finish, parse, show, versions
 from helpers.cluster.slurm import Cluster
@@ -54,6 +63,18 @@ PreemptMode=REQUEUE
 PartitionName=DEFAULT GraceTime=10
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=10"""
 RECENT = 5.0
+PREEMPTED_EPOCHS, PREEMPTED_PACE, PREEMPTED_LIMIT = 10, 0.5, 400.0
+# The script saves by Young and Daly, about every tenth step, so that a save in time is seen.
+PREEMPTED = ("--epochs", str(PREEMPTED_EPOCHS), "--mtbf", "1000")
+FIRST, LAST = 10, 40
+"""The steps after which a job is preempted."""
+MODES = {
+    f"{mode}-{grace}": (mode.upper(), grace) for mode in ("requeue", "cancel") for grace in (10, 0)
+}
+PREEMPTING = """PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF"""
+OVER = ("PREEMPTED", "CANCELLED", "FAILED", "TIMEOUT")
 _PAUSE = 0.1
 
 
@@ -95,10 +116,17 @@ def kill_rank(cluster: Cluster, target: Target) -> None:
                 process.kill()
 
 
-def preempt(cluster: Cluster, target: Target) -> None:
-    """Submit a job of a higher priority for a node of the target."""
-    wanted = ["-p", "urgent", "-w", target.nodes[0], "--exclusive", "-o", "/dev/null"]
+def preempt(cluster: Cluster, node: str) -> None:
+    """Submit a job of a higher priority for a node."""
+    wanted = ["-p", "urgent", "-w", node, "--exclusive", "-o", "/dev/null"]
     cluster.run(["sbatch", *wanted, "--wrap", "sleep 5"])
+
+
+def commanded(*words: str) -> ClusterFault:
+    """Return the fault that a command of Slurm causes for a job."""
+    return ClusterFault(
+        text=f"`{' '.join(words)}`", begin=lambda cluster, target: cluster.run([*words, target.job])
+    )
 
 
 FAULTS = {
@@ -131,19 +159,13 @@ FAULTS = {
         lasts=(2.0, 25.0),
     ),
     "rank": ClusterFault(text="SIGKILL to a rank", begin=kill_rank),
-    "usr1": ClusterFault(
-        text="`scancel --signal=USR1`",
-        begin=lambda cluster, target: cluster.run(["scancel", "--signal=USR1", target.job]),
+    "usr1": commanded("scancel", "--signal=USR1"),
+    "term": commanded("scancel", "--signal=TERM"),
+    "requeue": commanded("scontrol", "requeue"),
+    "preempt": ClusterFault(
+        text="preempted (`REQUEUE`, 10 s of grace)",
+        begin=lambda cluster, target: preempt(cluster, target.nodes[0]),
     ),
-    "term": ClusterFault(
-        text="`scancel --signal=TERM`",
-        begin=lambda cluster, target: cluster.run(["scancel", "--signal=TERM", target.job]),
-    ),
-    "requeue": ClusterFault(
-        text="`scontrol requeue`",
-        begin=lambda cluster, target: cluster.run(["scontrol", "requeue", target.job]),
-    ),
-    "preempt": ClusterFault(text="preempted (`REQUEUE`, 10 s of grace)", begin=preempt),
 }
 
 
@@ -216,25 +238,6 @@ class SlurmStorm:
         for each in [each for each in self._open if each[0] <= now]:
             self._open.remove(each)
             each[1].end(self._cluster, each[2])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """A step of rank 0."""
-
-    attempt: int
-    step: int
-    at: float
-
-
-def read_lines(home: Path) -> list[Line]:
-    """Return the steps of rank 0, in the order of attempts."""
-    file = home / "samples-0.jsonl"
-    found = []
-    for text in file.read_text().splitlines() if file.exists() else ():
-        attempt, step, _, _, at = json.loads(text)
-        found.append(Line(attempt=attempt, step=step, at=at))
-    return sorted(found, key=lambda line: (line.attempt, line.step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +318,7 @@ def fault_rows(storm: SlurmStorm, homes: Sequence[Path]) -> list[dict[str, Any]]
 
 
 def job_row(
-    number: int, home: Path, calm: Path, storm: SlurmStorm, ended: float, epochs: int
+    number: int, home: Path, calm: str, storm: SlurmStorm, ended: float, epochs: int
 ) -> dict[str, Any]:
     """Return the row of an element of the array."""
     lines = read_lines(home)
@@ -332,7 +335,7 @@ def job_row(
         "steps taken": len(lines),
         "samples": sum(count_samples(home, epochs)),
         "corrupt": len(damaged(home / "runs/a/checkpoints")),
-        "same bits": "yes" if digest_end(home) == digest_end(calm) else "NO",
+        "same bits": "yes" if digest_end(home) == calm else "NO",
         "goodput": f"{measured:.0%}",
         "Young-Daly": f"{modelled:.0%}",
     }
@@ -347,13 +350,6 @@ def train_undisturbed(home: Path, *options: str) -> str:
     return digest_end(home)
 
 
-def train_all_undisturbed(home: Path, epochs: int) -> None:
-    """Train with each strategy without faults and a pace."""
-    for name in STRATEGIES:
-        options = ("--strategy", name, "--epochs", str(epochs), "--mtbf", "100")
-        train_undisturbed(home / f"calm-{name}", *options)
-
-
 def submit_array(cluster: Cluster, home: Path, epochs: int) -> str:
     """Submit the array and return its job number."""
     sweep = [f"--home {name} --strategy {name}" for name in STRATEGIES]
@@ -365,34 +361,91 @@ def submit_array(cluster: Cluster, home: Path, epochs: int) -> str:
     return submit(cluster, home, *options, *script)
 
 
-def main() -> None:
-    given = parse(__doc__, minutes=30.0, seed=0, home=Path)
+def run_storm(given: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """Inject faults at random while an array trains; return a row for each fault, and for each job."""
     epochs = max(1, round(given.minutes * 60 * FILLED / PACE / STEPS_PER_EPOCH))
+    options = ("--epochs", str(epochs), "--mtbf", "100")
+    with started(NODES, silence=SILENCE, settings=URGENT) as cluster, ThreadPoolExecutor(1) as pool:
+        calm = [
+            pool.submit(train_undisturbed, home / f"calm-{name}", "--strategy", name, *options)
+            for name in STRATEGIES
+        ]
+        storm = SlurmStorm(cluster, submit_array(cluster, home, epochs), given.seed)
+        ended = storm.run(60 * given.minutes)
+        print(f"{time.strftime('%H:%M:%S')} the storm is over", flush=True)
+        wait_for(lambda: not storm.left(), LIMIT, "the end of all jobs")
+    homes = [home / name for name in STRATEGIES]
+    (home / "faults.json").write_text(json.dumps([asdict(each) for each in storm.happened]))
+    jobs = [
+        job_row(number, each, calm[number].result(), storm, ended, epochs)
+        for number, each in enumerate(homes)
+    ]
+    return {"faults": fault_rows(storm, homes), "jobs": jobs}
+
+
+def run_preempted(cluster: Cluster, home: Path, mode: str, seed: int) -> dict[str, Any]:
+    """Train, preempt the job once, and wait for the end; return what was lost."""
+    home.mkdir()
+    options = ["--nodes", "2", "-n", "2", "--time", "1:00:00", "-p", mode, "--directive=--exclusive"]
+    options += ["--run", "jobs", "train.py", "--", *PREEMPTED, "--pace", str(PREEMPTED_PACE)]
+    first = random.Random(seed).randint(FIRST, LAST)
+    jobs, preempted = [submit(cluster, home, *options)], False
+
+    def ended() -> bool:
+        nonlocal preempted
+        said = cluster.run(["scontrol", "show", "job", jobs[-1]]).stdout
+        state = re.search(r"JobState=(\w+)", said)
+        lines = read_lines(home)
+        if not preempted and lines and lines[-1].step >= first:
+            preempted = True
+            preempt(cluster, nodes_of(cluster, jobs[-1])[0])
+        if state and state[1] in OVER and len(jobs) == 1:
+            jobs.append(submit(cluster, home, *options))
+        return state is not None and state[1] == "COMPLETED"
+
+    wait_for(ended, PREEMPTED_LIMIT, f"the end of {home}")
+    lines = read_lines(home)
+    return {
+        "steps repeated": len(lines) - len({line.step for line in lines}),
+        "back in the queue": len(jobs) == 1,
+        "submitted again": len(jobs) - 1,
+        "samples": sum(count_samples(home, PREEMPTED_EPOCHS)),
+        "same bits": digest_end(home),
+    }
+
+
+def run_preemptions(given: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """Return a row for each mode of preemption."""
+    calm = train_undisturbed(home / "calm", *PREEMPTED)
+    partitions = [
+        f"PartitionName={name} Nodes=ALL State=UP PriorityTier=1 PreemptMode={mode} GraceTime={grace}"
+        for name, (mode, grace) in MODES.items()
+    ]
+    rows = []
+    with started(3, settings="\n".join([PREEMPTING, *partitions])) as cluster:
+        for mode in given.modes:
+            runs = [
+                run_preempted(cluster, home / f"{mode}-{seed}", mode, seed)
+                for seed in range(given.seeds)
+            ]
+            sums = {name: sum(run[name] for run in runs) for name in list(runs[0])[:-1]}
+            kind, grace = MODES[mode]
+            same = sum(run["same bits"] == calm for run in runs)
+            rows.append({"mode": kind, "grace, s": grace, "runs": len(runs), **sums, "same bits": same})
+    return {"preemptions": rows}
+
+
+def main() -> None:
+    storm = {"minutes": 30.0, "seed": 0}
+    given = parse(__doc__, what=("storm", "preemption"), **storm, modes=MODES, seeds=3, home=Path)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as temporary:
         home = (given.home or Path(temporary, "home")).absolute()
         home.mkdir(parents=True)
-        with ThreadPoolExecutor() as pool, started(NODES, silence=SILENCE, settings=URGENT) as cluster:
-            undisturbed = pool.submit(train_all_undisturbed, home, epochs)
-            storm = SlurmStorm(cluster, submit_array(cluster, home, epochs), given.seed)
-            ended = storm.run(60 * given.minutes)
-            print(f"{time.strftime('%H:%M:%S')} the storm is over", flush=True)
-            until = time.monotonic() + LIMIT
-            while storm.left():
-                if time.monotonic() > until:
-                    raise SystemExit(f"{storm.left()} did not end; {home}")
-                time.sleep(1)
-        undisturbed.result()
-        homes = [home / name for name in STRATEGIES]
-        faults = fault_rows(storm, homes)
-        jobs = [
-            job_row(number, each, home / f"calm-{each.name}", storm, ended, epochs)
-            for number, each in enumerate(homes)
-        ]
-        (home / "faults.json").write_text(json.dumps([asdict(each) for each in storm.happened]))
-    show(versions("shoal", "torch"), faults)
-    show("jobs", jobs)
-    finish(given, {"faults": faults, "jobs": jobs})
+        figures = (run_storm if given.what == "storm" else run_preemptions)(given, home)
+    for title, rows in figures.items():
+        show(f"{title}, {versions('shoal', 'torch')}", rows)
+    finish(given, figures)
 
 
 if __name__ == "__main__":

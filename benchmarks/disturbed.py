@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from harness import ROOT
 from shoal.checkpoint import Files
@@ -70,27 +70,25 @@ def count_samples(home: Path, epochs: int) -> tuple[int, int]:
     return repeated + len(found.repeated), missed
 
 
-class Commands(Protocol):
-    """The commands of a training, in `home`, which are started again if they fail."""
-
-    home: Path
-    starts: int
-
-    def restart_failed(self) -> bool:
-        """Start commands that have failed again; return whether one has ended well."""
-
-    def messages(self) -> list[str]:
-        """Return the lines of the output without the progress lines."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OutsideFault:
-    """A fault of the surroundings of a training, which ends after some seconds."""
+    """A fault of the surroundings of a training, which ends after some seconds.
+
+    `switch` are options of the switch of all links, `clock` the jump of the second node's clock, and
+    `timeout` that of the script.
+    """
 
     text: str
     begin: Callable[[Any], object] = lambda commands: None
     end: Callable[[Any], object] = lambda commands: None
     seconds: float = 8.0
+    switch: tuple[str, ...] = ()
+    round_trip: float = 0.0
+    clock: int = 0
+    timeout: float = 300.0
+
+
+CALM = OutsideFault(text="none", seconds=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,36 +102,35 @@ class OutsideRun:
     delay: float | None
 
 
-def watch(commands: Commands, fault: OutsideFault | None, seed: int, limit: float) -> OutsideRun:
+def watch(commands: Any, fault: OutsideFault, seed: int, limit: float) -> OutsideRun:
     """Begin a fault after a step that the seed draws, and wait for the end of the training."""
     first = random.Random(seed).randint(FIRST, LAST)
     steps = commands.home / "samples-0.jsonl"
     until = time.monotonic() + limit
     began: float | None = None
     before: set[str] = set()
-    over, message, delay = fault is None, "", None
+    over, message, delay, end = False, "", None, ("", 0)
     while time.monotonic() < until:
         now = time.monotonic()
         taken = len(steps.read_text().splitlines()) if steps.exists() else 0
-        if fault is not None and began is None and taken >= first:
+        if began is None and taken >= first:
             before, began = set(commands.messages()), now
             fault.begin(commands)
-        if fault is not None and began is not None and not over and now > began + fault.seconds:
+        if began is not None and not over and now > began + fault.seconds:
             fault.end(commands)
             over = True
-        if began is not None and not message:
-            new = [line for line in commands.messages() if line not in before]
-            message, delay = (new[0], now - began) if new else ("", None)
-        if (over or began is None or fault is None) and commands.restart_failed():
+        new = [line for line in commands.messages() if line not in before]
+        if began is not None and not message and new:
+            message, delay = new[0], now - began
+        if (over or began is None) and commands.restart_failed():
+            end = digest_end(commands.home), sum(count_samples(commands.home, EPOCHS))
             break
         time.sleep(_PAUSE)
     else:
         print("\n".join(commands.messages()[-100:]), flush=True)
-        return OutsideRun(digest="", samples=0, starts=commands.starts, message=message, delay=delay)
-    samples = sum(count_samples(commands.home, EPOCHS))
-    digest = digest_end(commands.home)
-    starts = commands.starts
-    return OutsideRun(digest=digest, samples=samples, starts=starts, message=message, delay=delay)
+    return OutsideRun(
+        digest=end[0], samples=end[1], starts=commands.starts, message=message, delay=delay
+    )
 
 
 def outside_row(fault: OutsideFault, runs: Sequence[OutsideRun], calm: OutsideRun) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from loops import loss
 from shoal.strategies.dtensor import share
 from shoal.telemetry.events import Events, Plain
 from shoal.training.guards.create import Guard, create_guards
@@ -99,10 +99,6 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.head(self.back(self.front(x)))
         return found
-
-
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(output)
 
 
 class Place(NamedTuple):

@@ -29,6 +29,16 @@ for _folder in ("tests", "benchmarks/gpu", "benchmarks/peers"):
     sys.path.append(str(ROOT / _folder))
 
 T = TypeVar("T")
+INK = "#7d8590"  # of pictures; readable on white and on black
+SVG: Any = {
+    # The salt makes the file the same each time; text stays text.
+    "svg.hashsalt": "shoal",
+    "svg.fonttype": "none",
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    ),
+}
+"""The style of pictures by matplotlib."""
 Row = Mapping[str, Any]
 
 

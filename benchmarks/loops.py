@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal
-from shoal.telemetry.step_timer import BACKWARD, FORWARD, UPDATE, WAIT
 
 Data = tuple[Tensor, ...]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
+Objective = Callable[[Any, Any], Tensor]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -95,7 +95,13 @@ def sampled(world: shoal.World, data: Data, batch: int) -> Callable[[int], Itera
     """Return the batches of an epoch as tutorials draw them."""
     dataset = TensorDataset(*data)
     sampler: Any = DistributedSampler(dataset, world.size, world.rank) if world.size > 1 else None
-    loader = DataLoader(dataset, batch // world.size, shuffle=sampler is None, sampler=sampler)
+    loader = DataLoader(
+        dataset,
+        batch // world.size,
+        shuffle=sampler is None,
+        sampler=sampler,
+        pin_memory=world.device.type == "cuda",
+    )
 
     def batches(epoch: int) -> Iterable[Any]:
         if sampler is not None:
@@ -108,11 +114,14 @@ def sampled(world: shoal.World, data: Data, batch: int) -> Callable[[int], Itera
 def gathered(world: shoal.World, data: Data, batch: int) -> Callable[[int], Iterable[Any]]:
     """Return the batches of an epoch by one index per tensor, which is quicker than a DataLoader."""
 
+    pin = world.device.type == "cuda"
+
     def batches(epoch: int) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(epoch)
         order = torch.randperm(len(data[0]), generator=generator)[world.rank :: world.size]
         for indices in order.split(batch // world.size):
-            yield tuple(column[indices] for column in data)
+            drawn = (column[indices] for column in data)
+            yield tuple(column.pin_memory() if pin else column for column in drawn)
 
     return batches
 
@@ -122,24 +131,19 @@ def train(
     batches: Callable[[int], Iterable[Any]],
     optimizer: torch.optim.Optimizer,
     *,
-    objective: Callable[[Any, Any], Tensor] = mean_loss,
+    objective: Objective = mean_loss,
     clip: float | None = None,
-    enter: Callable[[int], object] = int,
+    precision: str = "fp32",
 ) -> Iterator[None]:
-    """Take a step per iteration with a loop by hand; `enter` learns which part of it begins."""
+    """Take a step per iteration with a loop by hand."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device
     for epoch in itertools.count():
-        drawn = iter(batches(epoch))
-        while True:
-            enter(WAIT)
-            batch = next(drawn, None)
-            if batch is None:
-                break
-            enter(FORWARD)
-            value = objective(model, batch)
-            enter(BACKWARD)
+        for drawn in batches(epoch):
+            batch = [column.to(device, non_blocking=True) for column in drawn]
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                value = objective(model, batch)
             value.backward()
-            enter(UPDATE)
             if clip is not None:
                 nn.utils.clip_grad_norm_(parameters, clip)
             optimizer.step()
@@ -149,20 +153,22 @@ def train(
 
 def by_hand(
     world: shoal.World,
-    model: nn.Module,
+    model: Any,
     data: Data,
     batch: int,
     *,
     optimizer: Optimizer = adamw,
     draw: Callable[..., Callable[[int], Iterable[Any]]] = sampled,
-    clip: float | None = None,
-    compiled: bool = False,
+    compiled: str | None = None,
+    **options: Any,
 ) -> Iterator[None]:
-    """Train with DistributedDataParallel as its tutorials do."""
+    """Train with DistributedDataParallel as its tutorials do; other options are those of `train`."""
     replica = wrapped(model.to(world.device), world)
-    call = torch.compile(replica) if compiled else replica
-    batches = draw(world, tuple(each.to(world.device) for each in data), batch)
-    return train(call, batches, optimizer(model.parameters()), clip=clip)
+    if compiled == "blocks":
+        for block in model.blocks:
+            block.compile()
+    call = torch.compile(replica) if compiled == "inductor" else replica
+    return train(call, draw(world, data, batch), optimizer(model.parameters()), **options)
 
 
 def through_shoal(
@@ -175,7 +181,8 @@ def through_shoal(
     optimizer: Optimizer = adamw,
     task: shoal.Task | None = None,
     clip: float | None = None,
-    compiled: bool = False,
+    compiled: str | None = None,
+    precision: str = "fp32",
     micro_batches: int = 1,
     **options: Any,
 ) -> Iterator[shoal.StepResult]:
@@ -186,7 +193,8 @@ def through_shoal(
         optimizer(made.parameters()),
         task or shoal.Task(loss),
         clip=clip,
-        compile="inductor" if compiled else None,
+        compile=compiled,
+        precision=precision,
     )
     loader = shoal.Loader(data, world, batch_size=batch, micro_batches=micro_batches)
     for each in loader.epochs(10**9):

@@ -45,41 +45,32 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
-class TrainingLoop:
-    """One model that trains with equal or measured numbers of samples."""
+def shared(world: shoal.World, given: argparse.Namespace, shares: str) -> tuple[Any, shoal.Loader]:
+    """Return a loop that trains with equal or measured numbers of samples, and its loader."""
+    model = shoal.parallelize(stack(given.width, 4), world)
+    step = shoal.Step(model, sgd(model.parameters()), shoal.Task(loss))
+    loader = shoal.Loader(data(given.width), world, batch_size=given.batch, shares=shares)
+    return map(step, loader.epochs(10**9)), loader
 
-    def __init__(self, world: shoal.World, given: argparse.Namespace, shares: str) -> None:
-        model = shoal.parallelize(stack(given.width, 4), world)
-        self._step = shoal.Step(model, sgd(model.parameters()), shoal.Task(loss))
-        self.loader = shoal.Loader(data(given.width), world, batch_size=given.batch, shares=shares)
-        self._batches = self.loader.epochs(10**9)
 
-    def step(self) -> None:
-        self._step(next(self._batches))
-
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """The samples of each rank in a batch."""
-        assert self.loader.balance is not None
-        return self.loader.balance.shares
-
-    def adapt(self, world: shoal.World, most: float) -> tuple[int, ...]:
-        """Train until the numbers have changed and then stayed the same; return them, now fixed."""
-        begun = time.perf_counter()
-        changed = None
-        while True:
-            now = time.perf_counter()
-            settled = changed is not None and now - changed > SETTLED_SECONDS
-            if world.broadcast(settled or now - begun > most):
-                break
-            before = self.samples
-            for _ in range(20):
-                self.step()
-            if self.samples != before:
-                changed = time.perf_counter()
-        samples = self.samples
-        self.loader.replay({}, 10**12)
-        return samples
+def adapt(world: shoal.World, loop: Any, loader: shoal.Loader, most: float) -> tuple[int, ...]:
+    """Train until the samples of ranks have changed and then stayed the same; fix and return them."""
+    assert loader.balance is not None
+    begun = time.perf_counter()
+    changed = None
+    while True:
+        now = time.perf_counter()
+        settled = changed is not None and now - changed > SETTLED_SECONDS
+        if world.broadcast(settled or now - begun > most):
+            break
+        before = loader.balance.shares
+        for _ in range(20):
+            next(loop)
+        if loader.balance.shares != before:
+            changed = time.perf_counter()
+    samples = loader.balance.shares
+    loader.replay({}, 10**12)
+    return samples
 
 
 def gradient(world: shoal.World, given: argparse.Namespace, samples: tuple[int, ...] = ()) -> Tensor:
@@ -110,11 +101,11 @@ def measure(given: argparse.Namespace) -> tuple[tuple[int, ...], dict[str, list[
         neighbour = None
         if world.rank == 1:
             neighbour = subprocess.Popen([sys.executable, "-c", BUSY % core])
-        measured = TrainingLoop(world, given, "measured")
+        measured, loader = shared(world, given, "measured")
         plain = by_hand(world, stack(given.width, 4), data(given.width), given.batch, optimizer=sgd)
-        equal = TrainingLoop(world, given, "equal")
-        loops = {"plain": plain.__next__, "equal": equal.step, "measured": measured.step}
-        samples = measured.adapt(world, given.adapt)
+        equal, _ = shared(world, given, "equal")
+        loops = {"plain": plain.__next__, "equal": equal.__next__, "measured": measured.__next__}
+        samples = adapt(world, measured, loader, given.adapt)
         times = time_steps(world, loops, rounds=given.rounds, steps=given.steps, warm_up=1)
         if neighbour is not None:
             neighbour.kill()

@@ -4,12 +4,11 @@ Rank 2 takes longer for each forward pass. While the run is active, the page of 
 as SVG. Afterwards the page of `shoal report` is saved as PNG, by headless chromium, and recorded steps
 as a timeline in SVG. Needs the extras `examples` and `report`.
 
-    PYTHONPATH=tests python benchmarks/monitoring_pictures.py [--pictures docs/pictures]
+    python benchmarks/monitoring_pictures.py [--pictures docs/pictures]
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import gzip
 import io
@@ -24,15 +23,16 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
-import torch.nn.functional as F
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 from rich.console import Console
-from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 from torch import Tensor, nn
 
 import shoal
+from harness import SVG, parse
+from helpers.browser import browser
+from loops import loss
 from shoal.tools.report.dashboard.layout import dashboard_lines
 from shoal.tools.report.dashboard.snapshot_builder import SnapshotBuilder
 from shoal.tools.report.dashboard.theme import TerminalStyle
@@ -40,27 +40,12 @@ from shoal.tools.report.dashboard.theme import TerminalStyle
 SLOW, EXTRA = 2, 0.012
 WINDOW = (40, 41)
 WIDTH, HEIGHT = 1000, 900
-INK = "#7d8590"  # readable on white and on black
 KINDS = {"forward": "#3b82c4", "backward": "#7b61b5", "communication": "#d9822b", "update": "#3f9b57"}
 OPERATIONS = (
     ("communication", ("gloo:", "c10d::")),
     ("update", ("Optimizer.step",)),
     ("backward", ("autograd::engine",)),
     ("forward", ("slow", "aten::linear", "aten::gelu", "aten::cross_entropy_loss")),
-)
-THEME = TerminalTheme(
-    (27, 31, 36),
-    (214, 220, 227),
-    [
-        (27, 31, 36),
-        (222, 95, 95),
-        (98, 182, 110),
-        (214, 170, 80),
-        (90, 150, 220),
-        (168, 130, 214),
-        (80, 180, 190),
-        (214, 220, 227),
-    ],
 )
 
 
@@ -79,10 +64,6 @@ class Network(nn.Sequential):
                 time.sleep(EXTRA)
         output: Tensor = super().forward(inputs)
         return output
-
-
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
 def train(directory: str, steps: int) -> None:
@@ -107,7 +88,7 @@ def dashboard(run: Path, picture: Path) -> None:
         file=io.StringIO(), record=True, width=88, force_terminal=True, color_system="truecolor"
     )
     console.print(Text("\n").join(lines))
-    text = console.export_svg(title="shoal watch runs/a", theme=THEME)
+    text = console.export_svg(title="shoal watch runs/a")
     begin, end = text.index("@font-face"), text.index(".terminal-", text.index("@font-face"))
     text = text[:begin] + text[end:]  # no request to another host
     text = text.replace("Fira Code, monospace", "ui-monospace, DejaVu Sans Mono, Menlo, monospace")
@@ -116,8 +97,6 @@ def dashboard(run: Path, picture: Path) -> None:
 
 def report(run: Path, picture: Path) -> None:
     """Save the top of the page of `shoal report`."""
-    from helpers.browser import browser  # not on the path of the ranks
-
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder) / "profile") as chromium:
         chromium.open(run / "report" / "index.html", width=WIDTH)
         clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
@@ -131,15 +110,7 @@ def timeline(run: Path, picture: Path) -> None:
         found = json.load(file)
     events = [event for event in found["traceEvents"] if event.get("ph") == "X"]
     begin = min(event["ts"] for event in events if kind(event))
-    mpl.rcParams |= {
-        "svg.hashsalt": "shoal",
-        "svg.fonttype": "none",
-        "text.color": INK,
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-    }
+    mpl.rcParams |= SVG
     figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
     ranks = sorted({event["pid"] for event in events if kind(event)})
     for row, rank in enumerate(ranks):
@@ -166,11 +137,7 @@ def kind(event: dict[str, Any]) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pictures", type=Path, default=Path("docs/pictures"))
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--train", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(__doc__, pictures=Path("docs/pictures"), steps=600, train=str)
     if options.train:
         train(options.train, options.steps)
         return

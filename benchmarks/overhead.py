@@ -1,72 +1,79 @@
-"""Overhead of Shoal per step, compared with torch loops, interleaved in one run.
+"""Overhead of Shoal per step, compared with loops in plain PyTorch, interleaved in one run.
 
-    python benchmarks/overhead.py [--models tiny wide] [--rounds 20] [--steps 200] [--json]
+    python benchmarks/overhead.py [--models tiny wide] [-n 1 2] [--rounds 20] [--steps 200] [--json]
+    python benchmarks/overhead.py --models resnet-small gpt -n 2 --batch 32 --steps 10
 
-Loops: `plain` (DataLoader, forward, backward, clip, AdamW, zero_grad, as tutorials write it), `tuned`
-(batches fetched by one index from tensors, fused AdamW), and Shoal (Loader, Step, Run with events) with
-each of the two optimizers. A round runs every loop for the same number of steps.
+`tiny` and `wide` are stacks of linear layers, other names the models of `shoal bench scaling`. Loops:
+`plain` (DataLoader, forward, backward, clip, AdamW, zero_grad, as tutorials write it), `tuned` (batches
+fetched by one index from tensors, fused AdamW), and Shoal (Loader, Step, Run with events) with each of
+the two optimizers. The interval of a ratio is that of the median, with 95 % confidence.
 
-Then the cost of recording: in one more loop of Shoal, every other turn does not record its steps: its
-timeline has no marks and its events keep none. It is one loop, since two identical loops differ by
-several hundredths, depending on their memory addresses. Turns are as long as a block of events, so that
-each includes one; there are four of each in a round.
-
-First in one process, then in two under DDP.
+Then, with the stacks, the cost of records: in one more loop of Shoal, every other turn does not record
+its steps: its timeline has no marks and its events keep none. It is one loop, since two identical loops
+differ by several hundredths, depending on their memory addresses. Turns are as long as a block of
+events, so that each includes one; there are four of each in a round.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import harness
 import shoal
-from harness import (
-    Spread,
-    alternate,
-    finish,
-    machine,
-    parse,
-    quartiles,
-    ratios,
-    show,
-    time_steps,
-    timed,
-)
-from loops import Data, gathered, labelled, loss, quiet_run, sampled, stack, train, wrapped
+from loops import gathered, labelled, loss, quiet_run, sampled, stack, train, wrapped
 from shoal.telemetry.events import FLUSH_STEPS
 from shoal.telemetry.step_timer import Timeline
+from shoal.tools.bench.scaling.models import Workload, make_model
+from shoal.tools.bench.scaling.subject import BuiltIn, parse_subject
 from shoal.training.run_events import RunEvents
 
-SAMPLES, CLASSES, WARM_UP = 4096, 10, 50
+SAMPLES, CLASSES, WARM_UP = 4096, 10, 10
 MODELS = {"tiny": (32, 1, 16), "wide": (512, 4, 64)}
 """Name: width, hidden layers, global batch."""
-PAIRS = [("shoal", "plain"), ("shoal fused", "tuned")]
 TURNS = 4
 """Turns with and without records in a round."""
 
 
-def build(name: str) -> tuple[nn.Sequential, Data, int]:
-    width, layers, batch = MODELS[name]
-    return stack(width, layers, nn.Linear(width, CLASSES)), labelled(SAMPLES, width, CLASSES), batch
+def build(name: str, batch: int | None) -> tuple[Workload, nn.Module, int]:
+    """Return the task and the data of a model, the model, and the global batch."""
+    if name in MODELS:
+        width, layers, rows = MODELS[name]
+        model = stack(width, layers, nn.Linear(width, CLASSES))
+        data = labelled(SAMPLES, width, CLASSES)
+        return Workload(model, shoal.Task(loss), data), model, batch or rows
+    subject = parse_subject(name)
+    assert isinstance(subject, BuiltIn)
+    made = make_model(subject, batch or 32)
+    torch.manual_seed(0)
+    return made, made.model if isinstance(made.model, nn.Module) else made.model(), batch or 32
 
 
 def adamw(model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused or None)
 
 
-def in_torch(world: shoal.World, name: str, *, tuned: bool) -> Iterator[None]:
+def in_torch(world: shoal.World, name: str, batch: int | None, *, tuned: bool) -> Iterator[None]:
     """Train with the loop of the tutorials, or with an expert's optimizations."""
-    model, data, batch = build(name)
+    made, model, batch = build(name, batch)
+    single = isinstance(made.dataset, Tensor)
+    inputs: Callable[[Any], Any] = made.task.inputs or (lambda drawn: drawn[0])
+
+    def mean_loss(model: nn.Module, drawn: Any) -> Tensor:
+        value = drawn[0] if single else tuple(drawn)
+        total, count = made.task.loss(model(inputs(value)), value)
+        return total / count
+
+    data = (made.dataset,) if single else made.dataset
     batches = (gathered if tuned else sampled)(world, data, batch)
-    return train(wrapped(model, world), batches, adamw(model, fused=tuned), clip=1.0)
+    optimizer = adamw(model, fused=tuned)
+    return train(wrapped(model, world), batches, optimizer, objective=mean_loss, clip=1.0)
 
 
 class Unmarked(Timeline):
@@ -85,14 +92,19 @@ class Forgetful(RunEvents):
 
 
 def through_shoal(
-    world: shoal.World, name: str, *, fused: bool, records: Callable[[], bool] = lambda: True
+    world: shoal.World,
+    name: str,
+    batch: int | None,
+    *,
+    fused: bool,
+    records: Callable[[], bool] = lambda: True,
 ) -> Iterator[None]:
     """Train with Loader, Step, and a Run that records those steps for which `records` returns True."""
     marked, unmarked = world.timeline, Unmarked()
-    model, columns, batch = build(name)
+    made, model, batch = build(name, batch)
     shoal.parallelize(model, world)
-    step = shoal.Step(model, adamw(model, fused=fused), shoal.Task(loss), clip=1.0)
-    data = shoal.Loader(columns, world, batch_size=batch)
+    step = shoal.Step(model, adamw(model, fused=fused), made.task, clip=1.0)
+    data = shoal.Loader(made.dataset, world, batch_size=batch)
     with quiet_run(world, step, data) as run:
         recording, forgetful = run._recording, Forgetful(run.events, run.steps, data)
         for each in data.epochs(10**9):
@@ -105,65 +117,55 @@ def through_shoal(
             yield
 
 
-def measure(world: shoal.World, name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Return microseconds per step of each loop, and the paired ratios."""
-    loops = {
-        "plain": in_torch(world, name, tuned=False),
-        "shoal": through_shoal(world, name, fused=False),
-        "tuned": in_torch(world, name, tuned=True),
-        "shoal fused": through_shoal(world, name, fused=True),
-    }
-    times = time_steps(
-        world,
-        {who: loop.__next__ for who, loop in loops.items()},
-        rounds=given.rounds,
-        steps=given.steps,
-        warm_up=WARM_UP,
-    )
-    for loop in loops.values():
-        loop.close()  # type: ignore[attr-defined]
-    found = {f"{ours} / {theirs}": ratios(times[ours], times[theirs]) for ours, theirs in PAIRS}
-    return {
-        "model": name,
-        "processes": world.size,
-        "microseconds": {who: 1e6 * statistics.median(values) for who, values in times.items()},
-        "ratios": {pair: quartiles(values) for pair, values in found.items()}
-        | {"recorded / unrecorded": recorded(world, name, given.rounds)},
-    }
+def measure(given: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+    """Return the rows of a model's loops on this rank."""
+    torch.set_num_threads(1)
+    with shoal.init() as world:
+        loops = {
+            "plain": in_torch(world, name, given.batch, tuned=False),
+            "shoal": through_shoal(world, name, given.batch, fused=False),
+            "tuned": in_torch(world, name, given.batch, tuned=True),
+            "shoal fused": through_shoal(world, name, given.batch, fused=True),
+        }
+        steps = {who: loop.__next__ for who, loop in loops.items()}
+        times = harness.time_steps(
+            world, steps, rounds=given.rounds, steps=given.steps, warm_up=WARM_UP
+        )
+        for loop in loops.values():
+            loop.close()  # type: ignore[attr-defined]
+        rows = harness.time_rows(times, "plain", "tuned", summary=harness.interval)
+        if name in MODELS:
+            ratio = harness.interval(recorded(world, name, given))
+            rows.append({"loop": "recorded / unrecorded", "ratio": ratio})
+        return rows
 
 
-def recorded(world: shoal.World, name: str, rounds: int) -> Spread:
-    """Return the ratio of the times of steps with and without records, turn by turn in one loop."""
+def recorded(world: shoal.World, name: str, given: argparse.Namespace) -> list[float]:
+    """Return the ratios of the times of steps with and without records, turn by turn in one loop."""
     records = True
-    loop = through_shoal(world, name, fused=True, records=lambda: records)
+    loop = through_shoal(world, name, given.batch, fused=True, records=lambda: records)
 
     def turn(recording: bool) -> float:
         nonlocal records
         records = recording
-        return timed(world, loop.__next__, FLUSH_STEPS)
+        return harness.timed(world, loop.__next__, FLUSH_STEPS)
 
     for _ in itertools.islice(loop, WARM_UP):
         pass
     turns = {"with": partial(turn, True), "without": partial(turn, False)}
-    times = alternate(turns, rounds * TURNS)
-    with contextlib.closing(loop):  # type: ignore[type-var]
-        return quartiles(ratios(times["with"], times["without"]))
-
-
-def on_rank(given: argparse.Namespace) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
-    with shoal.init() as world:
-        return [measure(world, name, given) for name in given.models]
+    times = harness.alternate(turns, given.rounds * TURNS)
+    loop.close()  # type: ignore[attr-defined]
+    return harness.ratios(times["with"], times["without"])
 
 
 def main() -> None:
-    given = parse(__doc__, models=MODELS, rounds=20, steps=200)
-    figures = [each for size in (1, 2) for each in shoal.launch(on_rank, given, processes=size)[0]]
-    for each in figures:
-        title = f"{each['model']} model, {each['processes']} process(es), {machine()}"
-        show(title, [{"loop": who, "µs per step": mean} for who, mean in each["microseconds"].items()])
-        show("times", [{"loops": pair, "ratio": found} for pair, found in each["ratios"].items()])
-    finish(given, {"overhead": figures})
+    given = harness.parse(__doc__, models=[*MODELS], processes=[1, 2], batch=int, rounds=20, steps=200)
+    figures: dict[str, Any] = {}
+    for size, name in itertools.product(given.processes, given.models):
+        rows = shoal.launch(measure, given, name, processes=size)[0]
+        harness.show(f"{name} model, {size} process(es), {harness.machine()}", rows)
+        figures[f"{name} {size}"] = rows
+    harness.finish(given, {"overhead": figures})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -130,18 +130,15 @@ def by_hand(world: shoal.World, way: str) -> Iterator[None]:
         yield
 
 
-def by_hand_piped(world: shoal.World) -> Iterator[None]:
-    """Train with torch's 1F1B over two stages, each half of the blocks plus the layers at its end."""
-    net, half = build(), LAYERS // 2
-    stages = [
-        nn.Sequential(net.embedding, *net.blocks[:half]),
-        nn.Sequential(*net.blocks[half:], net.head),
-    ]
-    model = stages[world.rank].to(world.device)
+def piped_by_hand(
+    world: shoal.World, half: nn.Module, batches: Iterable[Any], micro_batches: int
+) -> Iterator[None]:
+    """Train with torch's 1F1B over two stages, of which `half` is that of this rank."""
+    model = half.to(world.device)
     stage = PipelineStage(model, world.rank, 2, world.device, group=world.mesh["pipeline"].get_group())
-    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=cross_entropy)
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn=cross_entropy)
     optimizer = adamw(model.parameters())
-    for tokens, labels in batches(world):
+    for tokens, labels in batches:
         losses: list[Tensor] = []
         if stage.is_first:
             schedule.step(tokens)
@@ -152,8 +149,8 @@ def by_hand_piped(world: shoal.World) -> Iterator[None]:
         optimizer.zero_grad()
         total = torch.zeros((), device=world.device)
         if losses:
-            total = torch.stack(losses).sum().detach() * (BATCH // MICRO_BATCHES)
-        dist.all_reduce(torch.stack((total, total.new_tensor(BATCH * bool(losses)))))
+            total = torch.stack(losses).sum().detach() * (len(tokens) // micro_batches)
+        dist.all_reduce(torch.stack((total, total.new_tensor(len(tokens) * bool(losses)))))
         yield
 
 
@@ -258,6 +255,13 @@ def measure(given: argparse.Namespace, way: str) -> tuple[list[dict[str, Any]], 
     """Return a row for each loop, and the bytes by which Shoal sends more on each rank."""
     layout, strategy = WAYS[way]
 
+    def theirs() -> Iterator[Any]:
+        if way != "1F1B":
+            return by_hand(world, way)
+        net, half = build(), LAYERS // 2
+        ends = [net.embedding, *net.blocks[:half]], [*net.blocks[half:], net.head]
+        return piped_by_hand(world, nn.Sequential(*ends[world.rank]), batches(world), MICRO_BATCHES)
+
     def ours() -> Iterator[Any]:
         return through_shoal(
             world,
@@ -272,9 +276,7 @@ def measure(given: argparse.Namespace, way: str) -> tuple[list[dict[str, Any]], 
 
     with shoal.init(layout=layout) as world:
         made = {
-            "torch": cost(
-                world, lambda: by_hand_piped(world) if way == "1F1B" else by_hand(world, way)
-            ),
+            "torch": cost(world, theirs),
             "shoal": cost(world, ours),
         }
         costs = {who: world.gather(tuple(own)) for who, (_, own) in made.items()}

@@ -7,13 +7,12 @@ It shows a plan, not a measurement: in `Timetable` a backward pass takes as long
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import shoal
+from harness import INK, parse
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "pipeline_1f1b.svg"
-INK = "#7d8590"  # readable on white and on black
 
 
 def draw(path: Path) -> None:
@@ -26,9 +25,7 @@ def draw(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--picture", type=Path, default=PICTURE, help="the file to write")
-    draw(parser.parse_args().picture)
+    draw(parse(__doc__, picture=PICTURE).picture)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from harness import finish, parse, show
 from plan_calibration import fit_efficiency
@@ -29,7 +30,7 @@ from plan_peers import Predict, find_peers
 from shoal.distributed.layout import Layout
 from shoal.tools.plan.machine.machines import Efficiency, Machine, find_machine
 from shoal.tools.plan.time.step_time import estimate_step, step_kind
-from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 
 COVERED, FOLDS = 0.8, 5
@@ -106,57 +107,46 @@ def table_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
-def megatron(folder: Path) -> list[Row]:
-    machine = find_machine("a100-80")
+def gpt_rows(
+    file: str,
+    seconds: str,
+    workload: Sequence[str],
+    options: Callable[[dict[str, str]], Any],
+    path: Path,
+) -> list[Row]:
+    """Read a table of Megatron's GPTs on A100; `options` are those of the planned step in a row."""
     rows = []
-    for each in table_rows(folder / "megatron2021_table1.csv"):
+    for each in table_rows(path / file):
         number = {key: int(value) for key, value in each.items() if value.isdigit()}
-        model = gpt(number, vocab=number["vocab"])
+        model = Transformer(
+            hidden=number["hidden"],
+            layers=number["layers"],
+            heads=number["heads"],
+            seq=number["seq"],
+            vocab=number.get("vocab", 50257),
+            flash=0,
+        )
         plan = PlannedStep(
             layout=Layout(tensor=number["tp"], pipeline=number["pp"], replicate=number["dp"]),
             global_batch=number["global_batch"],
             micro_batch=number["microbatch"],
-            recompute="full",
             stages=number.get("virtual_stages", 1),
-            overlap=each["ddp_impl"] == "torch",
             split_sends=True,
             precision="fp16",
+            **options(each),
         )
-        seconds = float(each["iter_time_s_derived"])
-        rows.append(Row(model, plan, machine, seconds, (each["model"],)))
+        measured = float(each[seconds]) / (1e3 if seconds.endswith("_ms") else 1)
+        competing = tuple(each[name] for name in workload)
+        rows.append(Row(model, plan, find_machine("a100-80"), measured, competing))
     return rows
 
 
-def korthikanti(folder: Path) -> list[Row]:
-    machine = find_machine("a100-80")
+def mosaicml_rows(path: Path) -> list[Row]:
+    """Read the table of models under FSDP on A100."""
     rows = []
-    for each in table_rows(folder / "korthikanti2022_table5.csv"):
-        number = {key: int(value) for key, value in each.items() if value.isdigit()}
-        plan = PlannedStep(
-            layout=Layout(tensor=number["tp"], pipeline=number["pp"], replicate=number["dp"]),
-            global_batch=number["global_batch"],
-            micro_batch=number["microbatch"],
-            recompute=cast("Recompute", each["recompute"]),
-            sequence_parallel=each["sequence_parallel"] == "yes",
-            tensor_overlap=True,
-            split_sends=True,
-            precision="fp16",
-            stages=number.get("virtual_stages", 1),
-            overlap=False,
-        )
-        model = gpt(number, vocab=number["vocab"])
-        rows.append(
-            Row(model, plan, machine, float(each["iter_time_s"]), (each["model"], number["dp"]))
-        )
-    return rows
-
-
-def mosaicml(folder: Path) -> list[Row]:
-    rows = []
-    for each in table_rows(folder / "mosaicml_a100.csv"):
+    for each in table_rows(path / "mosaicml_a100.csv"):
         if each["gpu"] not in ("a100_80gb", "a100_40gb"):
             continue
-        machine = find_machine(each["gpu"].replace("_", "-").removesuffix("gb"))
         model = Transformer(
             hidden=int(each["d_model"]),
             layers=int(each["n_layers"]),
@@ -166,51 +156,18 @@ def mosaicml(folder: Path) -> list[Row]:
             seq=int(each["seq_len"]),
             dropout=0,
         )
-        sharded = each["sharding"] == "FULL_SHARD"
         gpus = int(each["gpus"])
         plan = PlannedStep(
-            layout=Layout(shard=gpus) if sharded else Layout(replicate=gpus),
+            layout=Layout(shard=gpus) if each["sharding"] == "FULL_SHARD" else Layout(replicate=gpus),
             global_batch=int(each["global_batch_seqs"]),
             micro_batch=int(each["microbatch_per_gpu"]),
             recompute="full" if each["act_ckpt"] == "True" else "none",
             precision="half" if each["mp_mode"] == "PURE" else "mixed",
         )
-        seconds = float(each["step_time_s_derived"])
         workload = (each["model"], model.seq, gpus, each["gpu"], each["global_batch_tokens"])
-        rows.append(Row(model, plan, machine, seconds, workload))
+        machine = find_machine(each["gpu"].replace("_", "-").removesuffix("gb"))
+        rows.append(Row(model, plan, machine, float(each["step_time_s_derived"]), workload))
     return rows
-
-
-def vtrain(folder: Path) -> list[Row]:
-    machine = find_machine("a100-80")
-    rows = []
-    for each in table_rows(folder / "vtrain_single_node_a100.csv"):
-        number = {key: int(value) for key, value in each.items() if value.isdigit()}
-        model = gpt(number, vocab=50257)
-        plan = PlannedStep(
-            layout=Layout(tensor=number["tp"], pipeline=number["pp"], replicate=number["dp"]),
-            global_batch=number["global_batch"],
-            micro_batch=number["microbatch"],
-            recompute="none",
-            overlap=False,
-            split_sends=True,
-            precision="fp16",
-        )
-        seconds = float(each["iter_time_ms"]) / 1e3
-        workload = tuple(number[key] for key in ("hidden", "layers", "seq", "gpus", "global_batch"))
-        rows.append(Row(model, plan, machine, seconds, workload))
-    return rows
-
-
-def gpt(number: dict[str, int], vocab: int) -> Transformer:
-    return Transformer(
-        hidden=number["hidden"],
-        layers=number["layers"],
-        heads=number["heads"],
-        seq=number["seq"],
-        vocab=vocab,
-        flash=0,
-    )
 
 
 def predicted(row: Row, efficiency: Efficiency | None = None) -> float:
@@ -235,15 +192,11 @@ def band_cases(name: str, rows: Sequence[Row], times: Sequence[float]) -> list[C
 def cross_validated(rows: Sequence[Row], names: Sequence[str], folds: int, eighth: bool) -> list[float]:
     """Return predictions of each row, by parameters that were fitted without it.
 
-    With `eighth`, a fold is fitted on instead of held out.
+    With `eighth`, the first fold is fitted on instead of held out, and has no predictions.
     """
-    order = list(range(len(rows)))
-    random.Random(0).shuffle(order)
     result = [math.nan] * len(rows)
-    for fold in range(folds):
-        part = set(order[fold::folds])
-        train = [number for number in order if (number in part) == eighth]
-        held = [number for number in order if number not in train]
+    for part, rest in split(len(rows), folds)[: 1 if eighth else None]:
+        train, held = (part, rest) if eighth else (rest, part)
         efficiency = fit_efficiency(
             [(rows[number].model, rows[number].plan, rows[number].machine) for number in train],
             [rows[number].seconds for number in train],
@@ -251,12 +204,15 @@ def cross_validated(rows: Sequence[Row], names: Sequence[str], folds: int, eight
         )
         for number in held:
             result[number] = predicted(rows[number], efficiency)
-        if eighth:
-            # The rows that were fitted on are left out.
-            for number in train:
-                result[number] = math.nan
-            break
     return result
+
+
+def split(count: int, folds: int) -> list[tuple[list[int], list[int]]]:
+    """Return for each fold the numbers in it, and the others."""
+    order = list(range(count))
+    random.Random(0).shuffle(order)
+    parts = [order[fold::folds] for fold in range(folds)]
+    return [(part, [number for number in order if number not in set(part)]) for part in parts]
 
 
 def peer_times(rows: Sequence[Row], predictions: Sequence[Predict], folds: int) -> list[list[float]]:
@@ -264,12 +220,8 @@ def peer_times(rows: Sequence[Row], predictions: Sequence[Predict], folds: int) 
     tables = [[each(row.model, row.plan, row.machine) for row in rows] for each in predictions]
     if len(tables) == 1:
         return tables
-    order = list(range(len(rows)))
-    random.Random(0).shuffle(order)
     held = [math.nan] * len(rows)
-    for fold in range(folds):
-        part = set(order[fold::folds])
-        train = [number for number in order if number not in part]
+    for part, train in split(len(rows), folds):
 
         def loss(times: Sequence[float], train: Sequence[int] = train) -> float:
             known = [number for number in train if not math.isnan(times[number])]
@@ -326,12 +278,39 @@ def figures(rows: Sequence[Row], times: Sequence[float]) -> dict[str, Any]:
 COMPUTE = ("product", "attention", "memory", "launch", "host")
 ALL = (*COMPUTE, "link", "network", "step", "spread")
 ONE_NODE = "vTrain, one node"
+megatron = partial(
+    gpt_rows,
+    "megatron2021_table1.csv",
+    "iter_time_s_derived",
+    ("model",),
+    lambda each: {"recompute": "full", "overlap": each["ddp_impl"] == "torch"},
+)
+korthikanti = partial(
+    gpt_rows,
+    "korthikanti2022_table5.csv",
+    "iter_time_s",
+    ("model", "dp"),
+    lambda each: {
+        "recompute": each["recompute"],
+        "sequence_parallel": each["sequence_parallel"] == "yes",
+        "tensor_overlap": True,
+        "overlap": False,
+    },
+)
+vtrain = partial(
+    gpt_rows,
+    "vtrain_single_node_a100.csv",
+    "iter_time_ms",
+    ("hidden", "layers", "seq", "gpus", "global_batch"),
+    lambda each: {"recompute": "none", "overlap": False},
+)
 TABLES: dict[str, tuple[Callable[[Path], list[Row]], tuple[str, ...], int, bool]] = {
     "Megatron 2021, Table 1": (megatron, ("product",), 10, False),
     "Korthikanti 2022, Table 5": (korthikanti, ("product",), 9, False),
-    "MosaicML, A100": (mosaicml, ALL, 5, False),
+    "MosaicML, A100": (mosaicml_rows, ALL, 5, False),
     ONE_NODE: (vtrain, COMPUTE, 8, True),
 }
+"""Name: how it is read, the parameters that are fitted, folds, and whether one of them is fitted on."""
 
 
 def main() -> None:

@@ -95,15 +95,10 @@ def _(x: Tensor, each: float) -> Tensor:
     return torch.empty_like(x)
 
 
-def _note(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-    ctx.each = inputs[1]
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return delay(gradient, 2 * ctx.each), None
-
-
-delay.register_autograd(_backward, setup_context=_note)
+delay.register_autograd(
+    lambda ctx, gradient: (delay(gradient, 2 * ctx.each), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "each", inputs[1]),
+)
 
 
 @register_flop_formula(torch.ops.shoal_benchmarks.delay)
@@ -138,13 +133,11 @@ class Sleeping(nn.Module):
 
 
 def sleeping() -> Workload:
-    """Return a network that sleeps."""
     rows = torch.randn(16 * BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
     return Workload(Sleeping, shoal.Task(values), (rows, rows))
 
 
 def computing() -> Workload:
-    """Return a transformer."""
     rows = torch.randint(0, 2000, (16 * BATCH, 65), generator=torch.Generator().manual_seed(0))
     return Workload(Transformer, shoal.Task(words), (rows[:, :-1], rows[:, 1:]))
 
@@ -199,7 +192,7 @@ def predicted_seconds(model: str, layout: str, size: int, machine: Machine) -> f
     return float(mean_time(one, others, AVERAGING).total)
 
 
-def run_rank(model: str, layout: str, steps: int, file: Path) -> None:
+def run_rank(model: str, layout: str, steps: int, results: Path) -> None:
     """Train on this rank; rank 0 writes the seconds of each step, and of the probes around it."""
     built, every = MODELS[model](), AVERAGING if layout == "LocalSGD" else 1
     assert not isinstance(built.model, nn.Module)
@@ -212,19 +205,14 @@ def run_rank(model: str, layout: str, steps: int, file: Path) -> None:
         loader = shoal.Loader(built.dataset, world, batch_size=BATCH, micro_batches=plan.micro_batches)
         times: list[tuple[float, float]] = []
         probes = [probe(world)] if model == "computing" else []
-        mark = time.perf_counter()
-        for batch in loader.epochs(100):
-            step(batch)
-            seconds, around = time.perf_counter() - mark, 0.0
-            if probes:
-                probes.append(probe(world))
-                around = statistics.fmean(probes[-2:])
-            times.append((seconds, around))
-            if len(times) == WARM + steps:
-                break
-            mark = time.perf_counter()
-        if world.is_rank_zero:
-            file.write_text(json.dumps(times[WARM:]))
+        batches = loader.epochs(100)
+        for _ in range(WARM + steps):
+            begun = time.perf_counter()
+            step(next(batches))
+            seconds = time.perf_counter() - begun
+            probes += [probe(world)] if probes else []
+            times.append((seconds, statistics.fmean(probes[-2:]) if probes else 0.0))
+        cluster.write_results(world, results, times[WARM:])
 
 
 def probe(world: shoal.World) -> float:
@@ -260,20 +248,9 @@ def compare(
     return rows
 
 
-def rank_arguments(model: str, layout: str, steps: int, file: Path) -> list[str]:
-    """Return the arguments with which this script is a rank."""
-    return [
-        "--what",
-        "rank",
-        "--model",
-        model,
-        "--layout",
-        layout,
-        "--steps",
-        str(steps),
-        "--file",
-        str(file),
-    ]
+def rank_arguments(model: str, layout: str, steps: int) -> list[str]:
+    """Return the arguments with which this script is a rank, without the file of its results."""
+    return f"--what rank --model {model} --layout {layout} --steps {steps}".split()
 
 
 @contextmanager
@@ -330,7 +307,7 @@ def compare_processes(
         fastest = 2 * PROBE**3 / machine.fp32
 
         def measure(layout: str, size: int = size, fastest: float = fastest) -> float:
-            arguments = rank_arguments("computing", layout, steps, out)
+            arguments = [*rank_arguments("computing", layout, steps), "--results", str(out)]
             times: list[list[float]] = []
             for _ in range(launches):
                 run("run", "-n", str(size), __file__, "--", *arguments)
@@ -347,23 +324,24 @@ def compare_processes(
 def compare_network(count: int, rates: Sequence[str], steps: int, folder: Path) -> dict[str, Any]:
     """Compare layouts of one rank per network namespace at each rate."""
     found = {}
-    comm, mine, out = folder / "comm.json", folder / "mine.toml", folder / "seconds.json"
+    comm, mine = folder / "comm.json", folder / "mine.toml"
     with cluster.started(count) as nodes:
 
-        def run(script: str, *arguments: str) -> None:
-            cluster.run_ranks(nodes, script, arguments, variables=ONE_THREAD)
+        def run(*arguments: str) -> None:
+            cluster.run_ranks(nodes, SHOAL, arguments, variables=ONE_THREAD)
 
         def measure(layout: str) -> float:
-            run(__file__, *rank_arguments("sleeping", layout, steps, out))
-            times = [seconds for seconds, _ in json.loads(out.read_text())]
+            arguments = rank_arguments("sleeping", layout, steps)
+            found, _ = cluster.results_of(nodes, __file__, arguments, variables=ONE_THREAD)
+            times = [seconds for seconds, _ in found]
             every = AVERAGING if layout == "LocalSGD" else 1
             groups = (times[first : first + every] for first in range(0, len(times), every))
             return statistics.median(map(statistics.fmean, groups))
 
         for rate in rates:
             cluster.limit(nodes, rate)
-            run(SHOAL, "bench", "comm", *COMM, "-o", str(comm))
-            run(SHOAL, "bench", "machine", "--comm", str(comm), "--link", "1", "-o", str(mine))
+            run("bench", "comm", *COMM, "-o", str(comm))
+            run("bench", "machine", "--comm", str(comm), "--link", "1", "-o", str(mine))
             print(mine.read_text(), f"{count} ranks, {rate}", sep="\n", flush=True)
             named = (*layouts(count), "LocalSGD")
             found[rate] = compare("sleeping", count, find_machine(str(mine)), measure, named)
@@ -373,10 +351,10 @@ def compare_network(count: int, rates: Sequence[str], steps: int, folder: Path) 
 def main() -> None:
     ways = ("both", "processes", "network", "rank")
     lists = {"numbers": [1, 2, 4], "rates": ["200mbit", "1gbit"]}
-    rank = {"model": str, "layout": str, "file": Path}
+    rank = {"model": str, "layout": str, "results": Path}
     given = parse(__doc__, what=ways, **lists, **rank, ranks=2, nodes=8, steps=12, launches=6)
     if given.what == "rank":
-        run_rank(given.model, given.layout, given.steps, given.file)
+        run_rank(given.model, given.layout, given.steps, given.results)
         return
     figures = {}
     with tempfile.TemporaryDirectory() as temporary:

@@ -18,15 +18,14 @@ import statistics
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from chaos_slurm import Line, read_lines
-from cluster import nodes_of, started, submit
+from cluster import Line, nodes_of, read_lines, started, submit, wait_for
 from harness import finish, parse, show, versions
 from helpers.cluster.slurm import Cluster
 from shoal.telemetry.events import read_events
@@ -100,14 +99,6 @@ def submit_job(cluster: Cluster, home: Path) -> str:
     return submit(cluster, home, *options)
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + LIMIT
-    while not condition():
-        if time.monotonic() > until:
-            raise SystemExit(f"{what}: not within {LIMIT:.0f} s")
-        time.sleep(0.2)
-
-
 def replay(cluster: Cluster, job: str, trace: Sequence[Outage], seconds: float) -> None:
     """Kill and revive nodes at the times of the trace."""
     kills = [(at, node, True) for at, node, _ in trace]
@@ -127,13 +118,15 @@ def replay(cluster: Cluster, job: str, trace: Sequence[Outage], seconds: float) 
 
 def measure_restart(cluster: Cluster, job: str, home: Path) -> float:
     """Kill a node of the job, wait for its next attempt, and return the Unix time of the kill."""
-    wait_for(lambda: len(read_lines(home / "training")) >= UNDISTURBED, "undisturbed steps")
+    wait_for(lambda: len(read_lines(home / "training")) >= UNDISTURBED, LIMIT, "undisturbed steps")
     victim = nodes_of(cluster, job)[0]
     killed = time.time()
     cluster.kill(victim)
-    wait_for(lambda: max(line.attempt for line in read_lines(home / "training")) > 1, "a restart")
+    wait_for(
+        lambda: max(line.attempt for line in read_lines(home / "training")) > 1, LIMIT, "a restart"
+    )
     cluster.revive(victim)
-    wait_for(lambda: "down" not in cluster.run(["sinfo", "-h", "-o", "%T"]).stdout, "all nodes")
+    wait_for(lambda: "down" not in cluster.run(["sinfo", "-h", "-o", "%T"]).stdout, LIMIT, "all nodes")
     return killed
 
 

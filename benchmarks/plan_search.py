@@ -1,8 +1,7 @@
-"""The speed of the search of `shoal plan`, and a comparison with an exhaustive search.
+"""The speed of the search of `shoal plan`.
 
 For a model on increasing numbers of devices, it prints the configurations, how many of them are
-screened in a second, how many remain for a prediction, and the time of the search. Then it predicts
-all configurations on a few devices and compares the fastest with those of the search.
+screened in a second, how many remain for a prediction, and the time of the search.
 
     python benchmarks/plan_search.py [--model llama-70b] [--machine h100-sxm] [--repeats 3] [--json]
 """
@@ -21,7 +20,7 @@ from shoal.distributed.pipeline_schedules import action_lists
 from shoal.tools.plan.machine.machines import Machine, find_machine
 from shoal.tools.plan.memory.estimate import estimate_memory
 from shoal.tools.plan.search.candidates import Candidates, find_candidates
-from shoal.tools.plan.search.search import predict, search_plans
+from shoal.tools.plan.search.search import search_plans
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.planned_step import ANY_PRECISION, FORMATS
 from shoal.tools.plan.work.transformer import Transformer, parse_model
@@ -69,14 +68,6 @@ def main() -> None:
             }
         )
     show(f"{given.model} on {given.machine}, batch {BATCH}, {here()}", rows)
-    for devices in (8, 16):
-        candidates = find_candidates(model, machine, devices, 64, ("mixed",))
-        every = (predict(model, candidates.plan(each), machine) for each in range(len(candidates.rows)))
-        fits = [each for each in every if each.memory.total <= machine.available]
-        best = sorted((each.time.total, each.memory.total) for each in fits)[:5]
-        found = search_plans(model, machine, devices, 64)
-        same = [(each.time.total, each.memory.total) for each in found.best] == best
-        print(f"{devices} devices: the exhaustive search has {'the same' if same else 'OTHER'} best")
     finish(given, {"plan_search": rows})
 
 

@@ -9,28 +9,26 @@ those of one process. Needs the extra `examples`.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import shoal
+from harness import INK, SVG, finish, parse, show
+from loops import loss
 from shoal.telemetry import events
 
 EVERY = 12
 """Steps between two checkpoints."""
 BATCH = 64  # of 1,437 samples: the last batch of an epoch has 29, which 2, 3 and 4 don't divide
-INK = "#7d8590"  # readable on white and on black
 
 
 class Point(NamedTuple):
@@ -50,10 +48,6 @@ class Look(NamedTuple):
 
 
 LOOKS = (Look("#d9822b", "s", 0), Look("#3b82c4", "^", 1), Look("#c2559d", "o", 2))
-
-
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
 def train(directory: Path, steps: int, dies_after: int | None) -> None:
@@ -132,10 +126,7 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot
 
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    # The salt and the missing date make the file the same each time; text stays text.
-    style: Any = {"svg.hashsalt": "shoal", "svg.fonttype": "none", **dict.fromkeys(inked, INK)}
-    with mpl.rc_context(style):
+    with mpl.rc_context(SVG):
         figure, (above, below) = pyplot.subplots(
             2, sharex=True, figsize=(7.6, 4.6), height_ratios=(3, 2), layout="constrained"
         )
@@ -166,33 +157,23 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
         pyplot.close(figure)
 
 
-def compare(steps: int, picture: Path | None, *, as_json: bool) -> None:
-    """Run the trainings; print and draw the results."""
+def main() -> None:
+    given = parse(__doc__, steps=56, picture=Path, rank_of=Path, dies_after=int)
+    if given.rank_of:
+        train(given.rank_of, given.steps, given.dies_after)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(steps, Path(folder))
+        found = measure(given.steps, Path(folder))
     one, *_ = found.values()
     largest = {name: max(distances(curve, one)) for name, curve in found.items()}
-    print(f"{steps} steps; the last loss, and the largest difference from 1 process")
-    for name, curve in found.items():
-        print(f"  {name:<26}{curve[-1].loss:.6f}{largest[name]:>10.1e}")
-    if picture:
-        draw(found, picture)
-    if as_json:
-        print(json.dumps({"largest_difference": largest}))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=56)
-    parser.add_argument("--picture", type=Path, help="file of the picture. Default: none is drawn")
-    parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--dies-after", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank_of:
-        train(options.rank_of, options.steps, options.dies_after)
-    else:
-        compare(options.steps, options.picture, as_json=options.json)
+    rows = [
+        {"training": name, "last loss": curve[-1].loss, "largest difference": largest[name]}
+        for name, curve in found.items()
+    ]
+    show(f"{given.steps} steps, compared with 1 process", rows)
+    if given.picture:
+        draw(found, given.picture)
+    finish(given, {"largest_difference": largest})
 
 
 if __name__ == "__main__":

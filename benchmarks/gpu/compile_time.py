@@ -17,72 +17,32 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
-from itertools import cycle
+from typing import Any
 
 import torch
-from torch import Tensor
 
 import shoal
-from gpt import GPT
+from gpt import GPT, TASK, objective
 
-import harness  # isort: skip
+from harness import alternate, finish, machine, parse, show, spread, timed  # isort: skip
+from loops import by_hand, gathered, sequences, through_shoal  # isort: skip
 
 HOW = {"eager": None, "inductor": "inductor", "blocks": "blocks"}
 WAYS = [f"{whose} {how}" for how in HOW for whose in ("torch", "shoal")]
-
-
-def by_hand(given: argparse.Namespace, how: str | None, tokens: Tensor) -> Callable[[], float]:
-    """Return a step in plain torch, which returns the loss."""
-    model = GPT(given).to(tokens.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    call = torch.compile(model) if how == "inductor" else model
-    if how == "blocks":
-        for block in model.blocks:
-            block.compile()
-    batches = cycle(tokens.split(given.batch))
-
-    def step() -> float:
-        batch = next(batches)
-        loss = call(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss)
-
-    return step
-
-
-def by_shoal(
-    given: argparse.Namespace, how: str | None, tokens: Tensor, world: shoal.World
-) -> Callable[[], float]:
-    """Return a step through Shoal, which returns the loss."""
-    model = shoal.parallelize(GPT(given), world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    task = shoal.Task(
-        lambda loss, batch: (loss, batch[1].numel()), inputs=lambda batch: (batch[0], batch[1])
-    )
-    step = shoal.Step(model, optimizer, task, compile=how)
-    batches = shoal.Loader((tokens[:, :-1], tokens[:, 1:]), world, batch_size=given.batch).epochs(10**9)
-    return lambda: float(step(next(batches)).loss)
 
 
 def measure(given: argparse.Namespace) -> tuple[float, float]:
     """Return the seconds of the first step, and the median of the later ones."""
     whose, how = given.way.split()
     with shoal.init() as world:
-        tokens = torch.randint(0, given.words, (given.batch * 2, given.context + 1))
+        torch.manual_seed(0)
+        data = sequences(2 * given.batch, given.context, given.words)
+        train: Any = partial(through_shoal, task=TASK)
         if whose == "torch":
-            step = by_hand(given, HOW[how], tokens.to(world.device))
-        else:
-            step = by_shoal(given, HOW[how], tokens, world)
-        times = []
-        for _ in range(1 + given.steps):
-            begun = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - begun)
+            train = partial(by_hand, objective=objective, draw=gathered)
+        loop = train(world, GPT(given), data, given.batch, compiled=HOW[how])
+        times = [timed(world, loop.__next__, 1) for _ in range(1 + given.steps)]
     return times[0], statistics.median(times[1:])
 
 
@@ -99,17 +59,17 @@ def apart(given: argparse.Namespace, way: str) -> tuple[float, float]:
 def main() -> None:
     """Measure, and print."""
     shape = {"layers": 12, "width": 256, "heads": 4, "context": 128, "batch": 4, "words": 4096}
-    given = harness.parse(__doc__, ways={way: way for way in WAYS}, **shape, rounds=3, steps=8, way=str)
+    given = parse(__doc__, ways={way: way for way in WAYS}, **shape, rounds=3, steps=8, way=str)
     if given.way is not None:  # in a process of its own
         print(json.dumps(measure(given)))
         return
-    found = harness.alternate({way: partial(apart, given, way) for way in given.ways}, given.rounds)
+    found = alternate({way: partial(apart, given, way) for way in given.ways}, given.rounds)
     rows = []
     for way, rounds in found.items():
-        first, later = map(harness.spread, zip(*rounds, strict=True))
+        first, later = map(spread, zip(*rounds, strict=True))
         rows.append({"way": way, "first step, s": first, "later steps, s": later})
-    harness.show(f"{given.layers} blocks, {harness.machine()}", rows)
-    harness.finish(given, {"compile_time": rows})
+    show(f"{given.layers} blocks, {machine()}", rows)
+    finish(given, {"compile_time": rows})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,6 +26,7 @@ from measuring import alternate, cells_of, figures_of, parse_options, print_figu
 from shoal.telemetry.usage.flops import peak_here
 
 from harness import ratios, spread  # isort: skip
+from loops import by_hand, gathered, sequences, through_shoal  # isort: skip
 
 
 class Block(nn.Module):
@@ -78,49 +78,20 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def by_hand(
-    given: argparse.Namespace, tokens: Tensor, device: torch.device, how: str | None
-) -> Callable[[], object]:
-    """Return a step in plain torch, on the next rows at each call."""
-    torch.manual_seed(0)
-    net = GPT(given).to(device)
-    model = torch.compile(net) if how == "inductor" else net
-    if how == "blocks":
-        for block in net.blocks:
-            block.compile()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    tokens = tokens.pin_memory() if device.type == "cuda" else tokens
-    number = 0
-
-    def step() -> None:
-        nonlocal number
-        rows = tokens[number * given.batch % len(tokens) :][: given.batch]
-        number += 1
-        rows = rows.to(device, non_blocking=True)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def by_shoal(
-    given: argparse.Namespace, tokens: Tensor, world: shoal.World, how: str | None
-) -> Callable[[], object]:
-    """Return the same step with Shoal."""
-    torch.manual_seed(0)
-    model = shoal.parallelize(GPT(given), world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    task = shoal.Task(
-        lambda loss, batch: (loss, batch[1].numel()), inputs=lambda batch: (batch[0], batch[1])
-    )
-    step = shoal.Step(model, optimizer, task, precision="bf16", clip=1.0, compile=how)
-    data = shoal.Loader((tokens[:, :-1], tokens[:, 1:]), world, batch_size=given.batch)
-    batches = data.epochs(10**9)
-    return lambda: step(next(batches))
+def objective(model: Any, batch: Any) -> Tensor:
+    """Return the mean loss of the hand-written loops."""
+    loss: Tensor = model(*batch) / batch[1].numel()
+    return loss
+
+
+TASK = shoal.Task(
+    lambda loss, batch: (loss, batch[1].numel()), inputs=lambda batch: (batch[0], batch[1])
+)
+"""The task of Shoal, for a model that returns the sum of the losses."""
 
 
 def flops(given: argparse.Namespace) -> float:
@@ -130,13 +101,21 @@ def flops(given: argparse.Namespace) -> float:
 
 
 def compare(
-    given: argparse.Namespace, tokens: Tensor, world: shoal.World, how: str | None, seconds: float
+    given: argparse.Namespace, data: Any, world: shoal.World, how: str | None, seconds: float
 ) -> dict[str, Any]:
     """Measure the loops of one kind, print their table, and return their figures."""
-    makers = {
-        "hand-written": partial(by_hand, given, tokens, world.device, how),
-        "Shoal": partial(by_shoal, given, tokens, world, how),
-    }
+    options: dict[str, Any] = {"optimizer": adamw, "clip": 1.0, "precision": "bf16", "compiled": how}
+
+    def hand_written() -> Callable[[], object]:
+        loop = by_hand(
+            world, GPT(given), data, given.batch, objective=objective, draw=gathered, **options
+        )
+        return loop.__next__
+
+    def ours() -> Callable[[], object]:
+        return through_shoal(world, GPT(given), data, given.batch, task=TASK, **options).__next__
+
+    makers = {"hand-written": hand_written, "Shoal": ours}
     found = alternate(makers, world, rounds=given.rounds, steps=given.steps, seconds=seconds)
     figures = figures_of(found, "hand-written")
     peak = given.peak * 1e12 if given.peak else peak_here(world.device, torch.bfloat16).value
@@ -169,15 +148,13 @@ def main() -> None:
     how = {"rounds": 10, "steps": 10, "peak": float, "compile": ("inductor", "blocks")}
     given = parse_options(__doc__, **shape, **how)
     with shoal.init() as world:
-        generator = torch.Generator().manual_seed(0)
-        shape_of_data = (given.batch * 32, given.context + 1)
-        tokens = torch.randint(0, given.words, shape_of_data, generator=generator)
-        figures = {"eager": compare(given, tokens, world, None, 0.4 * given.seconds)}
+        data = sequences(32 * given.batch, given.context, given.words)
+        figures = {"eager": compare(given, data, world, None, 0.4 * given.seconds)}
         print_figures(given, figures, world)  # they are known if compilation takes too long
         if since_start() > 0.6 * given.seconds:
             world.print("compiled: skipped, too little time remains")
         else:
-            figures["compiled"] = compare(given, tokens, world, given.compile, given.seconds)
+            figures["compiled"] = compare(given, data, world, given.compile, given.seconds)
         print_figures(given, figures, world)
 
 

@@ -50,12 +50,6 @@ def since_start() -> float:
     return time.time() - psutil.Process().create_time()
 
 
-def enough_time(seconds: float, begun: float, world: shoal.World) -> bool:
-    """Return whether what began then, in `since_start`, can be repeated on all ranks. Collective."""
-    now = since_start()
-    return bool(max(world.gather(now + (now - begun))) <= seconds)
-
-
 def alternate(
     makers: Mapping[str, Callable[[], Callable[[], object]]],
     world: shoal.World,

@@ -15,19 +15,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 import shoal
-from gpt import GPT
+from gpt import GPT, TASK, adamw, objective
 from measuring import parse_options, peak_memory, print_figures, show
+
+from loops import gathered, sequences, train  # isort: skip
 
 Made = tuple[nn.Module, Optimizer, Callable[[], object]]
 
 
-def by_hand(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> Made:
+def by_hand(given: argparse.Namespace, data: Any, world: shoal.World) -> Made:
     """Return a model, its optimizer and a step, in plain torch."""
     torch.manual_seed(0)
     model = GPT(given).to(world.device)
@@ -36,38 +38,26 @@ def by_hand(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> Ma
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step() -> None:
-        rows = tokens[world.rank * given.batch :][: given.batch].to(world.device)
-        loss = model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
+    optimizer = adamw(model.parameters())
+    batches = gathered(world, data, given.batch * world.size)
+    return model, optimizer, train(model, batches, optimizer, objective=objective, clip=1.0).__next__
 
 
-def by_shoal(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> Made:
+def by_shoal(given: argparse.Namespace, data: Any, world: shoal.World) -> Made:
     """Return the same with Shoal."""
     torch.manual_seed(0)
     model = shoal.parallelize(GPT(given), world, shoal.FSDP(modules=("blocks.*",)))
-    optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
-    task = shoal.Task(
-        lambda loss, batch: (loss, batch[1].numel()), inputs=lambda batch: (batch[0], batch[1])
-    )
-    step = shoal.Step(model, optimizer, task, precision="bf16", clip=1.0)
-    data = shoal.Loader((tokens[:, :-1], tokens[:, 1:]), world, batch_size=given.batch * world.size)
-    batches = data.epochs(10**9)
+    optimizer = adamw(model.parameters())
+    step = shoal.Step(model, optimizer, TASK, precision="bf16", clip=1.0)
+    batches = shoal.Loader(data, world, batch_size=given.batch * world.size).epochs(10**9)
     return model, optimizer, lambda: step(next(batches))
 
 
 def measure(
-    make: Callable[..., Made], given: argparse.Namespace, tokens: Tensor, world: shoal.World
+    make: Callable[..., Made], given: argparse.Namespace, data: Any, world: shoal.World
 ) -> dict[str, int]:
     """Return the peaks of a step, after steps that make the optimizer state."""
-    model, optimizer, step = make(given, tokens, world)
+    model, optimizer, step = make(given, data, world)
     for _ in range(3):
         step()
     return peak_memory(model, optimizer, step, world.device)
@@ -80,12 +70,10 @@ def main() -> None:
     with shoal.init(layout="shard=-1") as world:
         if world.size == 1:
             raise SystemExit("a single process shards nothing: shoal run -n 2 benchmarks/gpu/memory.py")
-        generator = torch.Generator().manual_seed(0)
-        shape_of_data = (given.batch * world.size * 4, given.context + 1)
-        tokens = torch.randint(0, given.words, shape_of_data, generator=generator)
+        data = sequences(4 * given.batch * world.size, given.context, given.words)
         peaks = {
-            "hand-written": measure(by_hand, given, tokens, world),
-            "Shoal": measure(by_shoal, given, tokens, world),
+            "hand-written": measure(by_hand, given, data, world),
+            "Shoal": measure(by_shoal, given, data, world),
         }
         rows = []
         for name, found in peaks.items():

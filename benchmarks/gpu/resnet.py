@@ -24,6 +24,7 @@ import shoal
 from measuring import alternate, cells_of, figures_of, parse_options, print_figures, show
 
 from harness import ratios, spread  # isort: skip
+from loops import by_hand, gathered, loss, through_shoal  # isort: skip
 
 
 DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
@@ -82,58 +83,16 @@ def floats(images: Tensor) -> Tensor:
     return images.to(memory_format=torch.channels_last).float() / 128 - 1
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
 
 
-def plain(
-    given: argparse.Namespace, data: tuple[Tensor, Tensor], world: shoal.World
-) -> Callable[[], object]:
-    """Return a step in plain torch, on this rank's rows of the batch."""
-    model = build(given).to(world.device)
-    if world.size > 1:
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if given.compile:
-        model = torch.compile(model)  # type: ignore[assignment]
-    optimizer = optimizer_of(model)
-    pin = world.device.type == "cuda"
-    rows = given.batch // world.size
-    number = 0
-
-    def step() -> None:
-        nonlocal number
-        generator = torch.Generator().manual_seed(number)
-        number += 1
-        drawn = torch.randperm(len(data[0]), generator=generator)[world.rank * rows :][:rows]
-        images, labels = (column[drawn] for column in data)
-        if pin:
-            images, labels = images.pin_memory(), labels.pin_memory()
-        images = images.to(world.device, non_blocking=True)
-        labels = labels.to(world.device, non_blocking=True)
-        with torch.autocast(world.device.type, torch.bfloat16):
-            loss = F.cross_entropy(model(floats(images)), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def mean_loss(model: Any, batch: Any) -> Tensor:
+    """Return the loss of the plain loop."""
+    return F.cross_entropy(model(floats(batch[0])), batch[1])
 
 
-def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    """Return the sum of the losses and their number."""
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(output)
-
-
-def through_shoal(
-    given: argparse.Namespace, data: tuple[Tensor, Tensor], world: shoal.World, statistics: str
-) -> Callable[[], object]:
-    """Return the same step with Shoal."""
-    model = shoal.parallelize(build(given), world, statistics=statistics)
-    task = shoal.Task(loss, inputs=lambda batch: floats(batch[0]))
-    compiler = "inductor" if given.compile else None
-    step = shoal.Step(model, optimizer_of(model), task, precision="bf16", compile=compiler)
-    batches = shoal.Loader(data, world, batch_size=given.batch).epochs(10**9)
-    return lambda: step(next(batches))
+TASK = shoal.Task(loss, inputs=lambda batch: floats(batch[0]))
 
 
 def main() -> None:
@@ -146,10 +105,18 @@ def main() -> None:
         shape = (samples, 3, given.size, given.size)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         data = images, torch.randint(0, CLASSES, (samples,), generator=generator)
+        options: dict[str, Any] = {"optimizer": sgd, "precision": "bf16"}
+        options["compiled"] = "inductor" if given.compile else None
+
+        def make(train: Callable[..., Any], **more: Any) -> Callable[[], object]:
+            loop = train(world, build(given), data, given.batch, **more, **options)
+            return loop.__next__  # type: ignore[no-any-return]
+
+        ours = partial(make, through_shoal, task=TASK)
         makers = {
-            "plain": partial(plain, given, data, world),
-            "Shoal, rank": partial(through_shoal, given, data, world, "rank"),
-            "Shoal, batch": partial(through_shoal, given, data, world, "batch"),
+            "plain": partial(make, by_hand, objective=mean_loss, draw=gathered),
+            "Shoal, rank": partial(ours, statistics="rank"),
+            "Shoal, batch": partial(ours, statistics="batch"),
         }
         times = alternate(makers, world, rounds=given.rounds, steps=given.steps, seconds=given.seconds)
         rows = [

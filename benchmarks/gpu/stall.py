@@ -48,7 +48,6 @@ def layers_for(gigabytes: float, width: int) -> int:
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    """Return the sum of the losses and their number."""
     return output.float().square().mean(1).sum(), len(output)
 
 

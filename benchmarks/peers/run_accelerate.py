@@ -6,17 +6,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from torch.utils.data import DataLoader
 
-from task import (
-    BATCH,
-    CHECKPOINTS,
-    EPOCHS,
-    EVERY,
-    RANKS,
-    STEPS_PER_EPOCH,
-    Samples,
-    StepRecord,
-    build_model,
-)
+from task import BATCH, CHECKPOINTS, EPOCHS, EVERY, PER_EPOCH, RANKS, Samples, StepRecord, build_model
 
 project = ProjectConfiguration(project_dir=".", automatic_checkpoint_naming=True, total_limit=2)
 data = DataLoaderConfiguration(use_seedable_sampler=True)
@@ -47,9 +37,9 @@ accelerator.register_for_checkpointing(progress)
 if any(CHECKPOINTS.glob("checkpoint_*")):
     accelerator.load_state()
     project.iteration = progress.step // EVERY
-for epoch in range(progress.step // STEPS_PER_EPOCH, EPOCHS):
+for epoch in range(progress.step // PER_EPOCH, EPOCHS):
     loader.set_epoch(epoch)
-    done = progress.step - epoch * STEPS_PER_EPOCH
+    done = progress.step - epoch * PER_EPOCH
     batches = accelerator.skip_first_batches(loader, done) if done else loader
     for inputs, labels, indices in batches:
         record.begin(progress.step + 1, indices)

@@ -8,17 +8,7 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
-from task import (
-    BATCH,
-    CHECKPOINTS,
-    EPOCHS,
-    EVERY,
-    RANKS,
-    STEPS_PER_EPOCH,
-    Samples,
-    StepRecord,
-    build_model,
-)
+from task import BATCH, CHECKPOINTS, EPOCHS, EVERY, PER_EPOCH, RANKS, Samples, StepRecord, build_model
 
 fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
 fabric.launch()
@@ -32,9 +22,9 @@ state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
 found = sorted(CHECKPOINTS.glob("step-*.ckpt"), key=lambda path: int(path.stem.removeprefix("step-")))
 if found:
     fabric.load(found[-1], state)
-for epoch in range(state["step"] // STEPS_PER_EPOCH, EPOCHS):
+for epoch in range(state["step"] // PER_EPOCH, EPOCHS):
     loader.sampler.set_epoch(epoch)
-    done = state["step"] - epoch * STEPS_PER_EPOCH
+    done = state["step"] - epoch * PER_EPOCH
     for number, (inputs, labels, indices) in enumerate(loader):
         if number < done:
             continue

@@ -13,17 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from task import (
-    BATCH,
-    CHECKPOINTS,
-    EPOCHS,
-    EVERY,
-    RANKS,
-    STEPS_PER_EPOCH,
-    Samples,
-    StepRecord,
-    build_model,
-)
+from task import BATCH, CHECKPOINTS, EPOCHS, EVERY, PER_EPOCH, RANKS, Samples, StepRecord, build_model
 
 
 def save(state: dict[str, Any]) -> None:
@@ -51,9 +41,9 @@ def train() -> None:
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-    for epoch in range(step // STEPS_PER_EPOCH, EPOCHS):
+    for epoch in range(step // PER_EPOCH, EPOCHS):
         loader.sampler.set_epoch(epoch)
-        done = step - epoch * STEPS_PER_EPOCH
+        done = step - epoch * PER_EPOCH
         for number, (inputs, labels, indices) in enumerate(loader):
             if number < done:
                 continue

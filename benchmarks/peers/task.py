@@ -18,8 +18,8 @@ BATCH = 20
 """Samples of a step on all ranks together; the last batch of an epoch has 10."""
 RANKS = 2
 EPOCHS = 8
-STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
-STEPS = EPOCHS * STEPS_PER_EPOCH
+PER_EPOCH = -(-SAMPLES // BATCH)
+STEPS = EPOCHS * PER_EPOCH
 EVERY = 4
 """Steps between checkpoints, which are also within epochs."""
 CHECKPOINTS = Path("checkpoints")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from shoal.util.arguments import check_integer
 from shoal.util.errors import DataError
 
-# Positions per pass: fewer spend the time in calls, more leave the L2 cache (benchmarks/order.py).
+# Positions per pass: fewer spend the time in calls, more leave the L2 cache.
 _PASS = 32_768
 _MAX_SIZE = 2**63 - 1  # positions and indices are int64
 
