@@ -30,8 +30,8 @@ import shoal
 from loops import gathered, labelled, loss, quiet_run, sampled, stack, train, wrapped
 from shoal.telemetry.events import FLUSH_STEPS
 from shoal.telemetry.step_timer import Timeline
+from shoal.tools.bench.scaling.configurations import BuiltIn, parse_subject
 from shoal.tools.bench.scaling.models import Workload, make_model
-from shoal.tools.bench.scaling.subject import BuiltIn, parse_subject
 from shoal.training.run_events import RunEvents
 
 SAMPLES, CLASSES, WARM_UP = 4096, 10, 10
