@@ -71,6 +71,11 @@ def padded(items: Items) -> tuple[Tensor, Tensor]:
     return pad_sequence([x for x, _ in items], batch_first=True), targets(items)
 
 
+def padded_sets(items: Items) -> dict[str, Tensor]:
+    x = pad_sequence([x for x, _ in items], batch_first=True)
+    return {"x": x, "sizes": sizes(items), "y": targets(items)}
+
+
 def padded_left(items: Items) -> tuple[Tensor, Tensor]:
     flipped = pad_sequence([x.flip(0) for x, _ in items], batch_first=True)
     return flipped.flip(1), targets(items)
@@ -195,7 +200,7 @@ class Packed(Base):
         self.lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.3, batch_first=True)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        rows = pad_sequence(self.layer(batch["x"]).split(batch["sizes"].tolist()), batch_first=True)
+        rows = self.layer(batch["x"])
         packed = pack_padded_sequence(rows, batch["sizes"], batch_first=True, enforce_sorted=False)
         packed = PackedSequence(self.drop(packed.data), *packed[1:])
         found: Tensor = self.head(self.lstm(packed)[1][0][-1])
@@ -213,7 +218,7 @@ CASES = {
     "graphs": Case(Graphs, as_graphs),
     "packed tokens": Case(Tokens, as_packed_tokens, words=True),
     "selected rows": Case(Selected, joined),
-    "packed sequences": Case(Packed, joined),
+    "packed sequences": Case(Packed, padded_sets),
     "padded text": Case(Text, padded, words=True),
     "length first": Case(LengthFirst, padded, words=True),
     "merged heads": Case(MergedHeads, padded, words=True),

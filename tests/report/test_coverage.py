@@ -45,3 +45,8 @@ def test_the_last_attempt_counts(tmp_path: Path) -> None:
     record(tmp_path, [[(1, 0, 4), (2, 8, 12)], [(1, 4, 8), (2, 12, 16)]])
     record(tmp_path, [[(2, 8, 16)]], attempt=2.0)
     assert shoal.coverage(tmp_path) == (16, [], [], [])
+
+
+def test_a_directory_that_does_not_exist_is_not_exact(tmp_path: Path) -> None:
+    with pytest.raises(shoal.CheckpointError, match="there is no such directory"):
+        shoal.coverage(tmp_path / "runs")

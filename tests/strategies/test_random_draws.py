@@ -234,7 +234,7 @@ def test_layouts_are_learned_from_several_sizes() -> None:
     assert fit("d", (8, 3), 4) is None
     assert known.fit("e", (6, 8), BatchRows(torch.zeros(2, 3), 2)) == (0, 3)  # samples * length
     assert known.fit("e", (6, 8), BatchRows(torch.zeros(1, 6), 1)) == (0, 6)  # of twice the length
-    assert list(known.unknown.take_lines()) == []
+    assert list(known.unknown.take_lines("")) == []
 
 
 @pytest.mark.full

@@ -166,6 +166,21 @@ def test_a_batch_that_tells_nothing_or_two_things_is_not_believed() -> None:
     assert rows({"label": tensor([2, 0, 0, 1, 0])}, 3, 5) is None  # labels of rows
     assert rows((tensor([1.0, 4.0]), tensor([True, False])), 2, 5) is None
     assert rows((tensor([1, 4]), tensor([4, 1])), 2, 5) is None
+    assert rows((tensor([0, 2, 3]), torch.zeros(5)), 3, 5) is None  # numbers of rows, or first rows
+
+
+def test_packed_rows_of_unknown_order_are_not_believed() -> None:
+    lengths = torch.tensor([1, 3, 2])
+    sequences = torch.zeros(3, 3)
+    ordered = nn.utils.rnn.pack_padded_sequence(sequences, lengths.sort(descending=True)[0], True)
+    for told, found in ((lengths, None), (torch.tensor([3, 2, 1]), [0, 1, 2, 0, 1, 0])):
+        batch = BatchRows((sequences, told), 3)
+        batch.add_packed(ordered.batch_sizes, None)
+        index = batch.index(6)
+        assert (index and index.samples.tolist()) == found
+    batch = BatchRows((torch.zeros(6, 2), lengths), 3)  # rows of samples beside packed ones
+    batch.add_packed(ordered.batch_sizes, torch.tensor([1, 2, 0]))
+    assert batch.index(6) is None
 
 
 def test_places_count_the_rows_of_a_sample() -> None:
@@ -187,7 +202,10 @@ def test_places_count_the_rows_of_a_sample() -> None:
 def test_left_padding_is_known_by_words(sequences: list[list[int]], left: bool) -> None:
     words = torch.tensor(sequences)
     for tensor in (words, words[..., None].expand(-1, -1, 2).float()):
-        assert BatchRows((tensor, torch.zeros(2)), 2).is_padded_left == left
+        assert (
+            BatchRows((tensor, torch.zeros(len(tensor))), len(tensor)).is_padded_left([words.shape[1]])
+            == left
+        )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +219,7 @@ def test_left_padding_is_known_by_words(sequences: list[list[int]], left: bool) 
 )
 def test_left_padding_is_known_by_a_mask(mask: list[list[int]], left: bool) -> None:
     words = torch.tensor([[3, 3, 5], [3, 3, 6]])
-    assert BatchRows({"ids": words, "mask": torch.tensor(mask)}, 2).is_padded_left == left
+    assert BatchRows({"ids": words, "mask": torch.tensor(mask)}, 2).is_padded_left([3]) == left
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,13 @@ def as_number(size: Any) -> int:
     return int(size) if isinstance(size, int) else int(size.node.hint)
 
 
+def is_multiple(size: Any, number: int) -> bool:
+    """Return whether a size is a multiple of a number for all inputs that a graph is compiled for."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(size % number == 0))
+
+
 def add_input(module: GraphModule, name: str) -> Node:
     """Add an input to a graph, after all others."""
     places = module.graph.find_nodes(op="placeholder")

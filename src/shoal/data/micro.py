@@ -57,16 +57,17 @@ class Draws:
     """The random draws of a micro-batch: `made` counts those of each module so far.
 
     `models` numbers the models that have drawn. `made` has this number and the name of the module.
-    `scope` separates the functions of a Task, which may call the same modules. `rows` is what the
-    micro-batch says of rows that are not samples, once it was asked.
+    `scope` separates the functions of a Task, the `owner`, which may call the same modules. `rows` is
+    what the micro-batch says of rows that are not samples, once it was asked.
     """
 
-    __slots__ = ("made", "micro", "models", "rows", "scope", "seed")
+    __slots__ = ("made", "micro", "models", "owner", "rows", "scope", "seed")
 
-    def __init__(self, micro: MicroBatch, seed: int, scope: str = "") -> None:
+    def __init__(self, micro: MicroBatch, seed: int, scope: str = "", owner: object = None) -> None:
         self.micro = micro
         self.seed = seed
         self.scope = scope
+        self.owner = owner
         self.made: dict[tuple[int, str], int] = {}
         self.models: dict[Any, int] = {}
         self.rows: Any = None

@@ -111,7 +111,7 @@ class HeldParameters:
         if in_backward and self.world.data_size > 1 and not self._backward_said:
             self._backward_said = True
             self.world.print("shoal: each rank draws its own random numbers in backward")
-        for line in random_draws.layouts_of(self.module).unknown.take_lines():
+        for line in random_draws.unknown_lines(self.module):
             self.world.print(f"shoal: results depend on how the batch is split, because {line}")
 
     def leaves(self, *losses: Tensor) -> list[Tensor] | None:

@@ -9,20 +9,30 @@ from torch import nn
 
 from shoal.util.errors import StepError
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules whose names match `patterns`, innermost first, or the repeated blocks.
 
     Repeated blocks are the outermost layers of a ModuleList or Sequential that have sublayers and of
     which there are two or more of one class.
+    Raises StepError for a ModuleList or ModuleDict, which can't be called.
     """
     if patterns is None:
         return _repeated(model)
-    names = {
-        name for pattern in patterns for name in named_like(model, pattern, f"modules={patterns!r}")
-    }
+    given = f"modules={patterns!r}"
+    names = {name for pattern in patterns for name in named_like(model, pattern, given)}
     deepest_first = sorted(names, key=lambda name: -name.count("."))
-    return [model.get_submodule(name) for name in deepest_first]
+    units = {name: model.get_submodule(name) for name in deepest_first}
+    for name, unit in units.items():
+        if isinstance(unit, _CONTAINERS):
+            raise StepError(
+                given=given,
+                found=f"{name} is a {type(unit).__name__}, which can't be called",
+                fix=f'use "{name}.*" for the modules in it',
+            )
+    return list(units.values())
 
 
 def named_like(model: nn.Module, pattern: str, given: str) -> list[str]:
@@ -51,7 +61,11 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
     blocks: list[nn.Module] = []
     for part in model.children():
         layers = list(part.children()) if isinstance(part, nn.ModuleList | nn.Sequential) else []
-        kinds = [type(layer) for layer in layers if any(True for _ in layer.children())]
+        kinds = [
+            type(layer)
+            for layer in layers
+            if any(True for _ in layer.children()) and not isinstance(layer, _CONTAINERS)
+        ]
         repeated = [layer for layer in layers if kinds.count(type(layer)) > 1]
         blocks += repeated or _repeated(part)
     return blocks

@@ -78,7 +78,7 @@ class Task:
             if self._inputs_take_noise:
                 noise["noise"] = micro.noise(seed)
             # Counted apart from the model's: a stage of a pipeline may run without these inputs.
-            with Drawing(Draws(micro, seed, scope="inputs ")):
+            with Drawing(Draws(micro, seed, "inputs ", self)):
                 arguments = self.inputs(micro.value, **noise)
         if isinstance(arguments, tuple):
             return arguments, {}
@@ -88,7 +88,7 @@ class Task:
 
     def reduce(self, output: Any, micro: MicroBatch, seed: int) -> tuple[Tensor, Count]:
         """Return the loss of a micro-batch as (sum, count). Raise StepError for another form."""
-        with _Current(micro, Draws(micro, seed, scope="loss ")):
+        with _Current(micro, Draws(micro, seed, "loss ", self)):
             if self._loss_takes_noise:
                 result = self.loss(output, micro.value, noise=micro.noise(seed, stream=1))
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -155,7 +156,9 @@ class _Trial:
             self._run(HALVES, quiet=not keyed)
             self._differs = self._difference(self._observed.get(0))
         if drew:
-            layouts_of(self._model).merge(gather(layouts_of(self._model).possible))
+            layouts = layouts_of(self._model)
+            layouts.merge(gather(layouts.possible))
+            layouts.unknown.found.update(*map(set, gather(sorted(layouts.unknown.found))))
         if missing and drew:
             self._run((*WHOLE, *HALVES), quiet=True)
         if missing:
@@ -173,17 +176,17 @@ class _Trial:
         observed = self._observed.get(0)
         elsewhere = is_registered(self._model) and any(gather(observed and observed.draws_elsewhere))
         differs = any(gather(self._differs))
-        if differs and (name := self._repeated_difference(quiet=True)):
+        if elsewhere:
+            self._say_depends(
+                "the model or inputs draws from the random generators of Python or NumPy, which are "
+                "those of the rank; torch's belong to samples, and those of a parameter noise of inputs"
+            )
+        elif differs and (name := self._repeated_difference(quiet=True)):
             self._say_depends(
                 f"the output of {name} for a sample depends on other samples of its micro-batch; "
-                "shoal.Coupled makes such a layer exact"
+                "shoal.Coupled makes such a layer exact, Loader(…, partners=1) mixup"
             )
-        elif elsewhere:
-            self._say_depends(
-                "the model draws from the random generators of Python or NumPy, which are those of the "
-                "rank; torch's belong to samples"
-            )
-        elif drew and any(gather(layouts_of(self._model).unknown.found)):
+        elif drew and layouts_of(self._model).unknown.found:
             pass  # the step prints the modules and the reason
         elif differs and drew and (name := self._repeated_difference(quiet=False)):
             self._say_depends(
@@ -414,12 +417,17 @@ def cut(value: Any, rows: slice, size: int) -> Any:
     """Return some samples of tensors and arrays in tuples, lists and dicts; ValueError for others."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim and len(value) == size:
         return value[rows]
-    if type(value) is dict:
-        return {key: cut(item, rows, size) for key, item in value.items()}
+    if type(value) is dict or isinstance(value, UserDict):
+        return type(value)({key: cut(item, rows, size) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cut(item, rows, size) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(cut(item, rows, size) for item in value)
+        try:
+            return type(value)(cut(item, rows, size) for item in value)
+        except ValueError:
+            if len(value) == size:  # one item for each sample, such as names of files
+                return value[rows]
+            raise
     if value is None:
         return None
     raise ValueError(f"no samples to choose in a {type(value).__name__}")

@@ -52,7 +52,9 @@ class RegisteredModel:
 
 
 _OUTSIDE = RegisteredModel()
-"""Takes the place of the model for draws outside of all modules, such as those of a loss function."""
+"""Takes the place of the model for draws outside of all modules, in custom loops."""
+_OUTSIDE_OF: WeakKeyDictionary[Any, RegisteredModel] = WeakKeyDictionary()
+"""The same by Task, in whose functions the draws are."""
 
 
 @dataclass
@@ -195,7 +197,7 @@ def is_registered(module: nn.Module) -> bool:
 def draws_of_another_pass() -> Drawing:
     """Count the draws inside separately, for another forward pass of the current micro-batch."""
     now = CURRENT_DRAWS.get()
-    return Drawing(now and Draws(now.micro, now.seed, now.scope))
+    return Drawing(now and Draws(now.micro, now.seed, now.scope, now.owner))
 
 
 @contextmanager
@@ -334,4 +336,21 @@ def running_module() -> tuple[RegisteredModel, str, bool] | None:
                 return *found, module.training
             inside = True
         frame = frame.f_back
-    return None if inside else (_OUTSIDE, "", True)
+    return None if inside else (_outside(), "", True)
+
+
+def _outside() -> RegisteredModel:
+    draws = CURRENT_DRAWS.get()
+    if draws is None or draws.owner is None:
+        return _OUTSIDE
+    return _OUTSIDE_OF.setdefault(draws.owner, RegisteredModel())
+
+
+def unknown_lines(model: nn.Module) -> Iterator[str]:
+    """Yield the reasons for which draws do not belong to samples that were not yielded before.
+
+    Those of the functions of a Task count for the model that asks first.
+    """
+    yield from layouts_of(model).unknown.take_lines("the model")
+    for outside in (_OUTSIDE, *_OUTSIDE_OF.values()):
+        yield from outside.layouts.unknown.take_lines("the loss function")

@@ -28,6 +28,7 @@ from shoal._torch.graphs import (
     generate_loop,
     graphs_in,
     is_checkpoint,
+    is_multiple,
     modules_around,
     named_backend,
     returns_tensors,
@@ -382,6 +383,8 @@ class _Rewriter:
                 draw = self._draw(path, tensor, of_step)
                 if draw.fit and not draw.fit[1]:
                     unreached.append("rows of which an index tells the sample")
+                elif draw.fit and not is_multiple(tensor.shape[draw.fit[0]], draw.fit[1]):
+                    unreached.append("a dimension of samples and another one whose size changes")
                 self.draws.append(draw)
                 self.device = tensor.device
 

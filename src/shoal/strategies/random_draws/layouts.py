@@ -70,25 +70,21 @@ class Unknown:
     """Modules whose draws do not belong to samples, with the reasons."""
 
     def __init__(self) -> None:
-        self._found: dict[str, set[str]] = {reason: set() for reason in _REASONS}
-        self._said: set[tuple[str, str]] = set()
-
-    @property
-    def found(self) -> bool:
-        """Whether there are any."""
-        return any(self._found.values())
+        self.found: set[tuple[str, str]] = set()
+        """Reasons and names of modules."""
+        self._taken: set[tuple[str, str]] = set()
 
     def add(self, reason: str, module: str) -> None:
         """Note a module for a reason."""
-        self._found[reason].add(module or "the model")
+        self.found.add((reason, module))
 
-    def take_lines(self) -> Iterator[str]:
+    def take_lines(self, nameless: str) -> Iterator[str]:
         """Yield each reason with the modules that were not yielded before."""
-        for reason, modules in self._found.items():
-            new = sorted(each for each in modules if (reason, each) not in self._said)
-            self._said |= {(reason, each) for each in new}
-            if new:
-                yield reason.format(", ".join(new))
+        new, self._taken = self.found - self._taken, self.found.copy()
+        for reason in _REASONS:
+            modules = sorted(module or nameless for why, module in new if why == reason)
+            if modules:
+                yield reason.format(", ".join(modules))
 
 
 class _First(NamedTuple):
@@ -132,6 +128,7 @@ class Layouts:
         self._first: dict[str, _First] = {}
         self._searched: list[BatchRows] = []
         """The micro-batches that were searched for left padding."""
+        self._padded_left = False
 
     def fit(self, site: str, shape: Sequence[int], batch: BatchRows) -> Fit | None:
         """Return the sample dimension of a draw of this shape, or None if it has none."""
@@ -175,13 +172,15 @@ class Layouts:
                 self.unknown.add(_MERGED, module)
             elif kind is None and (fit is None or (dim == 0 and fit[1] > 0)):
                 self.unknown.add(_ROWS, module)
-            elif self._is_padded_left(batch):
+            elif self._is_padded_left(before, batch):
                 self.unknown.add(_LEFT, module)
 
-    def _is_padded_left(self, batch: BatchRows) -> bool:
+    def _is_padded_left(self, before: _First, batch: BatchRows) -> bool:
         if batch not in self._searched and len(self._searched) < _SEARCHED:
             self._searched.append(batch)
-        return any(each.is_padded_left for each in self._searched)
+            lengths = {other for _, other in _changed(before.lengths, batch.lengths)}
+            self._padded_left |= batch.is_padded_left(lengths)
+        return self._padded_left
 
     def modules(self) -> list[str]:
         """Return the names of the modules that have drawn, each once."""
@@ -215,20 +214,22 @@ def _explained(
     before: int, now: int, lengths_before: Sequence[int], lengths: Sequence[int]
 ) -> Literal["length", "multiple"] | None:
     """Return whether a size changed as the length of sequences, or as a multiple of it."""
-    changed = {
-        (one, other)
-        for one, other in zip(lengths_before, lengths, strict=False)
-        if one != other and len(lengths_before) == len(lengths)
-    }
-    for one, other in changed:
-        if (before, now) == (one, other):
+    for one, other in _changed(lengths_before, lengths):
+        if now - before == other - one:  # the same length, or with a first or last element
             return "length"
-    for one, other in changed:
-        if not before % one and before // one == now / other:
+    for one, other in _changed(lengths_before, lengths):
+        if not before % one and not now % other and before > one and now > other:
             return "multiple"
         if before <= one and now <= other and round(one / before) == round(other / now):
             return "length"  # every second or fourth element, as after convolutions with a stride
     return None
+
+
+def _changed(before: Sequence[int], now: Sequence[int]) -> set[tuple[int, int]]:
+    """Return the lengths that differ between two micro-batches."""
+    if len(before) != len(now):
+        return set()
+    return {(one, other) for one, other in zip(before, now, strict=True) if one != other}
 
 
 def module_of(site: str) -> str:

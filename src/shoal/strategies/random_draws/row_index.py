@@ -8,7 +8,7 @@ tensors say how long its sequences are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from shoal._torch.dispatch import without_modes
 from shoal.data.micro import Draws
 from shoal.strategies.random_draws.philox import RowIndex
 
@@ -40,6 +41,7 @@ class BatchRows:
         self.samples = samples
         leaves = list(_leaves(value))
         self._leaves = [(name, each) for name, each in leaves if isinstance(each, Tensor)]
+        self._packed: list[Tensor] = []
         self._indices: dict[int, RowIndex | None] = {}
         for _, each in leaves:
             if isinstance(each, PackedSequence):
@@ -60,26 +62,42 @@ class BatchRows:
     def index(self, rows: int) -> RowIndex | None:
         """Return the index of a number of rows; None if the batch does not tell, or tells two."""
         if rows not in self._indices:
-            found = list(self._found(rows))
-            same = all(torch.equal(found[0].samples, other.samples) for other in found[1:])
-            self._indices[rows] = found[0] if found and same else None
+            with without_modes():  # the tensors of the batch have values while a compiler traces
+                found = list(self._found(rows))
+                same = all(torch.equal(found[0], other) for other in found[1:])
+                self._indices[rows] = row_index(found[0]) if found and same else None
         return self._indices[rows]
 
     def add_packed(self, sizes: Tensor, order: Tensor | None) -> None:
-        """Add the rows of a packed sequence: its batch sizes, and its samples by their lengths."""
+        """Add the rows of a packed sequence: its batch sizes, and its samples by their lengths.
+
+        Without an order, the caller may have sorted the samples: they have that of the batch only if
+        it tells the same lengths.
+        """
         samples = torch.cat([torch.arange(size) for size in sizes.tolist()])
+        lengths = samples.bincount()
         if order is not None:
             samples = order.cpu()[samples]
-        self._indices[len(samples)] = row_index(samples)
+        elif not any(torch.equal(lengths, told.bincount()) for told in self._told(len(samples))):
+            samples = torch.full_like(samples, -1)
+        self._packed.append(samples)
+        self._indices.pop(len(samples), None)
 
-    def _found(self, rows: int) -> Iterator[RowIndex]:
-        yield from map(row_index, self._told(rows))
+    def _found(self, rows: int) -> Iterator[Tensor]:
+        """Yield the sample of each row, for all that tell it: -1 if it is unknown."""
+        packed = [each for each in self._packed if len(each) == rows]
+        if not packed or rows in self.numbers_of_rows:
+            yield from self._told(rows)
+        for samples in packed:
+            if int(samples.min()) < 0:
+                yield from (samples, samples + 1)  # which disagree
+            yield samples
         for name, edges in self._leaves:  # of PyTorch Geometric: each edge belongs to its first node
             if name == "edge_index" and edges.ndim == 2 and edges.shape[1] == rows:
                 last = int(edges.max())
                 for nodes in sorted(each for each in {*self.numbers_of_rows, last + 1} if each > last):
                     for samples in self._told(nodes):
-                        yield row_index(samples[edges[0].long().cpu()])
+                        yield samples[edges[0].long().cpu()]
 
     def _told(self, rows: int) -> Iterator[Tensor]:
         """Yield the sample of each row, of each integer tensor that holds it in a known way."""
@@ -88,45 +106,51 @@ class BatchRows:
             jagged = each.is_nested and each.layout == torch.jagged
             tensor: Tensor = each.offsets() if jagged else each
             if not tensor.is_nested and tensor.ndim == 1 and has_integers(tensor):
-                samples = self._samples_of_rows(name, tensor, rows)
-                if samples is not None:
-                    yield samples
+                yield from self._samples_of_rows(name, tensor, rows)
 
-    def _samples_of_rows(self, name: str, tensor: Tensor, rows: int) -> Tensor | None:
+    def _samples_of_rows(self, name: str, tensor: Tensor, rows: int) -> Iterator[Tensor]:
         samples = self.samples
         if len(tensor) not in (samples, samples + 1, rows):
-            return None
+            return
         found = tensor.long().cpu()
         steps = found.diff()
         rising = not bool((steps < 0).any()) and int(found[0]) == 0
         if len(found) == samples + 1 and rising and int(found[-1]) == rows:
-            return torch.arange(samples).repeat_interleave(steps)
-        if len(found) == samples and not bool((found < 0).any()) and int(found.sum()) == rows:
-            return torch.arange(samples).repeat_interleave(found)
-        if len(found) == samples and rising and int(found[-1]) <= rows and _has(name, _STARTS):
+            yield torch.arange(samples).repeat_interleave(steps)
+        starts = len(found) == samples and rising and int(found[-1]) <= rows and _has(name, _STARTS)
+        if starts:
             ends = torch.cat([found, torch.tensor([rows])])
-            return torch.arange(samples).repeat_interleave(ends.diff())
+            yield torch.arange(samples).repeat_interleave(ends.diff())
+        elif len(found) == samples and not bool((found < 0).any()) and int(found.sum()) == rows:
+            yield torch.arange(samples).repeat_interleave(found)
+            if rising and int(found[-1]) <= rows:  # without a name, it may be the first rows too
+                ends = torch.cat([found, torch.tensor([rows])])
+                yield torch.arange(samples).repeat_interleave(ends.diff())
         within = len(found) == rows and int(found.min()) >= 0 and int(found.max()) < samples
         if within and (_has(name, _BY_ROW) or (rising and int(found.max()) == samples - 1)):
-            return found
-        return None
+            yield found
 
-    @cached_property
-    def is_padded_left(self) -> bool:
-        """Whether sequences are padded on the left: by an integer mask if there is one, or by words.
+    def is_padded_left(self, lengths: Collection[int]) -> bool:
+        """Return whether sequences of these lengths are padded on the left: by a mask, or by words.
 
         A mask is 1 where the words are. Otherwise, two or more sequences begin with two or more times a
         value that is nowhere else.
         """
-        leaves = [
-            each
-            for _, each in self._leaves
-            if not each.is_nested and each.ndim > 1 and each.shape[1] > 1 and each.numel()
-        ]
-        masks = [each for each in leaves if has_integers(each) and _is_mask(each)]
-        if masks:
-            return any(bool((mask[:, 0] < mask[:, -1]).any()) for mask in masks)
-        return any(_is_padded(each) and not _is_padded(each.flip(1)) for each in leaves)
+        with without_modes():
+            leaves = [
+                (name, each)
+                for name, each in self._leaves
+                if not each.is_nested
+                and each.ndim > 1
+                and len(each) == self.samples
+                and each.shape[1] > 1
+                and each.shape[1] in lengths
+            ]
+            masks = [(name, each) for name, each in leaves if has_integers(each) and _is_mask(each)]
+            named = [mask for mask in masks if "mask" in mask[0]]
+            if named or masks:
+                return any(bool((mask[:, 0] < mask[:, -1]).any()) for _, mask in named or masks)
+            return any(_is_padded(each) and not _is_padded(each.flip(1)) for _, each in leaves)
 
 
 def row_index(samples: Tensor) -> RowIndex:
@@ -153,7 +177,8 @@ def _is_padded(tensor: Tensor) -> bool:
     for value in first[twice].unique(dim=0):
         padding = (rows == value).all(-1)
         elsewhere = padding[:, -1].any() or (~padding[:, :-1] & padding[:, 1:]).any()
-        if not bool(elsewhere) and int((padding[:, 0] & padding[:, 1]).sum()) > 1:
+        ignored = bool((value < 0).any())  # targets, not words
+        if not (ignored or bool(elsewhere)) and int((padding[:, 0] & padding[:, 1]).sum()) > 1:
             return True
     return False
 

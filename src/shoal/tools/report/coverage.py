@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.telemetry.events import path_of, read_events, steps_by_rank
+from shoal.util.errors import CheckpointError
 
 
 class Coverage(NamedTuple):
@@ -49,6 +50,9 @@ def coverage(directory: str | Path, *, step: str | None = None) -> Coverage:
         The end of the consumed positions, with the missed, the repeated and the left-out ranges. The
         end is 0 if the directory has no events.
 
+    Raises:
+        CheckpointError: If there is no such directory.
+
     Examples:
         >>> from tempfile import TemporaryDirectory
         >>> import torch
@@ -65,6 +69,12 @@ def coverage(directory: str | Path, *, step: str | None = None) -> Coverage:
         100 % · step 1 · ...
         Coverage(end=8, missed=[], repeated=[], left_out=[])
     """
+    if not Path(directory).is_dir():
+        raise CheckpointError(
+            given=f"shoal.coverage({str(directory)!r})",
+            found="there is no such directory",
+            fix="shoal.coverage('runs/first') with the directory of a Run",
+        )
     taken = steps_by_rank(Path(directory) / "events")
     name = step if step is not None else next((key for key, _ in taken), "step")
     left_out = _left_out(path_of(directory, 0), name)
