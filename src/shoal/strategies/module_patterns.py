@@ -22,7 +22,8 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Modu
     if patterns is None:
         return _repeated(model)
     given = f"modules={patterns!r}"
-    names = {name for pattern in patterns for name in named_like(model, pattern, given)}
+    # Not a set, whose order differs between processes.
+    names = dict.fromkeys(name for pattern in patterns for name in named_like(model, pattern, given))
     deepest_first = sorted(names, key=lambda name: -name.count("."))
     units = {name: model.get_submodule(name) for name in deepest_first}
     for name, unit in units.items():
