@@ -24,10 +24,12 @@ from helpers.row_models import (
     Case,
     Text,
     Varied,
+    as_packed_tokens,
     joined,
     loss,
     padded,
     padded_left,
+    pooled,
 )
 from shoal.data.micro import MicroBatch
 from shoal.strategies.random_draws.draws import register
@@ -107,6 +109,24 @@ def unlisted(items: Any) -> dict[str, Any]:
     return {**joined(items), "sizes": [len(x) for x, _ in items]}
 
 
+class Attending(Base):
+    """Dropout of attention between packed tokens, whose numbers belong to two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        ends = batch["cu_seqlens"].long()
+        sample = torch.arange(len(ends) - 1).repeat_interleave(ends.diff())
+        x = self.layer(self.words(batch["x"]))
+        apart = sample[:, None] != sample
+        weights = (x @ x.transpose(1, 2)).masked_fill(apart, -1e9).softmax(-1)
+        mixed = self.drop(weights[:, None])[:, 0] @ x
+        found: Tensor = self.head(pooled(mixed[0], sample, len(ends) - 1))
+        return found
+
+
 class Pairs(Base):
     """Dropout for pairs of words, the first word of each in the faster dimension."""
 
@@ -125,6 +145,7 @@ class Pairs(Base):
     ("case", "line"),
     [
         (Case(Unlisted, unlisted), "rows that are not samples, in drop;"),
+        (Case(Attending, as_packed_tokens, words=True), "rows that are not samples, in drop;"),
         (Case(Pairs, padded, words=True), "a multiple of the length of padded sequences, in drop;"),
         (Case(Text, padded_left, words=True), "padded on the left to different lengths, in encoder"),
     ],

@@ -157,18 +157,20 @@ class Layouts:
         """Find out whether the numbers of a draw depend on the sizes of the micro-batch."""
         sizes, sizes_before = _row_sizes(shape, fit, batch.samples), before.sizes(fit)
         if fit is None and shape == before.shape:
-            first = shape[1:] if shape[:1] == (1,) else shape
-            if batch.samples == before.samples and batch.numbers_of_rows.intersection(first[:1]):
+            if batch.samples == before.samples and batch.numbers_of_rows.intersection(shape):
                 self.unknown.add(_ROWS, module)
             return
         if len(sizes) != len(sizes_before):
             self.unknown.add(_ROWS, module)
             return
+        ragged = fit is None or fit[1] == 0
         for dim, (one, other) in enumerate(zip(sizes_before, sizes, strict=True)):
             if one == other:
                 continue
             kind = _explained(one, other, before.lengths, batch.lengths)
-            if kind == "multiple":
+            if ragged and other in batch.numbers_of_rows:  # as in attention between packed tokens
+                self.unknown.add(_ROWS, module)
+            elif kind == "multiple":
                 self.unknown.add(_MERGED, module)
             elif kind is None and (fit is None or (dim == 0 and fit[1] > 0)):
                 self.unknown.add(_ROWS, module)

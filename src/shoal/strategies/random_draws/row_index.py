@@ -54,9 +54,10 @@ class BatchRows:
 
     @cached_property
     def numbers_of_rows(self) -> set[int]:
-        """The sizes of first dimensions that do not count samples, without leading ones."""
+        """The sizes of first dimensions that do not count samples; the second one after a 1."""
         shapes = [each.shape for _, each in self._leaves if not each.is_nested and each.ndim]
-        shapes = [shape[1:] if shape[0] == 1 and len(shape) > 1 else shape for shape in shapes]
+        if self.samples > 1:
+            shapes = [shape[1:] if shape[0] == 1 and len(shape) > 1 else shape for shape in shapes]
         return {shape[0] for shape in shapes} - {self.samples, 1}
 
     def index(self, rows: int) -> RowIndex | None:
