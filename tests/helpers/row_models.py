@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_sequence
 
 import shoal
+from helpers.exact_models import GPTBlock
 
 SAMPLES, WIDTH, WORDS, CLASSES = 23, 8, 11, 3
 
@@ -168,6 +169,22 @@ class Text(nn.Module):
         return found
 
 
+class CausalText(nn.Module):
+    """Blocks of GPT-2, which can be split over ranks, of padded words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleList(GPTBlock(0.2, heads=2) for _ in range(2))
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = self.words(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x.masked_fill(batch[0][..., None] == 0, 0).sum(1))
+        return found
+
+
 class LengthFirst(Text):
     def __init__(self) -> None:
         super().__init__(batch_first=False)
@@ -220,6 +237,7 @@ CASES = {
     "selected rows": Case(Selected, joined),
     "packed sequences": Case(Packed, padded_sets),
     "padded text": Case(Text, padded, words=True),
+    "causal text": Case(CausalText, padded, words=True),
     "length first": Case(LengthFirst, padded, words=True),
     "merged heads": Case(MergedHeads, padded, words=True),
 }

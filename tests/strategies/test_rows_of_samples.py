@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from helpers.exact_layers import PLANS
 from helpers.keyed_draws import Calling, keyed
 from helpers.ranks import Ranks
 from helpers.row_models import (
@@ -94,6 +95,25 @@ def test_the_split_changes_no_number(
         for found, text in started(size, layout).call(train, case, micro_batches, strategy):
             assert found == pytest.approx(alone, rel=1e-12), name
             assert "random numbers were drawn" not in text, name
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "micro_batches"),
+    [
+        pytest.param(2, "tensor=2", 2, marks=FULL),
+        pytest.param(4, "replicate=2,tensor=2", 1, marks=LONG),
+    ],
+)
+@pytest.mark.processes
+def test_heads_and_features_of_a_rank_are_those_of_padded_samples(
+    started: Callable[[int, str], Ranks], size: int, layout: str, micro_batches: int
+) -> None:
+    case = CASES["causal text"]
+    with shoal.init(seed=3) as world:
+        alone, _ = train(world, case)
+    plan = shoal.TensorParallel(plan=PLANS["GPT"])
+    for found, _ in started(size, layout).call(train, case, micro_batches, plan):
+        assert found == pytest.approx(alone, rel=1e-12)
 
 
 class Unlisted(Base):

@@ -141,13 +141,12 @@ def _is_compiled(model: object) -> TypeGuard[OptimizedModule]:
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
-def order_of_packed() -> Tensor | None:
-    """Return the samples in the order in which `pack_padded_sequence`, a caller, packs them.
+def order_of_packed(frame: FrameType | None) -> Tensor | None:
+    """Return the samples in the order in which `pack_padded_sequence`, a caller of `frame`, packs them.
 
     None if they are packed in their own order. Of samples of one length, the order is not defined
     otherwise: torch sorts them without a stable sort, and does not pass it on.
     """
-    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not pack_padded_sequence.__code__:
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get("sorted_indices")

@@ -170,7 +170,7 @@ def _pack(original: Callable[[], Any], *_: Any) -> Any:
     data, sizes = original()
     draws = CURRENT_DRAWS.get()
     if draws is not None and not has_no_values(data):
-        batch_rows(draws).add_packed(sizes, order_of_packed())
+        batch_rows(draws).add_packed(sizes, order_of_packed(sys._getframe()))
     return data, sizes
 
 

@@ -148,7 +148,8 @@ class Layouts:
                 found = [each for each in found if before.has_grown(each, batch)]
         self.possible[site] = found
         fit = found[0] if found else None
-        self._find_unknown(module_of(site), shape, fit, before, batch)
+        if len(found) < 2:  # several may fit by chance, and the sizes of a row be others
+            self._find_unknown(module_of(site), shape, fit, before, batch)
         return fit
 
     def _find_unknown(
