@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from shoal.util.errors import StepError
 Fit: TypeAlias = tuple[int, int]
 """A dimension, and the number of its elements per sample: 0 if an index tells the sample of each."""
 
-_SEARCHED = 16
+_SEARCHES = 16
 """Micro-batches that are searched for left padding: on a GPU, the host waits for it."""
 
 
@@ -126,8 +127,9 @@ class Layouts:
         """Sites whose fit `shoal.samples` declares."""
         self.unknown = Unknown()
         self._first: dict[str, _First] = {}
-        self._searched: list[BatchRows] = []
-        """The micro-batches that were searched for left padding."""
+        self._searches = _SEARCHES
+        self._searched: WeakSet[BatchRows] = WeakSet()
+        """The micro-batches that were searched for left padding, while they exist."""
         self._padded_left = False
 
     def fit(self, site: str, shape: Sequence[int], batch: BatchRows) -> Fit | None:
@@ -179,8 +181,9 @@ class Layouts:
                 self.unknown.add(_LEFT, module)
 
     def _is_padded_left(self, before: _First, batch: BatchRows) -> bool:
-        if batch not in self._searched and len(self._searched) < _SEARCHED:
-            self._searched.append(batch)
+        if self._searches and batch not in self._searched:
+            self._searches -= 1
+            self._searched.add(batch)
             lengths = {other for _, other in _changed(before.lengths, batch.lengths)}
             self._padded_left |= batch.is_padded_left(lengths)
         return self._padded_left

@@ -20,6 +20,8 @@ from shoal._torch.dispatch import without_modes
 from shoal.data.micro import Draws
 from shoal.strategies.random_draws.philox import RowIndex
 
+CPU = torch.device("cpu")
+"""The device of indices, whatever the default device is."""
 _BY_ROW = ("batch", "index", "segment")
 """Words in the names of tensors that hold the sample of each row, in any order."""
 _STARTS = ("offset", "ptr")
@@ -75,7 +77,7 @@ class BatchRows:
         Without an order, the caller may have sorted the samples: they have that of the batch only if
         it tells the same lengths.
         """
-        samples = torch.cat([torch.arange(size) for size in sizes.tolist()])
+        samples = torch.cat([torch.arange(size, device=CPU) for size in sizes.tolist()])
         lengths = samples.bincount()
         if order is not None:
             samples = order.cpu()[samples]
@@ -117,16 +119,16 @@ class BatchRows:
         steps = found.diff()
         rising = not bool((steps < 0).any()) and int(found[0]) == 0
         if len(found) == samples + 1 and rising and int(found[-1]) == rows:
-            yield torch.arange(samples).repeat_interleave(steps)
+            yield torch.arange(samples, device=CPU).repeat_interleave(steps)
         starts = len(found) == samples and rising and int(found[-1]) <= rows and _has(name, _STARTS)
         if starts:
-            ends = torch.cat([found, torch.tensor([rows])])
-            yield torch.arange(samples).repeat_interleave(ends.diff())
+            ends = torch.cat([found, torch.tensor([rows], device=CPU)])
+            yield torch.arange(samples, device=CPU).repeat_interleave(ends.diff())
         elif len(found) == samples and not bool((found < 0).any()) and int(found.sum()) == rows:
-            yield torch.arange(samples).repeat_interleave(found)
+            yield torch.arange(samples, device=CPU).repeat_interleave(found)
             if rising and int(found[-1]) <= rows:  # without a name, it may be the first rows too
-                ends = torch.cat([found, torch.tensor([rows])])
-                yield torch.arange(samples).repeat_interleave(ends.diff())
+                ends = torch.cat([found, torch.tensor([rows], device=CPU)])
+                yield torch.arange(samples, device=CPU).repeat_interleave(ends.diff())
         within = len(found) == rows and int(found.min()) >= 0 and int(found.max()) < samples
         if within and (_has(name, _BY_ROW) or (rising and int(found.max()) == samples - 1)):
             yield found
@@ -160,7 +162,7 @@ def row_index(samples: Tensor) -> RowIndex:
     counts = samples.bincount()
     starts = counts.cumsum(0) - counts
     places = torch.empty_like(order)
-    places[order] = torch.arange(len(order)) - starts[samples[order]]
+    places[order] = torch.arange(len(order), device=CPU) - starts[samples[order]]
     return RowIndex(samples, places, max(counts.tolist(), default=1) - 1)
 
 
