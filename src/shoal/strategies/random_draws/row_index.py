@@ -21,7 +21,7 @@ from shoal.data.micro import Draws
 from shoal.strategies.random_draws.philox import RowIndex
 
 CPU = torch.device("cpu")
-"""The device of indices, whatever the default device is."""
+"""The device of indices, for any default device."""
 _BY_ROW = ("batch", "index", "segment")
 """Words in the names of tensors that hold the sample of each row, in any order."""
 _STARTS = ("offset", "ptr")
