@@ -66,10 +66,12 @@ def check_first_batch(
     """
     world, model = engine.world, engine.module
     trial = _Trial(engine, task, batch, autocast, 4 if compiled else sys.maxsize)
-    trial.watches = (
-        coupling and engine.loop is not None and not any(map(has_compiled_call, model.modules()))
+    trial.observes = trial.watches = (
+        coupling
+        and engine.loop is not None
+        and (world.data_size > 1 or len(batch) > 1)
+        and not any(map(has_compiled_call, model.modules()))
     )
-    trial.observes = trial.watches and (world.data_size > 1 or len(batch) > 1)
     with torch.no_grad(), ExitStack() as stack:
         for one in engines_of(world):  # a GAN's loss runs through the other model
             stack.enter_context(untouched(one.module))
@@ -256,7 +258,8 @@ class _Trial:
         whole = self._parts
         self.on_all_ranks(self._cut)
         divides = self._micro.weight and self._micro.samples > 1
-        if any(self._world.gather(bool(divides and not self._can_cut))):
+        cuts = self._engine.loop is not None  # stages of a pipeline have other micro-batches
+        if cuts and any(self._world.gather(bool(divides and not self._can_cut))):
             self._parts, self._can_cut, self._has_halves = whole, False, False
         self.on_all_ranks(self._collate_halves)
 
@@ -422,12 +425,7 @@ def cut(value: Any, rows: slice, size: int) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cut(item, rows, size) for item in value))
     if type(value) in (tuple, list):
-        try:
-            return type(value)(cut(item, rows, size) for item in value)
-        except ValueError:
-            if len(value) == size:  # one item for each sample, such as names of files
-                return value[rows]
-            raise
+        return type(value)(cut(item, rows, size) for item in value)
     if value is None:
         return None
     raise ValueError(f"no samples to choose in a {type(value).__name__}")
