@@ -92,15 +92,13 @@ class MeshReducer(Reducer):
 
     def _share_buffers(self) -> None:
         """Broadcast the buffers that forward passes change, as DDP does. Collective."""
-        if self._buffer_group is None:
-            return
         buffers = uncovered_buffers(self.held.module)
-        if self._changing is None:
+        if self._changing is None:  # on all ranks, also on one that is alone with its stage
             mine = [
                 name for name, each in buffers.items() if self._versions.get(name) != _version(each)
             ]
             self._changing = sorted({name for names in self.held.world.gather(mine) for name in names})
-        for name in self._changing:
+        for name in self._changing if self._buffer_group is not None else ():
             if name in buffers:  # of this stage
                 dist.broadcast(share(buffers[name]), group=self._buffer_group, group_src=0)
 
