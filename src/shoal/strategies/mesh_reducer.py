@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal._torch.autograd import version
 from shoal.data.batch import Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES, DATA_AXES
 from shoal.distributed.world import World
 from shoal.strategies.correction import DeviceTotals
 from shoal.strategies.coupling.batch_norm import uncovered_buffers
+from shoal.strategies.coupling.observed import buffer_version
 from shoal.strategies.dtensor import is_divided, parts, share
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters, global_norm
@@ -50,7 +50,9 @@ class MeshReducer(Reducer):
         self._gradient_group = gradient_group
         self._buffer_group = buffer_group
         self._norm = norm
-        self._versions = {name: _version(each) for name, each in uncovered_buffers(held.module).items()}
+        self._versions = {
+            name: buffer_version(each) for name, each in uncovered_buffers(held.module).items()
+        }
         self._changing: list[str] | None = None
         """The buffers that the first batch has changed on any rank, once it is known."""
 
@@ -95,7 +97,9 @@ class MeshReducer(Reducer):
         buffers = uncovered_buffers(self.held.module)
         if self._changing is None:  # on all ranks, also on one that is alone with its stage
             mine = [
-                name for name, each in buffers.items() if self._versions.get(name) != _version(each)
+                name
+                for name, each in buffers.items()
+                if self._versions.get(name) != buffer_version(each)
             ]
             self._changing = sorted({name for names in self.held.world.gather(mine) for name in names})
         for name in self._changing if self._buffer_group is not None else ():
@@ -121,10 +125,6 @@ class MeshReducer(Reducer):
         if self._buffer_group is not None:
             for buffer in self.held.module.buffers():
                 dist.broadcast(share(buffer), group=self._buffer_group, group_src=0)
-
-
-def _version(buffer: Tensor) -> tuple[int, int]:
-    return id(buffer), version(buffer)
 
 
 def norm_of_parts(held: HeldParameters) -> Tensor:

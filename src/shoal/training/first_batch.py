@@ -66,12 +66,10 @@ def check_first_batch(
     """
     world, model = engine.world, engine.module
     trial = _Trial(engine, task, batch, autocast, 4 if compiled else sys.maxsize)
-    trial.observes = trial.watches = (
-        coupling
-        and engine.loop is not None
-        and (world.data_size > 1 or len(batch) > 1)
-        and not any(map(has_compiled_call, model.modules()))
+    trial.watches = (
+        coupling and engine.loop is not None and not any(map(has_compiled_call, model.modules()))
     )
+    trial.observes = trial.watches and (world.data_size > 1 or len(batch) > 1)
     with torch.no_grad(), ExitStack() as stack:
         for one in engines_of(world):  # a GAN's loss runs through the other model
             stack.enter_context(untouched(one.module))
@@ -119,6 +117,8 @@ class _Trial:
         """Whether runs record the buffers, to find those that depend on the split."""
         self.observes = False
         """Whether runs are observed, to find coupled samples."""
+        self._changing: set[str] = set()
+        """The buffers that runs copy if they are not observed: large ones would need memory twice."""
         self._observed: dict[int, Observed] = {}
         self._differs = ""
         self._quiet = True
@@ -202,10 +202,13 @@ class _Trial:
         Collective.
         """
         whole = self._observed.get(0)
-        changed = changes(whole.before, whole.after) if whole else set()
-        changed &= undeclared_buffers(self._model).keys()
-        if not any(self._world.gather(bool(changed))):
+        self._changing = whole.changed & undeclared_buffers(self._model).keys() if whole else set()
+        if not any(self._world.gather(bool(self._changing))):
             return
+        if not self.observes:
+            self._run(WHOLE, quiet=self._quiet)
+            whole = self._observed.get(0)
+        changed = changes(whole.before, whole.after) & self._changing if whole else set()
         self._run(AGAIN if self.observes else (*HALVES, *AGAIN), quiet=self._quiet)
         half, twice = self._observed.get(1), self._observed.get(AGAIN[0])
         found = dependence(whole.after, half.after, twice.after) if whole and half and twice else {}
@@ -258,8 +261,7 @@ class _Trial:
         whole = self._parts
         self.on_all_ranks(self._cut)
         divides = self._micro.weight and self._micro.samples > 1
-        cuts = self._engine.loop is not None  # stages of a pipeline have other micro-batches
-        if cuts and any(self._world.gather(bool(divides and not self._can_cut))):
+        if any(self._world.gather(bool(divides and not self._can_cut))):
             self._parts, self._can_cut, self._has_halves = whole, False, False
         self.on_all_ranks(self._collate_halves)
 
@@ -337,8 +339,11 @@ class _Trial:
             if self.watches:
                 whole = self._observed.get(0)
                 before = whole.after if whole and number in AGAIN else {}
+                names = None if self.observes else self._changing
                 stack.enter_context(
-                    observed.running(self._model, part.samples, before, modules=self.observes)
+                    observed.running(
+                        self._model, part.samples, before, modules=self.observes, names=names
+                    )
                 )
             stack.enter_context(torch.set_grad_enabled(self._graph))
             self._outputs[number] = self._engine.infer(
@@ -425,7 +430,12 @@ def cut(value: Any, rows: slice, size: int) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cut(item, rows, size) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(cut(item, rows, size) for item in value)
+        try:
+            return type(value)(cut(item, rows, size) for item in value)
+        except ValueError:
+            if len(value) == size:  # one item for each sample, such as names of files
+                return value[rows]
+            raise
     if value is None:
         return None
     raise ValueError(f"no samples to choose in a {type(value).__name__}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal._torch.autograd import version
 from shoal._torch.dispatch import tree_flatten
 from shoal.strategies.coupling.batch_norm import is_covered
 from shoal.strategies.dtensor import is_divided
@@ -40,22 +41,31 @@ whose layers are as many as the samples, can't be compared."""
 class Observed:
     """The record of a forward pass: the digests of its modules, and the buffers before and after it.
 
-    `draws_elsewhere` is true if it draws from generators that are not torch's.
+    `changed` has the names of the buffers that it has written. `draws_elsewhere` is true if it draws
+    from generators that are not torch's.
     """
 
     inputs: Digests = field(default_factory=dict)
     rows: Digests = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
     draws_elsewhere: bool = False
 
     @contextmanager
     def running(
-        self, model: nn.Module, samples: int, start: dict[str, Tensor], *, modules: bool
+        self,
+        model: nn.Module,
+        samples: int,
+        start: dict[str, Tensor],
+        *,
+        modules: bool,
+        names: Collection[str] | None = None,
     ) -> Iterator[None]:
         """Observe a forward pass of `samples` inside, with its `modules`, and restore the buffers.
 
-        It begins with the buffers in `start`, and otherwise with those that the model has.
+        It begins with the buffers in `start`, and otherwise with those that the model has. Only those
+        in `names` are copied and restored; None means all.
         """
 
         def note(found: Digests, calls: Counter[str], name: str, value: Any) -> None:
@@ -72,8 +82,9 @@ class Observed:
 
         begun: Counter[str] = Counter()
         ended: Counter[str] = Counter()
-        self.before = _copied_buffers(model)
+        self.before = _copied_buffers(model, names)
         _load_buffers(model, start)
+        versions = {name: buffer_version(each) for name, each in model.named_buffers()}
         states = _other_random_states()
         with ExitStack() as stack:
             stack.callback(_load_buffers, model, self.before)
@@ -84,7 +95,12 @@ class Observed:
                 stack.callback(module.register_forward_hook(after).remove)
             yield
             self.draws_elsewhere = states != _other_random_states()
-            self.after = _copied_buffers(model)
+            self.changed = {
+                name
+                for name, each in model.named_buffers()
+                if versions.get(name) != buffer_version(each)
+            }
+            self.after = _copied_buffers(model, names)
 
 
 def first_difference(
@@ -155,8 +171,15 @@ def described(model: nn.Module, name: str) -> str:
     return f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})"
 
 
-def _copied_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: each.clone() for name, each in model.named_buffers()}
+def buffer_version(buffer: Tensor) -> tuple[int, int]:
+    """Return a value that changes if a buffer is written or replaced."""
+    return id(buffer), 0 if buffer.is_inference() else version(buffer)
+
+
+def _copied_buffers(model: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]:
+    return {
+        name: each.clone() for name, each in model.named_buffers() if names is None or name in names
+    }
 
 
 def _load_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
