@@ -9,8 +9,8 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -225,3 +225,17 @@ def _answer(pipe: Connection, world: shoal.World) -> _Division | None:
             known = error if isinstance(error, shoal.ShoalError) else None
             result = RankError(known, traceback.format_exc())
         pipe.send(result)
+
+
+@contextmanager
+def several_ranks(**options: Any) -> Iterator[Callable[[int, str], Ranks]]:
+    """Start ranks when they are asked for, by their number and layout, and keep them until the end."""
+    with ExitStack() as stack:
+        worlds: dict[tuple[int, str], Ranks] = {}
+
+        def ranks(size: int, layout: str) -> Ranks:
+            if (size, layout) not in worlds:
+                worlds[size, layout] = stack.enter_context(Ranks(size, layout=layout, **options))
+            return worlds[size, layout]
+
+        yield ranks

@@ -6,7 +6,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.exact_models import LENGTH, WIDTH, Drops
 from helpers.keyed_draws import draw, keyed
-from helpers.ranks import Ranks
+from helpers.ranks import Ranks, several_ranks
 from shoal.data.micro import MicroBatch
 from shoal.strategies.random_draws.draws import register
 from shoal.strategies.random_draws.layouts import Layouts
@@ -61,14 +60,7 @@ RECOMPUTED = [shoal.ActivationCheckpointing(modules=UNITS), shoal.DDP()]
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Callable[[int, str], Ranks]]:
-    with ExitStack() as stack:
-        worlds: dict[tuple[int, str], Ranks] = {}
-
-        def ranks(size: int, layout: str) -> Ranks:
-            if (size, layout) not in worlds:
-                worlds[size, layout] = stack.enter_context(Ranks(size, layout=layout, seed=3))
-            return worlds[size, layout]
-
+    with several_ranks(seed=3) as ranks:
         yield ranks
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.exact_layers import PLANS
 from helpers.keyed_draws import Calling, keyed
-from helpers.ranks import Ranks
+from helpers.ranks import Ranks, several_ranks
 from helpers.row_models import (
     CASES,
     WIDTH,
@@ -62,14 +61,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Callable[[int, str], Ranks]]:
-    with ExitStack() as stack:
-        worlds: dict[tuple[int, str], Ranks] = {}
-
-        def ranks(size: int, layout: str) -> Ranks:
-            if (size, layout) not in worlds:
-                worlds[size, layout] = stack.enter_context(Ranks(size, layout=layout, seed=3))
-            return worlds[size, layout]
-
+    with several_ranks(seed=3) as ranks:
         yield ranks
 
 

@@ -75,7 +75,7 @@ def doctor(
         raise typer.Exit(_diagnose(request, *shown))
     check_integer(LaunchError, "shoal doctor", "-n", processes, 1, usual=2)
     codes = launch(_diagnose, request, *shown, processes=processes)
-    raise typer.Exit(max(code or 0 for code in codes))  # a rank that exited at once returned nothing
+    raise typer.Exit(max(code or 0 for code in codes))  # a rank that exited early returned nothing
 
 
 def _diagnose(
@@ -83,7 +83,7 @@ def _diagnose(
 ) -> int:
     """Run the checks on all ranks of this launch; rank 0 reports. Return the exit code.
 
-    A rank whose world hangs exits at once.
+    A rank whose world hangs exits immediately.
     """
     from shoal.tools.doctor.findings import examination_document
     from shoal.tools.doctor.runner import examine

@@ -120,15 +120,14 @@ class BatchRows:
         rising = not bool((steps < 0).any()) and int(found[0]) == 0
         if len(found) == samples + 1 and rising and int(found[-1]) == rows:
             yield torch.arange(samples, device=CPU).repeat_interleave(steps)
-        starts = len(found) == samples and rising and int(found[-1]) <= rows and _has(name, _STARTS)
-        if starts:
+        counts = len(found) == samples and not bool((found < 0).any()) and int(found.sum()) == rows
+        first_rows = len(found) == samples and rising and int(found[-1]) <= rows
+        named = first_rows and _has(name, _STARTS)
+        if counts and not named:
+            yield torch.arange(samples, device=CPU).repeat_interleave(found)
+        if named or (first_rows and counts):  # without a name, it may be either
             ends = torch.cat([found, torch.tensor([rows], device=CPU)])
             yield torch.arange(samples, device=CPU).repeat_interleave(ends.diff())
-        elif len(found) == samples and not bool((found < 0).any()) and int(found.sum()) == rows:
-            yield torch.arange(samples, device=CPU).repeat_interleave(found)
-            if rising and int(found[-1]) <= rows:  # without a name, it may be the first rows too
-                ends = torch.cat([found, torch.tensor([rows], device=CPU)])
-                yield torch.arange(samples, device=CPU).repeat_interleave(ends.diff())
         within = len(found) == rows and int(found.min()) >= 0 and int(found.max()) < samples
         if within and (_has(name, _BY_ROW) or (rising and int(found.max()) == samples - 1)):
             yield found

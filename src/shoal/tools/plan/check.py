@@ -249,7 +249,7 @@ def efficiency_changes(found: RunCheck, machine: Machine) -> list[EfficiencyChan
 def update_machine_file(path: str, run: Path, changes: Sequence[EfficiencyChange]) -> None:
     """Write changed efficiencies into a machine file, with the date, the run and the values before.
 
-    All other lines stay. The file is replaced at once.
+    All other lines stay. The file is replaced atomically.
 
     Raises ShoalError if the file can't be written, or has its efficiencies in another form.
     """
