@@ -200,6 +200,20 @@ class Shuffled(nn.Module):
         return x + x[torch.randperm(len(x))]
 
 
+class Features(nn.Module):
+    """Permutes the columns, of which there may be as many as samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, torch.randperm(x.shape[1])]
+
+
+class Mean(nn.Module):
+    """Couples all samples, exactly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - shoal.gather(x).all.mean(0)
+
+
 class Skipped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if random.random() < 0.5 else x + torch.from_numpy(np.random.rand(len(x), 1)).to(x)
@@ -251,7 +265,9 @@ FOUND: list[tuple[Callable[[], nn.Module], str]] = [
     (Views, f"1 (Views){NOT_OF_SAMPLES}"),
     (Chosen, "rows that are not samples, in 1; shoal.samples(index=…) tells the sample of each row"),
     (Each, f"1 (Each){NOT_OF_SAMPLES}"),
-    (Shuffled, f"1 (Shuffled){NOT_OF_SAMPLES}"),
+    (Shuffled, "torch.randperm has permuted the samples of a micro-batch, in 1; Loader(…, partners=1)"),
+    (Features, ""),
+    (Mean, ""),
     (Skipped, "draws from the random generators of Python or NumPy"),
     (Normalized, "1.norm (InstanceNorm1d) changes its buffers"),
     (spectral, "(_SpectralNorm) changes its buffers"),
@@ -267,6 +283,44 @@ def test_what_depends_on_the_split_is_printed(make: Callable[[], nn.Module], fou
         printed = found_coupled(world, (make(),), 2)
     assert found in printed
     assert printed.count("\n") == bool(found)
+
+
+def mix(x: Tensor, shuffle: Callable[[int], Tensor]) -> Tensor:
+    return 0.7 * x + 0.3 * x[shuffle(len(x))]
+
+
+def train_mixed(world: shoal.World, shuffle: Callable[[int], Tensor], loop: bool) -> str:
+    """What is printed in training on samples that are mixed in `inputs` or in a custom loop."""
+    model = shoal.parallelize(nn.Linear(4, 2), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    task = shoal.Task(loss, inputs=lambda batch: mix(batch[0], shuffle))
+    step = None if loop else shoal.Step(model, optimizer, task)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for batch in shoal.Loader((torch.arange(64.0).reshape(16, 4),), world, batch_size=8).epochs(1):
+            if step is not None:
+                step(batch)
+                continue
+            for (x,) in batch:
+                total, count = loss(model(mix(x, shuffle)), (x,))
+                batch.backward(total=total, count=count)
+            batch.finish(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return printed.getvalue()
+
+
+def by_ranks_of_numbers(size: int) -> Tensor:
+    return torch.rand(size).argsort()
+
+
+def test_samples_that_are_mixed_outside_the_model_are_printed(ranks: Ranks) -> None:
+    for loop in (False, True):
+        said, _ = ranks.call(train_mixed, torch.randperm, loop)
+        assert "has permuted the samples of a micro-batch, in code outside the model;" in said
+        assert said.count("\n") == 1
+    said, _ = ranks.call(train_mixed, by_ranks_of_numbers, False)
+    assert f"the model (Linear){NOT_OF_SAMPLES}" in said
 
 
 def test_draws_of_backward_are_printed_once(ranks: Ranks) -> None:

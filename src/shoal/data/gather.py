@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +18,20 @@ from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
     from shoal.distributed.world import World
+
+
+_CALLS: ContextVar[list[int] | None] = ContextVar("calls of gather", default=None)
+
+
+@contextmanager
+def gather_calls() -> Iterator[list[int]]:
+    """Record the numbers of rows that are gathered inside."""
+    calls: list[int] = []
+    token = _CALLS.set(calls)
+    try:
+        yield calls
+    finally:
+        _CALLS.reset(token)
 
 
 class GatheredRows(NamedTuple):
@@ -73,6 +90,9 @@ def gather(tensor: Tensor) -> GatheredRows:
 
 def gather_rows(tensor: Tensor, micro: MicroBatch) -> GatheredRows:
     """Return the rows of `tensor` from all data ranks, for a given micro-batch; see `gather`."""
+    calls = _CALLS.get()
+    if calls is not None:
+        calls.append(len(tensor))
     world = micro.world
     if micro.place is not None and micro.place.whole:
         raise StepError(

@@ -100,12 +100,13 @@ class HeldParameters:
     def clear(self) -> None:
         """Clear the gradients and drop the losses of their batch."""
         self.losses.clear()
-        self._say_draws(in_backward=random_draws.forget())
+        self.say_draws()
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _say_draws(self, *, in_backward: bool) -> None:
-        """Print once, on rank 0, random numbers that do not belong to samples, as a step shows it."""
+    def say_draws(self) -> None:
+        """Print once, on rank 0, random numbers that do not belong to samples, as a step showed it."""
+        in_backward = random_draws.forget()
         if not random_draws.is_registered(self.module):
             return
         if in_backward and self.world.data_size > 1 and not self._backward_said:

@@ -76,6 +76,7 @@ class CheckedGradients(LoopGradients):
     def finish(self, factor: float) -> None:
         """Multiply the gradients, and await the optimizer step; see the contract."""
         self._reducer.multiply(factor)
+        self._held.say_draws()
         self._finished = self._states()
         self._awaited = bool(self._finished)
         self._emptied = False

@@ -19,7 +19,6 @@ from shoal.strategies.contracts import Engine, LoopGradients
 from shoal.strategies.correction import check_clip, correct, not_finite
 from shoal.strategies.coupling.changed_buffers import LoopBuffers
 from shoal.strategies.coupling.notice import say_division, say_draws
-from shoal.strategies.random_draws import draws as random_draws
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import check_loss
 from shoal.telemetry.step_timer import BACKWARD, UPDATE
@@ -80,7 +79,6 @@ class EngineLoop(ManualLoop):
                 engine.world.service(CoupledStep).drop()
                 raise
             gradients.finish(decided.factor)
-            random_draws.forget()
             engine.world.service(CoupledStep).apply()
         result = StepResult(decided.loss, decided.norm, decided.counted)
         for counter in counters:

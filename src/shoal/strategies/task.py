@@ -31,6 +31,11 @@ class Task:
         inputs: `inputs(batch)` returns the arguments of the model: a tuple for positional arguments, a
             mapping for keyword arguments, any other value as the only argument. None passes the first
             element of a tuple or list, or the entries of a mapping as keyword arguments. Default: None.
+        depends_on_batch: Whether the loss of a sample may depend on the other samples of its
+            micro-batch, as that of Dice, triplet and in-batch negatives. Results then depend on the
+            numbers of processes and micro-batches, unless `shoal.gather` returns the rows of all ranks.
+            Losses with `shoal.gather` don't need it. Default: False, and the first step raises an
+            error for such a loss.
 
     Raises:
         StepError: If an argument is not callable.
@@ -44,6 +49,7 @@ class Task:
 
     loss: Callable[..., tuple[Tensor, Count]]
     inputs: Callable[..., Any] | None = None
+    depends_on_batch: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("loss", self.loss), ("inputs", self.inputs)):

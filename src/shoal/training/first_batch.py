@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal._torch.dispatch import tree_map_only
 from shoal._torch.modules import has_compiled_call
 from shoal.data.batch import Batch
+from shoal.data.gather import gather_calls
 from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import values_kept
 from shoal.strategies.contracts import Engine
@@ -28,22 +27,30 @@ from shoal.strategies.coupling.changed_buffers import (
     gathered,
     undeclared_buffers,
 )
-from shoal.strategies.coupling.notice import drops
 from shoal.strategies.coupling.observed import (
     Observed,
     first_difference,
     is_comparable,
 )
-from shoal.strategies.eval_mode import each_in_eval_mode, evaluation, random_states_kept, untouched
-from shoal.strategies.random_draws.draws import constant_draws, is_registered, layouts_of
+from shoal.strategies.eval_mode import each_in_eval_mode, untouched
+from shoal.strategies.random_draws.draws import is_registered, layouts_of, task_layouts
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import Task, place
-from shoal.training.loss_check import LossSum, add_up, check_sums, counts_fit
-from shoal.util.errors import ShoalError
+from shoal.training.loss_check import (
+    EQUAL,
+    TOLERANCE,
+    LossSum,
+    NotSum,
+    add_up,
+    check_sums,
+    counts_fit,
+    excess,
+    is_sum,
+)
+from shoal.training.trial_runs import AGAIN, HALVES, TOGETHER, WHOLE, TrialRuns, cut, part_of
 
-WHOLE, HALVES, AGAIN, TOGETHER = (0,), (1, 2), (3,), (6,)
-"""The runs of a trial: the micro-batch as a whole, each of its halves, the whole with the buffers that
-the first run left, and the whole in which `shoal.gather` communicates."""
+ROUNDED, EXACT = 1e-6, 1e-7
+"""Relative to the largest of the compared losses: the error of sums in single and double precision."""
 
 
 def check_first_batch(
@@ -57,12 +64,12 @@ def check_first_batch(
 ) -> None:
     """Check the loss function and, with `coupling`, the modules of a model on a batch. Collective.
 
-    Raises StepError if a loss is not (sum, count), if its sum is a mean, or if a buffer depends on how
-    the batch is split. Prints once what else makes the results depend on it. Also finds which dimension
-    of each random draw counts samples. Random states, modes, buffers and the tensors of the batch are
-    restored, so that nothing else changes. Models that are compiled or split into stages are not
-    searched for coupled samples. A model that is to be `compiled` may fit in memory only then: it is
-    tried on four samples, if the micro-batch can be cut.
+    Raises StepError if a loss is not (sum, count), if its sum is a mean or depends on how the batch is
+    split, or if a buffer does. Prints once what else makes the results depend on it. Also finds which
+    dimension of each random draw counts samples. Random states, modes, buffers and the tensors of the
+    batch are restored, so that nothing else changes. Models that are compiled or split into stages are
+    not searched for coupled samples. A model that is to be `compiled` may fit in memory only then: it
+    is tried on four samples, if the micro-batch can be cut.
     """
     world, model = engine.world, engine.module
     trial = _Trial(engine, task, batch, autocast, 4 if compiled else sys.maxsize)
@@ -80,57 +87,24 @@ def check_first_batch(
         trial.say_untried()
         if trial.watches:
             trial.check_changed_buffers()
-        if trial.observes:
-            trial.say_coupling(drew=drew)
+        said = trial.observes and trial.say_coupling(drew=drew)
+        trial.check_split_loss(said=said)
 
 
-class _Trial:
-    """A rank's first micro-batch as a whole and in halves. A rank without outputs joins collectives.
-
-    It runs in two modes, without a graph unless it fails then, with all layers in eval mode that couple
-    samples in a known way. In training mode, the other layers run as they train. In quiet mode, dropout
-    is off and draws are constants; with an engine that runs only complete steps, the model is in eval
-    mode instead.
-    """
+class _Trial(TrialRuns):
+    """The conclusions from the runs of a trial."""
 
     def __init__(
-        self,
-        engine: Engine,
-        task: Task,
-        batch: Batch,
-        autocast: torch.dtype | None,
-        most: int,
+        self, engine: Engine, task: Task, batch: Batch, autocast: torch.dtype | None, most: int
     ) -> None:
-        self._engine, self._task, self._batch = engine, task, batch
-        self._world, self._model = engine.world, engine.module
-        self._autocast = autocast
-        self._micro = batch.micros[0]._replace(world=None, place=None)
-        with suppress(ValueError):
-            self._micro = part_of(self._micro, slice(0, min(most, self._micro.samples)))
-        self._parts = [self._micro] * 3
-        """The micro-batch and its two halves; if it has none, it runs in their place. They have no
-        world, so that `shoal.gather` does not communicate."""
-        self._has_halves = False
-        self._can_cut = False
-        self._outputs: dict[int, Any] = {}
-        self.watches = False
-        """Whether runs record the buffers, to find those that depend on the split."""
-        self.observes = False
-        """Whether runs are observed, to find coupled samples."""
-        self._changing: set[str] = set()
-        """The buffers that runs copy if they are not observed: large ones would need memory twice."""
-        self._observed: dict[int, Observed] = {}
+        super().__init__(engine, task, batch, autocast, most)
         self._differs = ""
-        self._quiet = True
-        """Whether the last runs were quiet."""
-        self._graph = False
-        """Whether runs record a graph: the model or the loss computes gradients, as penalties do."""
         self._sums: list[LossSum] = []
         """The loss of each part, once it is known."""
+        self._not_sum: NotSum | None = None
+        """The losses that do not add up, unless each run has others."""
         self._missing = False
         """True if this rank needs outputs for the halves to know their losses."""
-        self._obstacle = ""
-        """The reason why the losses can't be known."""
 
     def find_losses_and_layouts(self) -> bool:
         """Find the losses and the layouts of draws; return whether modules draw. Collective.
@@ -145,30 +119,37 @@ class _Trial:
             self._obstacle = earlier
             self._run(WHOLE, quiet=quiet)
             self.on_all_ranks(self._reduce_cut_output)
-            found = gather((self._missing, self._obstacle != earlier))
-            missing, failed = map(any, zip(*found, strict=True))
+            found = gather(
+                (self._missing, self._obstacle != earlier, not self._adds_up(self._sums, ROUNDED))
+            )
+            missing, failed, odd = map(any, zip(*found, strict=True))
             if not failed:
                 break
+        if odd:
+            self.on_all_ranks(self._try_cut_output_again)
         if not missing:
             self._outputs.clear()  # they may be large
         if keyed and quiet:
             self._run(WHOLE, quiet=False)
-        drew = keyed and any(gather(bool(layouts_of(self._model).possible)))
+        layouts = [layouts_of(self._model), task_layouts(self._task)] if keyed else []
+        drew = any(gather(any(each.possible for each in layouts)))
         if drew or missing or self.observes:
             self._run(HALVES, quiet=not keyed)
             self._differs = self._difference(self._observed.get(0))
-        if drew:
-            layouts = layouts_of(self._model)
-            layouts.merge(gather(layouts.possible))
-            layouts.unknown.found.update(*map(set, gather(sorted(layouts.unknown.found))))
+        for each in layouts if drew else ():
+            each.merge(gather(each.possible))
+            each.unknown.found.update(*map(set, gather(sorted(each.unknown.found))))
         if missing and drew:
             self._run((*WHOLE, *HALVES), quiet=True)
         if missing:
             self.on_all_ranks(self._reduce_parts)
+            if any(gather(not self._adds_up(self._sums, self._tolerance))):
+                self._run(WHOLE, quiet=drew or not keyed)
+                self.on_all_ranks(self._try_whole_again)
         return drew
 
-    def say_coupling(self, *, drew: bool) -> None:
-        """Print what makes the results depend on the split, as far as runs show it. Collective.
+    def say_coupling(self, *, drew: bool) -> bool:
+        """Print what makes the results depend on the split; return whether anything does. Collective.
 
         If outputs differ between the whole and the halves, the trial runs again in quiet mode, which
         shows coupled samples, and then with the random numbers of the modules. Modules whose output
@@ -188,13 +169,16 @@ class _Trial:
                 f"the output of {name} for a sample depends on other samples of its micro-batch; "
                 "shoal.Coupled makes such a layer exact, Loader(…, partners=1) mixup"
             )
-        elif drew and layouts_of(self._model).unknown.found:
-            pass  # the step prints the modules and the reason
+        elif drew and (layouts_of(self._model).unknown.found or task_layouts(self._task).unknown.found):
+            return True  # the step prints the modules and the reason
         elif differs and drew and (name := self._repeated_difference(quiet=False)):
             self._say_depends(
                 f"random numbers of {name}, or of a module before it, do not belong to samples; "
                 "shoal.samples(dim=…) declares the dimension that counts samples"
             )
+        else:
+            return False
+        return True
 
     def check_changed_buffers(self) -> None:
         """Raise StepError for buffers that depend on the split after forward passes, or print them.
@@ -235,75 +219,35 @@ class _Trial:
     def _say_depends(self, why: str) -> None:
         self._world.print(f"shoal: results depend on how the batch is split, because {why}")
 
-    def on_all_ranks(self, action: Callable[[], None]) -> None:
-        """Run a part of the trial; raise a ShoalError of any rank on all ranks. Collective."""
-        error: ShoalError | None = None
-        try:
-            action()
-        except ShoalError as caught:
-            error = caught
-        except Exception as caught:
-            # A real error occurs again in the step, where its traceback is more useful.
-            self._obstacle = f"{type(caught).__name__}: {caught}"
-        errors = self._world.gather(error)
-        if error is not None:
-            raise error
-        for rank, other in enumerate(errors):
-            if other is not None:
-                found = f"on rank {rank}: {other.found}"
-                raise type(other)(given=other.given, found=found, fix=other.fix)
-
-    def divide(self) -> None:
-        """Cut the micro-batch in halves, or collate its halves and their union again. Collective.
-
-        All ranks cut theirs, or none: by chance, a rank's tensors may have as many rows as samples.
-        """
-        whole = self._parts
-        self.on_all_ranks(self._cut)
-        divides = self._micro.weight and self._micro.samples > 1
-        if any(self._world.gather(bool(divides and not self._can_cut))):
-            self._parts, self._can_cut, self._has_halves = whole, False, False
-        self.on_all_ranks(self._collate_halves)
-
-    def _cut(self) -> None:
-        micro = self._micro
-        if micro.weight and micro.samples > 1:
-            middle = micro.samples // 2
-            with suppress(ValueError):
-                # On all ranks that process the same samples, with or without an output.
-                cuts = (slice(0, micro.samples), slice(0, middle), slice(middle, micro.samples))
-                self._parts = [part_of(micro, rows) for rows in cuts]
-                self._can_cut = self._has_halves = True
-
-    def _collate_halves(self) -> None:
-        micro = self._micro
-        if self._has_halves or not micro.weight:  # a padding sample
-            return
-        size = max(2, micro.samples)
-        sizes = (size // 2, size - size // 2)
-        with random_states_kept(self._model):
-            halves = self._batch.again(micro.first, sizes)
-        union = self._batch.again(micro.first, (size,))  # with the same random numbers
-        if halves is None or union is None:
-            kind = type(micro.value).__name__
-            what = f"a {kind} that can't be cut in halves" if micro.samples > 1 else "one sample"
-            self._obstacle = f"its batches hold {what}, and the Loader can't fetch samples again"
-            return
-        values = zip((*union, *halves), (0, 0, sizes[0]), (size, *sizes), strict=True)
-        self._parts = [
-            MicroBatch(value, micro.first + start, samples, micro.weight)
-            for value, start, samples in values
-        ]
-        self._has_halves = True
-
     def compare_losses(self) -> None:
         """Raise StepError if the loss is a mean."""
         if self._sums and not (self._can_cut or counts_fit(self._sums)):
             self._sums = []
             self._obstacle = "the counts of halves of a batch do not add up to its own"
-        if self._sums:
+        if self._sums and not self._task.depends_on_batch:
             samples = [part.samples for part in self._parts]
             check_sums(self._task.loss, self._sums, samples, alone=self._micro.samples == 1)
+
+    def check_split_loss(self, *, said: bool) -> None:
+        """Raise StepError for losses that do not add up, or print them. Collective.
+
+        They are printed if nothing is split, or if the halves were fetched again: their padding may
+        differ. Losses that a model returns depend on what was `said` of its modules.
+        """
+        found, loss = self._not_sum, self._task.loss
+        splits = self._world.data_size > 1 or len(self._batch) > 1
+        line = found.line(loss, splits=splits) if found else ""
+        gathers, lines = zip(*self._world.gather((self._gathers, line)), strict=True)
+        if any(gathers) or not any(lines):
+            return
+
+        def check() -> None:
+            if found and found.term is None and not (said and self._missing):
+                raise found.error(loss)
+
+        if splits and self._can_cut:
+            self.on_all_ranks(check)
+        self._world.print(f"shoal: {next(filter(None, lines))}")
 
     def say_untried(self) -> None:
         """Print why the loss could not be checked, if no rank could. Collective."""
@@ -315,85 +259,89 @@ class _Trial:
                 "Make sure that it returns the sum of the losses of its samples, not their mean"
             )
 
-    def _run(self, numbers: Iterable[int], *, quiet: bool) -> None:
-        self._quiet = quiet
-        for number in numbers:
-            self.on_all_ranks(partial(self._run_part, number, quiet))
-
-    def _run_part(self, number: int, quiet: bool) -> None:
-        """Run the model on a part: the micro-batch each time if it has no halves. Collective."""
-        part = self._parts[number % 3]
-        if number in TOGETHER:
-            part = part._replace(world=self._world)
-        if self._graph:  # the model may make a part, a view of the batch, require gradients
-            part = part._replace(value=tree_map_only(Tensor, torch.clone, part.value))
-        self._outputs.pop(number, None)
-        self._observed.pop(number, None)
-        with ExitStack() as stack:
-            stack.enter_context(values_kept(part.value))
-            if quiet:
-                stack.enter_context(self._calm())
-                if self._engine.loop is not None:
-                    stack.enter_context(constant_draws())
-            observed = Observed()
-            if self.watches:
-                whole = self._observed.get(0)
-                before = whole.after if whole and number in AGAIN else {}
-                names = None if self.observes else self._changing
-                stack.enter_context(
-                    observed.running(
-                        self._model, part.samples, before, modules=self.observes, names=names
-                    )
-                )
-            stack.enter_context(torch.set_grad_enabled(self._graph))
-            self._outputs[number] = self._engine.infer(
-                self._task, part, self._batch.seed, autocast=self._autocast
-            )
-        self._observed[number] = observed
-
-    @contextmanager
-    def _calm(self) -> Iterator[None]:
-        """Run models without dropout inside, or in eval mode if they run only complete steps."""
-        with ExitStack() as stack:
-            for one in engines_of(self._world):
-                layers = filter(drops, one.module.modules())
-                whole = self._engine.loop is None
-                stack.enter_context(evaluation(one.module) if whole else each_in_eval_mode(layers))
-            yield
-
-    def _reduce(self, number: int, output: Any) -> LossSum:
-        moved = self._engine.move_targets(output, self._parts[number])
+    def _reduce(self, output: Any, part: MicroBatch, *, double: bool = False) -> LossSum:
+        moved = self._engine.move_targets(output, part)
+        if double:
+            output, value = tree_map_only(Tensor, _in_double, (output, moved.value))
+            moved = moved._replace(value=value)
         with values_kept(moved.value), self._calm(), torch.set_grad_enabled(self._graph):
-            loss, count = self._task.reduce(output, moved, self._batch.seed)
+            with gather_calls() as calls:
+                loss, count = self._task.reduce(output, moved, self._batch.seed)
+            self._gathers |= bool(calls)
         return float(loss), float(count)
+
+    def _reduce_cut(self, middle: int, *, double: bool = False) -> list[LossSum]:
+        """Return the losses of the micro-batch and of its parts before and after a sample."""
+        output, whole, size = self._outputs[0], self._parts[0], self._micro.samples
+        ends = (slice(0, size), slice(0, middle), slice(middle, size))
+        return [
+            self._reduce(cut(output, rows, size), part_of(whole, rows), double=double) for rows in ends
+        ]
 
     def _reduce_cut_output(self) -> None:
         """Compute the loss of the micro-batch, and those of its halves if its output can be cut."""
         if 0 not in self._outputs or (self._outputs[0] is None and not self._engine.reports_loss):
             return
         # Ranks that repeat an output compute the loss too: it may run another model, a collective.
-        output, start, size = self._outputs[0], self._micro.first, self._micro.samples
-        total = self._reduce(0, output)
-        # The output can't be cut if the model returns its loss or a custom object.
-        with suppress(Exception):
-            if self._can_cut:  # exact even if the model draws random numbers
-                ends = [(part.first - start, part.first - start + part.samples) for part in self._parts]
-                halves = [self._reduce(n, cut(output, slice(*ends[n]), size)) for n in HALVES]
-                self._sums = [total, *halves]
+        if self._can_cut:
+            # The output can't be cut if the model returns its loss or a custom object.
+            with suppress(Exception):  # exact even if the model draws random numbers
+                self._sums = self._reduce_cut(self._micro.samples // 2)
+        if not self._sums:
+            self._reduce(self._outputs[0], self._parts[0])
         self._missing = self._has_halves and not self._sums
+
+    def _adds_up(self, sums: Sequence[LossSum], tolerance: float) -> bool:
+        """Return whether losses may be what they are, the sums over samples."""
+        return not sums or self._task.depends_on_batch or is_sum(sums, tolerance)
+
+    def _try_cut_output_again(self) -> None:
+        """Find out whether losses of a cut output do not add up by rounding or chance."""
+        if not self._sums:
+            return
+        size, term = self._micro.samples, None
+        try:
+            adds_up = self._adds_up(self._reduce_cut(size // 2, double=True), EXACT)
+        except Exception:  # weights of classes, for example, remain in single precision
+            adds_up = self._adds_up(self._sums, self._tolerance)
+        again = self._reduce(self._outputs[0], self._parts[0])
+        with suppress(Exception):
+            loss, count = excess(self._sums)
+            other, _ = excess(self._reduce_cut(size // 4 or size - 1))
+            if size > 2 and not count and math.isclose(other, loss, rel_tol=0.01):
+                term = other
+        if not adds_up and _same(again, self._sums[0]):
+            self._not_sum = NotSum(self._sums, size, term)
+
+    def _try_whole_again(self) -> None:
+        """Find out whether losses of runs that do not add up are a matter of chance."""
+        if not self._sums:
+            return
+        again = self._reduce(self._outputs[0], self._parts[0])
+        if not self._adds_up(self._sums, self._tolerance) and _same(again, self._sums[0]):
+            self._not_sum = NotSum(self._sums, self._parts[0].samples)
+
+    @property
+    def _tolerance(self) -> float:
+        """The error of sums in the precision of the model, relative to the largest loss."""
+        half = self._autocast or any(each.dtype.itemsize < 4 for each in self._model.parameters())
+        return TOLERANCE if half else EQUAL
 
     def _reduce_parts(self) -> None:
         """Compute the losses of the outputs for the parts."""
         if self._missing and len(self._outputs) == 3:
             try:
-                self._sums = [self._reduce(n, self._outputs[n]) for n in (*WHOLE, *HALVES)]
+                self._sums = [self._reduce(self._outputs[n], self._parts[n]) for n in (*WHOLE, *HALVES)]
             except Exception as error:  # a loss may fail on halves of a batch
                 self._obstacle = f"half of a batch raised {type(error).__name__}: {error}"
 
     def _difference(self, again: Observed | None) -> str:
-        """Return the first module with other rows in halves than in the whole, on this rank."""
+        """Return the first module with other rows in halves than in the whole, on this rank.
+
+        Not for models that call `shoal.gather`, which has no other ranks in a trial.
+        """
         found = [self._observed[n] for n in (*WHOLE, *HALVES) if n in self._observed]
-        if not self._can_cut or again is None or len(found) < 3:
+        if not self._can_cut or again is None or len(found) < 3 or self._gathers:
             return ""
         first, *halves = (each.rows for each in found)
         inputs = [each.inputs for each in found]
@@ -413,29 +361,10 @@ class _Trial:
         return next(filter(None, self._world.gather(found)), "")
 
 
-def part_of(micro: MicroBatch, rows: slice) -> MicroBatch:
-    """Return some samples of a micro-batch; ValueError if it holds something that cannot be cut."""
-    value = cut(micro.value, rows, micro.samples)
-    size = rows.stop - rows.start
-    first = micro.first + rows.start
-    return MicroBatch(value, first, size, micro.weight, batch_first=micro.batch_first)
+def _same(one: LossSum, other: LossSum) -> bool:
+    """Return whether losses of two runs may be the same."""
+    return math.isclose(one[0], other[0], rel_tol=ROUNDED)
 
 
-def cut(value: Any, rows: slice, size: int) -> Any:
-    """Return some samples of tensors and arrays in tuples, lists and dicts; ValueError for others."""
-    if isinstance(value, Tensor | np.ndarray) and value.ndim and len(value) == size:
-        return value[rows]
-    if type(value) is dict or isinstance(value, UserDict):
-        return type(value)({key: cut(item, rows, size) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cut(item, rows, size) for item in value))
-    if type(value) in (tuple, list):
-        try:
-            return type(value)(cut(item, rows, size) for item in value)
-        except ValueError:
-            if len(value) == size:  # one item for each sample, such as names of files
-                return value[rows]
-            raise
-    if value is None:
-        return None
-    raise ValueError(f"no samples to choose in a {type(value).__name__}")
+def _in_double(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value

@@ -1,10 +1,10 @@
-"""The check of a loss function: that it returns the sum over its samples, and not a mean."""
+"""The check of a loss function: that it returns the sum over its samples, regardless of the others."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from shoal.strategies.task import place
 from shoal.util.errors import StepError
@@ -17,6 +17,44 @@ EQUAL = 1e-3
 
 LossSum: TypeAlias = tuple[float, float]
 """(loss sum, count) of some samples."""
+
+
+class NotSum(NamedTuple):
+    """The losses of a micro-batch and its halves, which do not add up.
+
+    `term` is a part of the loss that does not depend on the samples; None if it is not the reason.
+    """
+
+    sums: Sequence[LossSum]
+    samples: int
+    term: float | None = None
+
+    def error(self, loss: Callable[..., object]) -> StepError:
+        """Return the error for a loss of which several parts are added up."""
+        (whole, count), (first, first_count), (second, second_count) = self.sums
+        counts = f" and counts of {first_count:g} and {second_count:g}" if excess(self.sums)[1] else ""
+        return StepError(
+            given=f"the loss function {place(loss)}: {whole:.6g}"
+            + (f" and a count of {count:g}" if counts else "")
+            + f" for {self.samples} samples",
+            found=f"its halves give {first:.6g} and {second:.6g}{counts}, which do not add up: results "
+            "depend on the number of processes",
+            fix="use len(output) in place of the size of the global batch; if the loss of a sample "
+            "depends on others, compute it from shoal.gather(output), or accept the difference with "
+            "shoal.Task(…, depends_on_batch=True)",
+        )
+
+    def line(self, loss: Callable[..., object], *, splits: bool) -> str:
+        """Return what is printed if nothing is split, or for a term without samples."""
+        if self.term is None:
+            error = self.error(loss)
+            return f"{error.given}; {error.found}"
+        if not splits:
+            return ""
+        return (
+            f"the loss function {place(loss)} adds {self.term:.6g} in each micro-batch, regardless of "
+            "its samples; multiply it by the count to add it once to the loss of the step"
+        )
 
 
 def is_mean(whole: float, halves: tuple[LossSum, LossSum], samples: tuple[int, int]) -> bool:
@@ -53,6 +91,25 @@ def check_sums(
             fix="use reduction='sum' in the loss function, with the number of samples as the "
             "count; if the model itself returns a mean, return output.loss * n, n",
         )
+
+
+def is_sum(sums: Sequence[LossSum], tolerance: float) -> bool:
+    """Return whether loss and count of a micro-batch are the sums of those of its halves.
+
+    True if the losses are not finite.
+    """
+    scale = max(abs(loss) for loss, _ in sums)
+    loss, count = excess(sums)
+    counts = sum(count for _, count in sums[1:])
+    return not math.isfinite(scale) or (
+        abs(loss) <= tolerance * scale and abs(count) <= EQUAL * abs(counts)
+    )
+
+
+def excess(sums: Sequence[LossSum]) -> LossSum:
+    """Return by how much the losses of the parts of a micro-batch exceed its own."""
+    (whole, count), (first, first_count), (second, second_count) = sums
+    return first + second - whole, first_count + second_count - count
 
 
 def counts_fit(sums: Sequence[LossSum]) -> bool:

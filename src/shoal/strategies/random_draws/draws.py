@@ -179,6 +179,11 @@ def layouts_of(model: nn.Module) -> Layouts:
     return _MODULES[model][0].layouts
 
 
+def task_layouts(task: Any) -> Layouts:
+    """Return what is known of the draws in the functions of a Task."""
+    return _OUTSIDE_OF.setdefault(task, RegisteredModel()).layouts
+
+
 def slices_of(model: nn.Module) -> Slices | None:
     """Return the slices that this rank draws for a model; None if it has complete activations."""
     return _MODULES[model][0].slices if model in _MODULES else None
@@ -253,7 +258,7 @@ def _new_site(tensor: Tensor, of_step: bool) -> tuple[_Site | None] | None:
     fit, index = None, None
     if of_step:
         if trains:
-            model.layouts.possible[name] = []
+            model.layouts.add_of_step(name, tensor.shape[0], micro.samples)
     else:  # in eval mode, a module may draw less often, and the same number may be another draw
         known = model.layouts if trains and not (slices and slices.is_whole) else Layouts()
         fit, index = find_rows(known, name, tensor.shape, batch_rows(draws))
@@ -353,4 +358,4 @@ def unknown_lines(model: nn.Module) -> Iterator[str]:
     """
     yield from layouts_of(model).unknown.take_lines("the model")
     for outside in (_OUTSIDE, *_OUTSIDE_OF.values()):
-        yield from outside.layouts.unknown.take_lines("the loss function")
+        yield from outside.layouts.unknown.take_lines("code outside the model")

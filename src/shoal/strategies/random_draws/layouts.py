@@ -57,13 +57,15 @@ class _Chosen(NamedTuple):
 _CHOSEN: ContextVar[_Chosen | None] = ContextVar("chosen sample dimension", default=None)
 
 
-_ROWS, _MERGED, _LEFT = _REASONS = (
+_ROWS, _MERGED, _LEFT, _PERMUTED = _REASONS = (
     "random numbers were drawn for rows that are not samples, in {}; shoal.samples(index=…) tells the "
     "sample of each row",
     "random numbers were drawn for a dimension that is a multiple of the length of padded sequences, "
     "in {}; keep the length in a dimension of its own",
     "random numbers were drawn for sequences that are padded on the left to different lengths, in {}; "
     "pad them on the right, or all to one length",
+    "torch.randperm has permuted the samples of a micro-batch, in {}; Loader(…, partners=1) pairs "
+    "samples of the global batch",
 )
 
 
@@ -127,6 +129,8 @@ class Layouts:
         """Sites whose fit `shoal.samples` declares."""
         self.unknown = Unknown()
         self._first: dict[str, _First] = {}
+        self._not_samples: set[str] = set()
+        """Sites of permutations that were not as long as a micro-batch."""
         self._searches = _SEARCHES
         self._searched: WeakSet[BatchRows] = WeakSet()
         """The micro-batches that were searched for left padding, while they exist."""
@@ -153,6 +157,16 @@ class Layouts:
         if len(found) < 2:  # several may fit by chance, and the sizes of a row be others
             self._find_unknown(module_of(site), shape, fit, before, batch)
         return fit
+
+    def add_of_step(self, site: str, count: int, samples: int) -> None:
+        """Note a permutation, whose numbers belong to the step; it may be one of the samples."""
+        reason, module = _PERMUTED, module_of(site)
+        if count != samples:
+            self._not_samples.add(site)
+            self.unknown.found.discard((reason, module))
+        elif samples > 1 and site not in self._not_samples:
+            self.unknown.add(reason, module)
+        self.possible[site] = []
 
     def _find_unknown(
         self, module: str, shape: tuple[int, ...], fit: Fit | None, before: _First, batch: BatchRows
