@@ -280,6 +280,7 @@ def test_a_study_goes_on_where_it_was_killed_and_refuses_to_become_another(tmp_p
         directory.lock_study(study),
     ):
         pass
+    assert not (tmp_path / "a" / directory.LOCK).stat().st_mode & 0o007  # who reads it can't lock it
     # A job that failed is run again.
     study = directory.begin_study(tmp_path / "b", FULL)
     (number, first), *rest = study.missing()
