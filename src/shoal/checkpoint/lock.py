@@ -45,7 +45,9 @@ class Lock:
                 found = f"another Run is open in this directory: {holder}"
                 fix = "wait for it or end it, or choose another directory: shoal.Run('runs/b', …)"
                 if self._take(fcntl.LOCK_SH):  # a Run would keep that out too
-                    found = f"a program that may only read {path.name} opened and locked it when it could"
+                    found = (
+                        f"a program that may only read {path.name} opened and locked it when it could"
+                    )
                     fix = f"end that program, or, as no Run is open here: rm {shlex.quote(str(path))}"
                 self.release()
                 raise CheckpointError(given=f"a Run in {path.parent}", found=found, fix=fix)

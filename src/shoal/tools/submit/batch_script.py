@@ -13,7 +13,15 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.telemetry.events import path_of
-from shoal.tools.submit.scheduler import Job, JobCommand, Scheduler, Shell, quote_word, quote_words
+from shoal.tools.submit.scheduler import (
+    Job,
+    JobCommand,
+    Scheduler,
+    Shell,
+    quote_expression,
+    quote_word,
+    quote_words,
+)
 from shoal.tools.submit.site_catalog import Site, site_scheduler
 
 _FIRST_PORT, _PORTS = 10001, 10000
@@ -91,7 +99,7 @@ def render(job: Job, site: Site, place: JobContext) -> str:
         processes=job.processes,
         launch=_launch(job, site, scheduler),
         events=str(path_of(place.run, 0)),
-        local=Shell(site.local or scheduler.shell["local"]),
+        local=quote_expression(site.local or scheduler.shell["local"]),
         stage=[os.path.split(path) for path in place.stage],
         program=quote_words(_around(_program(job, site, place, scheduler))),
         turns=[(turn.log, _turn(turn, job, site, place, scheduler)) for turn in job.turns],
