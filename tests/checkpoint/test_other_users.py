@@ -53,8 +53,10 @@ def folder() -> Iterator[Path]:
 def another(path: Path, group: int, flags: int = -1) -> Iterator[str]:
     """What another user says who holds the lock in the block, if that user can."""
     command = [sys.executable, "-c", OTHER, str(path), str(group), str(flags)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, text=True, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         said = process.stdout.readline()

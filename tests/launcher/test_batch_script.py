@@ -350,7 +350,7 @@ def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp
     os.utime(record, (1, 1))  # of an attempt before
     assert run_script(text, fakes).returncode == 1
     call = fakes.calls("srun")[0]
-    assert ranks(call)[:3] == ["python", "-m", "torch.distributed.run"]
+    assert ranks(call)[:4] == ["python", "-P", "-m", "torch.distributed.run"]
     # Without the first dashes, torchrun takes options of the script for abbreviations of its own.
     assert ranks(call)[-5:] == ["--", "argv.py", "--run", "--", "-n"]
     assert call[call.index("--rdzv-endpoint") + 1] == "node01:10043"
