@@ -40,12 +40,6 @@ METADATA = "Metadata-Version: 2.1\nName: something\nVersion: 1.5\n"
             marks=pytest.mark.full,
         ),
         pytest.param(
-            "../library1/sitecustomize.py",
-            "import torch\ntorch.set_default_dtype(torch.float64)\n",
-            ["torch.float64 on rank 1"],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
             "something-1.5.dist-info/METADATA",
             METADATA,
             ["given: the package something: none on 1 of 2 ranks", "found: 1.5"],

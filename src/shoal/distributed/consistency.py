@@ -34,20 +34,14 @@ def check_same_environment(world: World) -> None:
     """Raise AgreementError on all ranks if environments differ, with rank, host and difference.
     Collective.
 
-    It runs once per World. It compares Python, torch, its default dtype, the script with
-    the modules in and below its folder and, between nodes, all installed packages (which takes a tenth
-    of a second).
+    It runs once per World. It compares Python, torch, the script with the modules in and below its
+    folder and, between nodes, all installed packages (which takes a tenth of a second).
     """
     comparison = world.service(_Comparison)
     if world.size == 1 or comparison.done:
         return
     comparison.done = True
-    facts = {
-        "Python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "torch's default dtype": str(torch.get_default_dtype()),
-        **sources(),
-    }
+    facts = {"Python": platform.python_version(), "torch": str(torch.__version__), **sources()}
     if world.placement.nodes > 1:
         facts |= {f"the package {name}": version for name, version in packages().items()}
     # One digest is enough if all are equal; names and versions are sent only if they differ.

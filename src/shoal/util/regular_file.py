@@ -36,10 +36,10 @@ def open_to_write(path: Path, flags: int, mode: int = 0o644) -> int:
 
 
 def open_lock(path: Path) -> int:
-    """Open a file to lock, as `open_to_write` does; it is for those only who may write next to it.
+    """Open a file to lock, as `open_to_write` does. Only users who can write its directory can open it.
 
-    Whoever can open a file to read can lock it too. In a directory that a group may write, its members
-    take turns. A file of an earlier version gets the same permissions from its owner.
+    A user who can read a file can lock it too. In a directory that a group can write, its members take
+    turns. A file of an earlier version gets these permissions when its owner opens it.
     """
     descriptor = open_to_write(path, os.O_RDWR, 0o600)
     folder = os.stat(path.parent)

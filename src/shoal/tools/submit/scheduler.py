@@ -219,7 +219,7 @@ def quote_word(value: object) -> str:
 
 
 def quote_expression(text: str) -> Shell:
-    """Return a text as one word in which bash replaces variables, such as `$USER`, and runs nothing."""
+    """Return a string as one word in which bash replaces variables (`$USER`) and runs nothing."""
     quoted = re.sub(r'(["\\`]|\$(?=\())', r"\\\1", text)
     return Shell('"' + quoted.replace("\n", "\"$'\\n'\"") + '"')
 
