@@ -46,6 +46,7 @@ from shoal.tools.bench.scaling.configurations import (
 from shoal.tools.report import read_history
 from shoal.tools.report.html import write_csv
 from shoal.util.errors import CheckpointError, LaunchError
+from shoal.util.python import shoal_command
 
 
 def test_a_model_is_read_with_its_sizes_and_written_back() -> None:
@@ -280,6 +281,7 @@ def test_a_study_goes_on_where_it_was_killed_and_refuses_to_become_another(tmp_p
         directory.lock_study(study),
     ):
         pass
+    assert not (tmp_path / "a" / directory.LOCK).stat().st_mode & 0o007  # who reads it can't lock it
     # A job that failed is run again.
     study = directory.begin_study(tmp_path / "b", FULL)
     (number, first), *rest = study.missing()
@@ -397,7 +399,7 @@ def test_a_command_starts_what_the_backend_needs(tmp_path: Path) -> None:
         for backend, each in configurations.items()
     }
     assert found["mpi"][:5] == ["mpirun", "--bind-to", "none", "-n", "4"]
-    assert found["gloo"][1:6] == ["-m", "shoal", "run", "-n", "4"]
+    assert found["gloo"][:5] == [*shoal_command("run"), "-n", "4"]
     made = jobs.prepare_job(study, configurations["gloo"], 1)
     assert found["gloo"][-1] == str(tmp_path / "job" / jobs.ORDER)
     given = json.loads((made / jobs.ORDER).read_text())

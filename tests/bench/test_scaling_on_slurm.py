@@ -149,7 +149,7 @@ def test_each_turn_has_as_many_processes_as_it_needs(tmp_path: Path) -> None:
     for launcher, told in (
         ("srun", f"turn two.txt {srun} --nodes=2 --ntasks=2 --ntasks-per-node=1 {around}"),
         ("mpirun", f"turn two.txt mpirun -n 2 {around}"),
-        ("torchrun", f"turn two.txt {srun} {around} -m torch.distributed.run"),
+        ("torchrun", f"turn two.txt {srun} {around} -P -m torch.distributed.run"),
     ):
         turns = tuple(
             JobCommand(args=(), processes=size, log=f"{name}.txt")

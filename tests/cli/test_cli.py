@@ -147,3 +147,48 @@ def test_nothing_is_started_for_a_run_that_cannot_work(script: str) -> None:
     with pytest.raises(LaunchError):
         local.run(script, processes=0)
     assert dict(os.environ) == before
+
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == {name!r}:
+            raise {error}
+
+sys.meta_path.insert(0, Blocked())
+"""
+NO_LIBRARY = "libcudnn.so.9: cannot open shared object file: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("package", "error", "words", "found", "fix"),
+    [
+        ("typer", "ModuleNotFoundError(name, name=name)", "--help", "typer", "install 'typer>=0.15'"),
+        ("rich", "ModuleNotFoundError(name, name=name)", "-h", "rich", "install 'rich>=13.7'"),
+        ("psutil", "ModuleNotFoundError(name, name=name)", "run -n 1 SCRIPT", "psutil", "psutil>=5.9"),
+        ("typer", "ImportError('no name x', name=name)", "--help", "no name x", "'typer>=0.15'"),
+        ("torch", f"ImportError({NO_LIBRARY!r}, name=name)", "info", NO_LIBRARY, "--force-reinstall"),
+        ("torch", "ModuleNotFoundError(name, name=name)", "run -n 1 SCRIPT", "torch", "'torch>=2.11'"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_the_python_to_install_it_for(
+    package: str, error: str, words: str, found: str, fix: str, script: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED.format(name=package, error=error))
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", *words.replace("SCRIPT", script).split()],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    given, what, how = done.stderr.splitlines()
+    assert given.startswith("given: shoal ")
+    assert what.startswith(f"found: {sys.executable} can't import {package}, which Shoal needs: ")
+    assert found in what
+    assert how.startswith(f"fix:   {sys.executable} -m pip install")
+    assert fix in how

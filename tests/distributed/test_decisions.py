@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +140,50 @@ def test_the_device_goes_by_local_rank(
     assert choice.value == torch.device(device)
     assert choice.reason.startswith(reason)
     assert set(choice.rejected) == rejected
+
+
+SET = "the script has called torch."
+
+
+@pytest.mark.parametrize(
+    ("default", "current", "given", "device", "reason"),
+    [
+        ("cuda:1", 0, None, "cuda:1", f"{SET}set_default_device('cuda:1')"),
+        ("cuda", 0, None, "cuda:3", f"{SET}set_default_device('cuda'): cuda; local rank 3"),
+        ("cpu", 2, None, "cpu", f"{SET}set_default_device('cpu')"),  # said, though a GPU is visible
+        (None, 2, None, "cuda:2", f"{SET}cuda.set_device(2)"),
+        (None, 0, None, "cuda:3", "local rank 3, 4 visible GPUs"),
+        ("cuda", 2, "cuda:1", "cuda:1", GIVEN),
+        ("cpu", 2, "cuda:1", "cuda:1", GIVEN),  # as without a call
+        ("cuda:4", 0, None, "no such GPU: 4 visible", "set_default_device('cuda:4')"),
+        ("meta", 0, None, "no values", "shoal.init() after torch.set_default_device('meta')"),
+        ("meta", 0, "cpu", "create tensors on meta", "device='cpu' after"),
+        ("cuda:2", 0, "cuda:1", "create tensors on cuda:2", "device='cuda:1' after"),
+    ],
+)
+def test_a_device_that_is_set_before_is_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    default: str | None,
+    current: int,
+    given: str | None,
+    device: str,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current > 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    place = replace(placement({}, cpus=1), rank=3, size=8, local_rank=3, local_size=4)
+    with nullcontext() if default is None else torch.device(default):
+        if " " in device:
+            with pytest.raises(LaunchError, match=device) as raised:
+                choose_device(given, place)
+            assert reason in raised.value.given
+        else:
+            choice = choose_device(given, place)
+            assert choice.value == torch.device(device)
+            assert choice.reason.startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,12 @@ class Served:
         self.door = SideChannelServer(TOKEN, lambda question: {"heard": question})
         self.loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
-        self.thread = threading.Thread(target=lambda: self.loop.run_until_complete(self._serve()))
+        self.thread = threading.Thread(target=self._run)
         self.thread.start()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
         self.loop.set_exception_handler(lambda _, complaint: self.complaints.append(complaint))
@@ -46,8 +50,9 @@ class Served:
             self.door.close()
 
     def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self._over.set)
-        self.thread.join()
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self._over.set)
+            self.thread.join()
 
     def ask(self, token: str = TOKEN, **question: Any) -> dict[str, Any]:
         peer = PeerAddress(host="here", pid=1, born=0.0, address="127.0.0.1", port=self.port)
@@ -122,6 +127,18 @@ def test_idle_connections_are_bounded_and_keep_no_question_out(
     assert len(served.door._waiting) <= side_channel._MOST_WAITING
     for late in callers:
         late.close()
+
+
+def test_connections_that_are_open_at_the_end_are_closed_in_silence(
+    served: Served, capfd: pytest.CaptureFixture[str]
+) -> None:
+    callers = [call(served.port, data) for data in (b"", b"GET", TOKEN.encode()) for _ in range(20)]
+    assert served.ask(judge=1) == {"heard": {"judge": 1}}  # all of them have been accepted
+    served.stop()
+    assert served.complaints == []
+    assert capfd.readouterr() == ("", "")
+    for caller in callers:
+        assert said(caller) == b""
 
 
 def port_of(world: shoal.World) -> int:

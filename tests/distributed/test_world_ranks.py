@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shoal
 from helpers.commands import wait_for
@@ -348,3 +349,61 @@ def test_one_world_after_another_in_the_same_processes(start: Callable[..., Scri
     """The launcher's store outlives a world, with the addresses of its groups."""
     ended = start(ONE_AFTER_ANOTHER).end()
     assert ended.out.splitlines() == ["shard=2 2", "pipeline=2 2", "replicate=2 2"], ended.err
+
+
+SET_BEFORE = """
+import torch, shoal
+from torch import nn
+
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("cpu")
+
+def loss(output, batch):
+    return (output - batch[1]).square().sum(), len(output)
+
+with shoal.init() as world:
+    (device,) = [each.reason for each in world.decisions if each.what == "device"]
+    assert device == "the script has called torch.set_default_device('cpu')", device
+    inputs = torch.arange(12.0).view(6, 2) / 7
+    model = nn.Linear(2, 1)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.3)
+    model = shoal.parallelize(model, world)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
+    loader = shoal.Loader((inputs, inputs.sum(1, keepdim=True)), world, batch_size=6)
+    for batch in loader.epochs(3):
+        last = step(batch)
+    assert model.weight.dtype == torch.get_default_dtype() == torch.float64
+    world.print(f"{float(last.loss):.13f}")
+"""
+
+
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 3))])
+def test_the_default_dtype_and_device_are_those_of_all_ranks(
+    size: int, start: Callable[..., Script]
+) -> None:
+    inputs = torch.arange(12.0, dtype=torch.float64).view(6, 2) / 7
+    weight = torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
+    for _ in range(3):
+        loss = (inputs @ weight[:2] + weight[2] - inputs.sum(1)).square().mean()
+        (gradient,) = torch.autograd.grad(loss, weight)
+        weight = (weight - 0.1 * gradient).detach().requires_grad_()
+    ended = start(SET_BEFORE, size=size).end()
+    assert ended.code == 0, ended.err
+    assert float(ended.out) == pytest.approx(loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_process_group_that_no_launcher_knows_of_is_not_ignored(size: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
+    try:
+        if size == 1:
+            with shoal.init() as world:
+                assert world.size == 1
+        else:
+            with pytest.raises(LaunchError, match="would train alone") as raised:
+                shoal.init()
+            assert f"rank {size - 1} of {size}" in raised.value.given
+            assert f"shoal run -n {size} script.py" in raised.value.fix
+    finally:
+        dist.destroy_process_group()

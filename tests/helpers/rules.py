@@ -118,6 +118,9 @@ MAY_PICKLE = "util/pickling.py"
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 MAY_READ_ENVIRONMENT = ("distributed/env_vars.py",)
+MAY_START_PYTHON = "util/python.py"
+"""Its commands import nothing from the current directory; so does multiprocessing in `safe_path()`."""
+MAY_FORK = ("launcher/launcher.py", "launcher/workers.py", "tools/report/reader.py")
 MAY_READ_TIME = "util/clock.py"
 MAY_PRINT = ("cli/", "launcher/", "distributed/init.py", "distributed/world.py")
 
@@ -148,6 +151,10 @@ def _fault(node: ast.AST, inside: Path) -> str | None:
             return "torch.load and torch.save pickle"
         case ast.keyword(arg="allow_pickle", value=ast.Constant(value=True)):
             return "allow_pickle; nothing is unpickled from files"
+    if str(inside) != MAY_START_PYTHON and _uses(node, {"executable", "_base_executable"}):
+        return f"sys.executable; only {MAY_START_PYTHON} has the commands that start Python"
+    if str(inside) not in MAY_FORK and _uses(node, {"get_context", "ProcessPoolExecutor"}):
+        return "processes of multiprocessing; only " + ", ".join(MAY_FORK) + " start them"
     if str(inside) not in MAY_READ_ENVIRONMENT and _touches_environment(node):
         return "the environment; only distributed/env_vars.py reads and writes it"
     if str(inside) != MAY_READ_TIME and _reads_time(node):
@@ -156,6 +163,16 @@ def _fault(node: ast.AST, inside: Path) -> str | None:
     if not may_print and _prints(node):
         return "print; only " + ", ".join(MAY_PRINT) + " speak to people"
     return None
+
+
+def _uses(node: ast.AST, names: set[str]) -> bool:
+    """Whether a node is one of these names of a module, or imports one."""
+    match node:
+        case ast.Attribute(attr=attr):
+            return attr in names
+        case ast.ImportFrom(names=imported):
+            return bool(_roots(imported) & names)
+    return False
 
 
 def _touches_environment(node: ast.AST) -> bool:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,26 @@ def test_what_is_staged_is_what_the_script_is_told_of(fakes: Fakes, tmp_path: Pa
     assert begun == []
 
 
+@pytest.mark.parametrize(
+    "name", ["a disk", "$(touch ran)", "`touch ran`; touch ran", '"; touch ran #', "'\\\n"]
+)
+def test_the_disk_of_a_node_is_one_word(name: str, fakes: Fakes, tmp_path: Path) -> None:
+    """Only its variables are replaced."""
+    folder = tmp_path / "run"
+    (folder / "data").mkdir()
+    disk = f"{tmp_path}/$LOGNAME/{name}"
+    where = place(folder, args=("data",), stage=(f"{folder}/data",))
+    text = write(request(), replace(PLAIN, local=disk), where)
+    staged = Path(f"{tmp_path}/me/{name}/shoal-42")
+    staged.mkdir(parents=True)
+    done = run_script(text, fakes, {"LOGNAME": "me", "SLURM_JOB_NUM_NODES": "1"})
+    assert (done.returncode, done.stderr) == (0, "")
+    calls = fakes.calls("srun")
+    assert ranks(calls[-2])[-1] == f"{staged}/data"
+    assert calls[-1][-4:] == ["rm", "-rf", "--", str(staged)]
+    assert not list(tmp_path.rglob("ran"))
+
+
 def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "events").mkdir()
@@ -329,7 +350,7 @@ def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp
     os.utime(record, (1, 1))  # of an attempt before
     assert run_script(text, fakes).returncode == 1
     call = fakes.calls("srun")[0]
-    assert ranks(call)[:3] == ["python", "-m", "torch.distributed.run"]
+    assert ranks(call)[:4] == ["python", "-P", "-m", "torch.distributed.run"]
     # Without the first dashes, torchrun takes options of the script for abbreviations of its own.
     assert ranks(call)[-5:] == ["--", "argv.py", "--run", "--", "-n"]
     assert call[call.index("--rdzv-endpoint") + 1] == "node01:10043"

@@ -58,6 +58,22 @@ def test_nothing_is_written_through_a_link(
     assert link.is_symlink()
 
 
+def test_attempts_that_are_elsewhere_are_refused(two: Ranks, tmp_path: Path) -> None:
+    """A run numbers its attempts there, and removes old numbers."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for number in range(1, 20):
+        (theirs / f"{number}.json").write_text(PRECIOUS)
+    kept = snapshot(theirs)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "attempts").symlink_to(theirs)
+    for found in two.errors(CheckpointError, trains, tmp_path / "run"):
+        assert "attempts" in found.found
+        assert "symbolic link" in found.found
+        assert "remove the symbolic link" in found.fix
+    assert snapshot(theirs) == kept
+
+
 @pytest.mark.parametrize("name", ["lock", "events/rank-0.jsonl"])
 def test_a_pipe_is_an_error_and_not_waited_for(name: str, world: shoal.World, tmp_path: Path) -> None:
     pipe = tmp_path / "run" / name

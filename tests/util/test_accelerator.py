@@ -33,6 +33,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         max_memory_allocated=lambda device: 7,
         is_available=lambda: True,
         is_initialized=lambda: True,
+        current_device=lambda: 0,
         device_count=lambda: 4,
         get_rng_state=lambda *_: torch.ones(3, dtype=torch.uint8),
         set_rng_state=lambda state, *_: calls.append(("set_rng_state", state.tolist())),

@@ -28,6 +28,7 @@ from shoal.checkpoint.object_store import RemotePath
 from shoal.checkpoint.paths import AnyPath, open_file
 from shoal.util.clock import CLOCK, local_time
 from shoal.util.errors import CheckpointError
+from shoal.util.regular_file import LINK, refused
 
 _KEPT = 10
 _LONGEST = 10_000
@@ -125,6 +126,8 @@ class Fence:
         text = self._mine.encode()
         if isinstance(self._directory, RemotePath):
             return self._claim_there(self._directory, number, text)
+        if self._directory.is_symlink():
+            raise refused(self._directory, LINK)
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{number}.json"
         try:

@@ -6,12 +6,13 @@ import fcntl
 import math
 import os
 import re
+import shlex
 import socket
 from pathlib import Path
 
 from shoal.util.clock import CLOCK
 from shoal.util.errors import CheckpointError
-from shoal.util.regular_file import open_to_write
+from shoal.util.regular_file import open_lock
 
 WAIT_SECONDS = 5.0
 """The seconds that a killed attempt may need to end."""
@@ -33,7 +34,7 @@ class Lock:
 
     def __init__(self, path: Path, *, job: str = "", attempt: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open_to_write(path, os.O_RDWR)
+        self._file = open_lock(path)
         begun = CLOCK.now()
         while not self._take():
             waited = CLOCK.now() - begun
@@ -41,21 +42,24 @@ class Lock:
             if waited > TAKE_OVER_SECONDS and job and _attempt_of(holder, job) < attempt:
                 break
             if waited > WAIT_SECONDS:
+                found = f"another Run is open in this directory: {holder}"
+                fix = "wait for it or end it, or choose another directory: shoal.Run('runs/b', …)"
+                if self._take(fcntl.LOCK_SH):  # a Run would keep that out too
+                    found = (
+                        f"a program that may only read {path.name} opened and locked it when it could"
+                    )
+                    fix = f"end that program, or, as no Run is open here: rm {shlex.quote(str(path))}"
                 self.release()
-                raise CheckpointError(
-                    given=f"a Run in {path.parent}",
-                    found=f"another Run is open in this directory: {holder}",
-                    fix="wait for it or end it, or choose another directory: shoal.Run('runs/b', …)",
-                )
+                raise CheckpointError(given=f"a Run in {path.parent}", found=found, fix=fix)
             CLOCK.sleep(0.05)
         os.ftruncate(self._file, 0)
         mine = f"process {os.getpid()} on {socket.gethostname()}"
         mine += f", attempt {attempt} of {job}" if job else ""
         os.pwrite(self._file, f"{mine}\n".encode(), 0)
 
-    def _take(self) -> bool:
+    def _take(self, kind: int = fcntl.LOCK_EX) -> bool:
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._file, kind | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
         except OSError:

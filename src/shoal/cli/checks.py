@@ -18,6 +18,7 @@ from shoal.cli.options import AsJson, ScriptArgs, show_document
 from shoal.cli.submit import script_arguments
 from shoal.util.arguments import check_integer
 from shoal.util.errors import LaunchError, ShoalError
+from shoal.util.python import code_command
 
 if TYPE_CHECKING:
     from shoal.tools.chaos.report import StormRequest
@@ -176,8 +177,8 @@ def _run(request: StormRequest) -> dict[str, Any]:
     from shoal.tools.chaos.containment import TEMPORARY, contain
     from shoal.tools.chaos.first_process import START
 
-    python = ["env", f"TMPDIR={TEMPORARY}", sys.executable]
-    command = contain([*python, "-c", START, json.dumps(asdict(request))])
+    python = code_command(START, json.dumps(asdict(request)))
+    command = contain(["env", f"TMPDIR={TEMPORARY}", *python])
     done = subprocess.run(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from shoal._torch.modes import default_device
 from shoal.distributed import mpi
 from shoal.distributed.cluster_env import Placement
 from shoal.util import accelerator
@@ -48,28 +50,34 @@ def choose_device(
 ) -> Decision[torch.device]:
     """Return the device of this rank, or the first if it has several.
 
-    It is `device` if given, else the visible GPU with the number of the local rank, else the CPU.
+    It is `device` if given, else the one that the script has set in torch before, else the visible GPU
+    with the number of the local rank, else the CPU.
     A type without a number, such as "cuda", is the GPU of the local rank too; with `count` devices per
     rank, it is the first of them. If each task sees only `count` GPUs, these are its devices for any
     local rank.
     """
     check_integer(LaunchError, "shoal.init", "devices_per_rank", count, 1)
-    kind = accelerator.current()[0] or "cuda"
+    kind, by, given = accelerator.current()[0] or "cuda", GIVEN, f"device={str(device)!r}"
+    if device is None:
+        device, given = _set_before()
+        by = f"the script has called {given}"
+    elif (default := default_device()) is not None:
+        _check_default(default, device, given)
     if device is not None:
         try:
             chosen = torch.device(device)
             kind = chosen.type
             if accelerator.streams(chosen) is None:
-                return _given(torch.empty(1, device=chosen).device)
+                return _given(torch.empty(1, device=chosen).device, by)
             if chosen.index is not None:
                 visible = torch.get_device_module(kind).device_count()
                 if chosen.index + count > visible:
                     last = f" for {count}" if count > 1 else ""
                     raise RuntimeError(f"no such GPU{last}: {visible} visible, numbered from 0")
-                return _given(chosen)
+                return _given(chosen, by)
         except (RuntimeError, AssertionError) as error:
             raise LaunchError(
-                given=f"device={device!r}",
+                given=given,
                 found=str(error).splitlines()[0].partition(". ")[0],
                 fix="pass device='cpu', device='cuda', or leave it out",
             ) from None
@@ -83,7 +91,7 @@ def choose_device(
                 rejected={"cuda": _why_no_gpu()},
             )
         raise LaunchError(
-            given=f"device={str(device)!r}",
+            given=given,
             found=f"torch {torch.__version__} sees no {'GPU' if kind == 'cuda' else kind + ' device'} "
             f"on {socket.gethostname()}",
             fix="use device='cpu', or ask the scheduler for GPUs and check with nvidia-smi",
@@ -105,7 +113,7 @@ def choose_device(
     return Decision(
         what="device",
         value=torch.device(kind, placement.local_rank * count if visible > count else 0),
-        reason=reason if device is None else f"{GIVEN}: {device}; {reason}",
+        reason=reason if device is None else f"{by}: {device}; {reason}",
         rejected={"cpu": "a GPU is visible"} if device is None else {},
     )
 
@@ -117,8 +125,44 @@ def neighbours(device: torch.device, count: int) -> tuple[torch.device, ...]:
     return tuple(torch.device(device.type, device.index + number) for number in range(count))
 
 
-def _given(device: torch.device) -> Decision[torch.device]:
-    return Decision(what="device", value=device, reason=GIVEN)
+def _given(device: torch.device, by: str) -> Decision[torch.device]:
+    return Decision(what="device", value=device, reason=by)
+
+
+def _set_before() -> tuple[torch.device | None, str]:
+    """Return the device that the script has set in torch, and the call; None if it has set none.
+
+    Raises LaunchError for a device without values.
+    """
+    default = default_device()
+    if default is not None:
+        call = f"torch.set_default_device({str(default)!r})"
+        if default.type == "meta":
+            raise LaunchError(
+                given=f"shoal.init() after {call}",
+                found="tensors on the device meta have no values, so ranks can't train with them",
+                fix="torch.set_default_device(None) before shoal.init(); create only the model under "
+                "`with torch.device('meta'):`",
+            )
+        return default, call
+    kind, module = accelerator.current()
+    # Not asked otherwise, since that would initialize it.
+    if module is not None and module.is_initialized() and (number := module.current_device()):
+        return torch.device(kind, number), f"torch.{kind}.set_device({number})"
+    return None, ""
+
+
+def _check_default(default: torch.device, device: str | torch.device, given: str) -> None:
+    """Raise LaunchError if torch creates tensors on another device than the one that was given."""
+    with suppress(RuntimeError):  # no such device is an error that follows
+        own = torch.device(device)
+        same = own.type == default.type and None in (own.index, default.index)
+        if default.type != "cpu" and own != default and not same:
+            raise LaunchError(
+                given=f"{given} after torch.set_default_device({str(default)!r})",
+                found=f"torch would create tensors on {default}, and the rank would train on {own}",
+                fix=f"torch.set_default_device({str(own)!r}) before shoal.init(), or leave one out",
+            )
 
 
 def _why_no_gpu() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from shoal.distributed.cluster_env import Commands, Placement, detect, marks_found
@@ -218,6 +218,14 @@ def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         write_variables(before)
+
+
+def safe_path() -> AbstractContextManager[None]:
+    """Let processes that multiprocessing starts within a block import nothing from this directory.
+
+    It starts Python with `-c`, where a file could have the name of a module.
+    """
+    return set_variables({SAFE_PATH: "1"})
 
 
 @contextmanager

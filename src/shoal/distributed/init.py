@@ -46,8 +46,9 @@ def init(
             `"replicate=-1"`, data parallelism over all ranks.
         backend: `"nccl"`, `"gloo"`, `"mpi"` (under an MPI launcher) or another backend of torch.
             Default: None, which means NCCL if each rank has its own GPU, and Gloo otherwise.
-        device: Device of this rank. Default: None, which means the GPU with the number of the local
-            rank, or the CPU if no GPU is visible.
+        device: Device of this rank. Default: None, which means the one that the script has set by
+            `torch.set_default_device` or `torch.cuda.set_device`, else the GPU with the number of the
+            local rank, or the CPU if no GPU is visible.
         devices_per_rank: Number of consecutive devices of this rank, for a model that is placed on
             several (`World.devices`). `device` is the first of them. Default: 1.
         seed: Root of every random stream. Default: 0.
@@ -68,7 +69,8 @@ def init(
 
     Raises:
         LaunchError: If the environment variables contradict each other, the device or backend is not
-            available, the process group can't form, or torch already has one.
+            available or is not torch's default device, the process group can't form, or torch already
+            has one.
         LayoutError: If the layout does not fit the number of processes, or does not allow
             `exact="bits"`.
 

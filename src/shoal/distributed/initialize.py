@@ -141,7 +141,18 @@ def join(
 
 
 def _check_no_group(placement: Placement) -> None:
-    """Raise LaunchError, before ranks wait for each other, if torch has a process group already."""
+    """Raise LaunchError, before ranks wait for each other, if torch has a process group already.
+
+    A group of one is a world of one.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if placement.size == 1 < size:
+        raise LaunchError(
+            given=f"shoal.init() on rank {dist.get_rank()} of {size} of init_process_group",
+            found="no launcher has set RANK and WORLD_SIZE, so that each process would train alone",
+            fix=f"leave init_process_group out and use a launcher: shoal run -n {size} script.py, or "
+            "shoal.launch; or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT instead",
+        )
     if placement.size > 1 and dist.is_initialized():
         raise LaunchError(
             given=f"shoal.init() on rank {placement.rank} of {placement.size} ({placement.launcher})",

@@ -63,7 +63,7 @@ class Script:
         sys.modules["__main__"] = module
         sys.argv = [self.path, *self.args]
         if not self.safe_path:
-            sys.path[0] = os.path.dirname(os.path.realpath(path))
+            sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
         with io.open_code(path) as file:
             # Do not inherit this file's own `from __future__` lines.
             code = compile(file.read(), path, "exec", dont_inherit=True)
@@ -90,7 +90,7 @@ class Module:
         """
         sys.argv = ["-m", *self.args]
         if not self.safe_path:
-            sys.path[0] = os.getcwd()
+            sys.path.insert(0, os.getcwd())
         spec = find_spec(self.module)  # imports the packages that the module is in
         if spec is not None and spec.submodule_search_locations is not None:
             spec = find_spec(f"{self.module}.__main__")
@@ -121,8 +121,7 @@ def find_module(name: str, *, safe_path: bool) -> str:
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         raise _no_module(name, "not the name of a module")
-    path = sys.path[1:] if sys.path and not sys.flags.safe_path else sys.path
-    places: Sequence[str] | None = path if safe_path else [os.getcwd(), *path]
+    places: Sequence[str] | None = sys.path if safe_path else [os.getcwd(), *sys.path]
     spec: ModuleSpec | None = None
     for count in range(1, len(parts) + 1):
         known = ".".join(parts[:count])
@@ -153,16 +152,19 @@ def _no_module(name: str, found: str) -> LaunchError:
 class FunctionCall:
     """A function and its arguments, pickled by the process that called `shoal.launch`.
 
-    `cells` has the source of code without a file, as in a notebook, by its name in tracebacks.
+    `cells` has the source of code without a file, as in a notebook, by its name in tracebacks. `path`
+    is that process's `sys.path`.
     """
 
     name: str
     pickled: bytes
     cells: Mapping[str, str]
+    path: tuple[str, ...]
     safe_path: bool = False
 
     def run(self) -> bytes:
         """Call the function and return its result, pickled. Raises LaunchError if it can't be."""
+        sys.path[:] = self.path
         for name, text in self.cells.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         function, args = unpickle(self.pickled)

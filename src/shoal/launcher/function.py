@@ -21,13 +21,14 @@ from shoal.launcher.signals import SIGNALS
 from shoal.util import pickling
 from shoal.util.arguments import check_integer
 from shoal.util.errors import LaunchError
+from shoal.util.python import code_command
 
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
 
-# Modules are not searched in the script's or current directory before the caller's path is set.
+# Files in the caller's directories hide no module from the launcher; only ranks get the caller's path.
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "import json, sys; sys.path += json.loads(sys.argv.pop(1)); "
     "from shoal.launcher.function_process import main; main()"
 )
 # Only processes that have detached themselves from the run can hold the pipes open longer.
@@ -72,6 +73,7 @@ def launch(
         "restarts": restarts,
         "argv": [str(each) for each in sys.argv],
         "safe_path": sys.flags.safe_path,
+        "path": _path(),
         "cells": _cells(),
     }
     call = pickling.pickle_call(function, args, given=given)
@@ -131,6 +133,10 @@ def _check(function: object, processes: object, restarts: object, given: str) ->
         )
 
 
+def _path() -> list[str]:
+    return [folder for folder in sys.path if isinstance(folder, str)]  # Python ignores all else
+
+
 def _cells() -> dict[str, str]:
     """Return the source of code without a file, such as a notebook's, for the tracebacks of ranks."""
     entries = list(linecache.cache.items())
@@ -172,9 +178,7 @@ def _started(answer: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]
 
     It is in a new session, so that the terminal's Ctrl-C does not reach it.
     """
-    # Python itself ignores anything else in its path.
-    path = json.dumps([folder for folder in sys.path if isinstance(folder, str)])
-    command = [sys.executable, "-P", "-c", _PROGRAM, path, str(answer)]
+    command = code_command(_PROGRAM, json.dumps(_path()), str(answer))
     shown = [(sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)]
     out, err = (_where(now, first) for now, first in shown)
     for now, _ in shown:

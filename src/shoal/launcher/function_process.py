@@ -37,7 +37,11 @@ def main() -> None:
         signal_when_broken(pipe, signal.SIGTERM, to=os.getpid())
         sys.argv = order["argv"]
         call = FunctionCall(
-            name=order["name"], pickled=pickled, cells=order["cells"], safe_path=order["safe_path"]
+            name=order["name"],
+            pickled=pickled,
+            cells=order["cells"],
+            path=tuple(order["path"]),
+            safe_path=order["safe_path"],
         )
         sys.exit(_answer(answer, call, order["processes"], order["restarts"]))
 

@@ -26,6 +26,7 @@ from shoal.launcher.worker_main import bind_to_launcher
 from shoal.launcher.workers import GRACE, Workers, start_server, without_main
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
+from shoal.util.packages import missing_package
 
 # Seconds that the agent may need to notify other nodes that this one received a signal to end.
 _LEAVE = 2.0
@@ -337,9 +338,15 @@ def _supervise(
     # It ends when the launcher ends it.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     bind_to_launcher()
-    if nodes is None:
+    try:
         from shoal.launcher.elastic_agent import supervise
-
+    except (ImportError, OSError) as error:
+        missing = missing_package(error)
+        if missing is None:
+            raise
+        orders.send_bytes(json.dumps(["refuse", missing.texts]).encode())
+        return
+    if nodes is None:
         supervise(orders, processes=processes, restarts=restarts, port=port)
     else:
         from shoal.launcher import multi_node_agent

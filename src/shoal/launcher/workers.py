@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.distributed.cluster_env import LEFT, MAY_DIE
-from shoal.distributed.env_vars import SAFE_PATH, set_variables
+from shoal.distributed.env_vars import safe_path
 from shoal.distributed.failure import (
     DepartedRank,
     Failure,
@@ -56,13 +56,11 @@ def start_server() -> None:
     # save. It inherits the mask; ranks remove it when they are ready, and lose no signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     try:
-        with set_variables({SAFE_PATH: "1"}):
+        with safe_path():
             # Start it separately first, since it unblocks signals when it has started.
             resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
-        # Python runs the server with `-c`, and a file in this directory with the name of a standard
-        # module would hide that module.
-        with set_variables({SAFE_PATH: "1"}):
+        with safe_path():
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,7 +1,8 @@
 """Files to write: only regular ones, never through a symbolic link, and complete when they appear.
 
 A run directory may come from someone else, with links in place of files that a run writes.
-Directories in it may be links, since users keep checkpoints on another file system that way.
+Directories in it may be links, since users keep checkpoints on another file system that way; but not
+`attempts`, in which a run also removes files.
 """
 
 from __future__ import annotations
@@ -10,22 +11,45 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+LINK = "it is a symbolic link, and Shoal does not write to links"
 
-def open_to_write(path: Path, flags: int) -> int:
-    """Open with `flags` of `os.open`; create a missing file. Raises OSError for a link or a pipe."""
+
+def open_to_write(path: Path, flags: int, mode: int = 0o644) -> int:
+    """Open with `flags` of `os.open`; create a missing file with `mode`.
+
+    Raises OSError for a link or a pipe.
+    """
     flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, 0o644)
+        descriptor = os.open(path, flags, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _refused(path, "it is a symbolic link, and Shoal does not write to links") from None
+            raise refused(path, LINK) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _refused(path, "it is not a regular file")
+        raise refused(path, "it is not a regular file")
+    return descriptor
+
+
+def open_lock(path: Path) -> int:
+    """Open a file to lock, as `open_to_write` does. Only users who can write its directory can open it.
+
+    A user who can read a file can lock it too. In a directory that a group can write, its members take
+    turns. A file of an earlier version gets these permissions when its owner opens it.
+    """
+    descriptor = open_to_write(path, os.O_RDWR, 0o600)
+    folder = os.stat(path.parent)
+    if os.fstat(descriptor).st_uid == os.geteuid():
+        with suppress(OSError):  # the file system has no permissions
+            os.fchmod(descriptor, 0o600)
+        if folder.st_mode & stat.S_IWGRP:
+            with suppress(OSError):  # this user is not in the group
+                os.fchown(descriptor, -1, folder.st_gid)
+                os.fchmod(descriptor, 0o660)
     return descriptor
 
 
@@ -62,5 +86,6 @@ def appearing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _refused(path: Path, why: str) -> OSError:
+def refused(path: Path, why: str) -> OSError:
+    """Return the error of a path that a run does not use."""
     return OSError(errno.ELOOP, why, str(path))

@@ -50,9 +50,18 @@ class SideChannelServer:
         self._token = token.encode()
         self._reply = reply
         self._waiting: dict[asyncio.StreamWriter, None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one question."""
+    def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one question, in a task.
+
+        asyncio would report the cancellation of a task that it creates itself, at length.
+        """
+        task = asyncio.create_task(self._answer(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._waiting) >= _MOST_WAITING:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from shoal.tools.chaos.report import InjectedFault, StormReport, StormRequest
 from shoal.tools.verify.variants import copy_directory
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
+from shoal.util.python import code_command
 from shoal.util.tables import plain_console, print_path
 
 STOP_SECONDS = 1.0
@@ -153,7 +153,7 @@ def order_command(order: Mapping[str, Any], folder: Path, name: str = "order") -
     (folder / f"{name}.json").write_text(json.dumps(order))
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
-    return ["env", f"TMPDIR={temporary}", sys.executable, "-c", START, str(folder / f"{name}.json")]
+    return ["env", f"TMPDIR={temporary}", *code_command(START, str(folder / f"{name}.json"))]
 
 
 def run_attempt(

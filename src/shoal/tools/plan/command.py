@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from shoal.tools.plan.work.transformer import parse_model
 from shoal.tools.report import profile, read_history
 from shoal.util.document import Document
 from shoal.util.errors import CheckpointError, ShoalError
+from shoal.util.python import script_command, shoal_command
 from shoal.util.tables import plain_console, print_line
 from shoal.util.units import compact, counted, duration
 
@@ -236,12 +236,11 @@ def _seconds(directory: Path) -> float:
 def _command(count: int, machine: Machine, program: str, arguments: Sequence[str]) -> list[str]:
     """Return the command that starts a script on this machine, or on the nodes of the job."""
     if job_nodes() == 1:
-        shoal_run = [sys.executable, "-m", "shoal", "run", "-n", str(count)]
-        return [*shoal_run, program, "--", *arguments]
+        return shoal_command("run", "-n", str(count), program, "--", *arguments)
     per_node = min(machine.devices, count)
     size = [f"--nodes={math.ceil(count / per_node)}", f"--ntasks={count}"]
     tasks = [*size, f"--ntasks-per-node={per_node}"]
-    return ["srun", *tasks, sys.executable, program, *arguments]
+    return ["srun", *tasks, *script_command(program, *arguments)]
 
 
 def _check_devices(count: int, machine: Machine) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.distributed.env_vars import safe_path
 from shoal.telemetry.events import (
     MALFORMED,
     count_steps,
@@ -184,7 +185,7 @@ def read_history(directory: str | Path) -> History:
     if processes < 2 or sum(map(_size, paths.values())) < LARGE:
         reader.poll()
         return reader.history
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+    with safe_path(), ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for history in pool.map(_read_one, repeat(directory), paths):
             reader.history.join(history)
     return reader.history

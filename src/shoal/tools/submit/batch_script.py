@@ -13,8 +13,17 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.telemetry.events import path_of
-from shoal.tools.submit.scheduler import Job, JobCommand, Scheduler, Shell, quote_word, quote_words
+from shoal.tools.submit.scheduler import (
+    Job,
+    JobCommand,
+    Scheduler,
+    Shell,
+    quote_expression,
+    quote_word,
+    quote_words,
+)
 from shoal.tools.submit.site_catalog import Site, site_scheduler
+from shoal.util.python import module_command, script_command
 
 _FIRST_PORT, _PORTS = 10001, 10000
 MARK = "# Written by `shoal submit`"
@@ -91,7 +100,7 @@ def render(job: Job, site: Site, place: JobContext) -> str:
         processes=job.processes,
         launch=_launch(job, site, scheduler),
         events=str(path_of(place.run, 0)),
-        local=Shell(site.local or scheduler.shell["local"]),
+        local=quote_expression(site.local or scheduler.shell["local"]),
         stage=[os.path.split(path) for path in place.stage],
         program=quote_words(_around(_program(job, site, place, scheduler))),
         turns=[(turn.log, _turn(turn, job, site, place, scheduler)) for turn in job.turns],
@@ -130,16 +139,19 @@ def _program(job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> S
             words += ["--bind", path]
         words += ["--bind", Shell('"$staged"')] if place.stage else []
         words += [place.image]
-    words += [_staged(place.python, place)]
+    python = _staged(place.python, place)
+    script = [place.script, *(_staged(word, place) for word in place.args)]
     if job.launcher == "torchrun":
         # Jobs that share a node get different ports: they depend on the job number.
         number = scheduler.shell["job_number"]
         port = Shell(f'"$host:$(({_FIRST_PORT} + {number} % {_PORTS}))"')
-        words += ["-m", "torch.distributed.run", f"--nnodes={job.nodes}"]
-        words += [f"--nproc-per-node={job.per_node}", "--rdzv-backend=c10d"]
+        sizes = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.per_node}", "--rdzv-backend=c10d"]
         # Without the dashes torchrun reads options of the script as abbreviations of its own options.
-        words += ["--rdzv-id", Shell('"$job"'), "--rdzv-endpoint", port, "--"]
-    return [*words, place.script, *(_staged(word, place) for word in place.args)]
+        meeting = ["--rdzv-id", Shell('"$job"'), "--rdzv-endpoint", port, "--"]
+        words += module_command("torch.distributed.run", *sizes, *meeting, *script, python=python)
+    else:
+        words += script_command(*script, python=python)
+    return words
 
 
 def _staged(word: str, place: JobContext) -> str:

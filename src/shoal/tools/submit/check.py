@@ -16,6 +16,7 @@ from shoal.tools.submit.scheduler import Job, JobRequest
 from shoal.tools.submit.site_catalog import Partition, Site, site_scheduler
 from shoal.tools.submit.times import gpu_hours, spell_time
 from shoal.util.errors import LaunchError
+from shoal.util.python import code_command
 from shoal.util.safe_text import MASK, is_secret, masked
 
 _SECONDS = 60.0
@@ -55,7 +56,11 @@ def check_interpreter(request: JobRequest, source: str) -> None:
     asked = "from importlib.metadata import version; print('shoal', version('shoal'))"
     try:
         done = subprocess.run(
-            [found, "-c", asked], capture_output=True, text=True, timeout=_SECONDS, check=False
+            code_command(asked, python=found),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return

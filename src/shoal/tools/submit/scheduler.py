@@ -6,6 +6,7 @@ CONTRIBUTING.md describes how to add one.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -215,6 +216,12 @@ def quote_word(value: object) -> str:
         return value
     # Line breaks become bash's $'\n', so that no line of the script begins with the user's text.
     return shlex.quote(str(value)).replace("\n", "'$'\\n''")
+
+
+def quote_expression(text: str) -> Shell:
+    """Return a string as one word in which bash replaces variables (`$USER`) and runs nothing."""
+    quoted = re.sub(r'(["\\`]|\$(?=\())', r"\\\1", text)
+    return Shell('"' + quoted.replace("\n", "\"$'\\n'\"") + '"')
 
 
 def quote_words(words: Iterable[object]) -> Shell:

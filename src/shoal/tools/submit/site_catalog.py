@@ -60,8 +60,8 @@ class Site:
     a name in `schedulers.SCHEDULERS`. `tried` describes the tests of the site file, and is empty if
     there were none. `hosts` are patterns of the names of login nodes. `launcher` is None for the
     scheduler's own. Without `multithread`, processes get physical cores. `container` are the words
-    before an image. `local` is a directory on a disk of the node, as a shell expression, None for the
-    scheduler's. `options` are further directives of the scheduler.
+    before an image. `local` is a directory on a disk of the node, with variables of the shell, None for
+    the scheduler's. `options` are further directives of the scheduler.
     """
 
     name: str

@@ -100,7 +100,7 @@ def import_paths(root: Path, copy: Path, given: Sequence[str]) -> tuple[str, ...
     These are entries of PYTHONPATH, which are `given`, and those of editable installations.
     """
     found = []
-    for entry in (*given, *sys.path[1:]):
+    for entry in (*given, *sys.path):
         path = Path(entry).absolute()
         inside = path.is_relative_to(root) and not path.is_relative_to(Path(sys.prefix).absolute())
         if entry and inside and path.is_dir():

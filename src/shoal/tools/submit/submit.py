@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from shoal.tools.submit.status import (
 )
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, raised_as
+from shoal.util.python import this_python
 from shoal.util.units import first_few
 
 _HEAD, _SHOWN = 8192, 3
@@ -200,7 +200,7 @@ def _place(
         script = copy / source.script.relative_to(source.root)
         paths = import_paths(source.root, copy, env_vars.python_path())
     # An image contains its own Python.
-    python = sys.executable if request.container is None else "python"
+    python = this_python() if request.container is None else "python"
     return JobContext(
         folder=str(folder),
         directory=os.getcwd(),

@@ -21,6 +21,7 @@ from shoal.launcher.local import run_job
 from shoal.tools.verify.observations import TIMED_OUT, ObserverOptions, RunRecord, read_run
 from shoal.util.errors import LaunchError
 from shoal.util.plain import from_plain
+from shoal.util.python import code_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +153,8 @@ def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None =
 def start_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int:
     """Run the order in `folder` and return its exit code, TIMED_OUT after `limit` seconds."""
     # `env` sets the seed before Python starts, and leaves this process's environment alone.
-    command = ["env", f"PYTHONHASHSEED={hash_seed}", sys.executable]
-    command += ["-c", START, str(folder / "order.json")]
+    command = ["env", f"PYTHONHASHSEED={hash_seed}"]
+    command += code_command(START, str(folder / "order.json"))
     with (folder / "output.txt").open("wb") as output:
         try:
             return subprocess.run(

@@ -32,10 +32,11 @@ from shoal.util.document import to_plain
 from shoal.util.errors import CheckpointError, raised_as
 from shoal.util.packages import versions
 from shoal.util.plain import from_plain
-from shoal.util.regular_file import replace
+from shoal.util.regular_file import open_lock, replace
 
 FORMAT = 1
-FILE = "study.json"
+FILE, LOCK = "study.json", "lock"
+_WRITABLE = "use a directory with write permission: --study DIR"
 JOBS, RESULT = "jobs", "result.json"
 
 
@@ -102,8 +103,7 @@ def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | 
         "options": to_plain(options),
         "machine": dict(study.machine),
     }
-    fix = "use a directory with write permission: --study DIR"
-    with raised_as(CheckpointError, given=f"a study in {path}", fix=fix):
+    with raised_as(CheckpointError, given=f"a study in {path}", fix=_WRITABLE):
         write_json(path / FILE, content)
     return study
 
@@ -111,7 +111,8 @@ def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | 
 def forget_study(study: Study) -> None:
     """Remove a study in which no job has started."""
     shutil.rmtree(study.path / JOBS, ignore_errors=True)
-    (study.path / FILE).unlink()
+    for name in (FILE, LOCK):
+        (study.path / name).unlink(missing_ok=True)
     with suppress(OSError):  # the directory has other files
         study.path.rmdir()
 
@@ -148,13 +149,16 @@ def load_study(path: Path) -> Study:
 
 @contextmanager
 def lock_study(study: Study) -> Iterator[None]:
-    """Raise CheckpointError if another process is running this study."""
-    with (study.path / FILE).open() as held:
+    """Raise CheckpointError if another process is running this study, or if it can't be written."""
+    given = f"the study in {study.path}"
+    with raised_as(CheckpointError, given=given, fix=_WRITABLE):
+        descriptor = open_lock(study.path / LOCK)
+    with os.fdopen(descriptor) as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
-                given=f"the study in {study.path}",
+                given=given,
                 found="it is running already",
                 fix="wait for it, or use --study with another directory",
             ) from None

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -31,6 +30,7 @@ from shoal.tools.bench.scaling.directory import Study, write_json
 from shoal.tools.report import PARTS, Attempt, Reader
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
+from shoal.util.python import script_command, shoal_command
 from shoal.util.safe_text import printable
 from shoal.util.signal_handler import handle_signals
 
@@ -105,9 +105,8 @@ def command_of(study: Study, configuration: Configuration, folder: Path, mpirun:
     args = arguments_of(study.options, configuration, folder)
     count = str(configuration.processes)
     if configuration.backend == "mpi":
-        return [*shlex.split(mpirun), "-n", count, sys.executable, program, *args]
-    launched = [sys.executable, "-m", "shoal", "run", "-n", count, program]
-    return [*launched, "--", *args] if args else launched
+        return [*shlex.split(mpirun), "-n", count, *script_command(program, *args)]
+    return shoal_command("run", "-n", count, program, *(["--", *args] if args else []))
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from datetime import datetime
 
 from shoal.tools.submit.slurm.queue import ask_queue_time
 from shoal.util.clock import CLOCK
 from shoal.util.errors import ShoalError
+from shoal.util.python import code_command
 from shoal.util.units import duration
 
 _IMPORTS = "import time, torch, shoal; shoal.init, shoal.Run; print(time.process_time())"
@@ -55,7 +55,7 @@ def fill_in_measured(text: str, devices: int, in_node: int, *, gpus: bool) -> tu
 
 def _imports() -> float:
     """Return the seconds of processor time that the imports of a rank take."""
-    command = [sys.executable, "-c", _IMPORTS]
+    command = code_command(_IMPORTS)
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
     if done.returncode:
         raise ShoalError(
