@@ -38,6 +38,12 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
             found="it takes a closure that computes the loss several times; a step computes it once",
             fix="use torch.optim.AdamW(model.parameters()), or another that needs no closure",
         )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise StepError(
+            given="an optimizer of type SparseAdam",
+            found="it takes sparse gradients only, and Shoal sums dense ones",
+            fix="use torch.optim.Adam(model.parameters())",
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     strange = [p for p in parameters if id(p) not in names]

@@ -16,6 +16,7 @@ from shoal.data.step_result import StepResult
 from shoal.distributed.speed_hints import SpeedHints
 from shoal.strategies.contracts import Engine
 from shoal.strategies.dtensor import divided, is_divided
+from shoal.strategies.optimizer_check import prepare_optimizer
 from shoal.training.state_names import (
     check_model,
     check_optimizer,
@@ -50,6 +51,7 @@ class TrainState:
         self.engine = engine
         self.model: nn.Module = engine.module
         parameter_names(self.model, optimizer)  # raises StepError for what no step can drive
+        prepare_optimizer(optimizer, engine.world)
         self.optimizer = optimizer
         self.schedule = _check_schedule(schedule, optimizer)
         self.number = 0
