@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -43,18 +44,14 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
             "further parameters, such as loss weights, part of the model",
         )
     found = [names[id(p)] for p in parameters]
-    twice = sorted({name for name in found if found.count(name) > 1}) if _repeats(found) else []
-    if twice:
+    if len({*found}) < len(found):
+        twice = [name for name, count in Counter(found).items() if count > 1]
         raise StepError(
             given=f"{kind_of(optimizer)} for one model",
             found=f"more than one optimizer or group has {first_names(twice)}",
             fix="give each parameter to one of them",
         )
     return found
-
-
-def _repeats(names: list[str]) -> bool:
-    return len({*names}) < len(names)
 
 
 def _check_kind(optimizer: object) -> None:
