@@ -148,7 +148,8 @@ def autocast(names: Names, device: str = "cpu") -> AbstractContextManager[Any]:
 
 def optimizers(names: Names, model: nn.Module) -> list[torch.optim.Optimizer]:
     if "Adafactor" in names:
-        return [torch.optim.Adafactor(model.parameters(), lr=LEARNING_RATE)]
+        # Its default divides the rounding errors in gradients of key biases by themselves.
+        return [torch.optim.Adafactor(model.parameters(), lr=LEARNING_RATE, eps=(1e-8, 1e-3))]
     if "Muon, AdamW" not in names:
         return [torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)]
     matrices = [p for p in model.parameters() if p.dim() == 2]

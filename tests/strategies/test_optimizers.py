@@ -27,7 +27,7 @@ class Own(Optimizer):
         super().__init__(parameters, {"lr": lr, "limit": limit})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
@@ -35,12 +35,12 @@ class Own(Optimizer):
                     update = self.update(parameter, self.state[parameter], group["step"])
                     parameter.sub_(update, alpha=group["lr"])
 
-    def update(self, parameter: Tensor, state: dict[str, Any], number: int) -> Tensor:
+    def update(self, parameter: Any, state: dict[str, Any], number: int) -> Any:
         raise NotImplementedError
 
 
 class Lion(Own):
-    def update(self, parameter: Tensor, state: dict[str, Any], number: int) -> Tensor:
+    def update(self, parameter: Any, state: dict[str, Any], number: int) -> Any:
         mean = state.setdefault("mean", torch.zeros_like(parameter))
         update = mean.lerp(parameter.grad, 0.1).sign()
         mean.lerp_(parameter.grad, 0.01)
@@ -50,7 +50,7 @@ class Lion(Own):
 class Masked(Own):
     """Elementwise, by an operation that torch has not for DTensors."""
 
-    def update(self, parameter: Tensor, state: dict[str, Any], number: int) -> Tensor:
+    def update(self, parameter: Any, state: dict[str, Any], number: int) -> Any:
         update = parameter.grad.clone()
         update[parameter.grad.abs() < 1e-3] = 0.0
         return update * number**-0.5
@@ -59,7 +59,7 @@ class Masked(Own):
 class Lamb(Own):
     """A norm of each parameter."""
 
-    def update(self, parameter: Tensor, state: dict[str, Any], number: int) -> Tensor:
+    def update(self, parameter: Any, state: dict[str, Any], number: int) -> Any:
         mean = state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
         return mean * (parameter.norm().clamp_(0.1, 10.0) / (mean.norm() + 1e-6))
 
@@ -67,7 +67,7 @@ class Lamb(Own):
 class Shampoo(Own):
     """Matrices beside the parameter, in a list."""
 
-    def update(self, parameter: Tensor, state: dict[str, Any], number: int) -> Tensor:
+    def update(self, parameter: Any, state: dict[str, Any], number: int) -> Any:
         update = parameter.grad
         shape = parameter.shape
         sums = state.setdefault("sums", [torch.eye(n, dtype=parameter.dtype) for n in shape])
@@ -86,17 +86,17 @@ class Limited(Own):
     """Gradients of all parameters are clipped together."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
         self.total = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
         super().step()
 
-    def update(self, parameter: Tensor, state: dict[str, Any], number: int) -> Tensor:
+    def update(self, parameter: Any, state: dict[str, Any], number: int) -> Any:
         return parameter.grad / (1.0 + self.total)
 
 
 class Noisy(Own):
-    def update(self, parameter: Tensor, state: dict[str, Any], number: int) -> Tensor:
+    def update(self, parameter: Any, state: dict[str, Any], number: int) -> Any:
         return parameter.grad + torch.randn_like(parameter)
 
 
@@ -270,6 +270,13 @@ def test_others_are_refused_on_all_ranks(
     size, strategy = LAYOUTS["tensor=2"]
     for error in ranks(size, "tensor=2").errors(shoal.StepError, given, name, strategy, where):
         assert REFUSED[name][1] in error.found
+
+
+def test_random_numbers_of_each_rank_are_refused_with_replicas(
+    ranks: Callable[[int, str], Ranks],
+) -> None:
+    for error in ranks(2, "replicate=2").errors(shoal.StepError, given, "Noisy", None, "step"):
+        assert REFUSED["Noisy"][1] in error.found
 
 
 def test_one_without_dense_gradients_is_refused_on_one_process(world: shoal.World) -> None:

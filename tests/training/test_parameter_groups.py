@@ -40,7 +40,10 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def initial(model: Any) -> list[Optimizer]:
     """The layers but the first; the optimizer state of each begins at a different step."""
-    groups = [{"params": [*model[2].parameters()]}, {"params": [*model[4].parameters()], "lr": 0.02}]
+    groups: list[dict[str, Any]] = [
+        {"params": [*model[2].parameters()]},
+        {"params": [*model[4].parameters()], "lr": 0.02},
+    ]
     return [AdamW(groups, lr=0.01)]
 
 

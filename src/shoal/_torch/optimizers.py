@@ -1,4 +1,4 @@
-"""What an optimizer does between its hooks: a step without them, and one that the device may skip."""
+"""Steps of an optimizer without its hooks, and steps that the device may skip."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def twin_of(
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Take a step of `optimizer`, of which no hook is told."""
+    """Take a step of `optimizer` without calling its hooks."""
     step = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
 

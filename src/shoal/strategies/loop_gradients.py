@@ -19,7 +19,7 @@ from shoal.strategies.contracts import LoopGradients
 from shoal.strategies.correction import Totals
 from shoal.strategies.dtensor import share
 from shoal.strategies.held_parameters import first
-from shoal.strategies.optimizer_check import has_parts, prepare_optimizer
+from shoal.strategies.optimizer_check import has_parts, prepare_optimizers
 from shoal.strategies.reducer import Reducer
 from shoal.util.errors import StepError
 
@@ -92,7 +92,7 @@ class CheckedGradients(LoopGradients):
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the optimizer of a loop that passes it to no Run, before its first step. Collective."""
         if self._divided and self._steps_on_own(optimizer):
-            prepare_optimizer(optimizer, self._held.world)
+            prepare_optimizers([optimizer], self._held.world)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped, and whether on gradients of an unfinished batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,17 +28,30 @@ STEPS = 6
 TOLERANCE = 1e-6
 """The largest difference between two updates, as a fraction of the largest element."""
 _RATE = 0.01
-_COUPLED = "its update of a parameter depends on more than this parameter and its state"
+_COUPLED = (
+    "each rank has a part of the model, and its update of a parameter depends on more than this "
+    "parameter and its state"
+)
 _RANDOM = "its updates depend on random numbers, and each rank draws others"
 
 
-def prepare_optimizer(optimizer: Optimizer, world: World) -> None:
-    """Let `optimizer` update a model of which each rank has a part as one process would. Collective.
+def prepare_optimizers(optimizers: Sequence[Optimizer], world: World) -> None:
+    """Let optimizers update a model on several ranks as one process would. Collective.
 
-    Raises StepError, on all ranks, if it cannot.
+    Raises StepError, on all ranks, if one of them cannot.
     """
-    if has_parts(world) and not has_hook(optimizer, OptimizerCheck):
-        OptimizerCheck(optimizer, world)
+    if world.size > 1 and not has_parts(world):
+        for optimizer in optimizers:
+            if _draws_random_numbers(optimizer):
+                raise _refused(optimizer, world, _RANDOM)
+    elif has_parts(world):
+        checks = [OptimizerCheck(o) for o in optimizers if not has_hook(o, OptimizerCheck)]
+        for reasons in world.gather([check.choose() for check in checks]):
+            for check, reason in zip(checks, reasons, strict=False):
+                if reason:
+                    raise _refused(check.optimizer, world, reason)
+        for check in checks:
+            check.register(world)
 
 
 def has_parts(world: World) -> bool:
@@ -53,20 +67,46 @@ class OptimizerCheck:
     its update of a parameter needs only that parameter.
     """
 
-    def __init__(self, optimizer: Optimizer, world: World) -> None:
-        self._world = world
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
         self._separate: SeparateUpdates | None = None
         self._checked: list[int] = []
-        self(optimizer)
-        optimizer.register_step_pre_hook(self)
-        optimizer.register_step_post_hook(self._update)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    def choose(self) -> str:
+        """Choose how the optimizer steps with its groups of now, and return why it can't, or ""."""
+        self._checked = [len(group["params"]) for group in self.optimizer.param_groups]
+        with _random_state_kept():
+            try:
+                self._separate, reason = _tried(self.optimizer)
+            except Exception as error:  # an optimizer may raise anything
+                text = str(error).partition("\n")[0]
+                return f"a trial step on small parameters raises {type(error).__name__}: {text:.200}"
+        return reason
+
+    def register(self, world: World) -> None:
+        """Hook into the steps of the optimizer."""
+        self._world = world
+        self.optimizer.register_step_pre_hook(self)
+        self.optimizer.register_step_post_hook(self._update)
+        if self._separate is not None and self._separate.gathers:
+            kind = type(self.optimizer).__name__
+            world.print(
+                f"shoal: {kind} needs whole parameters; its step gathers the sharded ones, one by one"
+            )
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
-        """Check new groups, and hide the gradients that the step itself shall not find."""
-        groups = [len(group["params"]) for group in optimizer.param_groups]
-        if groups != self._checked:
-            self._separate = self._choose(optimizer)
-            self._checked = groups
+        """Choose again if groups have changed; hide the gradients that the step must not find."""
+        if self._checked != [len(group["params"]) for group in optimizer.param_groups]:
+            reason = self.choose()
+            if reason:
+                raise _refused(optimizer, self._world, reason)
         if self._separate is not None:
             self._separate.hide(optimizer)
 
@@ -74,27 +114,16 @@ class OptimizerCheck:
         if self._separate is not None:
             self._separate.update(optimizer)
 
-    def _choose(self, optimizer: Optimizer) -> SeparateUpdates | None:
-        kind, separate, reason = type(optimizer).__name__, None, ""
-        with _random_state_kept():
-            try:
-                separate, reason = _tried(optimizer)
-            except Exception as error:  # an optimizer may raise anything
-                text = str(error).partition("\n")[0]
-                reason = f"a trial step on small parameters raises {type(error).__name__}: {text:.200}"
-        reasons = [each for each in self._world.gather(reason) if each]
-        if reasons:
-            raise StepError(
-                given=f"{kind} with layout='{self._world.layout}'",
-                found=f"each rank has a part of the model, and {reasons[0]}",
-                fix="use shoal.init(layout='replicate=-1'), in which each rank has the complete model, "
-                "or another optimizer, such as torch.optim.AdamW",
-            )
-        if separate is not None and separate.gathers and not self._checked:
-            self._world.print(
-                f"shoal: {kind} needs whole parameters; its step gathers the sharded ones, one by one"
-            )
-        return separate
+
+def _refused(optimizer: Optimizer, world: World, reason: str) -> StepError:
+    return StepError(
+        given=f"{type(optimizer).__name__} with layout='{world.layout}'",
+        found=reason,
+        fix="use another optimizer, such as torch.optim.AdamW"
+        if reason == _RANDOM
+        else "use shoal.init(layout='replicate=-1'), in which each rank has the complete model, or "
+        "another optimizer, such as torch.optim.AdamW",
+    )
 
 
 class _Small(NamedTuple):
@@ -112,11 +141,8 @@ class _Small(NamedTuple):
 def _tried(optimizer: Optimizer) -> tuple[SeparateUpdates | None, str]:
     """Return how the optimizer updates sharded parameters, and why it can't, or ""."""
     small = list(_small_parameters(optimizer))
-    before = random_state()
     together = _run(optimizer, small)
-    drawn = _next_random(together)
-    set_random_state(before)
-    if drawn != _next_random(together):
+    if together.draws:
         return None, _RANDOM
     corners = [_corner(each.values[0]) for each in small]
     elementwise = not any(
@@ -143,6 +169,13 @@ def _tried(optimizer: Optimizer) -> tuple[SeparateUpdates | None, str]:
                 return None, ""
     separate = SeparateUpdates(gathers=not elementwise)
     return separate, "" if _agree(_run(optimizer, sharded, separate), expected) else _COUPLED
+
+
+def _draws_random_numbers(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer draws random numbers; False if it can't be tried."""
+    with _random_state_kept(), suppress(Exception):
+        return _run(optimizer, list(_small_parameters(optimizer))).draws
+    return False
 
 
 def _small_parameters(optimizer: Optimizer) -> Iterator[_Small]:
@@ -179,6 +212,8 @@ class _Trial(NamedTuple):
     states: list[Any]
     options: list[dict[str, Any]]
     error: list[float]
+    draws: bool = False
+    """Whether it drew random numbers."""
 
     def only(self, number: int, place: tuple[slice, ...] = ()) -> _Trial:
         """Return that of one parameter, or of a block of it."""
@@ -190,6 +225,9 @@ def _run(
     optimizer: Optimizer, small: Sequence[_Small], separate: SeparateUpdates | None = None
 ) -> _Trial:
     """Take some steps with a copy of the optimizer."""
+    before = random_state()
+    next_numbers = _next_random(small)
+    set_random_state(before)
     parameters = [nn.Parameter(each.values[0].clone()) for each in small]
     groups: dict[int, dict[str, Any]] = {}
     for each, parameter in zip(small, parameters, strict=True):
@@ -216,6 +254,7 @@ def _run(
         [twin.state.get(parameter, {}) for parameter in parameters],
         [_options(groups[each.number]) for each in small],
         [32 * torch.finfo(each.values[0].dtype).eps for each in small],
+        draws=_next_random(small) != next_numbers,
     )
 
 
@@ -266,10 +305,10 @@ def _agree(found: _Trial, expected: _Trial) -> bool:
     )
 
 
-def _next_random(trial: _Trial) -> list[float]:
+def _next_random(small: Sequence[_Small]) -> list[float]:
     """Draw a number from each of the global generators that an optimizer may use."""
-    devices = {update.device for update in trial.updates}
-    drawn = [float(torch.rand((), device=device)) for device in {torch.device("cpu"), *devices}]
+    devices = dict.fromkeys([torch.device("cpu"), *(each.like.device for each in small)])
+    drawn = [float(torch.rand((), device=device)) for device in devices]
     return [random.random(), float(np.random.random()), *drawn]
 
 

@@ -17,7 +17,7 @@ from shoal.data.step_result import StepResult
 from shoal.distributed.speed_hints import SpeedHints
 from shoal.strategies.contracts import Engine
 from shoal.strategies.dtensor import divided, is_divided
-from shoal.strategies.optimizer_check import prepare_optimizer
+from shoal.strategies.optimizer_check import prepare_optimizers
 from shoal.training.optimizer_state import (
     Grouping,
     check_optimizer,
@@ -55,8 +55,8 @@ class TrainState:
         self.model: nn.Module = engine.module
         self.optimizer = one_optimizer(optimizer)
         self._begun = grouping(self.optimizer, parameter_names(self.model, self.optimizer))
-        for part in parts_of(self.optimizer):
-            prepare_optimizer(part, engine.world)
+        if not engine.independent_steps:
+            prepare_optimizers(parts_of(self.optimizer), engine.world)
         self.schedule = _check_schedule(schedule, self.optimizer)
         self.number = 0
         self.last: StepResult | None = None
