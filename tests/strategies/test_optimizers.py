@@ -194,7 +194,8 @@ def trained(world: shoal.World, strategy: Any, loops: bool, names: list[str]) ->
         model = shoal.parallelize(built(name), world, strategy)
         optimizer = made(model.parameters())
         step = None if loops else shoal.Step(model, optimizer, shoal.Task(loss))
-        for batch in shoal.Loader(samples(), world, batch_size=BATCH, seed=SEED).epochs(EPOCHS):
+        loader = shoal.Loader(samples(), world, batch_size=BATCH, micro_batches=2, seed=SEED)
+        for batch in loader.epochs(EPOCHS):
             if step is None:
                 take_custom_step(model, optimizer, batch, loss)
             else:
