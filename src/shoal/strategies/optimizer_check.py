@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -45,13 +44,13 @@ def prepare_optimizers(optimizers: Sequence[Optimizer], world: World) -> None:
             if _draws_random_numbers(optimizer):
                 raise _refused(optimizer, world, _RANDOM)
     elif has_parts(world):
-        checks = [OptimizerCheck(o) for o in optimizers if not has_hook(o, OptimizerCheck)]
-        for reasons in world.gather([check.choose() for check in checks]):
-            for check, reason in zip(checks, reasons, strict=False):
+        checks = {o: OptimizerCheck(world) for o in optimizers if not has_hook(o, OptimizerCheck)}
+        for reasons in world.gather([check.choose(optimizer) for optimizer, check in checks.items()]):
+            for optimizer, reason in zip(checks, reasons, strict=False):
                 if reason:
-                    raise _refused(check.optimizer, world, reason)
-        for check in checks:
-            check.register(world)
+                    raise _refused(optimizer, world, reason)
+        for optimizer, check in checks.items():
+            check.register(optimizer)
 
 
 def has_parts(world: World) -> bool:
@@ -67,44 +66,36 @@ class OptimizerCheck:
     its update of a parameter needs only that parameter.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._separate: SeparateUpdates | None = None
         self._checked: list[int] = []
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer
-
-    def choose(self) -> str:
+    def choose(self, optimizer: Optimizer) -> str:
         """Choose how the optimizer steps with its groups of now, and return why it can't, or ""."""
-        self._checked = [len(group["params"]) for group in self.optimizer.param_groups]
+        self._checked = [len(group["params"]) for group in optimizer.param_groups]
         with _random_state_kept():
             try:
-                self._separate, reason = _tried(self.optimizer)
+                self._separate, reason = _tried(optimizer)
             except Exception as error:  # an optimizer may raise anything
                 text = str(error).partition("\n")[0]
                 return f"a trial step on small parameters raises {type(error).__name__}: {text:.200}"
         return reason
 
-    def register(self, world: World) -> None:
+    def register(self, optimizer: Optimizer) -> None:
         """Hook into the steps of the optimizer."""
-        self._world = world
-        self.optimizer.register_step_pre_hook(self)
-        self.optimizer.register_step_post_hook(self._update)
+        optimizer.register_step_pre_hook(self)
+        optimizer.register_step_post_hook(self._update)
         if self._separate is not None and self._separate.gathers:
-            kind = type(self.optimizer).__name__
-            world.print(
+            kind = type(optimizer).__name__
+            self._world.print(
                 f"shoal: {kind} needs whole parameters; its step gathers the sharded ones, one by one"
             )
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         """Choose again if groups have changed; hide the gradients that the step must not find."""
         if self._checked != [len(group["params"]) for group in optimizer.param_groups]:
-            reason = self.choose()
+            reason = self.choose(optimizer)
             if reason:
                 raise _refused(optimizer, self._world, reason)
         if self._separate is not None:
@@ -205,7 +196,7 @@ def _small_parameters(optimizer: Optimizer) -> Iterator[_Small]:
                 yield _Small(number, like, [v.to(like.device, dtype) for v in (start, *gradients)])
 
 
-class _Trial(NamedTuple):
+class _TrialSteps(NamedTuple):
     """How a copy of the optimizer changed parameters on this rank, their states, and their groups."""
 
     updates: list[Tensor]
@@ -215,15 +206,15 @@ class _Trial(NamedTuple):
     draws: bool = False
     """Whether it drew random numbers."""
 
-    def only(self, number: int, place: tuple[slice, ...] = ()) -> _Trial:
+    def only(self, number: int, place: tuple[slice, ...] = ()) -> _TrialSteps:
         """Return that of one parameter, or of a block of it."""
         update, error = self.updates[number][place], self.error[number]
-        return _Trial([update], [self.states[number]], [self.options[number]], [error])
+        return _TrialSteps([update], [self.states[number]], [self.options[number]], [error])
 
 
 def _run(
     optimizer: Optimizer, small: Sequence[_Small], separate: SeparateUpdates | None = None
-) -> _Trial:
+) -> _TrialSteps:
     """Take some steps with a copy of the optimizer."""
     before = random_state()
     next_numbers = _next_random(small)
@@ -249,7 +240,7 @@ def _run(
             separate.update(twin)
     with torch.no_grad():
         updates = [share(p) - share(each.values[0]) for each, p in zip(small, parameters, strict=True)]
-    return _Trial(
+    return _TrialSteps(
         updates,
         [twin.state.get(parameter, {}) for parameter in parameters],
         [_options(groups[each.number]) for each in small],
@@ -294,7 +285,7 @@ def _statistics(tree: Any, like: Tensor) -> bool:
     return any(found)
 
 
-def _agree(found: _Trial, expected: _Trial) -> bool:
+def _agree(found: _TrialSteps, expected: _TrialSteps) -> bool:
     """Return whether updates are the same up to rounding, and what the groups have learned."""
     return all(
         not b.numel() or float((a - b).abs().max()) <= error + TOLERANCE * float(b.abs().max())
