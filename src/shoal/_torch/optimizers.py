@@ -62,8 +62,3 @@ def step_without_hooks(optimizer: Optimizer) -> None:
     """Take a step of `optimizer` without calling its hooks."""
     step = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
-
-
-def has_hook(optimizer: Optimizer, kind: type) -> bool:
-    """Return whether an object of this class is called before each step of `optimizer`."""
-    return any(isinstance(hook, kind) for hook in optimizer._optimizer_step_pre_hooks.values())

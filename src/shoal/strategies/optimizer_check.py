@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal._torch.mesh import local_slices
-from shoal._torch.optimizers import has_hook, step_without_hooks, twin_of
+from shoal._torch.optimizers import step_without_hooks, twin_of
 from shoal.distributed.seeds import random_state, set_random_state
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import copy_share, is_divided, share
@@ -44,13 +45,26 @@ def prepare_optimizers(optimizers: Sequence[Optimizer], world: World) -> None:
             if _draws_random_numbers(optimizer):
                 raise _refused(optimizer, world, _RANDOM)
     elif has_parts(world):
-        checks = {o: OptimizerCheck(world) for o in optimizers if not has_hook(o, OptimizerCheck)}
+        known = world.service(_Checked).optimizers
+        checks = {each: OptimizerCheck(world) for each in optimizers if each not in known}
         for reasons in world.gather([check.choose(optimizer) for optimizer, check in checks.items()]):
             for optimizer, reason in zip(checks, reasons, strict=False):
                 if reason:
                     raise _refused(optimizer, world, reason)
         for optimizer, check in checks.items():
             check.register(optimizer)
+            known.add(optimizer)
+
+
+class _Checked:
+    """The optimizers of a World that have been checked."""
+
+    def __init__(self, world: World) -> None:
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """Forget them."""
+        self.optimizers.clear()
 
 
 def has_parts(world: World) -> bool:
