@@ -71,6 +71,8 @@ FEATURES = (
     "tied",
     "two models",
 )
+OPTIMIZERS = ("Adafactor", "Muon, AdamW")
+"""Tried with each strategy; with features they are like the AdamW of all other cells."""
 ALONE = ("factory", "evaluate")
 """Features not tried with each other: over before a step or after it."""
 
@@ -95,7 +97,10 @@ _TOGETHER = [name for name in FEATURES if name not in ALONE]
 WORKS, FAILS = "✓", "✗"
 """What a cell begins with; after FAILS comes the number of a note, a link to it."""
 TABLES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-    "features and strategies": (FEATURES, [name for name in SPREAD if name != "replicas"]),
+    "features and strategies": (
+        (*FEATURES, *OPTIMIZERS),
+        [name for name in SPREAD if name != "replicas"],
+    ),
     "strategies": (_MIXED[1:], _MIXED[:-1]),
     "features": (_TOGETHER[1:], _TOGETHER[:-1]),
     "features and approximations": (FEATURES, [*APPROXIMATE]),

@@ -146,6 +146,20 @@ def autocast(names: Names, device: str = "cpu") -> AbstractContextManager[Any]:
     return torch.autocast(device, kinds[0]) if kinds else nullcontext()
 
 
+def optimizers(names: Names, model: nn.Module) -> list[torch.optim.Optimizer]:
+    if "Adafactor" in names:
+        # Its default divides the rounding errors in gradients of key biases by themselves.
+        return [torch.optim.Adafactor(model.parameters(), lr=LEARNING_RATE, eps=(1e-8, 1e-3))]
+    if "Muon, AdamW" not in names:
+        return [torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)]
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [
+        torch.optim.Muon(matrices, lr=LEARNING_RATE),
+        torch.optim.AdamW(others, lr=LEARNING_RATE),
+    ]
+
+
 def begun(names: Names) -> dict[str, Any]:
     """Parameters before the first step."""
     called = {name: make() for name, make in models(names).items()}
@@ -156,7 +170,7 @@ def expected(names: Names) -> Trained:
     """The same in plain torch: one process, whole batches, means."""
     called = {name: make() for name, make in models(names).items()}
     jobs = tasks(names, called)
-    optimizers = {n: torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE) for n, m in called.items()}
+    stepping = {name: optimizers(names, model) for name, model in called.items()}
     averages = [p.detach().clone() for m in called.values() for p in m.parameters()]
     tokens, labels = dataset()
     norms, losses = [], []
@@ -177,7 +191,8 @@ def expected(names: Names) -> Trained:
             limit = CLIP if "clip" in names else float("inf")
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
             losses.append(float(total.detach() / count))
-            optimizers[name].step()
+            for each in stepping[name]:
+                each.step()
         now = [p.detach() for m in called.values() for p in m.parameters()]
         averages = [DECAY * old + (1 - DECAY) * new for old, new in zip(averages, now, strict=True)]
     parameters = {f"{n}.{k}": p.detach() for n, m in called.items() for k, p in m.named_parameters()}
@@ -214,7 +229,7 @@ class Training:
 
     def _step(self, name: str) -> shoal.Step:
         model, task = self.models[name], tasks(self.names, self.models)[name]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        optimizer = optimizers(self.names, model)
         if "custom loop" in self.names:  # which says itself what the options of a Step would say
             return shoal.Step(model, optimizer, task)
         return shoal.Step(

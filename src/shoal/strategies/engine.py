@@ -39,7 +39,6 @@ class ReducerEngine(Engine):
     def update(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
         """Multiply, step, clear; see the contract."""
         try:
-            self.reducer.check_optimizer(optimizer)
             self.reducer.multiply(factor)
             optimizer.step()
         finally:

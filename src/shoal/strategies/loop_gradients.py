@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shoal._torch.autograd import version
 from shoal.data.batch import Count
@@ -16,6 +19,7 @@ from shoal.strategies.contracts import LoopGradients
 from shoal.strategies.correction import Totals
 from shoal.strategies.dtensor import share
 from shoal.strategies.held_parameters import first
+from shoal.strategies.optimizer_check import has_parts, prepare_optimizers
 from shoal.strategies.reducer import Reducer
 from shoal.util.errors import StepError
 
@@ -38,9 +42,14 @@ class CheckedGradients(LoopGradients):
         self._emptied = False
         """Whether the optimizer stepped after they had been cleared."""
         self._warned = False
+        self._divided = has_parts(self._held.world)
         self._own = frozenset(map(id, self._held.parameters))
-        handle = register_optimizer_step_post_hook(_noting_steps(weakref.ref(self)))
-        weakref.finalize(self, handle.remove)
+        for register, method in (
+            (register_optimizer_step_pre_hook, CheckedGradients.prepare_step),
+            (register_optimizer_step_post_hook, CheckedGradients.note_step),
+        ):
+            handle = register(_calling(method, weakref.ref(self)))
+            weakref.finalize(self, handle.remove)
 
     def begin(self) -> None:
         """Forget the sums of a batch that was skipped; see the contract."""
@@ -80,6 +89,11 @@ class CheckedGradients(LoopGradients):
         self._finished = self._states()
         self._awaited = bool(self._finished)
         self._emptied = False
+
+    def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check the optimizer of a loop that passes it to no Run, before its first step. Collective."""
+        if self._divided and self._steps_on_own(optimizer):
+            prepare_optimizers([optimizer], self._held.world)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped, and whether on gradients of an unfinished batch."""
@@ -171,10 +185,13 @@ def _unchanged(parameter: nn.Parameter, before: dict[int, tuple[int, int]]) -> b
     return gradient is not None and before.get(id(parameter)) == _state(gradient)
 
 
-def _noting_steps(gradients: weakref.ref[CheckedGradients]) -> Callable[..., None]:
-    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _calling(
+    method: Callable[[CheckedGradients, torch.optim.Optimizer], None],
+    gradients: weakref.ref[CheckedGradients],
+) -> Callable[..., None]:
+    def call(optimizer: torch.optim.Optimizer, *_: object) -> None:
         found = gradients()
         if found is not None:
-            found.note_step(optimizer)
+            method(found, optimizer)
 
-    return note
+    return call

@@ -16,7 +16,7 @@ from shoal.distributed.world import World
 from shoal.strategies.correction import DeviceTotals
 from shoal.strategies.coupling.batch_norm import uncovered_buffers
 from shoal.strategies.coupling.observed import buffer_version
-from shoal.strategies.dtensor import is_divided, parts, share
+from shoal.strategies.dtensor import parts, share
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters, global_norm
 from shoal.strategies.reducer import Reducer, backward_seed, sums
@@ -24,7 +24,6 @@ from shoal.strategies.registry import engines_of
 from shoal.strategies.sharded_layers.divided_loss import whole_loss
 from shoal.strategies.sharded_layers.sharded_modules import divide_alike
 from shoal.telemetry.step_timer import COMMUNICATION
-from shoal.util.errors import StepError
 
 
 class MeshReducer(Reducer):
@@ -105,20 +104,6 @@ class MeshReducer(Reducer):
         for name in self._changing if self._buffer_group is not None else ():
             if name in buffers:  # of this stage
                 dist.broadcast(share(buffers[name]), group=self._buffer_group, group_src=0)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise StepError if torch would mix sharded and plain parameters."""
-        for group in optimizer.param_groups:
-            at_once = [name for name in ("fused", "foreach") if group.get(name)]
-            if at_once and len(set(map(is_divided, group["params"]))) > 1:
-                raise StepError(
-                    given=f"{type(optimizer).__name__}(…, {at_once[0]}=True) with "
-                    "shoal.TensorParallel()",
-                    found="it updates all parameters of a group at once, and only some of them are "
-                    "sharded; the parameters were not changed",
-                    fix=f"leave {at_once[0]} out, or use two parameter groups: the layers of the plan, "
-                    "and the others",
-                )
 
     def synchronize(self) -> None:
         """Broadcast the buffers of the group's first rank, since they depend on the local batch."""

@@ -59,9 +59,6 @@ class Reducer(ABC):
         """Clear the gradients, and drop the sums recorded for their batch."""
         self.held.clear()
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most take any
-        """Raise StepError for an optimizer that cannot step on these parameters."""
-
     def synchronize(self) -> None:  # noqa: B027 - nothing may differ
         """Make all state the same on all ranks; see `Engine.synchronize`. Collective."""
 

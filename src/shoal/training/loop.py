@@ -88,7 +88,7 @@ def train(
     dataset: Any,
     *,
     directory: str | Path,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]],
     batch_size: int,
     epochs: int | None = None,
     steps: int | None = None,
@@ -124,7 +124,8 @@ def train(
         task: Inputs and loss of the model.
         dataset: Training data; all kinds that a Loader takes.
         directory: Run directory. If it has checkpoints, training resumes from the latest complete one.
-        optimizer: Function of the parallelized model that returns a torch optimizer.
+        optimizer: Function of the parallelized model that returns a torch optimizer, or a list of
+            several.
         batch_size: Number of samples in a global batch, over all ranks and micro-batches.
         epochs: Number of epochs since the start of training. Required without `steps`. Default: None.
         steps: Number of optimizer steps since the start of training. With both, the schedule spans the
@@ -205,8 +206,10 @@ def train(
             collate_fn=collate_fn,
             num_workers=num_workers,
         )
-        chosen = optimizer(made)
-        rates = schedule and schedule(chosen, len(loader) * epochs if epochs else steps or 0)
+        chosen: Any = optimizer(made)
+        total = len(loader) * epochs if epochs else steps or 0
+        several = chosen if isinstance(chosen, list | tuple) else [chosen]
+        rates = schedule and [schedule(each, total) for each in several]
         step = Step(made, chosen, task, precision=precision, clip=clip, compile=compile, schedule=rates)
         average = None if ema is None else EMA(made, decay=ema)
         verdict = EarlyStoppingState(validation and validation.collating(collate_fn))

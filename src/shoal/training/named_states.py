@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,21 +15,24 @@ from shoal.training.train_state import TrainState
 from shoal.util.errors import StepError
 
 Given = TypeVar("Given")
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
+Schedules: TypeAlias = LRScheduler | Sequence[LRScheduler]
 _ALONE = "step"
 """The name of the only Step or model of a Run."""
 
 
 def train_states(
     model: Step | nn.Module | Mapping[str, Step | nn.Module],
-    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
-    schedule: LRScheduler | Mapping[str, LRScheduler] | None = None,
+    optimizer: Optimizers | Mapping[str, Optimizers] | None = None,
+    schedule: Schedules | Mapping[str, Schedules] | None = None,
 ) -> dict[str, TrainState]:
     """Return the Steps and models of a Run by name, each model with its optimizer and schedule.
 
     A single one has the name "step". Raises StepError for an object that a Run can't save and count.
     """
     models: dict[str, Step | nn.Module] = _by_name(model)
-    optimizers, schedules = _by_name(optimizer), _by_name(schedule)
+    optimizers: dict[str, Optimizers] = _by_name(optimizer)
+    schedules: dict[str, Schedules] = _by_name(schedule)
     given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
     if not models:
         raise _not_trainable(given, "neither a Step nor a model")
@@ -51,7 +54,7 @@ def _by_name(given: Given | Mapping[str, Given] | None) -> dict[str, Given]:
 
 
 def _train_state(
-    name: str, model: Step | nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None
+    name: str, model: Step | nn.Module, optimizer: Optimizers | None, schedule: Schedules | None
 ) -> TrainState:
     if not (isinstance(name, str) and name.isprintable()):
         raise StepError(

@@ -14,6 +14,7 @@ from shoal.data.batch import Batch
 from shoal.data.step_result import LateResult
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import DeviceCorrection, no_count, not_finite
+from shoal.training.several import kind_of
 from shoal.training.train_state import TrainState, could_fuse
 from shoal.util.accelerator import HostCopy, is_accelerator
 from shoal.util.decision import GIVEN, Decision
@@ -43,7 +44,7 @@ def result_mode(
 
 def _why_now(engine: Engine, optimizer: Optimizer, *, fp16: bool) -> str:
     """Return why a step must know its result before its update; empty if it need not."""
-    kind, device = type(optimizer).__name__, engine.world.device
+    kind, device = kind_of(optimizer), engine.world.device
     if fp16:
         return "the loss scale of fp16 depends on it"
     if engine.waits_because:

@@ -51,9 +51,10 @@ class Run:
         model: A Step, or a parallelized model for a custom training loop. For several models (two for a
             GAN), a dict with a name for each.
         loader: Loader whose position the checkpoints hold.
-        optimizer: Optimizer of a model that is not in a Step; for several, a dict with the same names.
-            Default: None.
-        schedule: Scheduler of a model that is not in a Step; a dict for several. The loop steps it,
+        optimizer: Optimizer of a model that is not in a Step, or a list of its optimizers; for several
+            models, a dict with the same names. Default: None.
+        schedule: Scheduler of a model that is not in a Step, or a list; a dict for several models. The
+            loop steps it,
             once after each optimizer step or once after each epoch; the Run saves and restores it.
             Default: None.
         state: Other objects with `state_dict` and `load_state_dict`, by name. Their state must be the
@@ -116,8 +117,14 @@ class Run:
         model: Step | nn.Module | Mapping[str, Step | nn.Module],
         loader: Loader,
         *,
-        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
-        schedule: LRScheduler | Mapping[str, LRScheduler] | None = None,
+        optimizer: Optimizer
+        | Sequence[Optimizer]
+        | Mapping[str, Optimizer | Sequence[Optimizer]]
+        | None = None,
+        schedule: LRScheduler
+        | Sequence[LRScheduler]
+        | Mapping[str, LRScheduler | Sequence[LRScheduler]]
+        | None = None,
         state: Mapping[str, Stateful] | None = None,
         config: Mapping[str, Any] | None = None,
         checkpoints: str | Path | None = None,

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -128,7 +130,26 @@ class LRSchedule:
                 found="the total is a number of optimizer steps: an integer, 0 or more",
                 fix=fix,
             )
-        return LambdaLR(optimizer, partial(_factor, schedule=self, total=total))
+        return _Rates(optimizer, partial(_factor, schedule=self, total=total))
+
+
+class _Rates(LambdaLR):
+    """The schedule of all groups of an optimizer, also of those that are added or removed later."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the learning rates of the groups that the optimizer has now."""
+        self._follow_groups()
+        return super().get_lr()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; the groups of the optimizer have been loaded before."""
+        self._follow_groups()
+        super().load_state_dict(state_dict)
+
+    def _follow_groups(self) -> None:
+        groups = self.optimizer.param_groups
+        self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in groups]
+        self.lr_lambdas = self.lr_lambdas[:1] * len(groups)
 
 
 def _is_fraction(value: object) -> bool:

@@ -1,8 +1,7 @@
-"""The states of a model and an optimizer by the user's names, and checks that a saved one fits."""
+"""The state of a model by the user's names, and checks that a saved one fits."""
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType
@@ -11,123 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.util.errors import CheckpointError, StepError
+from shoal.util.errors import CheckpointError
 
 _PARTS = {"model", "optimizer", "number", "engine"}
 _EXTRA = "_extra_state"
 """The suffix of torch's names for results of `get_extra_state`, which may be any object."""
-
-
-def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the user's names of the optimizer's parameters, in the order of the numbers in its state.
-
-    Raises StepError if a step can't drive the optimizer, or if it has parameters of another model.
-    """
-    kind = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise StepError(
-            given=f"an optimizer of type {kind}",
-            found="it is not a torch.optim.Optimizer",
-            fix="optimizer = torch.optim.AdamW(model.parameters()), then "
-            "shoal.Step(model, optimizer, task)",
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise StepError(
-            given=f"an optimizer of type {kind}",
-            found="it takes a closure that computes the loss several times; a step computes it once",
-            fix="use torch.optim.AdamW(model.parameters()), or another that needs no closure",
-        )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    strange = [p for p in parameters if id(p) not in names]
-    if strange:
-        raise StepError(
-            given=f"{type(optimizer).__name__} over {len(parameters)} parameters",
-            found=f"{len(strange)} of them are not the model's (the first: shape "
-            f"{tuple(strange[0].shape)}): parallelize has replaced them, or they are not part of the "
-            "model, and their gradients are not reduced over ranks",
-            fix="build the optimizer after parallelize: torch.optim.AdamW(model.parameters()); make "
-            "further parameters, such as loss weights, part of the model",
-        )
-    return [names[id(p)] for p in parameters]
-
-
-def named(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the optimizer's state by parameter name, so that the parts of several ranks can be merged.
-
-    `members` has the group of each parameter; the groups have no names.
-    """
-    state = optimizer.state_dict()
-    groups = state["param_groups"]
-    return {
-        "type": type(optimizer).__name__,
-        "state": {names[n] if isinstance(n, int) else n: s for n, s in state["state"].items()},
-        "groups": [{key: group[key] for key in group if key != "params"} for group in groups],
-        "members": members(optimizer, names),
-    }
-
-
-def members(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, int]:
-    """Return the number of each parameter's group."""
-    groups = enumerate(optimizer.param_groups)
-    numbers = [number for number, group in groups for _ in group["params"]]
-    return dict(zip(names, numbers, strict=True))
-
-
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], here: Mapping[str, int]
-) -> None:
-    """Raise CheckpointError if a saved optimizer state does not fit `optimizer`.
-
-    `here` and `state["members"]` have the group of each parameter, over all ranks.
-    """
-    kind = type(optimizer).__name__
-    if state["type"] != kind:
-        raise CheckpointError(
-            given=f"a Step with {kind}",
-            found=f"the checkpoint has the state of {state['type']}",
-            fix=f"torch.optim.{state['type']}, or start a new run: shoal.Run('runs/b', …)",
-        )
-    saved: Mapping[str, int] = state["members"]
-    groups = len(state["groups"])
-    if groups != len(optimizer.param_groups):
-        raise CheckpointError(
-            given=f"{kind} with {len(optimizer.param_groups)} parameter group(s)",
-            found=f"the checkpoint has {groups} parameter group(s)",
-            fix="use the same parameter groups, or start a new run: shoal.Run('runs/b', …)",
-        )
-    if saved != here:
-        missing = [name for name in here if name not in saved]
-        unexpected = [name for name in saved if name not in here]
-        moved = [name for name in here if name in saved and saved[name] != here[name]]
-        raise CheckpointError(
-            given=f"{kind} over {len(here)} parameters",
-            found=f"the checkpoint has {len(saved)} parameters; missing in it: {_first(missing)}; "
-            f"unexpected: {_first(unexpected)}; in another group: {_first(moved)}",
-            fix="use the same parameters in the same groups, or start a new run: "
-            "shoal.Run('runs/b', …)",
-        )
-
-
-def numbered(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], names: list[str]
-) -> dict[str, Any]:
-    """Return the part of a `state` from `named` that belongs to this rank's optimizer."""
-    groups = optimizer.state_dict()["param_groups"]
-    numbers = {name: number for number, name in enumerate(names)}
-    return {
-        # An entry without a parameter keeps its key; an unknown name belongs to another rank.
-        "state": {
-            numbers.get(name, name): item
-            for name, item in state["state"].items()
-            if name in numbers or name not in state["members"]
-        },
-        "param_groups": [
-            {**saved, "params": group["params"]}
-            for saved, group in zip(state["groups"], groups, strict=True)
-        ],
-    }
 
 
 def check_parts(saved: Any, given: str) -> None:
@@ -176,7 +63,7 @@ def model_differences(
         if name in there and here[name] != there[name]
     ]
     kinds = (("missing", missing), ("unexpected", unexpected), ("other shapes", reshaped))
-    return "; ".join(f"{what}: {_first(names)}" for what, names in kinds if names)
+    return "; ".join(f"{what}: {first_names(names)}" for what, names in kinds if names)
 
 
 def owner_of(model: nn.Module, entry: str) -> str:
@@ -246,6 +133,7 @@ def shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     }
 
 
-def _first(names: list[str], shown: int = 3) -> str:
+def first_names(names: list[str], shown: int = 3) -> str:
+    """Return the first few of `names` and the number of the others, or "none"."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return (", ".join(names[:shown]) or "none") + more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
@@ -58,13 +58,14 @@ class Step(TrainState):
 
     Args:
         model: Model that `shoal.parallelize` returned.
-        optimizer: torch optimizer over its parameters.
+        optimizer: torch optimizer over its parameters, or a list of several, which step in this order.
         task: Inputs and loss of the model.
         precision: "fp32" (the parameters' own dtype, no autocast), "bf16" or "fp16" (autocast; fp16
             with dynamic loss scaling). Default: "fp32".
         clip: Largest norm of the gradients of the global batch, above 0. `None` does not clip. Default:
             None.
-        schedule: torch scheduler over `optimizer`, stepped once per optimizer step. Default: None.
+        schedule: torch scheduler over `optimizer`, stepped once per optimizer step, or a list of
+            schedulers over several optimizers. Default: None.
         compile: Compiler: "inductor" (torch.compile), "blocks" (torch.compile of each repeated block,
             once for all of a class) or "script" (TorchScript). `None` does not compile. Default: None.
         result: "now" waits for loss and gradient norm in each step. "late" does not wait for the
@@ -97,12 +98,12 @@ class Step(TrainState):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         task: Task,
         *,
         precision: str = "fp32",
         clip: float | None = None,
-        schedule: LRScheduler | None = None,
+        schedule: LRScheduler | Sequence[LRScheduler] | None = None,
         compile: str | None = None,
         result: str | None = None,
     ) -> None:
@@ -128,7 +129,8 @@ class Step(TrainState):
         self._autocast = PRECISIONS[precision]
         self._scale = LossScale() if precision == "fp16" else None
         self._compile = compile
-        self.result_mode = result_mode(result, self.engine, optimizer, fp16=self._scale is not None)
+        fp16 = self._scale is not None
+        self.result_mode = result_mode(result, self.engine, self.optimizer, fp16=fp16)
         self._result_given = result
         self._pending: PendingStep | None = None
         self.checking: Checking | None = None

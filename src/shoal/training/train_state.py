@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal._torch.modules import has_compiled_call
@@ -16,17 +17,17 @@ from shoal.data.step_result import StepResult
 from shoal.distributed.speed_hints import SpeedHints
 from shoal.strategies.contracts import Engine
 from shoal.strategies.dtensor import divided, is_divided
-from shoal.training.state_names import (
-    check_model,
+from shoal.strategies.optimizer_check import prepare_optimizers
+from shoal.training.optimizer_state import (
+    Grouping,
     check_optimizer,
-    members,
+    grouping,
+    load_optimizer,
     named,
-    numbered,
     parameter_names,
-    restored,
-    shapes,
-    storable,
 )
+from shoal.training.several import SeveralSchedules, kind_of, one_optimizer, parts_of
+from shoal.training.state_names import check_model, restored, shapes, storable
 from shoal.util.accelerator import is_accelerator
 from shoal.util.errors import CheckpointError, StepError
 
@@ -45,13 +46,18 @@ class TrainState:
     """The compute dtype in the events of a run."""
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None = None
+        self,
+        engine: Engine,
+        optimizer: Optimizer | Sequence[Optimizer],
+        schedule: LRScheduler | Sequence[LRScheduler] | None = None,
     ) -> None:
         self.engine = engine
         self.model: nn.Module = engine.module
-        parameter_names(self.model, optimizer)  # raises StepError for what no step can drive
-        self.optimizer = optimizer
-        self.schedule = _check_schedule(schedule, optimizer)
+        self.optimizer = one_optimizer(optimizer)
+        self._begun = grouping(self.optimizer, parameter_names(self.model, self.optimizer))
+        if not engine.independent_steps:
+            prepare_optimizers(parts_of(self.optimizer), engine.world)
+        self.schedule = _check_schedule(schedule, self.optimizer)
         self.number = 0
         self.last: StepResult | None = None
         self.counting: AbstractContextManager[object] = nullcontext()
@@ -104,7 +110,7 @@ class TrainState:
         """Return a state as `state_dict` does, without synchronizing values over ranks. Collective."""
         state: dict[str, Any] = {
             "model": storable(self.model.state_dict()),
-            "optimizer": named(self.optimizer, self._names),
+            "optimizer": named(self.optimizer, self.model, self._begun),
             "number": self.number,
             "engine": self.engine.state(),
         }
@@ -118,11 +124,10 @@ class TrainState:
         Raises CheckpointError before anything changes, as `check_state` does.
         """
         self.check_state(state)
-        optimizer = numbered(self.optimizer, state["optimizer"], self._names)
         own = self.model.state_dict()
         model = restored(own, {n: value for n, value in state["model"].items() if n in own})
         self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
+        load_optimizer(self.optimizer, self.model, state["optimizer"])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
         self.engine.load_state(state["engine"])
@@ -131,10 +136,9 @@ class TrainState:
 
     def template(self) -> dict[str, Any]:
         """Return the tensors to read a state into, of which this rank holds shards."""
-        parameters = dict(self.model.named_parameters())
         return {
             "model": divided(self.model.state_dict(), torch.empty_like),
-            "optimizer": {"state": divided({name: parameters[name] for name in self._names})},
+            "optimizer": {"state": divided(dict(self.model.named_parameters()))},
         }
 
     def elsewhere(self) -> list[tuple[str, ...]]:
@@ -147,7 +151,7 @@ class TrainState:
         """Print what would be faster on this device; `waits` is why each step waits for its result."""
         self.engine.world.service(SpeedHints).tell(
             float32=self.dtype is torch.float32,
-            unfused=type(self.optimizer).__name__ if _should_fuse(self.optimizer) else "",
+            unfused=kind_of(self.optimizer) if _should_fuse(self.optimizer) else "",
             waits=waits,
         )
 
@@ -178,8 +182,9 @@ class TrainState:
         """
         here = self._of_all_ranks(shapes(self.model.state_dict()))
         check_model(self.model, state["model"], here)
-        groups = self._of_all_ranks(members(self.optimizer, self._names))
-        check_optimizer(self.optimizer, state["optimizer"], groups)
+        now = grouping(self.optimizer, parameter_names(self.model, self.optimizer))
+        groups = (self._on_all_ranks(now), self._on_all_ranks(self._begun))
+        check_optimizer(self.optimizer, state["optimizer"], *groups)
         for part, own in self._options().items():
             if (part in state) != (own is not None):
                 raise CheckpointError(
@@ -193,9 +198,8 @@ class TrainState:
         """The optional entries of a state, by name; None for a missing one."""
         return {"schedule": self.schedule}
 
-    @property
-    def _names(self) -> list[str]:
-        return parameter_names(self.model, self.optimizer)  # groups may have been added
+    def _on_all_ranks(self, groups: Grouping) -> Grouping:
+        return groups._replace(members=self._of_all_ranks(groups.members))
 
     def _of_all_ranks(self, mine: dict[str, Any]) -> dict[str, Any]:
         world = self.engine.world
@@ -209,7 +213,7 @@ class TrainState:
         self._epoch_ended = False
 
 
-def could_fuse(optimizer: torch.optim.Optimizer) -> bool:
+def could_fuse(optimizer: Optimizer) -> bool:
     """Return whether the user could pass fused=True, which updates many parameters in one kernel."""
     groups = optimizer.param_groups
     return (
@@ -219,7 +223,7 @@ def could_fuse(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _should_fuse(optimizer: torch.optim.Optimizer) -> bool:
+def _should_fuse(optimizer: Optimizer) -> bool:
     """Return whether fused=True would work, and on an accelerator.
 
     torch's fused optimizers take no sharded and plain parameters in one group.
@@ -231,16 +235,19 @@ def _should_fuse(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """Return `schedule` if it needs no metric and controls `optimizer`; raises StepError otherwise."""
+def _check_schedule(schedule: object, optimizer: Optimizer) -> LRScheduler | None:
+    """Return `schedule`, or several as one, if it needs no metric and controls `optimizer`."""
     if schedule is None:
         return None
+    if isinstance(schedule, list | tuple):
+        several = [each for one in schedule if (each := _check_schedule(one, optimizer)) is not None]
+        return several[0] if len(several) == 1 else SeveralSchedules(several)
     kind = type(schedule).__name__
     if not isinstance(schedule, LRScheduler):
         found = "it is not a torch.optim.lr_scheduler.LRScheduler"
     elif isinstance(schedule, ReduceLROnPlateau):
         found = "it is stepped with a metric after validation, not with each optimizer step"
-    elif schedule.optimizer is not optimizer:
+    elif not any(schedule.optimizer is part for part in parts_of(optimizer)):
         found = f"its optimizer is another {type(schedule.optimizer).__name__} than the one given"
     else:
         return schedule

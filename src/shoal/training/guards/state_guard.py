@@ -18,7 +18,7 @@ from shoal.training.guards.checksum_guard import ChecksumGuard, sum_bits, weakly
 from shoal.training.guards.options import Guards
 from shoal.training.guards.schedule import GuardTimes
 from shoal.training.guards.votes import differing_tensors
-from shoal.training.state_names import parameter_names
+from shoal.training.optimizer_state import parameter_names
 from shoal.util.errors import CorruptionError, StepError
 
 if TYPE_CHECKING:
