@@ -258,3 +258,18 @@ def test_a_schedule_may_be_that_of_one_of_them(world: shoal.World) -> None:
     (batch, *_) = shoal.Loader(samples(), world, batch_size=SAMPLES).epochs(1)
     step(batch)
     assert [group["lr"] for group in step.optimizer.param_groups] == [0.02, 0.005]
+
+
+def test_a_state_of_the_first_release_is_loaded(world: shoal.World) -> None:
+    """It has one optimizer, whose groups never changed."""
+    model = shoal.parallelize(network(), world)
+    step = shoal.Step(model, initial(model), shoal.Task(loss))
+    step(next(shoal.Loader(samples(), world, batch_size=BATCH).epochs(1)))
+    state = step.state_dict()
+    for key in ("optimizers", "others", "removed", "begun"):
+        del state["optimizer"][key]
+    resumed = shoal.Step(model, initial(model), shoal.Task(loss))
+    resumed.load_state_dict(state)
+    torch.testing.assert_close(
+        resumed.optimizer.state_dict(), step.optimizer.state_dict(), rtol=0, atol=0
+    )

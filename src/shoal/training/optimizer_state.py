@@ -130,7 +130,7 @@ def check_optimizer(
     Groups may have changed since the beginning, here or before the save, so the groups of now and of
     the beginning are compared. `here` and `begun` have those of all ranks.
     """
-    kind = kind_of(optimizer)
+    kind, state = kind_of(optimizer), _of_this_format(state)
     if state["type"] != kind:
         raise CheckpointError(
             given=f"a Step with {kind}",
@@ -162,8 +162,18 @@ def check_optimizer(
     )
 
 
+def _of_this_format(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved state, also of 0.1.0: a model had one optimizer, whose groups never changed."""
+    if "begun" in saved:
+        return saved
+    groups = Grouping(saved["members"], [0] * len(saved["groups"]))._asdict()
+    others = {key: item for key, item in saved["state"].items() if key not in saved["members"]}
+    return {**saved, **groups, "others": [others], "removed": {}, "begun": groups}
+
+
 def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Give the optimizer the groups and the state from `named`, as far as they are of this rank."""
+    saved = _of_this_format(saved)
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups: list[list[nn.Parameter]] = [[] for _ in saved["groups"]]
