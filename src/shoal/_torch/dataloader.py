@@ -8,6 +8,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from torch._utils import ExceptionWrapper as ExceptionWrapper
 from torch.utils.data import _utils, dataloader
 
 
