@@ -24,7 +24,7 @@ ROUNDS = 10
 """Looks of one node at its ranks, after which it waits forever."""
 
 Script = Mapping[tuple[int, int], str]
-"""For (attempt, node): "failed", "passing" or "preempted" for a rank of that node; other ranks end well."""
+"""For (attempt, node): "failed", "passing" or "preempted" for a rank of it; other ranks end well."""
 
 
 class Members:

@@ -166,7 +166,7 @@ ODD = "import os, signal, sys\nif os.environ['RANK'] == '1':\n    "
         ("sys.exit(3)", "ended with exit code 3", 3),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
-            "killed by SIGKILL (signal 9), often because the system ran out of memory",
+            "rank 1 was killed by SIGKILL (signal 9), often because the system ran out of memory",
             137,
         ),
     ],
@@ -190,7 +190,9 @@ def test_a_killed_rank_counts_before_errors_of_others_that_noticed(
     logging(fakes, tmp_path)
     program = FAILS.replace('raise ValueError("the true reason")', "os.kill(os.getpid(), 9)")
     run(fakes, tmp_path, program, processes=2)
-    assert read_failure(tmp_path / "run/jobs/1")[0].startswith("killed by SIGKILL (signal 9)")
+    assert read_failure(tmp_path / "run/jobs/1")[0].startswith(
+        "rank 1 was killed by SIGKILL (signal 9)"
+    )
 
 
 def test_where_all_of_a_step_is_killed_slurms_own_words_are_kept(fakes: Fakes, tmp_path: Path) -> None:

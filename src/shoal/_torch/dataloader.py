@@ -8,8 +8,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch._utils import ExceptionWrapper as ExceptionWrapper
+import torch._utils
 from torch.utils.data import _utils, dataloader
+
+ExceptionWrapper = torch._utils.ExceptionWrapper
+"""What a worker sends in place of an item: the DataLoader calls `reraise` on it."""
 
 
 def worker_processes(iterator: Any) -> list[BaseProcess]:

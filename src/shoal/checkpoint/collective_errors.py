@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from shoal.checkpoint.object_store import RemoteError
 from shoal.checkpoint.store import DamageError
 from shoal.distributed.passing_faults import note_cause, passing_cause
-from shoal.util.errors import CheckpointError, ShoalError
+from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -176,6 +176,8 @@ def _explained_error(error: BaseException, given: str, rank: int) -> CheckpointE
 def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
     if isinstance(error, _RankFailureError):
         return error.failure
+    if isinstance(error, LaunchError):  # it names the rank that has ended
+        return CheckpointError(**error.texts)
     if isinstance(error, ShoalError):
         return CheckpointError(given=error.given, found=f"rank {rank}: {error.found}", fix=error.fix)
     if isinstance(error, RemoteError):

@@ -147,7 +147,7 @@ def explain(failures: Sequence[Failure], left: Sequence[DepartedRank], *, size: 
     did = "ended with exit code 0" if first.ended else "left its world"
     error = LaunchError(
         given=f"rank {first.rank} of {size}, which {did} on {first.where}",
-        found=f"rank {cause.rank} still needed it, on {cause.where}: {shorten(_last_line(cause), 150)}",
+        found=f"rank {cause.rank} still needed it, on {cause.where}: {shorten(reason(cause), 150)}",
         fix=SAME_STEPS,
     )
     text = f"{_text(cause)}\n{str(error).lstrip()}"
@@ -163,7 +163,7 @@ def preempted(failures: Sequence[Failure]) -> bool:
 
 def report(failure: Failure, *, size: int) -> str:
     """Return a failure as text for the terminal: the traceback or the reason, then the place."""
-    text = _text(failure)
+    text = f"rank {failure.rank} was {_text(failure)}" if failure.signal else _text(failure)
     after = "" if failure.step is None else f", after step {failure.step}"
     after += f"; {failure.passing} may pass" if failure.passing else ""
     where = f"where: rank {failure.rank} of {size} on {failure.where}{after}"
