@@ -146,7 +146,7 @@ def test_a_defect_is_found(module: Any, old: str, new: str) -> None:
     agents = changed if module is elastic_agent else elastic_agent
     launchers: Any = changed if module is launcher else load_variant(launcher)
     if module is failure_history:
-        launchers.FailureHistory = changed.FailureHistory  # type: ignore[attr-defined]
+        launchers.FailureHistory = changed.FailureHistory
     found = wrong_end(agents, launchers, 3, 2)
     print(found)
     assert found

@@ -12,7 +12,7 @@ import torch._utils
 from torch.utils.data import _utils, dataloader
 
 ExceptionWrapper = torch._utils.ExceptionWrapper
-"""What a worker sends in place of an item: the DataLoader calls `reraise` on it."""
+"""The error that a worker sends in place of an item: the DataLoader calls `reraise` on it."""
 
 
 def worker_processes(iterator: Any) -> list[BaseProcess]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 RENDEZVOUS = "a rendezvous time-out"
-"""The cause if ranks have waited in vain for others to join."""
+"""The cause if ranks have waited for others that did not join."""
 
 _PASSING = {
     **{

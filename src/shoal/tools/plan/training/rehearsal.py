@@ -342,7 +342,7 @@ def _ended(event: FleetEvent, outcome: AttemptOutcome, fleet: Fleet) -> ShoalErr
     found = f"after {duration(event.at)}, {outcome.text}, and "
     found += (
         "it repeats the failure before it"
-        if outcome.repeated
+        if outcome.history.end
         else f"no restart of {fleet.restarts} is left"
     )
     return ShoalError(
