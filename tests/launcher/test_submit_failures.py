@@ -128,8 +128,10 @@ def test_a_job_is_put_back_after_so_many_failures(fakes: Fakes, tmp_path: Path) 
 
 
 def test_the_same_failure_twice_in_a_row_ends_a_job(fakes: Fakes, tmp_path: Path) -> None:
-    for step, requeued in [(7, 1), (9, 2), (9, 2)]:
-        raises = f"note_step(error := ValueError(), {step})\nraise error  # "
+    """Unless it may pass."""
+    away, bad = "OSError(5, 'away')", "ValueError()"
+    for step, error, requeued in [(7, bad, 1), (9, away, 2), (9, away, 3), (9, bad, 4), (9, bad, 4)]:
+        raises = f"note_step(error := {error}, {step})\nraise error  # "
         program = FAILS.replace("raise ValueError", raises)
         imports = "from shoal.distributed.failure import note_step\n"
         done = run(fakes, tmp_path, imports + program, restarts=9)
