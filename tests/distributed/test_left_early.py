@@ -160,8 +160,8 @@ def test_without_a_launcher_of_ours_the_other_ranks_name_it(
     assert places == {run.at("# needs")}
     assert "see that rank's own error" in ended.err
     if "with shoal.init" in body:  # no error of torch is left
-        assert ended.err.count(f"given: rank {who} of 3 on {HOST}, which rank ") == 2
-        assert "gloo" not in ended.err
+        assert f"given: rank {who} of 3 on {HOST}, which rank " in ended.err
+        assert "pair.cc" not in ended.err
 
 
 IN_A_SAVE = """
@@ -189,14 +189,16 @@ with shoal.init() as world:
 def test_a_rank_that_is_killed_in_a_save_is_named_first(leave: Leave, who: int, launcher: str) -> None:
     ended = leave(IN_A_SAVE, KILL, who, launcher).end()
     said = ended.out + ended.err
-    assert "gloo" not in said
+    assert "pair.cc" not in said  # of Gloo
     assert "training continues" not in said
     gone = f"rank {who} of 3 on {HOST} has ended or left its world (its connection closed), while rank "
     if who:  # rank 0 tells of saves
         assert f"shoal: {gone}0 was in the save of a checkpoint; the checkpoint of step 4 was" in said
     if launcher == "hand":
-        assert said.count(f"given: rank {who} of 3 on {HOST}, which rank ") == 2
-        assert f"found: {gone}2 was in " in said
+        # By an error, or by the report of a hang if the connection of a rank to it stays open.
+        assert set(re.findall(r"found: (rank \d of 3 on \S+) has ended", said)) == {
+            gone[: gone.index(" has")]
+        }
     else:
         assert f"\nrank {who} was killed by SIGKILL (signal 9)" in f"\n{ended.err}"
 
