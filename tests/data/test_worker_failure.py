@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from torch.utils.data import Dataset
 import shoal
 from helpers.commands import wait_for
 from shoal.data.worker_failure import LoaderWorkers
+from shoal.distributed.passing_faults import passing_cause
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -53,6 +58,26 @@ def test_a_worker_that_dies_is_named() -> None:
         assert error.given == "shoal.Loader(…, num_workers=2)"
         assert error.found.startswith(f"a worker of rank 0's Loader died ({how}): process ")
         assert fix in error.fix
+
+
+def refuse(error: Exception) -> Callable[[], object]:
+    def end() -> object:
+        raise error
+
+    return end
+
+
+def test_a_fault_that_may_pass_is_known_through_a_worker() -> None:
+    """torch keeps only the text of its error."""
+    refused = HTTPError("http://a", 503, "", Message(), None)
+    rows = ((OSError(errno.EIO, "away"), "EIO"), (refused, "HTTP 503"), (ValueError("bad"), ""))
+    for error, cause in rows:
+        for workers in (0, 1):
+            with shoal.init() as world:
+                data = shoal.Loader(Dying(refuse(error)), world, batch_size=2, num_workers=workers)
+                with pytest.raises(Exception, match=re.escape(str(error))) as caught:
+                    list(data.epochs(1))
+            assert passing_cause(caught.value) == cause
 
 
 def test_a_worker_that_torch_does_not_explain_is_explained_by_its_process() -> None:

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import errno
 import signal
+import socket
 from dataclasses import replace
+from email.message import Message
+from types import SimpleNamespace
+from urllib.error import HTTPError
 
 import pytest
 
+from shoal.distributed import codec
 from shoal.distributed.failure import (
     SAME_STEPS,
     DepartedRank,
@@ -19,8 +25,10 @@ from shoal.distributed.failure import (
     locate,
     report,
 )
+from shoal.distributed.passing_faults import note_cause
 from shoal.util.errors import DataError
 
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET)
 OWN = Failure(rank=0, code=1, when=2.0, where="a, train.py:7", text="ValueError: boom\n")
 LATER = replace(OWN, rank=3, when=3.0)
 BY_PEER = replace(OWN, rank=1, when=1.0, text="Connection closed by peer", by_peer=True)
@@ -61,8 +69,8 @@ def test_reports() -> None:
     assert report(OWN, size=1) == "ValueError: boom\nwhere: rank 0 of 1 on a, train.py:7\n"
     assert report(OWN, size=2).endswith("train.py:7 (the other was stopped)\n")
     assert report(OWN, size=4).endswith("train.py:7 (the other 3 were stopped)\n")
-    assert report(KILLED, size=1).startswith("killed by SIGKILL (signal 9), often because")
-    assert report(replace(KILLED, signal=64), size=1).startswith("killed by ")
+    assert report(KILLED, size=1).startswith("rank 2 was killed by SIGKILL (signal 9), often because")
+    assert report(replace(KILLED, signal=64), size=1).startswith("rank 2 was killed by ")
     assert report(replace(OWN, text="", code=3), size=1).startswith("ended with exit code 3\n")
 
 
@@ -118,6 +126,59 @@ def test_consequences_are_recognised_also_as_causes_of_other_errors(message: str
     error.__cause__ = RuntimeError(message)
     for seen in (error, RuntimeError(message)):
         assert from_exception(raised(seen), rank=1, host="a", when=1.0).by_peer
+
+
+def response(error: Exception, **values: object) -> Exception:
+    """Return an error as clients of HTTP raise it, with these attributes."""
+    vars(error).update(values)
+    return error
+
+
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+BOTO = {"ResponseMetadata": {"HTTPStatusCode": 503}}
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        *((OSError(number, "", "/a"), errno.errorcode[number]) for number in PASSING),
+        *((OSError(number, ""), "") for number in (errno.ENOENT, errno.EACCES, errno.ENOSPC, 0)),
+        (TimeoutError(), "TimeoutError"),
+        (socket.gaierror(socket.EAI_AGAIN, ""), "EAI_AGAIN"),
+        (socket.gaierror(socket.EAI_NONAME, ""), ""),
+        (OSError("image file is truncated"), ""),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, ""), ""),
+        # urllib; requests, httpx and huggingface_hub; botocore; aiohttp; gcsfs.
+        (HTTPError("http://a", 502, "", Message(), None), "HTTP 502"),
+        (HTTPError("http://a", 404, "", Message(), None), ""),
+        (response(OSError(), response=SimpleNamespace(status_code=500)), "HTTP 500"),
+        (response(OSError(), response=SimpleNamespace(status_code=403)), ""),
+        (response(RuntimeError(), response=BOTO), "HTTP 503"),
+        (response(RuntimeError(), status=429), "HTTP 429"),
+        (response(RuntimeError(), code=504), "HTTP 504"),
+        (response(RuntimeError(), code="NoSuchKey", response=None), ""),
+        # The last fault of a system or a server counts.
+        (caused(RuntimeError(), OSError(errno.ESTALE, "")), "ESTALE"),
+        (caused(FileNotFoundError(errno.ENOENT, ""), OSError(errno.EIO, "")), ""),
+        (caused(OSError(errno.EIO, ""), FileNotFoundError(errno.ENOENT, "")), "EIO"),
+        (ExceptionGroup("", [TimeoutError(), OSError(errno.EIO, "")]), "TimeoutError"),
+        (ExceptionGroup("", [TimeoutError(), ValueError()]), ""),
+        # Errors of all ranks about one of them, which they get as messages.
+        (codec.loads(codec.dumps(note_cause(DataError(given="", found="", fix=""), "EIO"))), "EIO"),
+        (caused(note_cause(DataError(given="", found="", fix=""), ""), TimeoutError()), ""),
+    ],
+)
+def test_faults_that_may_pass(error: BaseException, cause: str) -> None:
+    for each in (error, caused(ValueError(), error)):
+        failure = from_exception(raised(each), rank=1, host="a", when=1.0)
+        assert (failure.passing, failure.by_peer) == (cause, False)
+    assert report(replace(OWN, step=3, passing="EIO"), size=1).endswith(
+        ", after step 3; EIO may pass\n"
+    )
 
 
 def test_the_place_is_the_users_innermost_line() -> None:

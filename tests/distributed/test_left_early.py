@@ -40,6 +40,8 @@ with shoal.init() as world:  # with
             run.tick()
 """
 
+KILL = "os.kill(os.getpid(), 9)"
+
 WITHOUT_WITH = """
 world = shoal.init()
 data, step = data_and_step(world)
@@ -132,6 +134,18 @@ def test_a_rank_that_leaves_its_world_and_lives_on_is_named(leave: Leave) -> Non
         long(IN_A_RUN, 0, "sys.exit(0)"),
         long(WITHOUT_WITH, 1, "break"),
         long(WITHOUT_WITH, 1, "os._exit(0)"),
+        *(
+            long(
+                IN_A_RUN.replace("step(batch)  # needs", f"{call}  # needs\n            step(batch)"),
+                1,
+                KILL,
+            )
+            for call in (
+                "world.barrier()",
+                "world.gather(1)",
+                "shoal.evaluate(step, (torch.ones(9, 2),))",
+            )
+        ),
     ],
 )
 def test_without_a_launcher_of_ours_the_other_ranks_name_it(
@@ -142,13 +156,57 @@ def test_without_a_launcher_of_ours_the_other_ranks_name_it(
     line = r"rank (\d) of 3 on (\S+) has ended or left its world \(its connection closed\), while (.*)"
     said = re.findall(line, ended.err)
     assert {(int(rank), host) for rank, host, _ in said} == {(who, HOST)}, ended.err
-    assert all(f"{run.at('# needs')}: see its own error" in text for _, _, text in said)
+    places = {text.partition(": see that")[0].rpartition(" at ")[2] for _, _, text in said}
+    assert places == {run.at("# needs")}
+    assert "see that rank's own error" in ended.err
+    if "with shoal.init" in body:  # no error of torch is left
+        assert f"given: rank {who} of 3 on {HOST}, which rank " in ended.err
+        assert "pair.cc" not in ended.err
+
+
+IN_A_SAVE = """
+from shoal.checkpoint import Files
+write = Files.write
+
+def write_or_leave(*args):
+    if world.rank == WHO and step.number >= 4:
+        LEAVE
+    write(*args)
+
+Files.write = write_or_leave
+with shoal.init() as world:
+    data, step = data_and_step(world)
+    with shoal.Run("run", step, data, trackers=()) as run:
+        for batch in data.epochs(3):
+            step(batch)
+            run.tick(every=4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "launcher"), [full(1, "shoal run"), full(1, "hand"), long(0, "shoal run"), long(0, "hand")]
+)
+def test_a_rank_that_is_killed_in_a_save_is_named_first(leave: Leave, who: int, launcher: str) -> None:
+    ended = leave(IN_A_SAVE, KILL, who, launcher).end()
+    said = ended.out + ended.err
+    assert "pair.cc" not in said  # of Gloo
+    assert "training continues" not in said
+    gone = f"rank {who} of 3 on {HOST} has ended or left its world (its connection closed), while rank "
+    if who:  # rank 0 tells of saves
+        assert f"shoal: {gone}0 was in the save of a checkpoint; the checkpoint of step 4 was" in said
+    if launcher == "hand":
+        # By an error, or by the report of a hang if the connection of a rank to it stays open.
+        assert set(re.findall(r"found: (rank \d of 3 on \S+) has ended", said)) == {
+            gone[: gone.index(" has")]
+        }
+    else:
+        assert f"\nrank {who} was killed by SIGKILL (signal 9)" in f"\n{ended.err}"
 
 
 @pytest.mark.long
 def test_a_rank_that_ends_well_is_not_blamed_for_an_error_of_another(leave: Leave) -> None:
     """Rank 2 has an error of its own after all have left their worlds."""
-    own = "if world.rank == 2:\n    raise ConnectionError('Connection refused')  # own\n"
+    own = "if world.rank == 2:\n    raise RuntimeError('Connection refused')  # own\n"
     run = leave(IN_A_RUN + own, "pass", who=9)
     ended = run.end()
     assert ended.code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from shoal.distributed.cluster_env import Placement, detect
 from shoal.distributed.failure import Failure
 from shoal.launcher import multi_node_rendezvous
 from shoal.launcher.attempt_outcome import SETTLE, AttemptOutcome, NodeReport, decide_outcome
+from shoal.launcher.failure_history import PASSES_WITHIN, FailureHistory
 from shoal.launcher.nodes import Nodes, choose_nodes, differences, listen, parse_address, parse_numbers
 from shoal.util.errors import LaunchError
 
@@ -142,11 +144,48 @@ def test_a_failure_is_repeated_at_the_same_rank_line_and_step() -> None:
     failure, place = replace(RAISED, step=7), "rank 3, f.py:3, after step 7"
     seen = replace(SEEN, failure=failure, since=SETTLE)
     for before, repeated in (("", False), (place, True), (f"{place}0", False)):
-        verdict = decide_outcome(replace(seen, before=before), patience=7.0)
+        history = FailureHistory(signature=before)
+        verdict = decide_outcome(replace(seen, history=history), patience=7.0)
         assert verdict is not None
-        assert (verdict.signature, verdict.repeated) == (place, repeated)
+        assert (verdict.history.signature, bool(verdict.history.end)) == (place, repeated)
+        assert AttemptOutcome.parse(verdict.render()) == verdict
     unknown = (RAISED, replace(failure, where="n1"), replace(failure, by_peer=True), KILLED)
-    assert [each.signature for each in unknown] == [""] * 4
+    passing = replace(failure, passing="EIO")
+    assert [each.signature for each in (*unknown, passing)] == [""] * 5
+
+
+def waits(restarts: int, steps: Sequence[int | None], ran: float = 9.0) -> list[int]:
+    """Return the waits before the restarts after faults that may pass, at these steps."""
+    history, found = FailureHistory(), []
+    for step in steps:
+        failure = replace(RAISED, step=step, passing="EIO")
+        history = history.after(failure, restarts=restarts, ran=ran)
+        if history.end or not restarts:
+            break
+        found.append(history.wait)
+        restarts -= 1
+    return found
+
+
+def test_a_fault_that_may_pass_is_waited_for_until_a_total() -> None:
+    for restarts in (1, 2, 3, 10, 11, 1000):
+        for step in (7, None):
+            found = waits(restarts, [step] * 2000)
+            assert sum(found) == PASSES_WITHIN
+            assert found == sorted(found) or found[:-1] == sorted(found[:-1])
+            assert len(found) == min(restarts, 10)
+    assert waits(10, [7] * 20) == [1, 2, 4, 8, 16, 32, 60, 60, 60, 57]
+    assert waits(2, [7, 7, 7]) == [100, 200]
+    assert waits(0, [7]) == []
+    # A larger step is progress; a smaller one, in another place, is not.
+    assert waits(20, [7, 7, 8, 8, 5, 9]) == [1, 2, 1, 2, 4, 1]
+    assert waits(20, [None] * 3, ran=PASSES_WITHIN + 1) == [1, 1, 1]
+    once = FailureHistory().after(replace(RAISED, step=7, passing="EIO"), restarts=9, ran=1.0)
+    killed = once.after(KILLED, restarts=8, ran=1.0)
+    assert (killed.wait, killed.end, killed.waited) == (0, "", 1)
+    raised = once.after(replace(RAISED, step=7), restarts=8, ran=1.0)
+    assert not raised.end
+    assert raised.after(replace(RAISED, step=7), restarts=7, ran=1.0).end.startswith("the same failure")
 
 
 @pytest.mark.full

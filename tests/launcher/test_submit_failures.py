@@ -128,8 +128,10 @@ def test_a_job_is_put_back_after_so_many_failures(fakes: Fakes, tmp_path: Path) 
 
 
 def test_the_same_failure_twice_in_a_row_ends_a_job(fakes: Fakes, tmp_path: Path) -> None:
-    for step, requeued in [(7, 1), (9, 2), (9, 2)]:
-        raises = f"note_step(error := ValueError(), {step})\nraise error  # "
+    """Unless it may pass."""
+    away, bad = "OSError(5, 'away')", "ValueError()"
+    for step, error, requeued in [(7, bad, 1), (9, away, 2), (9, away, 3), (9, bad, 4), (9, bad, 4)]:
+        raises = f"note_step(error := {error}, {step})\nraise error  # "
         program = FAILS.replace("raise ValueError", raises)
         imports = "from shoal.distributed.failure import note_step\n"
         done = run(fakes, tmp_path, imports + program, restarts=9)
@@ -166,7 +168,7 @@ ODD = "import os, signal, sys\nif os.environ['RANK'] == '1':\n    "
         ("sys.exit(3)", "ended with exit code 3", 3),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
-            "killed by SIGKILL (signal 9), often because the system ran out of memory",
+            "rank 1 was killed by SIGKILL (signal 9), often because the system ran out of memory",
             137,
         ),
     ],
@@ -190,7 +192,9 @@ def test_a_killed_rank_counts_before_errors_of_others_that_noticed(
     logging(fakes, tmp_path)
     program = FAILS.replace('raise ValueError("the true reason")', "os.kill(os.getpid(), 9)")
     run(fakes, tmp_path, program, processes=2)
-    assert read_failure(tmp_path / "run/jobs/1")[0].startswith("killed by SIGKILL (signal 9)")
+    assert read_failure(tmp_path / "run/jobs/1")[0].startswith(
+        "rank 1 was killed by SIGKILL (signal 9)"
+    )
 
 
 def test_where_all_of_a_step_is_killed_slurms_own_words_are_kept(fakes: Fakes, tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from helpers.killed_training import same
 from helpers.ranks import RankError, Ranks
 from helpers.small_training import events_of, saved, squared_error
 from shoal.checkpoint import Checkpoints, Files
+from shoal.training import save_policy
 from shoal.util.errors import CheckpointError
+from shoal.util.mounts import mount_of
 
 pytestmark = pytest.mark.processes
 
@@ -98,8 +100,14 @@ def test_training_goes_on_while_a_state_is_written_as_it_was(
     assert two.call(goes_on, tmp_path / "two") == [expected] * 2
 
 
-def test_the_next_save_waits_for_the_one_under_way(world: shoal.World, tmp_path: Path) -> None:
+def test_the_next_save_waits_for_the_one_under_way(
+    world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long wait names the disk."""
     barrier = tmp_path / "open"
+    lines: list[str] = []
+    monkeypatch.setattr(save_policy, "SLOW_WAIT", 0.2)
+    monkeypatch.setattr(world, "print", lines.append)
     with begin(world, tmp_path) as run:
         gate(run, Gated(barrier))
         batches = run.loader.epochs(1)
@@ -109,11 +117,16 @@ def test_the_next_save_waits_for_the_one_under_way(world: shoal.World, tmp_path:
         blocked = threading.Thread(target=run.save)
         run.steps["step"](next(batches))
         blocked.start()
-        blocked.join(0.2)
+        wait_for(lambda: any("has waited" in line for line in lines))
         assert blocked.is_alive()
         barrier.mkdir()
         blocked.join(120)
         assert saved(tmp_path) == [2, 3]
+    (said,) = [line for line in lines if "has waited" in line]
+    where = (
+        f"0.2 s for the save of step 2 in {tmp_path}/checkpoints ({' at '.join(mount_of(tmp_path))})"
+    )
+    assert where in said
 
 
 def test_whoever_closes_waits_for_it(world: shoal.World, two: Ranks, tmp_path: Path) -> None:

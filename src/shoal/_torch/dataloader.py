@@ -8,7 +8,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch._utils
 from torch.utils.data import _utils, dataloader
+
+ExceptionWrapper = torch._utils.ExceptionWrapper
+"""The error that a worker sends in place of an item: the DataLoader calls `reraise` on it."""
 
 
 def worker_processes(iterator: Any) -> list[BaseProcess]:

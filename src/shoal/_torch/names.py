@@ -146,6 +146,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "how a worker died is not said": (
         "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter()._workers",
     ),
+    "a Loader can't be imported": ("torch._utils:ExceptionWrapper.reraise",),
     "`shoal verify` ends with an error": (
         "torch.utils.data.dataloader:_BaseDataLoaderIter._next_index",
         "torch.utils.data.dataloader:_BaseDataLoaderIter._reset",

@@ -29,6 +29,7 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=1)
 """The time that a rank which has written its part waits for the others."""
 _PAUSE = 0.02
+_HERE = "the save of a checkpoint"
 BLOCK = 16 << 20
 """Bytes that are hashed and written at a time."""
 
@@ -240,7 +241,8 @@ class BackgroundSaver:
             return self._messages.collect(value)
         if self._group is None:
             return [value]
-        return objects.collect(value, self._group)
+        with self._world.membership.explained(_HERE):
+            return objects.collect(value, self._group)
 
     def broadcast(self, value: Any) -> Any:
         """See Channel."""
@@ -248,7 +250,8 @@ class BackgroundSaver:
             return self._messages.broadcast(value)
         if self._group is None:
             return value
-        return objects.broadcast(value, self._group)
+        with self._world.membership.explained(_HERE):
+            return objects.broadcast(value, self._group)
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.checkpoint.object_store import RemoteError
 from shoal.checkpoint.store import DamageError
-from shoal.util.errors import CheckpointError, ShoalError
+from shoal.distributed.passing_faults import note_cause, passing_cause
+from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -130,7 +131,7 @@ def explained(given: str, rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _explain(error, given, rank) from None
+        raise _explained_error(error, given, rank) from None
 
 
 def outcome_of(action: Callable[[], T]) -> Future[T]:
@@ -154,7 +155,7 @@ class _RankFailureError(Exception):
 
 def _failure(outcome: Future[Any], given: str, rank: int) -> CheckpointError | None:
     error = outcome.exception()
-    return None if error is None else _explain(error, given, rank)
+    return None if error is None else _explained_error(error, given, rank)
 
 
 def _combined(failures: list[CheckpointError | None]) -> CheckpointError | None:
@@ -164,12 +165,19 @@ def _combined(failures: list[CheckpointError | None]) -> CheckpointError | None:
         return None
     others = len(found) - 1
     text = f"{found[0].found} (and {others} more ranks failed)" if others else found[0].found
-    return CheckpointError(given=found[0].given, found=text, fix=found[0].fix)
+    error = CheckpointError(given=found[0].given, found=text, fix=found[0].fix)
+    return note_cause(error, next(filter(None, map(passing_cause, found)), ""))
+
+
+def _explained_error(error: BaseException, given: str, rank: int) -> CheckpointError:
+    return note_cause(_explain(error, given, rank), passing_cause(error))
 
 
 def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
     if isinstance(error, _RankFailureError):
         return error.failure
+    if isinstance(error, LaunchError):  # it names the rank that has ended
+        return CheckpointError(**error.texts)
     if isinstance(error, ShoalError):
         return CheckpointError(given=error.given, found=f"rank {rank}: {error.found}", fix=error.fix)
     if isinstance(error, RemoteError):

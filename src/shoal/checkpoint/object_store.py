@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from shoal.distributed.passing_faults import note_cause, passing_cause
 from shoal.util.errors import CheckpointError
 from shoal.util.safe_text import MASK
 
@@ -192,7 +193,8 @@ class RemotePath:
             code = code or next(known, errno.EIO)
             said = error.strerror if isinstance(error, OSError) else None
             said = said or f"{os.strerror(code)} ({type(error).__name__}: {error})"
-            raise RemoteError(code, self._system.masked(said), str(self)) from None
+            remote = RemoteError(code, self._system.masked(said), str(self))
+            raise note_cause(remote, passing_cause(error)) from None  # the code may be a guess
 
     def _missing(self) -> FileNotFoundError:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from shoal.data.map_dataset import BlockDataset
 from shoal.data.orders import CheckedOrder
 from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
 from shoal.data.shards import Lanes
-from shoal.data.worker_failure import LoaderWorkers
+from shoal.data.worker_failure import LoaderWorkers, PassingError
+from shoal.distributed.passing_faults import passing_cause
 from shoal.distributed.virtual_ranks import VirtualRanks
 from shoal.distributed.world import World
 from shoal.util.clock import CLOCK
@@ -47,7 +48,7 @@ class Fetch:
             self.world.seed_for(f"workers from sample {position}")
         )
         loader: DataLoader[Any] = DataLoader(
-            timed(dataset),
+            timed(dataset, in_worker=self.num_workers > 0),
             batch_size=None,
             sampler=sampler,
             collate_fn=_as_it_is,
@@ -293,37 +294,51 @@ def _end_when_the_rank_says_so() -> None:
     os._exit(0)
 
 
-def timed(dataset: Dataset[Any]) -> Dataset[tuple[Any, float]]:
+def timed(dataset: Dataset[Any], *, in_worker: bool) -> Dataset[Any]:
     """Return the same dataset, each item with the seconds that making it took.
 
     A rank with workers measures only its wait for them: almost nothing while they keep up. If all
     ranks' workers are too slow, only one rank waits for its workers, and the others wait for that rank.
+    `in_worker` is True if workers load the items: a PassingError then takes the place of an item.
     """
     if isinstance(dataset, IterableDataset):
-        return _TimedIterable(dataset)
-    return _TimedItems(dataset)
+        return _TimedIterable(dataset, in_worker)
+    return _TimedItems(dataset, in_worker)
 
 
-class _TimedItems(Dataset[tuple[Any, float]]):
-    def __init__(self, dataset: Dataset[Any]) -> None:
+def _timed(load: Callable[[], Any], in_worker: bool) -> Any:
+    begun = CLOCK.now()
+    try:
+        item = load()
+    except StopIteration:
+        raise
+    except Exception as error:
+        cause = passing_cause(error) if in_worker else ""
+        if not cause:
+            raise
+        return PassingError(cause)
+    return item, CLOCK.now() - begun
+
+
+class _TimedItems(Dataset[Any]):
+    def __init__(self, dataset: Dataset[Any], in_worker: bool) -> None:
         self._dataset = dataset
+        self._in_worker = in_worker
 
-    def __getitem__(self, index: Any) -> tuple[Any, float]:
-        begun = CLOCK.now()
-        item = self._dataset[index]
-        return item, CLOCK.now() - begun
+    def __getitem__(self, index: Any) -> Any:
+        return _timed(lambda: self._dataset[index], self._in_worker)
 
 
-class _TimedIterable(IterableDataset[tuple[Any, float]]):
-    def __init__(self, dataset: IterableDataset[Any]) -> None:
+class _TimedIterable(IterableDataset[Any]):
+    def __init__(self, dataset: IterableDataset[Any], in_worker: bool) -> None:
         self._dataset = dataset
+        self._in_worker = in_worker
 
-    def __iter__(self) -> Iterator[tuple[Any, float]]:
+    def __iter__(self) -> Iterator[Any]:
         items = iter(self._dataset)
         while True:
-            begun = CLOCK.now()
             try:
-                item = next(items)
+                item = _timed(lambda: next(items), self._in_worker)
             except StopIteration:
                 return
-            yield item, CLOCK.now() - begun
+            yield item

@@ -13,6 +13,8 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+from shoal._torch.dataloader import ExceptionWrapper
+from shoal.distributed.passing_faults import note_cause
 from shoal.util.errors import DataError
 
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)", re.DOTALL)
@@ -61,11 +63,12 @@ class LoaderWorkers:
 
     def _died(self, process: str, text: str, code: int | None) -> DataError:
         how, ended_by = _how(text, code)
-        return DataError(
+        error = DataError(
             given=f"shoal.Loader(…, num_workers={self.count})",
             found=f"a worker of rank {self.rank}'s Loader died ({how}): process {process}",
             fix=_FIX.get(ended_by, _ELSE).format(fewer=self.count // 2),
         )
+        return note_cause(error, "")  # the rank lost a connection only because of that
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -89,6 +92,25 @@ class LoaderWorkers:
         former = now.former if isinstance(now, _Handler) else now
         if callable(former):
             signal.signal(signal.SIGCHLD, _Handler(former, self))
+
+
+class PassingError(ExceptionWrapper):
+    """An item in place of one that a worker could not load, because of a fault that may pass.
+
+    torch raises an error of the same type from it, of which it keeps only the text otherwise.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(where="in a DataLoader worker process")
+        self._cause = cause
+
+    def reraise(self) -> None:
+        """Raise the error of the worker, with its cause."""
+        try:
+            super().reraise()
+        except Exception as error:
+            note_cause(error, self._cause)
+            raise
 
 
 class _Handler:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shoal.distributed.passing_faults import note_cause, passing_cause
 from shoal.util.errors import ShoalError
 
 SENDABLE = (
@@ -130,8 +131,9 @@ class _Writer:
         return [*_path(type(value)), value.name]
 
     def error(self, value: ShoalError) -> list[Any]:
-        """Return the class and the strings of an error."""
-        return [*_path(type(value)), value.given, value.found, value.fix, value.where]
+        """Return the class and the strings of an error, and its cause if that may pass."""
+        texts = (value.given, value.found, value.fix, value.where)
+        return [*_path(type(value)), *texts, passing_cause(value)]
 
     def object(self, value: Any) -> list[Any]:
         """Return the class and the fields of a dataclass or named tuple."""
@@ -212,13 +214,13 @@ def _constant(kind: str, name: str) -> Any:
 
 
 def _error(content: list[Any]) -> ShoalError:
-    *path, given, found, fix, where = content
+    *path, given, found, fix, where, cause = content
     kind = _find(path)
     if not issubclass(kind, ShoalError) or kind.__init__ is not ShoalError.__init__:
         raise CodecError(f"{'.'.join(path)} in place of an error")
     error = kind(given=given, found=found, fix=fix)
     error.where = where
-    return error
+    return note_cause(error, cause)
 
 
 def _enum(content: list[Any]) -> Enum:

@@ -16,6 +16,7 @@ from textwrap import shorten
 from types import TracebackType
 
 from shoal.distributed.cluster_env import REQUEUE
+from shoal.distributed.passing_faults import chain, passing_cause
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.user_frames import is_library, own_traceback
@@ -29,7 +30,8 @@ class Failure:
     exited by themselves. `when` is in seconds of `time.monotonic`, a clock that all processes of a
     machine share. `step` is the number of optimizer steps that the open Run had taken. `text` is a
     traceback or the message of `sys.exit`, without the place. `by_peer` is set if the error looks like
-    a consequence of another rank's death, and `hung` if ranks waited for this one in a hang.
+    a consequence of another rank's death, and `hung` if ranks waited for this one in a hang. `passing`
+    is the fault that caused the error and may pass, such as EIO.
     """
 
     rank: int
@@ -41,14 +43,15 @@ class Failure:
     by_peer: bool = False
     hung: bool = False
     step: int | None = None
+    passing: str = ""
 
     @property
     def signature(self) -> str:
-        """The rank, the line and the step of an exception; empty if they are unknown or another rank's
-        death may be the cause.
+        """The rank, the line and the step of an exception that would come again; empty if they are
+        unknown, or if another rank's death or a fault that may pass is the cause.
         """
         _, _, place = self.where.partition(", ")
-        if self.step is None or self.doubtful or not place:
+        if self.step is None or self.doubtful or self.passing or not place:
             return ""
         return f"rank {self.rank}, {place}, after step {self.step}"
 
@@ -144,7 +147,7 @@ def explain(failures: Sequence[Failure], left: Sequence[DepartedRank], *, size: 
     did = "ended with exit code 0" if first.ended else "left its world"
     error = LaunchError(
         given=f"rank {first.rank} of {size}, which {did} on {first.where}",
-        found=f"rank {cause.rank} still needed it, on {cause.where}: {shorten(_last_line(cause), 150)}",
+        found=f"rank {cause.rank} still needed it, on {cause.where}: {shorten(reason(cause), 150)}",
         fix=SAME_STEPS,
     )
     text = f"{_text(cause)}\n{str(error).lstrip()}"
@@ -160,18 +163,14 @@ def preempted(failures: Sequence[Failure]) -> bool:
 
 def report(failure: Failure, *, size: int) -> str:
     """Return a failure as text for the terminal: the traceback or the reason, then the place."""
-    text = _text(failure)
+    text = f"rank {failure.rank} was {_text(failure)}" if failure.signal else _text(failure)
     after = "" if failure.step is None else f", after step {failure.step}"
+    after += f"; {failure.passing} may pass" if failure.passing else ""
     where = f"where: rank {failure.rank} of {size} on {failure.where}{after}"
     others = size - 1
     if others:
         where += f" (the other {others} were stopped)" if others > 1 else " (the other was stopped)"
     return f"{text}\n{where}\n"
-
-
-def no_restart(signature: str) -> str:
-    """Return one line about a failure that has repeated the one before."""
-    return f"no restart: the same failure twice in a row: {signature}\n"
 
 
 def loss(failure: Failure, *, size: int) -> str:
@@ -230,6 +229,7 @@ def from_exception(error: BaseException, *, rank: int, host: str, when: float) -
         text=_spell(error),
         by_peer=is_by_peer(error),
         step=getattr(error, _STEP, None),
+        passing=passing_cause(error),
     )
 
 
@@ -310,7 +310,7 @@ def report_into(folder: Path, *, rank: int, size: int) -> None:
 _BY_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|remote process exited"
     r"|communicator was aborted|failed to recv|peer closed"
-    r"|see that rank's own error",
+    r"|see (that rank|rank 0)'s own error",
     re.IGNORECASE,
 )
 
@@ -322,14 +322,12 @@ SAME_STEPS = (
 
 
 def is_by_peer(error: BaseException) -> bool:
-    """Return whether an error, or its cause, looks like the result of another rank's death."""
-    seen: BaseException | None = error
-    passed: set[int] = set()
-    # `raise error from error` is its own cause.
-    while seen is not None and id(seen) not in passed:
-        passed.add(id(seen))
+    """Return whether an error, or its cause, looks like the result of another rank's death.
+
+    The system's own errors do not: torch has others for its connections.
+    """
+    for seen in chain(error):
         with suppress(Exception):  # `str(error)` itself may raise
-            if _BY_PEER.search(str(seen)):
+            if not isinstance(seen, OSError) and _BY_PEER.search(str(seen)):
                 return True
-        seen = seen.__context__ if seen.__cause__ is None else seen.__cause__
     return False

@@ -32,6 +32,7 @@ from shoal.distributed.device import (
     why_shared,
 )
 from shoal.distributed.layout import Layout
+from shoal.distributed.passing_faults import RENDEZVOUS, note_cause
 from shoal.distributed.virtual_ranks import VirtualRanks, choose_virtual_ranks
 from shoal.util import accelerator
 from shoal.util.arguments import is_number
@@ -237,11 +238,12 @@ def _exchange(
 
 
 def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> LaunchError:
-    return LaunchError(
+    late = LaunchError(
         given=f"rank {placement.rank} of {placement.size} ({placement.launcher}) waits for others",
         found=f"rank {spans(ranks)} did not join the rendezvous within {timeout:g} s",
         fix="check that the launcher started every rank, and read the missing rank's error message",
     )
+    return note_cause(late, RENDEZVOUS)
 
 
 def _choose_way(
@@ -286,14 +288,16 @@ def _explained(placement: Placement) -> Iterator[None]:
         yield
     except (dist.DistError, RuntimeError, ValueError) as error:
         in_use = "EADDRINUSE" in str(error)
-        raise LaunchError(
+        explained = LaunchError(
             given=f"rank {placement.rank} of {placement.size} at {address} ({placement.launcher})",
             found=f"port {placement.port} is in use" if in_use else str(error).splitlines()[0],
             fix="export MASTER_PORT=N with a free port N (ss -ltn lists those in use)"
             if in_use
             else "check that the launcher started every rank, and that rank 0's host can be reached: "
             f"ping {placement.address}",
-        ) from None
+        )
+        late = isinstance(error, dist.DistError) and not in_use
+        raise note_cause(explained, RENDEZVOUS if late else "") from None
 
 
 def _share_machine(

@@ -8,7 +8,8 @@ holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -142,6 +143,20 @@ class Membership:
         self.meet()
         if not essential:
             may_die_alone()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait for the live ranks, if ranks may be lost, before the collective of a block.
+
+        Raises LaunchError with the rank that has ended if another one ends in the block.
+        """
+        self.meet()
+        with self.explained():
+            yield
+
+    def explained(self, during: str = "") -> AbstractContextManager[None]:
+        """Do the same without the wait; see Watchdog."""
+        return self._watchdog.explained(during)
 
     def meet(self) -> None:
         """Wait for the live ranks, if ranks may be lost. Each collective begins with it."""

@@ -20,6 +20,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
 from shoal.distributed.outages import Probes, address_towards
+from shoal.distributed.passing_faults import RENDEZVOUS, note_cause
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError, raised_as
 from shoal.util.regular_file import appearing, write_new
@@ -126,11 +127,12 @@ def _not_come(missing: Sequence[int], size: int, calls: Probes | None) -> Launch
     dead = [one for one in calls.outages() if not one.over] if calls else []
     given = f"a world of {size}, whose rank 0 is on {here}"
     if not dead:
-        return LaunchError(
+        late = LaunchError(
             given=given,
             found=f"rank {names} did not join the rendezvous",
             fix="check that the launcher started every rank, and read the missing rank's error message",
         )
+        return note_cause(late, RENDEZVOUS)
     silent = "; ".join(f"{one.host} does not answer {here}: {one}" for one in dead[:_NAMED])
     more = f"; {len(dead) - _NAMED} more machines do not answer" if dead[_NAMED:] else ""
     return LaunchError(
@@ -222,7 +224,7 @@ def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
             raise _unreachable(meeting, rank, now - answered, why)
         first, answered = (first + 1, answered) if silent else (0, now)
         if now + pause > deadline:
-            raise LaunchError(
+            late = LaunchError(
                 given=f"rank {rank} on {socket.gethostname()} looked for rank 0 of {meeting.job} "
                 f"at {_where(meeting)}",
                 found=f"rank 0 was not found; last error: {why}",
@@ -230,6 +232,7 @@ def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
                 "MASTER_ADDR and MASTER_PORT (host and free port of rank 0)"
                 + (f", or {DIRECTORY} (a directory that all hosts share)" * bool(meeting.directory)),
             )
+            raise note_cause(late, RENDEZVOUS)
         CLOCK.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 

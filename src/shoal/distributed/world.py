@@ -204,8 +204,8 @@ class World:
         """
         check_operation(op)
         if not self._alone:
-            self.membership.meet()
-            all_reduce(tensor, op, self.group)
+            with self.membership.together():
+                all_reduce(tensor, op, self.group)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -225,8 +225,8 @@ class World:
         """
         if self._alone or self.group is None:
             return [value]
-        self.membership.meet()
-        return objects.gather(value, self.group)
+        with self.membership.together():
+            return objects.gather(value, self.group)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the value of one rank on every rank. Collective.
@@ -243,14 +243,14 @@ class World:
         """
         if self._alone or self.group is None:
             return value
-        self.membership.meet()
-        return objects.broadcast(value, self.group, source)
+        with self.membership.together():
+            return objects.broadcast(value, self.group, source)
 
     def barrier(self) -> None:
         """Wait until every rank has called `barrier`. Collective."""
         if not self._alone and self.group is not None:
-            self.membership.meet()
-            objects.barrier(self.group)
+            with self.membership.together():
+                objects.barrier(self.group)
 
     def agree(self, value: Any, what: str) -> Any:
         """Check that every rank has the same value. Collective.
@@ -467,10 +467,14 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, ShoalError) and error.where is None:
-            error.where = f"rank {self.rank} of {self.size} on {socket.gethostname()}" + _line(trace)
+        named = None if error is None else self.watchdog.explain_end(error)
+        shown = error if named is None else named
+        if isinstance(shown, ShoalError) and shown.where is None:
+            shown.where = f"rank {self.rank} of {self.size} on {socket.gethostname()}" + _line(trace)
         over_mpi = isinstance(self.group, RecordingGroup)
         self._close(error)
+        if named is not None:
+            raise named.with_traceback(trace) from None
         if over_mpi and type(error) is SystemExit:  # not a subclass, with which all ranks stop
             mpi.leaving(error.code)
 

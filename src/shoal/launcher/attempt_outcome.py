@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from shoal.distributed.failure import Failure, preempted, reason
+from shoal.launcher.failure_history import FailureHistory
 
 SETTLE = 0.3
 """Seconds for which a rank's own error waits for a better explanation from another node."""
@@ -22,9 +23,8 @@ class AttemptOutcome:
     failed: a rank of `nodes` failed; it counts as a restart. preempted: ranks left to be restarted,
     which has its own count. left, joined: `nodes` did, and all restart without or with them. done: all
     ranks ended well. ended: `nodes`, without which there is no rendezvous, received a signal to end.
-    `code` is the exit code, if needed. `signature` has the rank, line and step of a failure, if known;
-    `repeated` is True if the failure before had the same, so that no attempt should follow. `saving` is
-    True if all ranks are still present, and can save.
+    `code` is the exit code, if needed. `history` has the failures of the run up to this one. `saving`
+    is True if all ranks are still present, and can save.
     """
 
     kind: Kind
@@ -32,8 +32,7 @@ class AttemptOutcome:
     text: str = ""
     code: int = 0
     saving: bool = False
-    signature: str = ""
-    repeated: bool = False
+    history: FailureHistory = field(default_factory=FailureHistory)
 
     def render(self) -> str:
         """Return it as JSON."""
@@ -43,7 +42,8 @@ class AttemptOutcome:
     def parse(text: str | bytes) -> AttemptOutcome:
         """Return the outcome that `render` wrote."""
         values = json.loads(text)
-        return AttemptOutcome(**{**values, "nodes": tuple(values["nodes"])})
+        history = FailureHistory(**values["history"])
+        return AttemptOutcome(**{**values, "nodes": tuple(values["nodes"]), "history": history})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,10 @@ class NodeReport:
     """An attempt as one node sees it.
 
     `nodes` are those of the attempt, `present` those alive, by identity; `labels` are their names in
-    messages. `failure` is this node's own, if any, seen `since` seconds ago; `before` is the signature
-    of the one before, if known. `told` is True if its launcher had forwarded a signal to end to its
-    ranks. `done` counts the nodes whose ranks have all ended well.
+    messages. `failure` is this node's own, if any, seen `since` seconds ago in an attempt that has run
+    for `ran` seconds; `history` has those before it. `restarts` may follow. `told` is True if its
+    launcher had forwarded a signal to end to its ranks. `done` counts the nodes whose ranks have all
+    ended well.
     """
 
     me: str
@@ -65,7 +66,9 @@ class NodeReport:
     failure: Failure | None = None
     since: float = 0.0
     told: bool = False
-    before: str = ""
+    ran: float = 0.0
+    restarts: int = 0
+    history: FailureHistory = field(default_factory=FailureHistory)
 
 
 def decide_outcome(seen: NodeReport, *, patience: float) -> AttemptOutcome | None:
@@ -93,11 +96,8 @@ def decide_outcome(seen: NodeReport, *, patience: float) -> AttemptOutcome | Non
 
 
 def may_restart(outcome: AttemptOutcome, before: int, most: int) -> bool:
-    """Return whether an attempt follows a failure, after `before` of at most `most` restarts.
-
-    None follows the same failure twice in a row, which would come again.
-    """
-    return before < most and not outcome.repeated
+    """Return whether an attempt follows a failure, after `before` of at most `most` restarts."""
+    return before < most and not outcome.history.end
 
 
 def _failed(seen: NodeReport, failure: Failure) -> AttemptOutcome:
@@ -109,6 +109,5 @@ def _failed(seen: NodeReport, failure: Failure) -> AttemptOutcome:
         nodes=me,
         text=f"rank {failure.rank} on {failure.where}: {reason(failure)}",
         code=failure.code,
-        signature=failure.signature,
-        repeated=bool(failure.signature) and failure.signature == seen.before,
+        history=seen.history.after(failure, restarts=seen.restarts, ran=seen.ran),
     )

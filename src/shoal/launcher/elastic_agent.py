@@ -168,7 +168,7 @@ class Agent(ElasticAgent):
             # The launcher counts these; elastic is about to subtract one from its restarts.
             self._preemptions += 1
             self.grant_restart()
-        elif ended == "repeated":
+        elif ended == "final":
             self.end_restarts()
         if ended != "over":
             return RunResult(state=WorkerState.FAILED)

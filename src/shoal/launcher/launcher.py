@@ -15,10 +15,11 @@ from typing import Any
 
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.distributed.env_vars import write_variables
-from shoal.distributed.failure import Failure, explain, loss, no_restart, preempted, report
+from shoal.distributed.failure import Failure, explain, loss, preempted, report
 from shoal.launcher import orphans
 from shoal.launcher._cpython import stop_fork_server
 from shoal.launcher.entry_point import EntryPoint
+from shoal.launcher.failure_history import FailureHistory
 from shoal.launcher.logs import Logs
 from shoal.launcher.nodes import Nodes, label
 from shoal.launcher.signals import Interrupted
@@ -70,7 +71,8 @@ class Launcher:
         self._restarts = restarts
         self._preemptions = preemptions
         self._failed = self._preempted = 0
-        self._signature = ""
+        self._history = FailureHistory()
+        self._begun = 0.0
         self._told = False
         self._grace = grace
         self._logs = logs
@@ -203,6 +205,7 @@ class Launcher:
     def _start_workers(self, variables: list[dict[str, str]]) -> list[int]:
         with self._undisturbed():
             self._attempts += 1
+            self._begun = CLOCK.now()
             self._end = RunEnd()
             first, self._size = int(variables[0]["RANK"]), int(variables[0]["WORLD_SIZE"])
             self._ranks = range(first, first + len(variables))
@@ -224,33 +227,32 @@ class Launcher:
         )
 
     def _watch(self, _: object) -> str:
-        """Wait for the end of an attempt, stop its remaining ranks and report why.
+        """Wait for the end of an attempt, stop its remaining ranks, report why, and wait for a fault
+        that may pass.
 
-        Return the result for the agent: "over", "failed", "repeated" if it failed as the attempt before
-        did, or "preempted" if another attempt should follow.
+        Return the result for the agent: "over", "failed", "final" if no attempt may follow the failure,
+        or "preempted" if another attempt should follow.
         """
         failures = self._workers.wait(self._grace)
         if not failures:
             self._end = RunEnd(values=tuple(self._workers.values()))
             return "over"
-        failure, repeated = explain(failures, self._workers.left(), size=self._size), ""
+        failure, history = explain(failures, self._workers.left(), size=self._size), self._history
         again = self._preempted < self._preemptions and not self._told
         if preempted(failures):
             self._preempted += 1
             text = f"preemption {self._preempted} of {self._preemptions}\n" if again else ""
         else:
+            left, ran = self._restarts - self._failed, CLOCK.now() - self._begun
+            self._history = history = history.after(failure, restarts=left, ran=ran)
             self._failed += 1
-            text = report(failure, size=self._processes)
-            repeated = failure.signature if failure.signature == self._signature else ""
-            self._signature = failure.signature
-            if self._failed <= self._restarts:
-                restart = f"restart {self._failed} of {self._restarts}\n"
-                text += no_restart(repeated) if repeated else restart
+            text = report(failure, size=self._processes) + history.tell(self._failed, self._restarts)
         self._stop_and_tell(self._short, failure, text)
         self._end = RunEnd(code=failure.code, failure=failure)
         if preempted(failures):
             return "preempted" if again else "over"
-        return "repeated" if repeated else "failed"
+        CLOCK.sleep(history.wait)
+        return "final" if history.end else "failed"
 
     @property
     def _short(self) -> float:

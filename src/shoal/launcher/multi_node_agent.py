@@ -16,9 +16,10 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from shoal.distributed.failure import Failure, no_restart
+from shoal.distributed.failure import Failure
 from shoal.launcher.attempt_outcome import AttemptOutcome, Kind, NodeReport, decide_outcome, may_restart
 from shoal.launcher.elastic_agent import Agent, quiet
+from shoal.launcher.failure_history import FailureHistory
 from shoal.launcher.multi_node_rendezvous import BEAT, ClosedError, NodeAttempt, NodesRendezvous
 from shoal.launcher.nodes import Nodes
 from shoal.util.clock import CLOCK
@@ -57,9 +58,10 @@ class NodesAgent(Agent):
         self._budgets: dict[Kind, int] = {"failed": restarts, "preempted": preemptions}
         self._begin()
         self.verdict: AttemptOutcome | None = None
-        self._signature = ""
+        self._history = FailureHistory()
 
     def _begin(self) -> None:
+        self._begun = CLOCK.now()
         self._failure: Failure | None = None
         self._seen_at = 0.0
         self._finished = self._told = False
@@ -151,7 +153,9 @@ class NodesAgent(Agent):
             done=attempt.finished(),
             failure=self._failure,
             told=self._told,
-            before=self._signature,
+            ran=CLOCK.now() - self._begun,
+            restarts=self._budgets["failed"] - self._counts["failed"],
+            history=self._history,
             since=CLOCK.now() - self._seen_at,
         )
 
@@ -176,14 +180,16 @@ class NodesAgent(Agent):
         text = "" if mine or verdict.kind == "preempted" else f"first failure: {verdict.text}\n"
         self._rendezvous_handler.count_one(verdict.kind, before)
         if verdict.kind == "failed":
-            self._signature = verdict.signature
-        if may_restart(verdict, before, most):
-            what = "restart" if verdict.kind == "failed" else "preemption"
-            text += f"{what} {before + 1} of {most}\n"
-            return self._again(text, False, verdict.code, mine)
-        if before < most:
-            text += no_restart(verdict.signature)
-        return self._give_up(verdict, text, mine)
+            self._history = verdict.history
+            text += verdict.history.tell(before + 1, most)
+        elif before < most:
+            text += f"preemption {before + 1} of {most}\n"
+        if not may_restart(verdict, before, most):
+            return self._give_up(verdict, text, mine)
+        again = self._again(text, False, verdict.code, mine)
+        if verdict.history.wait:
+            self.ask("pause", verdict.history.wait)
+        return again
 
     def _give_up(self, verdict: AttemptOutcome, text: str, first: bool = False) -> RunResult:
         self.ask("stop", [verdict.code, text, verdict.saving, first])

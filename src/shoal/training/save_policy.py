@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint import AnyPath, BackgroundSave, Checkpoints
 from shoal.distributed.deadline import Deadline
+from shoal.distributed.failure import is_by_peer
 from shoal.distributed.world import World
 from shoal.telemetry.events import Events
-from shoal.util.clock import CLOCK, Clock
+from shoal.util.clock import CLOCK, Clock, run_within
 from shoal.util.errors import CheckpointError
+from shoal.util.mounts import mount_of
 
 FIRST_COST = 1.0
 """The assumed seconds that a save blocks training, until one has been measured."""
+_LOOK = 1.0
+SLOW_WAIT = 5.0
+"""Seconds of a wait for a running save after which rank 0 names the disk."""
 LAST_WAIT = 300.0
 """Seconds that a run which ends with an error waits for a running save."""
 
@@ -93,9 +100,10 @@ def check_every(every: object, call: str) -> Every:
 
 @dataclass(frozen=True)
 class RunningSave:
-    """A running save, its step, and the seconds for which it blocked training."""
+    """A running save in a directory, its step, and the seconds for which it blocked training."""
 
     job: BackgroundSave[AnyPath]
+    directory: AnyPath
     step: int
     blocked: float
 
@@ -145,7 +153,7 @@ class SavePolicy:
         self.check()
         job = checkpoints.start(step, **gather())
         blocked = self._clock.now() - begun
-        self._saving = RunningSave(job, step, blocked)
+        self._saving = RunningSave(job, checkpoints.directory, step, blocked)
         self._cost = blocked
         self._rewind()
         return job
@@ -157,7 +165,7 @@ class SavePolicy:
         """
         saving = self._saving
         if saving is not None and wait:
-            saving.job.join(within)
+            self._join(saving, within)
         if saving is None or not saving.job.done:
             return
         self._saving = None
@@ -166,11 +174,11 @@ class SavePolicy:
         except CheckpointError as error:
             self._failure = error
             self._events.write("save_failed", {"step": saving.step, "error": error.found})
-            if not self._must:
-                self._world.print(
-                    f"shoal: the checkpoint of step {saving.step:,} was not saved: {error.found}; "
-                    f"training continues ({error.fix})"
-                )
+            unsaved = f"the checkpoint of step {saving.step:,} was not saved"
+            if is_by_peer(error):  # the next collective fails too
+                self._world.print(f"shoal: {error.found}; {unsaved}")
+            elif not self._must:
+                self._world.print(f"shoal: {unsaved}: {error.found}; training continues ({error.fix})")
             return
         self._took = saving.job.seconds
         self._events.write(
@@ -182,6 +190,19 @@ class SavePolicy:
                 "path": str(path),
             },
         )
+
+    def _join(self, saving: RunningSave, within: float | None) -> None:
+        """Wait for a save for at most `within` seconds, and name its disk if that is slow."""
+        first = SLOW_WAIT if within is None else min(SLOW_WAIT, within)
+        saving.job.join(first)
+        if saving.job.done:
+            return
+        self._world.print(
+            f"shoal: training has waited {first:g} s for the save of step {saving.step:,} in "
+            f"{saving.directory}{_mounted(saving.directory)}, whose disk is slow: save less often, or "
+            "use another one"
+        )
+        saving.job.join(None if within is None else within - first)
 
     def forget(self, job: BackgroundSave[AnyPath]) -> None:
         """Do not report a save again whose result its caller has received."""
@@ -210,3 +231,11 @@ class SavePolicy:
             # Any sooner, the previous save would still be running.
             seconds = max(every.seconds(self._cost), self._took)
         self._deadline = Deadline(seconds, self._world, self._clock)
+
+
+def _mounted(directory: AnyPath) -> str:
+    """Return the file system of a directory, for messages; empty if that is remote or not known."""
+    if isinstance(directory, Path):
+        with suppress(OSError):  # of which TimeoutError is one: the disk may hang
+            return f" ({' at '.join(run_within(_LOOK, lambda: mount_of(directory)))})"
+    return ""

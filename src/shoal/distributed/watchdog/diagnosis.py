@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.distributed.failure import SAME_STEPS
 from shoal.telemetry.flight_recorder import Collective
+from shoal.util.errors import LaunchError
 
 CONFIRM = 1.0
 """Seconds for which what may be a matter of moments has to last before it is believed."""
@@ -144,12 +145,15 @@ def decide(found: Sequence[RankReport | SilentRank], *, seconds: float) -> HangD
     return _each_other(waiting, size, seconds)
 
 
-def told_to_have_left(ranks: Sequence[SilentRank], size: int, mine: int, waited: str) -> str:
-    """Return a line about the `ranks` that have left, which caused an error of rank `mine` while it
-    `waited`.
-    """
-    line = f"{_who(ranks[0], size)} has ended or left its world (its connection closed){_more(ranks)}, "
-    return f"{line}while rank {mine} was in {waited}: see its own error; if it has none, {SAME_STEPS}"
+def has_left(ranks: Sequence[SilentRank], size: int, mine: int, during: str) -> LaunchError:
+    """Return an error about the `ranks` that have left, while rank `mine` was in `during`."""
+    who = _who(ranks[0], size)
+    line = f"{who} has ended or left its world (its connection closed){_more(ranks)}"
+    return LaunchError(
+        given=f"{who}, which rank {mine} needs",
+        found=f"{line}, while rank {mine} was in {during}",
+        fix=f"see that rank's own error; if it has none, {SAME_STEPS}",
+    )
 
 
 def table(found: Sequence[RankReport | SilentRank]) -> str:

@@ -34,7 +34,7 @@ from shoal.distributed.watchdog.side_channel import PeerAddress, UnreachableErro
 from shoal.telemetry import flight_recorder
 from shoal.telemetry.flight_recorder import Collective
 from shoal.util.clock import CLOCK, Clock, local_time
-from shoal.util.errors import ShoalError
+from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.regular_file import write_new
 
 _INTERVAL = 0.5
@@ -113,13 +113,17 @@ class Watch:
     def leave(self) -> None:
         """Stop, and report why this rank leaves if another's death or its own choice is the reason."""
         abort.tell_left()
-        error = sys.exception()
-        if error is not None and (said := self.explain(error)):
-            error.add_note(said)
-        shown = getattr(sys, "last_value", None)  # when Python exits, its traceback has been printed
-        if error is None and shown is not None and (said := self.explain(shown)):
-            abort.say(said)
+        error = getattr(sys, "last_value", None)  # when Python exits, its traceback has been printed
+        named = None if error is None or sys.exception() else self.explain_end(error)
+        if named is not None:
+            abort.say(f"{named.found}: {named.fix}")
         self.stop()
+
+    def explain_end(self, error: BaseException) -> LaunchError | None:
+        """Do what `explain` does for an error that ends this rank, if no launcher knows more."""
+        if abort.launched() and len({peer.host for peer in self._peers}) == 1:
+            return None
+        return None if isinstance(error, ShoalError) else self.explain(error)
 
     def stop(self) -> None:
         """End the thread and close the socket, by which other ranks detect that this one has left."""
@@ -142,15 +146,15 @@ class Watch:
         answers = zip(ranks, asked.result(), strict=True)
         return {rank for rank, answer in answers if isinstance(answer, signs)}
 
-    def explain(self, error: BaseException) -> str:
-        """Return which rank has left, if an error looks like another rank's death; empty if not known.
+    def explain(self, error: BaseException, during: str = "") -> LaunchError | None:
+        """Return an error that names the rank that has left, if `error` looks like another rank's
+        death; None if it is not known. This rank was in `during` (default: its last collective).
 
         A rank that asks notifies the others of the answer, since ranks that fail for the same reason
         end soon.
         """
-        here = {peer.host for peer in self._peers}
-        if not is_by_peer(error) or (abort.launched() and len(here) == 1):  # the launcher knows more
-            return ""
+        if not is_by_peer(error):
+            return None
         others = [rank for rank in range(self._size) if rank != self._rank]
         pause = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
         until = self._clock.now() + pause + _GONE_SECONDS
@@ -159,16 +163,17 @@ class Watch:
             pause = _LATER_SECONDS
             self._first_gone = self._first_gone or sorted(self.gone(others))
         if not self._first_gone:
-            return ""
+            return None
         with suppress(RuntimeError):  # this rank has left the world
             told = self._ask(others, {"gone": self._first_gone})
             asyncio.run_coroutine_threadsafe(told, self._loop).result()
         absent = [self._understand(rank, ConnectionError()) for rank in self._first_gone]
-        place = stacks.own_line(stacks.traced(error))
-        calls = flight_recorder.recorded_collectives(self._before)
-        waited = f"{calls[-1]} at {place}" if calls else str(place)
+        if not during:
+            place = stacks.own_line([*stacks.main_stack(), *stacks.traced(error)])
+            calls = flight_recorder.recorded_collectives(self._before)
+            during = f"{calls[-1]} at {place}" if calls else str(place)
         left = [one for one in absent if isinstance(one, SilentRank)]
-        return diagnosis.told_to_have_left(left, self._size, self._rank, waited)
+        return diagnosis.has_left(left, self._size, self._rank, during)
 
     def answered(self) -> None:
         """Note that another rank has answered, outside of all process groups; from any thread."""

@@ -14,6 +14,7 @@ from shoal.distributed.watchdog.diagnosis import BUSY_SECONDS, WaitLimits
 from shoal.distributed.watchdog.mismatch import CollectiveMatcher
 from shoal.distributed.watchdog.watch import Watch
 from shoal.telemetry.flight_recorder import RecordingGroup
+from shoal.util.errors import LaunchError
 
 MARGIN_SECONDS = 60.0
 """Seconds by which torch's own timeout is longer than the watch's, so that every rank is asked first.
@@ -100,6 +101,21 @@ class Watchdog:
     def gone(self, ranks: Sequence[int], *, unreachable: bool = False) -> set[int]:
         """Return those of `ranks` that have ended; see `Watch.gone`."""
         return set() if self._watch is None else self._watch.gone(ranks, unreachable=unreachable)
+
+    @contextlib.contextmanager
+    def explained(self, during: str = "") -> Iterator[None]:
+        """Raise LaunchError with the rank that has ended in place of torch's error because of that."""
+        try:
+            yield
+        except RuntimeError as error:
+            explained = None if self._watch is None else self._watch.explain(error, during)
+            if explained is None:
+                raise
+            raise explained from None
+
+    def explain_end(self, error: BaseException) -> LaunchError | None:
+        """Return the error to raise in place of one that ends this rank; see `Watch.explain_end`."""
+        return None if self._watch is None else self._watch.explain_end(error)
 
     def stop_comparing(self) -> None:
         """Stop the comparison of collectives, which waits for all ranks."""

@@ -16,8 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypedDict
 
-import psutil
-
 from shoal.tools.doctor.findings import (
     CheckResult,
     RankFacts,
@@ -28,6 +26,7 @@ from shoal.tools.doctor.findings import (
     warning,
 )
 from shoal.util.clock import CLOCK
+from shoal.util.mounts import mount_of
 from shoal.util.units import size
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def try_directory(directory: Path) -> Directory:
         shutil.rmtree(trial, ignore_errors=True)
     return Directory(
         folder=str(folder),
-        kind=_kind(folder),
+        kind=mount_of(folder)[0],
         troubles=troubles,
         sync=statistics.median(syncs) if syncs else -1.0,
         free=found.f_bavail * found.f_frsize,
@@ -130,13 +129,6 @@ def _rename(folder: Path) -> None:
 def _lock(path: Path) -> None:
     with path.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _kind(folder: Path) -> str:
-    """Return the kind of the file system, as in the list of mounts."""
-    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
-    real = folder.resolve()
-    return next((mounts[one] for one in (real, *real.parents) if one in mounts), "unknown")
 
 
 def _over_quota() -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shoal.distributed.failure import Failure
 from shoal.launcher.attempt_outcome import AttemptOutcome, NodeReport, decide_outcome, may_restart
+from shoal.launcher.failure_history import FailureHistory
 from shoal.launcher.nodes import SILENCE
 from shoal.util.errors import ShoalError
 from shoal.util.units import duration
@@ -205,7 +206,7 @@ class _RehearsedTraining:
         self._ready = math.inf
         self._started = False
         self._restarts = 0
-        self._signature = ""
+        self._history = FailureHistory()
         self.time, self.used = TrainingTime(), 0.0
 
     def begin(self, event: FleetEvent) -> None:
@@ -264,7 +265,7 @@ class _RehearsedTraining:
             if not may_restart(outcome, self._restarts, fleet.restarts):
                 raise _ended(event, outcome, fleet)
             self._restarts += 1
-            self._signature = outcome.signature
+            self._history = outcome.history
         time.repeated += self._since
         self._since = 0.0
         self._pending = fleet.restart if self._started else fleet.start
@@ -294,7 +295,7 @@ class _RehearsedTraining:
             labels={},
             failure=failure,
             since=math.inf,
-            before=self._signature,
+            history=self._history,
         )
 
     def _save_progress(self) -> None:
@@ -341,7 +342,7 @@ def _ended(event: FleetEvent, outcome: AttemptOutcome, fleet: Fleet) -> ShoalErr
     found = f"after {duration(event.at)}, {outcome.text}, and "
     found += (
         "it repeats the failure before it"
-        if outcome.repeated
+        if outcome.history.end
         else f"no restart of {fleet.restarts} is left"
     )
     return ShoalError(
