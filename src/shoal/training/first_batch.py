@@ -367,9 +367,15 @@ class _Trial:
             loss, count = self._task.reduce(output, moved, self._batch.seed)
         return float(loss), float(count)
 
+    @property
+    def _is_silent(self) -> bool:
+        """Whether this rank has no output, or only some of the stages of the model."""
+        output = self._outputs.get(0)
+        return 0 not in self._outputs or (output is None and not self._engine.reports_loss)
+
     def _reduce_cut_output(self) -> None:
         """Compute the loss of the micro-batch, and those of its halves if its output can be cut."""
-        if 0 not in self._outputs or (self._outputs[0] is None and not self._engine.reports_loss):
+        if self._is_silent:
             return
         # Ranks that repeat an output compute the loss too: it may run another model, a collective.
         output, start, size = self._outputs[0], self._micro.first, self._micro.samples
@@ -380,13 +386,17 @@ class _Trial:
                 ends = [(part.first - start, part.first - start + part.samples) for part in self._parts]
                 halves = [self._reduce(n, cut(output, slice(*ends[n]), size)) for n in HALVES]
                 self._sums = [total, *halves]
+            else:  # other ranks may compute theirs
+                for _ in HALVES:
+                    self._reduce(0, output)
         self._missing = self._has_halves and not self._sums
 
     def _reduce_parts(self) -> None:
-        """Compute the losses of the outputs for the parts."""
-        if self._missing and len(self._outputs) == 3:
+        """Compute the losses of the outputs for the parts, on all ranks: a loss may be collective."""
+        if not self._is_silent and len(self._outputs) == 3:
             try:
-                self._sums = [self._reduce(n, self._outputs[n]) for n in (*WHOLE, *HALVES)]
+                found = [self._reduce(n, self._outputs[n]) for n in (*WHOLE, *HALVES)]
+                self._sums = found if self._missing else self._sums
             except Exception as error:  # a loss may fail on halves of a batch
                 self._obstacle = f"half of a batch raised {type(error).__name__}: {error}"
 
