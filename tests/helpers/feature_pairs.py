@@ -69,10 +69,13 @@ FEATURES = (
     "unused",
     "frozen",
     "tied",
+    "direct",
+    "strides",
+    "scalars",
     "two models",
 )
-ALONE = ("factory", "evaluate")
-"""Features not tried with each other: over before a step or after it."""
+ALONE = ("factory", "evaluate", "direct", "strides", "scalars")
+"""Features not tried with each other: over before a step or after it, or a matter of the strategy."""
 
 SAME = [  # a pair that is one thing, or two values of one argument
     {"ActivationCheckpointing", "ActivationCheckpointing, save"},

@@ -298,10 +298,15 @@ def _placements(tensor: Tensor) -> object:
 
 
 def divide_alike(parameter: Tensor) -> None:
-    """Shard a gradient like its parameter: autograd may return a full one or a partial sum."""
+    """Shard a gradient like its parameter: autograd may return a full one or a partial sum.
+
+    A number that is multiplied with a DTensor gets such a gradient too.
+    """
     gradient = parameter.grad
-    if not is_divided(parameter) or not is_divided(gradient):
+    if not is_divided(gradient):
         return
-    if gradient.placements != parameter.placements:
+    if not is_divided(parameter):
+        parameter.grad = gradient.full_tensor()
+    elif gradient.placements != parameter.placements:
         with torch.no_grad():
             parameter.grad = gradient.redistribute(placements=parameter.placements)
