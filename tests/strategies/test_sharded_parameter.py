@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +95,7 @@ def trained(world: shoal.World, loss: Loss, stepped: bool) -> tuple[list[float],
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     task = shoal.Task(lambda output, batch: (loss(net, batch[0], begun), len(output)))
     loader = shoal.Loader((data(),), world, batch_size=8, micro_batches=2, seed=0)
-    step = shoal.Step(net, optimizer, task, clip=1.0)
+    step = shoal.Step(net, optimizer, task, clip=1.0 if stepped else None)
     found = []
     for batch in loader.epochs(1):
         if stepped:
@@ -125,15 +124,13 @@ def test_code_outside_forward_trains_like_one_process(
             np.testing.assert_allclose(others[name], value, atol=TOLERANCE)
 
 
-def copies(world: shoal.World) -> list[tuple[bool, bool]]:
-    net = shoal.parallelize(Net(), world)
-    twin = copy.deepcopy(net.head.weight)
-    read = pickle.loads(pickle.dumps(net.head.weight.to_local()))
-    return [(torch.equal(whole(twin), whole(net.head.weight)), len(read) > 0)]
+def copied(world: shoal.World) -> bool:
+    weight = shoal.parallelize(Net(), world).head.weight
+    return torch.equal(whole(copy.deepcopy(weight)), whole(weight))
 
 
 def test_a_sharded_parameter_can_be_copied(ranks: Ranks) -> None:
-    assert ranks.call(copies) == [[(True, True)]] * ranks.size
+    assert all(ranks.call(copied))
 
 
 def strided(world: shoal.World, rank: int) -> None:
@@ -186,7 +183,7 @@ def test_a_reduction_of_another_dtype_names_it(world: shoal.World, dtype: torch.
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
 def test_sparse_embeddings_train_on_one_process(world: shoal.World, kind: Any, stepped: bool) -> None:
     tokens = torch.randint(0, 9, (20, 4), generator=torch.Generator().manual_seed(1))
 
@@ -194,14 +191,12 @@ def test_sparse_embeddings_train_on_one_process(world: shoal.World, kind: Any, s
         torch.manual_seed(2)
         net = nn.Embedding(9, 3, sparse=sparse, dtype=torch.float64)
         net = shoal.parallelize(net, world)
-        chosen = torch.optim.Adam if kind is torch.optim.SparseAdam and not sparse else kind
-        optimizer = chosen(net.parameters(), lr=0.1)
+        optimizer = kind(net.parameters(), lr=0.1)
 
         def loss(output: Tensor, _: Any) -> tuple[Tensor, int]:
             return square(output.sum((1, 2)), 1), len(output)
 
-        step = shoal.Step(net, optimizer, shoal.Task(loss), clip=0.5)
-        # All rows are used in each step: SparseAdam leaves the others as they are.
+        step = shoal.Step(net, optimizer, shoal.Task(loss), clip=0.5 if stepped else None)
         for batch in shoal.Loader((tokens,), world, batch_size=20, micro_batches=2).epochs(2):
             _ = step(batch) if stepped else take_custom_step(net, optimizer, batch, loss, clip=0.5)
         return net.weight.detach().clone()

@@ -73,7 +73,7 @@ class _View:
     comparing: bool = False
     """Whether the units now compute full sequences."""
     running: int = 0
-    """Forward passes of the model that run now. Units that are called outside compute full sequences."""
+    """Forward passes of the model that run now. Units called outside compute full sequences."""
     seen: list[tuple[str, Tensor]] | None = None
     """Norms at each position of this rank's slice of each unit's output, during a comparison."""
     dtypes: set[torch.dtype] = field(default_factory=set)
