@@ -240,7 +240,7 @@ def _table(
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
     for row in rows:
         lines.append([row, *(_cell(found, reasons, (row, column)) for column in columns)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 def _cell(found: dict[Pair, str | None], reasons: list[str], pair: Pair) -> str:

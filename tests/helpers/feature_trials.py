@@ -65,7 +65,7 @@ class Net(nn.Module):
     def __init__(self, names: Names, *, critic: bool) -> None:
         super().__init__()
         self.first = nn.Linear(WORDS, WIDTH) if critic else nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks: Any = nn.ModuleList([Block(), Block()])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if "tied" in names and not critic:
@@ -90,7 +90,8 @@ class Net(nn.Module):
     def again(self, logits: Tensor) -> Tensor:
         """What a loss calls: modules of the model, outside its forward."""
         y: Tensor = self.blocks[0](logits @ self.head.weight)
-        return self.blocks[1].wide(y)  # type: ignore[no-any-return]
+        wide: Tensor = self.blocks[1].wide(y)
+        return wide
 
 
 def build(names: Names, *, critic: bool = False) -> nn.Module:

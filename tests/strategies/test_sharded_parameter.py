@@ -28,11 +28,11 @@ class Block(nn.Module):
         self.wide, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
         self.scale = nn.Parameter(torch.tensor(1.5))
 
-    def half(self, x: Tensor) -> Tensor:
+    def part(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.wide(x)) * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.out(self.half(x))
+        added: Tensor = self.out(self.part(x))
         return x + added
 
 
@@ -59,18 +59,18 @@ class Net(nn.Module):
         return logits
 
 
-Loss = Callable[[Any, Tensor, Any], Tensor]
+Loss = Callable[[Any, Tensor, Any], Any]
 
 
-def square(x: Tensor, y: Any) -> Tensor:
+def square(x: Tensor, y: Any) -> Any:
     return ((x - y) ** 2).sum()
 
 
-def children(net: Any, x: Tensor, _: Any) -> Tensor:
-    return square(net.head(net.blocks[1](net.blocks[0].half(net.enter(x)))), x) + square(net(x), 0)
+def children(net: Any, x: Tensor, _: Any) -> Any:
+    return square(net.head(net.blocks[1](net.blocks[0].part(net.enter(x)))), x) + square(net(x), 0)
 
 
-def penalties(net: Any, x: Tensor, begun: Any) -> Tensor:
+def penalties(net: Any, x: Tensor, begun: Any) -> Any:
     before = sum(square(p, begun[name]) for name, p in net.named_parameters())
     vector = torch.cat([p.flatten() for p in net.parameters()])
     return len(x) * (before + vector.norm()) + square(net(x), x)

@@ -78,7 +78,7 @@ class HeldParameters:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients, or this rank's shards of them, as plain tensors."""
-        found = [dense_gradient(p) for p in self.parameters if p.grad is not None]
+        found = [dense_gradient(p, p.grad) for p in self.parameters if p.grad is not None]
         if not self._divided:
             return found
         with torch.no_grad():
@@ -238,10 +238,8 @@ def _check_kinds(module: nn.Module, world: World) -> None:
         )
 
 
-def dense_gradient(parameter: nn.Parameter) -> Tensor:
+def dense_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     """Return the gradient of a parameter, or the values of one that is sparse."""
-    gradient = parameter.grad
-    assert gradient is not None
     if not gradient.is_sparse:
         return gradient
     parameter.grad = gradient.coalesce()

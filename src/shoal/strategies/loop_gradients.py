@@ -153,20 +153,21 @@ class CheckedGradients(LoopGradients):
 
     def _states(self) -> dict[int, tuple[int, int]]:
         """Return the address and version of each gradient, by parameter."""
-        return {id(p): _state(p) for p in self._held.parameters if p.grad is not None}
+        return {id(p): _state(p, p.grad) for p in self._held.parameters if p.grad is not None}
 
     def _steps_on_own(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
 
 
-def _state(parameter: nn.Parameter) -> tuple[int, int]:
+def _state(parameter: nn.Parameter, gradient: Tensor) -> tuple[int, int]:
     """Return the address of a gradient and the number of its changes."""
-    own = share(dense_gradient(parameter))
+    own = share(dense_gradient(parameter, gradient))
     return own.data_ptr(), version(own)
 
 
 def _unchanged(parameter: nn.Parameter, before: dict[int, tuple[int, int]]) -> bool:
-    return parameter.grad is not None and before.get(id(parameter)) == _state(parameter)
+    gradient = parameter.grad
+    return gradient is not None and before.get(id(parameter)) == _state(parameter, gradient)
 
 
 def _noting_steps(gradients: weakref.ref[CheckedGradients]) -> Callable[..., None]:
