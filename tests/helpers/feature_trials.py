@@ -74,7 +74,8 @@ class Net(nn.Module):
             self.spare = nn.Linear(3, 3)
         self.scale: Any = nn.Parameter(torch.tensor(0.9)) if "scalars" in names else 1
         if "strides" in names:
-            for linear in (self.head, self.blocks[0].wide):
+            linears: list[Any] = [self.head, self.blocks[0].wide]
+            for linear in linears:
                 linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
         if "frozen" in names:
             self.first.requires_grad_(False)

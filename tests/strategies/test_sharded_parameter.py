@@ -76,7 +76,7 @@ def penalties(net: Any, x: Tensor, begun: Any) -> Any:
     return len(x) * (before + vector.norm()) + square(net(x), x)
 
 
-def weights(net: Any, x: Tensor, _: Any) -> Tensor:
+def weights(net: Any, x: Tensor, _: Any) -> Any:
     with torch.no_grad():
         target = net.blocks[0].wide(net.encode(x))
     return square(F.linear(net.encode(x), net.enter.weight.T), x) + square(

@@ -94,9 +94,8 @@ class PipelineEngine(ReducerEngine):
         self._parts = {
             number: StageModule(stages[number], world, counts, last=number == last) for number in mine
         }
-        for part in self._parts.values():
-            if self._division is not None:
-                self._division.spans(part)
+        if self._division is not None:
+            self._division.run_in_stages()
         self._flow = StageFlow(type(module).__name__, world, self._parts, self._owners)
         self._sharded = world.layout.degree("shard") > 1
         self._precisions: list[GatheredPrecision] = []

@@ -55,9 +55,9 @@ class ShardedLayers:
         self._gathered: dict[nn.Module, bool] = {}
         self._shared: tuple[ref[Tensor], tuple[int, bool], DTensor] | None = None
         self._running = 0
-        """Forward passes of the model, or of its stages, that run now."""
+        """Forward passes of the model that run now."""
         model.register_forward_pre_hook(self._remember, with_kwargs=True)
-        self.spans(model)
+        self._count(model)
         inside: set[nn.Module] = set()
         for name, way in layers.items():
             layer = model.get_submodule(name)
@@ -75,8 +75,12 @@ class ShardedLayers:
     def __deepcopy__(self, memo: object) -> ShardedLayers:
         return self  # a copied model is on the same ranks, with the same hooks
 
-    def spans(self, part: nn.Module) -> None:
-        """Note when a forward pass of `part` runs: the model, or a stage of it."""
+    def run_in_stages(self) -> None:
+        """Take all calls of layers for calls by a stage: a pipeline refuses others."""
+        self._running += 1
+
+    def _count(self, model: nn.Module) -> None:
+        """Count the forward passes of the model that run."""
 
         def begin(*_: object) -> None:
             self._running += 1
@@ -84,8 +88,8 @@ class ShardedLayers:
         def end(*_: object) -> None:
             self._running -= 1
 
-        part.register_forward_pre_hook(begin)
-        part.register_forward_hook(end, always_call=True)
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(end, always_call=True)
 
     @property
     def _alone(self) -> bool:
