@@ -57,7 +57,8 @@ class ShardedLayers:
         self._running = 0
         """Forward passes of the model that run now."""
         model.register_forward_pre_hook(self._remember, with_kwargs=True)
-        self._count(model)
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
         inside: set[nn.Module] = set()
         for name, way in layers.items():
             layer = model.get_submodule(name)
@@ -79,17 +80,11 @@ class ShardedLayers:
         """Take all calls of layers for calls by a stage: a pipeline refuses others."""
         self._running += 1
 
-    def _count(self, model: nn.Module) -> None:
-        """Count the forward passes of the model that run."""
+    def _begin(self, *_: object) -> None:
+        self._running += 1
 
-        def begin(*_: object) -> None:
-            self._running += 1
-
-        def end(*_: object) -> None:
-            self._running -= 1
-
-        model.register_forward_pre_hook(begin)
-        model.register_forward_hook(end, always_call=True)
+    def _end(self, *_: object) -> None:
+        self._running -= 1
 
     @property
     def _alone(self) -> bool:
