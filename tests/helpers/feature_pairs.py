@@ -69,12 +69,15 @@ FEATURES = (
     "unused",
     "frozen",
     "tied",
+    "direct",
+    "strides",
+    "scalars",
     "two models",
 )
 OPTIMIZERS = ("Adafactor", "Muon, AdamW")
 """Tried with each strategy; with features they are like the AdamW of all other cells."""
-ALONE = ("factory", "evaluate")
-"""Features not tried with each other: over before a step or after it."""
+ALONE = ("factory", "evaluate", "direct", "strides", "scalars")
+"""Features not tried with each other: over before a step or after it, or a matter of the strategy."""
 
 SAME = [  # a pair that is one thing, or two values of one argument
     {"ActivationCheckpointing", "ActivationCheckpointing, save"},
@@ -242,7 +245,7 @@ def _table(
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
     for row in rows:
         lines.append([row, *(_cell(found, reasons, (row, column)) for column in columns)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 def _cell(found: dict[Pair, str | None], reasons: list[str], pair: Pair) -> str:

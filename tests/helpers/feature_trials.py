@@ -65,13 +65,18 @@ class Net(nn.Module):
     def __init__(self, names: Names, *, critic: bool) -> None:
         super().__init__()
         self.first = nn.Linear(WORDS, WIDTH) if critic else nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks: Any = nn.ModuleList([Block(), Block()])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if "tied" in names and not critic:
             self.head.weight = self.first.weight
         if "unused" in names:
             self.spare = nn.Linear(3, 3)
+        self.scale: Any = nn.Parameter(torch.tensor(0.9)) if "scalars" in names else 1
+        if "strides" in names:
+            linears: list[Any] = [self.head, self.blocks[0].wide]
+            for linear in linears:
+                linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
         if "frozen" in names:
             self.first.requires_grad_(False)
             self.blocks[0].wide.requires_grad_(False)
@@ -80,8 +85,14 @@ class Net(nn.Module):
         y = self.first(x)
         for block in self.blocks:
             y = block(y)
-        logits: Tensor = self.head(self.norm(y))
+        logits: Tensor = self.head(self.norm(y)) * self.scale
         return logits
+
+    def again(self, logits: Tensor) -> Tensor:
+        """What a loss calls: modules of the model, outside its forward."""
+        y: Tensor = self.blocks[0](logits @ self.head.weight)
+        wide: Tensor = self.blocks[1].wide(y)
+        return wide
 
 
 def build(names: Names, *, critic: bool = False) -> nn.Module:
@@ -100,6 +111,13 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     labels = batch[1]
     total = F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
     return total, labels.numel()
+
+
+def direct(model: Any, output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """A loss with modules and weights of the model, which it does not get from its forward."""
+    total, count = loss(output, batch)
+    penalty = sum(p.square().sum() for p in model.parameters())
+    return total + model.again(output).square().sum() + count * penalty, count
 
 
 def judged(scores: Tensor, real: bool) -> Tensor:
@@ -133,7 +151,7 @@ def models(names: Names) -> dict[str, Any]:
 
 def tasks(names: Names, called: dict[str, Any]) -> dict[str, shoal.Task]:
     if "net" in called:
-        return {"net": shoal.Task(loss)}
+        return {"net": shoal.Task(partial(direct, called["net"]) if "direct" in names else loss)}
     critic, generator = called["critic"], called["generator"]
     return {
         "critic": shoal.Task(partial(caught, critic, generator), inputs=partial(shown, names)),

@@ -76,9 +76,13 @@ def averages(loss: Tensor) -> bool | None:
     return None if reduction not in (1, 2) else reduction == 1
 
 
-def leaves_of(losses: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves of the graph of `losses` that require gradients. Only nodes have them."""
-    waiting, seen, found = [each.grad_fn for each in losses], set[Any](), []
+def leaves_of(losses: Sequence[Tensor], behind: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Return the leaves of the graph of `losses` that require gradients. Only nodes have them.
+
+    Those that are reached only through the tensors `behind` are left out.
+    """
+    waiting, found = [each.grad_fn for each in losses], []
+    seen = {each.grad_fn for each in behind}
     while waiting:
         node: Any = waiting.pop()
         if node is None or node in seen:

@@ -34,20 +34,19 @@ class _AnyNorm(nn.parallel.DistributedDataParallel):
 class GradientReducer:
     """Reducer of the gradients of a module's parameters, in buckets during backward.
 
-    `options` are those of DistributedDataParallel, which replicates rank 0's parameters and buffers
-    unless `init_sync` is false.
+    `options` are those of DistributedDataParallel. The ranks have the same parameters. With `fake`, the
+    other ranks do not exist.
     """
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        self._fake = not options.get("init_sync", True)
+    def __init__(self, module: nn.Module, *, fake: bool, **options: Any) -> None:
+        self._fake = fake
         with warnings.catch_warnings():
             # torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
             warnings.simplefilter("ignore", FutureWarning)
-            self._ddp = _AnyNorm(module, **options)
+            self._ddp = _AnyNorm(module, init_sync=False, **options)
         self._reducer: Any = self._ddp.reducer
         for name in _OF_REDUCERS:
             required(self._reducer, name, "DataParallel")  # fail now, and not during training
-        required(self._ddp, "_sync_buffers", "DataParallel")
 
     def splitting(self) -> AbstractContextManager[None]:
         """Return a context in which torch.compile splits its graphs where buckets end.
@@ -82,10 +81,6 @@ class GradientReducer:
     def reduce_after_backward(self) -> None:
         """Start all reductions after the current backward, as the first one of a static graph needs."""
         after_backward(self._reducer._delay_all_reduce)
-
-    def broadcast_buffers(self) -> None:
-        """Send rank 0's buffers to all ranks. Collective."""
-        self._ddp._sync_buffers()
 
     def register_hook(self, hook: Callable[[Any], torch.futures.Future[Tensor]]) -> None:
         """Pass each bucket to `hook` in place of the all-reduce."""

@@ -42,6 +42,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "without_modes",
+    "without_overrides",
 ]
 
 
@@ -100,6 +101,12 @@ def without_modes() -> AbstractContextManager[Any]:
     disable: Callable[[], AbstractContextManager[Any]] = getattr(
         _python_dispatch, "_disable_current_modes", nullcontext
     )
+    return disable()
+
+
+def without_overrides() -> AbstractContextManager[Any]:
+    """Call functions on tensors of a subclass without its `__torch_function__`."""
+    disable: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
     return disable()
 
 

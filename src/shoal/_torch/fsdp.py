@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shoal._torch.versions import required
@@ -17,6 +19,28 @@ def parameter_groups(part: FSDPModule) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has a single group
     found = [required(state, "_fsdp_param_group", "FSDP")] if groups is None else groups
     return [group for group in found if group is not None]
+
+
+def find_root(part: FSDPModule) -> None:
+    """Make `part` the root of the modules in it that FSDP2 has sharded.
+
+    FSDP2 takes the first one that runs, even if it is called outside the forward pass of the model.
+    """
+    required(required(part, "_get_fsdp_state", "FSDP")(), "_lazy_init", "FSDP")()
+
+
+def waiting_for_sums(group: Any) -> Callable[[object], None]:
+    """Return a hook that lets the device wait until FSDP2 has added a gradient that it sums now."""
+    found = weakref.ref(group)
+
+    def wait(_: object) -> None:
+        group: Any = found()
+        context = getattr(group, "comm_ctx", None)
+        for name in ("reduce_scatter_stream", "all_reduce_stream"):
+            if hasattr(context, name):  # after the first forward pass
+                group.device_handle.current_stream().wait_stream(getattr(context, name))
+
+    return wait
 
 
 def drop_accumulated(part: FSDPModule) -> None:

@@ -8,12 +8,12 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.data.micro import CURRENT_MICRO, MicroBatch
 from shoal.distributed import objects
 from shoal.distributed.reductions import all_reduce
+from shoal.distributed.tensors import all_gather
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
@@ -117,8 +117,7 @@ class _GatherRows(torch.autograd.Function):
         context.world, context.lengths = world, lengths
         padded = own.new_zeros((max(lengths), *own.shape[1:]))
         padded[: len(own)] = own
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded, group=world.data_group)
+        parts = all_gather(padded, world.data_group)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
     @staticmethod

@@ -58,10 +58,11 @@ class Draws:
 
     `models` numbers the models that have drawn. `made` has this number and the name of the module.
     `scope` separates the functions of a Task, the `owner`, which may call the same modules. `rows` is
-    what the micro-batch says of rows that are not samples, once it was asked.
+    what the micro-batch says of rows that are not samples, once it was asked. `gathered` are the
+    sharded parameters that its functions have used directly.
     """
 
-    __slots__ = ("made", "micro", "models", "owner", "rows", "scope", "seed")
+    __slots__ = ("gathered", "made", "micro", "models", "owner", "rows", "scope", "seed")
 
     def __init__(self, micro: MicroBatch, seed: int, scope: str = "", owner: object = None) -> None:
         self.micro = micro
@@ -71,6 +72,7 @@ class Draws:
         self.made: dict[tuple[int, str], int] = {}
         self.models: dict[Any, int] = {}
         self.rows: Any = None
+        self.gathered: dict[Any, Any] = {}
 
     def counts(self, names: Sequence[str]) -> list[int]:
         """Return how many draws these modules of the first model have made."""

@@ -23,6 +23,27 @@ def check_operation(op: str) -> None:
     )
 
 
+_REDUCED = frozenset(
+    (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+        *(torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    )
+)
+"""The dtypes that all backends reduce."""
+
+
+def check_dtype(tensor: torch.Tensor) -> None:
+    """Raise AgreementError for a dtype that some backends do not reduce."""
+    if tensor.dtype not in _REDUCED:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        wider = "float32" if tensor.is_floating_point() else "int64"
+        raise AgreementError(
+            given=f"world.all_reduce of a tensor of {dtype}",
+            found=f"backends do not reduce {dtype}",
+            fix=f"world.all_reduce(tensor.to(torch.{wider})); world.gather sends any dtype",
+        )
+
+
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> None:
     """Reduce a tensor over the ranks of a group in place, in one collective.
 

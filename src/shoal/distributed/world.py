@@ -25,7 +25,7 @@ from shoal.distributed.initialize import LAYOUT, JoinedWorld
 from shoal.distributed.layout import AXES, DATA_AXES, Layout
 from shoal.distributed.membership import Membership
 from shoal.distributed.rank_zero_first import RankZeroFirst
-from shoal.distributed.reductions import all_reduce, check_operation
+from shoal.distributed.reductions import all_reduce, check_dtype, check_operation
 from shoal.distributed.run_log import RunLog
 from shoal.distributed.seeds import DeterministicMode, derive_seed
 from shoal.distributed.watchdog import abort
@@ -200,9 +200,10 @@ class World:
             `tensor`, which holds the result on every rank.
 
         Raises:
-            AgreementError: If `op` is another operation.
+            AgreementError: If `op` is another operation, or backends do not reduce the dtype.
         """
         check_operation(op)
+        check_dtype(tensor)
         if not self._alone:
             with self.membership.together():
                 all_reduce(tensor, op, self.group)

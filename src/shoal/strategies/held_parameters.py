@@ -56,7 +56,7 @@ class HeldParameters:
         self.module = module
         self.world = world
         self.span = span_of(module)
-        _check_kinds(module)
+        _check_kinds(module, world)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         if not may_be_empty:
             check_learns(module)
@@ -78,7 +78,7 @@ class HeldParameters:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients, or this rank's shards of them, as plain tensors."""
-        found = [p.grad for p in self.parameters if p.grad is not None]
+        found = [dense_gradient(p, p.grad) for p in self.parameters if p.grad is not None]
         if not self._divided:
             return found
         with torch.no_grad():
@@ -221,8 +221,8 @@ def check_learns(module: nn.Module) -> None:
         )
 
 
-def _check_kinds(module: nn.Module) -> None:
-    """Raise StepError for parameters that no engine supports: uninitialized ones and sparse ones."""
+def _check_kinds(module: nn.Module, world: World) -> None:
+    """Raise StepError for uninitialized parameters, and on several ranks for sparse gradients."""
     lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
     sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
     if lazy:
@@ -231,12 +231,20 @@ def _check_kinds(module: nn.Module) -> None:
             found=f"uninitialized parameters of lazy layers: {first(lazy)}",
             fix="run the model once before, on a batch or a part of it: model(inputs)",
         )
-    if sparse:
+    if sparse and world.size > 1:
         raise StepError(
-            given=f"parallelize({type(module).__name__}, world)",
-            found=f"layers with sparse gradients: {first(sparse)}",
+            given=f"parallelize({type(module).__name__}, world) on {world.size} ranks",
+            found=f"layers with sparse gradients, which ranks can't sum: {first(sparse)}",
             fix="nn.Embedding(…, sparse=False)",
         )
+
+
+def dense_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return the gradient of a parameter, or the values of one that is sparse."""
+    if not gradient.is_sparse:
+        return gradient
+    parameter.grad = gradient.coalesce()
+    return parameter.grad.values()
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:

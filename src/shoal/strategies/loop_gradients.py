@@ -18,7 +18,7 @@ from shoal.data.micro import MicroBatch
 from shoal.strategies.contracts import LoopGradients
 from shoal.strategies.correction import Totals
 from shoal.strategies.dtensor import share
-from shoal.strategies.held_parameters import first
+from shoal.strategies.held_parameters import dense_gradient, first
 from shoal.strategies.optimizer_check import has_parts, prepare_optimizers
 from shoal.strategies.reducer import Reducer
 from shoal.util.errors import StepError
@@ -168,21 +168,21 @@ class CheckedGradients(LoopGradients):
 
     def _states(self) -> dict[int, tuple[int, int]]:
         """Return the address and version of each gradient, by parameter."""
-        return {id(p): _state(p.grad) for p in self._held.parameters if p.grad is not None}
+        return {id(p): _state(p, p.grad) for p in self._held.parameters if p.grad is not None}
 
     def _steps_on_own(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
 
 
-def _state(gradient: Tensor) -> tuple[int, int]:
+def _state(parameter: nn.Parameter, gradient: Tensor) -> tuple[int, int]:
     """Return the address of a gradient and the number of its changes."""
-    own = share(gradient)
+    own = share(dense_gradient(parameter, gradient))
     return own.data_ptr(), version(own)
 
 
 def _unchanged(parameter: nn.Parameter, before: dict[int, tuple[int, int]]) -> bool:
     gradient = parameter.grad
-    return gradient is not None and before.get(id(parameter)) == _state(gradient)
+    return gradient is not None and before.get(id(parameter)) == _state(parameter, gradient)
 
 
 def _calling(

@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.data.batch import Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES, DATA_AXES
+from shoal.distributed.tensors import broadcast
 from shoal.distributed.world import World
 from shoal.strategies.correction import DeviceTotals
 from shoal.strategies.coupling.batch_norm import uncovered_buffers
@@ -32,7 +33,7 @@ class MeshReducer(Reducer):
     One all-reduce over the world sums loss, count and squared norm. Only the ranks that report the
     loss contribute to loss and count, and each copy of a shard contributes its fraction of the squared
     norm. `norm` returns this rank's part of the norm: the sum of its squares over ranks is the square
-    of the full norm.
+    of the full norm. If FSDP2 has `sharded` the parameters, it sums the gradients of all but numbers.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class MeshReducer(Reducer):
         gradient_group: dist.ProcessGroup | None,
         buffer_group: dist.ProcessGroup | None,
         norm: Callable[[HeldParameters], Tensor],
+        sharded: bool = False,
     ) -> None:
         self.held = held
         self.reports_loss = reports_loss
         self._gradient_group = gradient_group
         self._buffer_group = buffer_group
         self._norm = norm
+        self._summed = [p for p in held.parameters if not (sharded and p.dim())]
         self._versions = {
             name: buffer_version(each) for name, each in uncovered_buffers(held.module).items()
         }
@@ -72,9 +75,9 @@ class MeshReducer(Reducer):
         self.held.print_unused()  # before the sums, which give all parameters a gradient
         for parameter in self.held.parameters:
             divide_alike(parameter)
-        if self._gradient_group is not None:
+        if self._gradient_group is not None and self._summed:
             with self.held.world.timeline.within(COMMUNICATION):
-                sum_over(self._gradient_group, self.held.parameters)
+                sum_over(self._gradient_group, self._summed)
 
     def totals(self) -> DeviceTotals:
         """Return the sums over the world and the full norm; see the contract."""
@@ -101,15 +104,14 @@ class MeshReducer(Reducer):
                 if self._versions.get(name) != buffer_version(each)
             ]
             self._changing = sorted({name for names in self.held.world.gather(mine) for name in names})
-        for name in self._changing if self._buffer_group is not None else ():
-            if name in buffers:  # of this stage
-                dist.broadcast(share(buffers[name]), group=self._buffer_group, group_src=0)
+        if self._buffer_group is not None:
+            held = filter(None, map(buffers.get, self._changing))  # of this stage
+            broadcast(map(share, held), self._buffer_group)
 
     def synchronize(self) -> None:
         """Broadcast the buffers of the group's first rank, since they depend on the local batch."""
         if self._buffer_group is not None:
-            for buffer in self.held.module.buffers():
-                dist.broadcast(share(buffer), group=self._buffer_group, group_src=0)
+            broadcast(map(share, self.held.module.buffers()), self._buffer_group)
 
 
 def norm_of_parts(held: HeldParameters) -> Tensor:

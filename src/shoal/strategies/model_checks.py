@@ -15,7 +15,8 @@ from shoal.distributed.world import World
 from shoal.strategies.coupling.batch_norm import coupled_layers
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.registry import engines_of
-from shoal.util.errors import StepError
+from shoal.util.differences import minority, spans
+from shoal.util.errors import AgreementError, StepError
 
 
 def check_model(
@@ -94,18 +95,39 @@ def _check_same(model: nn.Module, world: World) -> None:
     Gloo would silently add bytes of float32 and float64, and match other shapes by chance.
     """
     tensors = [_described(*item) for item in chain(model.named_parameters(), model.named_buffers())]
-    digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
+    strides = {name: _strides(p) for name, p in model.named_parameters()}
+    digest = hashlib.sha256("\n".join([*tensors, *map(str, strides.values())]).encode()).hexdigest()
     if len(set(world.gather(digest))) == 1:
         return
     for number, found in enumerate(zip_longest(*world.gather(tensors), fillvalue="none")):
         if len(set(found)) > 1:
             world.agree(found[world.rank], f"tensor {number} of the {type(model).__name__}")
+    for name, mine in strides.items():
+        everyone = world.gather(mine)
+        usual, odd = minority(everyone)
+        if odd:
+            others = [rank for rank in range(world.size) if rank not in odd]
+            raise AgreementError(
+                given=f"parallelize({type(model).__name__}, world), where {name} has the strides "
+                f"{everyone[usual]} on rank {spans(others)}",
+                found=f"the strides {everyone[odd[0]]} on rank {spans(odd)}",
+                fix=f"create or load {name} in the same way on every rank; or use p.data = "
+                "p.data.contiguous() for each parameter before parallelize",
+            )
 
 
 def _described(name: str, tensor: Tensor) -> str:
     shape = "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
     learns = ", learns" if tensor.requires_grad else ""
     return f"{name}: {shape} {tensor.dtype}{learns}".replace("torch.", "")
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of dimensions that have more than one index."""
+    if is_lazy(tensor):
+        return ()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(stride for size, stride in sizes if size > 1)
 
 
 def check_bare(model: object) -> None:

@@ -270,25 +270,48 @@ class _Trial(TrialRuns):
             self._gathers |= bool(calls)
         return float(loss), float(count)
 
+    @property
+    def _is_silent(self) -> bool:
+        """Whether this rank has no output, or only some of the stages of the model."""
+        output = self._outputs.get(0)
+        return 0 not in self._outputs or (output is None and not self._engine.reports_loss)
+
+    def _cut_output(self, middle: int) -> list[tuple[Any, MicroBatch]]:
+        """Return the output and the micro-batch before and after a sample; empty if they can't be cut.
+
+        The output can't be cut if the model returns its loss or a custom object.
+        """
+        output, part, size = self._outputs[0], self._parts[0], self._micro.samples
+        with suppress(Exception):
+            if self._can_cut:
+                rows = (slice(0, middle), slice(middle, size))
+                return [(cut(output, each, size), part_of(part, each)) for each in rows]
+        return []
+
     def _reduce_cut(self, middle: int, *, double: bool = False) -> list[LossSum]:
-        """Return the losses of the micro-batch and of its parts before and after a sample."""
-        output, whole, size = self._outputs[0], self._parts[0], self._micro.samples
-        ends = (slice(0, size), slice(0, middle), slice(middle, size))
-        return [
-            self._reduce(cut(output, rows, size), part_of(whole, rows), double=double) for rows in ends
-        ]
+        """Return the losses of the micro-batch and of its parts before and after a sample.
+
+        All ranks with an output reduce as often, and those that can't cut it the whole: a loss may be
+        collective.
+        """
+        whole = (self._outputs[0], self._parts[0])
+        parts = (whole, *(self._cut_output(middle) or [whole] * 2))
+        return [self._reduce(*each, double=double) for each in parts]
 
     def _reduce_cut_output(self) -> None:
         """Compute the loss of the micro-batch, and those of its halves if its output can be cut."""
-        if 0 not in self._outputs or (self._outputs[0] is None and not self._engine.reports_loss):
+        if self._is_silent:
             return
-        # Ranks that repeat an output compute the loss too: it may run another model, a collective.
-        if self._can_cut:
-            # The output can't be cut if the model returns its loss or a custom object.
-            with suppress(Exception):  # exact even if the model draws random numbers
-                self._sums = self._reduce_cut(self._micro.samples // 2)
-        if not self._sums:
-            self._reduce(self._outputs[0], self._parts[0])
+        middle = self._micro.samples // 2
+        is_cut = bool(self._cut_output(middle))
+        try:
+            sums = self._reduce_cut(middle)  # exact even if the model draws random numbers
+        except Exception:
+            if not is_cut:
+                raise
+            self._reduce(self._outputs[0], self._parts[0])  # a loss may fail on halves of a batch
+        else:
+            self._sums = sums if is_cut else []
         self._missing = self._has_halves and not self._sums
 
     def _adds_up(self, sums: Sequence[LossSum], tolerance: float) -> bool:
@@ -297,7 +320,7 @@ class _Trial(TrialRuns):
 
     def _try_cut_output_again(self) -> None:
         """Find out whether losses of a cut output do not add up by rounding or chance."""
-        if not self._sums:
+        if self._is_silent:
             return
         size, term = self._micro.samples, None
         try:
@@ -306,16 +329,16 @@ class _Trial(TrialRuns):
             adds_up = self._adds_up(self._sums, self._tolerance)
         again = self._reduce(self._outputs[0], self._parts[0])
         with suppress(Exception):
-            loss, count = excess(self._sums)
             other, _ = excess(self._reduce_cut(size // 4 or size - 1))
+            loss, count = excess(self._sums)
             if size > 2 and not count and math.isclose(other, loss, rel_tol=0.01):
                 term = other
-        if not adds_up and _same(again, self._sums[0]):
+        if self._sums and not adds_up and _same(again, self._sums[0]):
             self._not_sum = NotSum(self._sums, size, term)
 
     def _try_whole_again(self) -> None:
         """Find out whether losses of runs that do not add up are a matter of chance."""
-        if not self._sums:
+        if self._is_silent:
             return
         again = self._reduce(self._outputs[0], self._parts[0])
         if not self._adds_up(self._sums, self._tolerance) and _same(again, self._sums[0]):
@@ -328,10 +351,11 @@ class _Trial(TrialRuns):
         return TOLERANCE if half else EQUAL
 
     def _reduce_parts(self) -> None:
-        """Compute the losses of the outputs for the parts."""
-        if self._missing and len(self._outputs) == 3:
+        """Compute the losses of the outputs for the parts, on all ranks: a loss may be collective."""
+        if not self._is_silent and len(self._outputs) == 3:
             try:
-                self._sums = [self._reduce(self._outputs[n], self._parts[n]) for n in (*WHOLE, *HALVES)]
+                found = [self._reduce(self._outputs[n], self._parts[n]) for n in (*WHOLE, *HALVES)]
+                self._sums = found if self._missing else self._sums
             except Exception as error:  # a loss may fail on halves of a batch
                 self._obstacle = f"half of a batch raised {type(error).__name__}: {error}"
 

@@ -72,6 +72,8 @@ class _View:
     world: World
     comparing: bool = False
     """Whether the units now compute full sequences."""
+    running: int = 0
+    """Forward passes of the model that run now. Units called outside compute full sequences."""
     seen: list[tuple[str, Tensor]] | None = None
     """Norms at each position of this rank's slice of each unit's output, during a comparison."""
     dtypes: set[torch.dtype] = field(default_factory=set)
@@ -80,6 +82,11 @@ class _View:
     def whole(self) -> bool:
         """Whether sequences are not sliced: in a comparison, and after the world is closed."""
         return self.comparing or self.world.group is None
+
+    @property
+    def direct(self) -> bool:
+        """Whether a unit is called outside the forward pass of the model."""
+        return not (self.running or torch.compiler.is_compiling() or in_backward())
 
 
 _Noted: TypeAlias = tuple[Any, list[tuple[str, Tensor]]]
@@ -111,7 +118,7 @@ class _SlicedForward(_Forward):
         self._heads = HeadParallelAttention(name, peers)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        if self._view.whole:
+        if self._view.whole or self._view.direct:
             output = self._forward(*args, **named)
             self._note(output, cut=False)
             return output
@@ -216,7 +223,11 @@ class _ModelForward(_Forward):
     def _run(self, args: Any, named: Any) -> Any:
         for stack in self._stacks:
             stack.length = None  # of a forward pass that failed
-        output = self._forward(*args, **named)
+        self._view.running += 1
+        try:
+            output = self._forward(*args, **named)
+        finally:
+            self._view.running -= 1
         for stack in self._stacks:
             if stack.length is not None:
                 raise StepError(

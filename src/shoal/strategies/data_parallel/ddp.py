@@ -21,6 +21,7 @@ from shoal._torch.ddp import GradientReducer
 from shoal.data.batch import IN_A_LOOP, Count
 from shoal.data.micro import MicroBatch
 from shoal.distributed.layout import AXES
+from shoal.distributed.tensors import broadcast
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals, DeviceTotals, Factor, Totals
@@ -155,6 +156,8 @@ class DDPReducer(Reducer):
         # On the device of the last parameters, whose bucket is the first: the same on all ranks.
         place = held.parameters[-1].device
         self._tally = nn.Parameter(torch.zeros(2, dtype=tally_dtype(held.parameters), device=place))
+        if not world.simulated:
+            broadcast((*held.module.parameters(), *held.module.buffers()), world.group)
         self._reducer = GradientReducer(
             _Holder(held.module, self._tally),
             process_group=world.group,
@@ -162,7 +165,7 @@ class DDPReducer(Reducer):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
-            init_sync=not world.simulated,
+            fake=world.simulated,
         )
         # Layers that take statistics over all ranks have the same buffers on all of them.
         self._buffers = bool(uncovered_buffers(held.module))
@@ -223,7 +226,7 @@ class DDPReducer(Reducer):
         totals = self._totals(self.held.norm())
         if self._buffers and self.options.broadcast_buffers:
             with self.world.timeline.within(COMMUNICATION):
-                self._reducer.broadcast_buffers()
+                self._broadcast_buffers()
         return totals
 
     def _mark_end(self, _: Tensor) -> None:
@@ -239,9 +242,12 @@ class DDPReducer(Reducer):
     def synchronize(self) -> None:
         """Broadcast rank 0's buffers. They may differ: another model's loss can change them."""
         if self._buffers:
-            self._reducer.broadcast_buffers()
+            self._broadcast_buffers()
         if self._method is not None:
             self._method.synchronize(self.wire)
+
+    def _broadcast_buffers(self) -> None:
+        broadcast(self.held.module.buffers(), self.world.group)
 
     def state(self) -> dict[str, Any]:
         """Return the error feedback of compression."""

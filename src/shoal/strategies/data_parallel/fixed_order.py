@@ -17,6 +17,7 @@ from shoal._torch.c10d import all_gather_tensor
 from shoal.data.batch import Batch, Count
 from shoal.data.coupling.step import CoupledStep
 from shoal.data.micro import MicroBatch
+from shoal.distributed.tensors import broadcast
 from shoal.distributed.virtual_ranks import VirtualRanks, virtual_ranks_of
 from shoal.strategies.contracts import PartialSums
 from shoal.strategies.correction import Totals
@@ -251,8 +252,7 @@ class FixedOrderReducer(Reducer):
     def _broadcast(self) -> None:
         """Give all ranks the parameters and buffers of rank 0."""
         if self.world.size > 1:
-            for tensor in (*self.held.module.parameters(), *self.held.module.buffers()):
-                dist.broadcast(tensor.detach(), 0, group=self.world.group)
+            broadcast((*self.held.module.parameters(), *self.held.module.buffers()), self.world.group)
 
     def _check_buffers(self) -> None:
         """Raise StepError, after the first batch, if its forward passes changed buffers."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal._torch import foreach
 from shoal.data.batch import Batch
+from shoal.distributed.tensors import broadcast
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import Factor, Totals
@@ -43,9 +43,17 @@ class IndependentEngine(LocalEngine):
     def __init__(self, module: nn.Module, world: World) -> None:
         super().__init__(LocalReducer(HeldParameters(module, world)))
         self.waits_because = Engine.waits_because
-        for tensor in (*module.parameters(), *module.buffers()):
-            if world.size > 1:
-                dist.broadcast(tensor.detach(), group=world.group, group_src=0)
+        if world.size > 1:
+            for name, buffer in module.named_buffers():
+                if buffer.is_floating_point() and buffer.itemsize == 1:
+                    dtype = str(buffer.dtype).removeprefix("torch.")
+                    raise StepError(
+                        given=f"parallelize({type(module).__name__}, world) with a strategy that "
+                        f"averages buffers, and the buffer {name} of {dtype}",
+                        found=f"ranks can't average {dtype}",
+                        fix=f"store {name} in bfloat16, or use shoal.DDP()",
+                    )
+            broadcast((*module.parameters(), *module.buffers()), world.group)
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float

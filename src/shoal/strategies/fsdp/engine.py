@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from shoal._torch.autograd import in_backward
-from shoal._torch.fsdp import drop_accumulated, parameter_dtypes, use_policy
+from shoal._torch.fsdp import drop_accumulated, find_root, parameter_dtypes, use_policy
 from shoal._torch.mesh import concatenate
 from shoal.data.batch import Batch, Count
 from shoal.data.micro import MicroBatch
@@ -37,9 +37,11 @@ from shoal.strategies.mesh_reducer import (
     first_along,
     norm_of_parts,
     other_gradients_kept,
+    summing_group,
 )
 from shoal.strategies.reducer import backward_seed
 from shoal.strategies.sharded_layers.divided_loss import whole_loss
+from shoal.strategies.sharded_parameter import gather_outside
 from shoal.strategies.task import Task
 from shoal.strategies.tensor_parallel.engine import PlannedEngine, check_compilable
 from shoal.util.errors import StepError
@@ -56,6 +58,9 @@ def fsdp_engine(
     divided = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in divided[:1] if reshard else divided:
         part.register_forward_pre_hook(_gather_again, prepend=True)
+    find_root(divided[0])
+    for part in divided:
+        gather_outside(part)
     reducer = FSDPReducer(HeldParameters(module, world), divided, whole)
     return FSDPEngine(reducer, precision, reshard)
 
@@ -70,9 +75,10 @@ class FSDPReducer(MeshReducer):
         super().__init__(
             held,
             reports_loss=first_along(held.world),
-            gradient_group=None,
+            gradient_group=summing_group(held.world),
             buffer_group=data_group(held.world),
             norm=norm_of_parts,
+            sharded=True,
         )
         self.divided = divided
         self._whole = whole
@@ -94,7 +100,7 @@ class FSDPReducer(MeshReducer):
             torch.autograd.backward([loss], [seed])
         self.held.losses.append((loss.detach(), count, micro.weight))
         if last:
-            self.held.print_unused()
+            self.reduce()
 
     def discard(self) -> None:
         """Clear the gradients, including those of an interrupted batch."""
@@ -171,6 +177,10 @@ def divide(
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()  # FSDP2 shards no other layout
+    # FSDP2 shards no number either: each rank keeps it.
+    options["ignored_params"] = {parameter for parameter in module.parameters() if not parameter.dim()}
     divided: list[Any] = [*units, module]
     for part in divided:
         sharded: Any = fully_shard(part, reshard_after_forward=reshard_after_forward, **options)

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from shoal._torch.dispatch import tree_map
 from shoal._torch.modules import buffers, children, parameters
+from shoal.strategies.partition.elsewhere import Elsewhere
 from shoal.strategies.partition.trace import IN_PLACE, expect_tensor, graph_of
 from shoal.strategies.random_draws.draws import adopt
 from shoal.util import accelerator
@@ -273,13 +274,18 @@ def refuse_tied(stages: Sequence[Stage], owners: Sequence[int], given: str, fix:
 
 
 def keep_only(model: nn.Module, mine: Sequence[Stage], others: Sequence[Stage]) -> None:
-    """Remove modules and tensors from `model` that only `others` need. Other names stay the same."""
+    """Remove modules and tensors from `model` that only `others` need. Other names stay the same.
+
+    In the place of a module is one that raises StepError when it is called.
+    """
     kept = frozenset[str]().union(*(stage.names for stage in mine))
     called = frozenset[str]().union(*(stage.modules for stage in mine))
     for stage in others:
         for name in stage.modules - called:
             owner, _, attribute = name.rpartition(".")
-            children(model.get_submodule(owner)).pop(attribute, None)
+            siblings = children(model.get_submodule(owner))
+            if attribute in siblings:
+                siblings[attribute] = Elsewhere(type(model).__name__, name)
         for name in stage.names - kept:
             owner, _, attribute = name.rpartition(".")
             try:

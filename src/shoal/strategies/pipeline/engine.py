@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from shoal._torch.autograd import leaves_of
 from shoal._torch.dispatch import tree_flatten, tree_map
 from shoal._torch.pipelining import failed_to_split, step_micro_batches
 from shoal.data.batch import Batch
@@ -24,7 +25,7 @@ from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.eval_mode import untouched
 from shoal.strategies.fsdp.engine import GatheredPrecision
 from shoal.strategies.fsdp.options import FSDP
-from shoal.strategies.held_parameters import HeldParameters
+from shoal.strategies.held_parameters import HeldParameters, first
 from shoal.strategies.local import mixed
 from shoal.strategies.mesh_reducer import (
     MeshReducer,
@@ -35,6 +36,7 @@ from shoal.strategies.mesh_reducer import (
     summing_group,
 )
 from shoal.strategies.module_patterns import find_units
+from shoal.strategies.partition.elsewhere import NOT_HERE, RETURN_IT
 from shoal.strategies.partition.inputs import Inputs, bring, hold
 from shoal.strategies.partition.own_stages import DrawCounts, OwnStages
 from shoal.strategies.partition.stages import OuterGraph, Stage, tied
@@ -49,7 +51,7 @@ from shoal.strategies.pipeline.stage import (
 )
 from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.sharded_layers.sharded_modules import ShardedLayers, division_of
-from shoal.strategies.task import Task
+from shoal.strategies.task import Task, place
 from shoal.telemetry.step_timer import BACKWARD, FORWARD, UPDATE
 from shoal.util.errors import ShoalError, StepError
 
@@ -92,6 +94,8 @@ class PipelineEngine(ReducerEngine):
         self._parts = {
             number: StageModule(stages[number], world, counts, last=number == last) for number in mine
         }
+        if self._division is not None:
+            self._division.run_in_stages()
         self._flow = StageFlow(type(module).__name__, world, self._parts, self._owners)
         self._sharded = world.layout.degree("shard") > 1
         self._precisions: list[GatheredPrecision] = []
@@ -102,9 +106,10 @@ class PipelineEngine(ReducerEngine):
         reducer = MeshReducer(
             HeldParameters(module, world),
             reports_loss=last in mine and first_along(world, "context", "tensor"),
-            gradient_group=None if self._sharded else summing_group(world),
+            gradient_group=summing_group(world),
             buffer_group=data_group(world),
             norm=norm_of_parts,
+            sharded=self._sharded,
         )
         super().__init__(reducer)
         self._forms: dict[object, Forms] = {}
@@ -112,6 +117,8 @@ class PipelineEngine(ReducerEngine):
         self._current = StagedBatch((), 0, ())
         self._sums_up = False
         """Whether the model returned a sum over the samples of a padded micro-batch."""
+        self._in_loss: set[str] = set()
+        """The parameters that the loss of the first batch uses directly."""
         self._loss_of: Callable[[Any, int], Tensor]
         """The loss of an output, given the number of its micro-batch."""
         _forbid_calls(module)
@@ -156,6 +163,7 @@ class PipelineEngine(ReducerEngine):
                     raise self._not_split(error) from error
                 raise
         self._check_sums(batch)
+        self._check_loss(task)
         say_draws(self.module, self.world)
         self.reducer.reduce()
         timeline.enter(UPDATE)
@@ -328,10 +336,28 @@ class PipelineEngine(ReducerEngine):
                 self._sums_up = self._sums_up or any(map(_is_sum, tree_flatten(found)[0]))
                 found = tree_map(lambda leaf: _real(leaf, micro.samples, rows), found)
             loss, count = task.reduce(found, micro, batch.seed)
+        if not self.held.unused_checked:
+            outputs = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
+            used = set(map(id, leaves_of([loss], outputs)))
+            self._in_loss |= {n for n, p in self.module.named_parameters() if id(p) in used}
         if not loss.requires_grad:
             raise no_gradient()
         self.held.losses.append((loss.detach(), count, micro.weight))
         return loss * (scale * micro.weight / batch.size)
+
+    def _check_loss(self, task: Task) -> None:
+        """Raise StepError, after the first batch, if the loss uses parameters of the last stage."""
+        if self.held.unused_checked:
+            return
+        used = sorted({name for names in self.world.gather(self._in_loss) for name in names})
+        self._in_loss.clear()
+        if used:
+            self.discard()
+            raise StepError(
+                given=f"the loss function {place(task.loss)}, which uses {first(used)}",
+                found=NOT_HERE,
+                fix=RETURN_IT,
+            )
 
     def _check_sums(self, batch: Batch) -> None:
         """Raise StepError if the model sums over samples of padded micro-batches, which is wrong."""
@@ -395,7 +421,7 @@ def _forbid_calls(module: nn.Module) -> None:
     def forward(*_: Any, **__: Any) -> NoReturn:
         raise StepError(
             given=f"a direct call of {kind}, whose stages are on different ranks",
-            found="each rank has only some of the stages of the model",
+            found=NOT_HERE,
             fix="step = shoal.Step(model, optimizer, task); step(batch) and shoal.evaluate(step, data) "
             "run all of them",
         )

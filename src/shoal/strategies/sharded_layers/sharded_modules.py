@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from shoal._torch.autograd import version
+from shoal._torch.autograd import in_backward, version
 from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import is_divided
 from shoal.strategies.random_draws.draws import slices_of
 from shoal.strategies.random_draws.slices import Slices
 from shoal.strategies.sharded_layers.plan_check import PlanCheck
+from shoal.strategies.sharded_parameter import ShardedParameter
 from shoal.util.errors import StepError
 
 ATTRIBUTE = "_shoal_division"
@@ -30,7 +31,8 @@ SEQUENCE = 1
 class ShardedLayers:
     """The layers of a plan in one model, and the hooks that shard their inputs.
 
-    Outside the layers, activations are plain full tensors, identical on the ranks of `mesh`. With
+    Outside the layers, activations are plain full tensors, identical on the ranks of `mesh`. A layer
+    that is called outside the forward pass of the model takes and returns full tensors too. With
     "sequence" in the plan they are DTensors split along the sequence, and torch raises an error if they
     are mixed with plain ones. A module with parameters that is not in the plan gets full tensors, and
     its output becomes a DTensor again.
@@ -52,7 +54,11 @@ class ShardedLayers:
         self._keep = False
         self._gathered: dict[nn.Module, bool] = {}
         self._shared: tuple[ref[Tensor], tuple[int, bool], DTensor] | None = None
+        self._running = 0
+        """Forward passes of the model that run now."""
         model.register_forward_pre_hook(self._remember, with_kwargs=True)
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
         inside: set[nn.Module] = set()
         for name, way in layers.items():
             layer = model.get_submodule(name)
@@ -69,6 +75,21 @@ class ShardedLayers:
 
     def __deepcopy__(self, memo: object) -> ShardedLayers:
         return self  # a copied model is on the same ranks, with the same hooks
+
+    def run_in_stages(self) -> None:
+        """Take all calls of layers for calls by a stage: a pipeline refuses others."""
+        self._running += 1
+
+    def _begin(self, *_: object) -> None:
+        self._running += 1
+
+    def _end(self, *_: object) -> None:
+        self._running -= 1
+
+    @property
+    def _alone(self) -> bool:
+        """Whether a layer is called outside the forward pass that the plan is made for."""
+        return not (self._running or torch.compiler.is_compiling() or in_backward())
 
     @contextmanager
     def logits_kept(self) -> Iterator[None]:
@@ -147,7 +168,8 @@ class ShardedLayers:
     def _brought(self, way: str, tensor: Tensor) -> DTensor:
         """Return the input of a layer, sharded as the layer needs it."""
         if way == "row":
-            return self._placed(tensor, Shard(tensor.dim() - 1), Shard(tensor.dim() - 1))
+            last = Shard(tensor.dim() - 1)
+            return self._placed(tensor, Replicate() if self._alone else last, last)
         if way == "sequence" and _has_sequence(tensor):
             return self._placed(tensor, Replicate(), Shard(SEQUENCE))
         if self.sequence and is_divided(tensor):
@@ -178,6 +200,8 @@ class ShardedLayers:
     def _leave(self, way: str, layer: nn.Module, args: Any, output: Any) -> Any:
         if self.proof is not None and self.proof.leave(layer):
             return None
+        if self._alone:
+            return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), output)
         if way in ("sequence", "logits"):
             return output
         last = output.dim() - 1
@@ -234,6 +258,9 @@ def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str],
     for first, *others in names.values():
         for other in others:
             _tie(model, first, other)
+    for parameter in model.parameters():
+        if is_divided(parameter):
+            parameter.__class__ = ShardedParameter
     sharded = ShardedLayers(model, plan, layers, mesh)
     object.__setattr__(model, ATTRIBUTE, sharded)
     slices = slices_of(model)
@@ -270,10 +297,15 @@ def _placements(tensor: Tensor) -> object:
 
 
 def divide_alike(parameter: Tensor) -> None:
-    """Shard a gradient like its parameter: autograd may return a full one or a partial sum."""
+    """Shard a gradient like its parameter: autograd may return a full one or a partial sum.
+
+    A number that is multiplied with a DTensor gets such a gradient too.
+    """
     gradient = parameter.grad
-    if not is_divided(parameter) or not is_divided(gradient):
+    if not is_divided(gradient):
         return
-    if gradient.placements != parameter.placements:
+    if not is_divided(parameter):
+        parameter.grad = gradient.full_tensor()
+    elif gradient.placements != parameter.placements:
         with torch.no_grad():
             parameter.grad = gradient.redistribute(placements=parameter.placements)

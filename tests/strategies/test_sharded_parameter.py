@@ -1,0 +1,213 @@
+"""Modules and weights of sharded models used outside forward; strides and dtypes of tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from helpers.ranks import Ranks
+from helpers.reference import TOLERANCE, take_custom_step
+from shoal.strategies.dtensor import whole
+
+pytestmark = pytest.mark.processes
+LAYOUT = "shard=-1"
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def part(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.wide(x)) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.out(self.part(x))
+        return x + added
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.blocks: Any = nn.ModuleList([Block(), Block()])
+        self.enter.weight = nn.Parameter(self.enter.weight.detach().t().contiguous().t())
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def generate(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.head(self.encode(x))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encode(x))
+        return logits
+
+
+Loss = Callable[[Any, Tensor, Any], Any]
+
+
+def square(x: Tensor, y: Any) -> Any:
+    return ((x - y) ** 2).sum()
+
+
+def children(net: Any, x: Tensor, _: Any) -> Any:
+    return square(net.head(net.blocks[1](net.blocks[0].part(net.enter(x)))), x) + square(net(x), 0)
+
+
+def penalties(net: Any, x: Tensor, begun: Any) -> Any:
+    before = sum(square(p, begun[name]) for name, p in net.named_parameters())
+    vector = torch.cat([p.flatten() for p in net.parameters()])
+    return len(x) * (before + vector.norm()) + square(net(x), x)
+
+
+def weights(net: Any, x: Tensor, _: Any) -> Any:
+    with torch.no_grad():
+        target = net.blocks[0].wide(net.encode(x))
+    return square(F.linear(net.encode(x), net.enter.weight.T), x) + square(
+        net.generate(x), x + target[:, :4]
+    )
+
+
+def data() -> Tensor:
+    return torch.randn(22, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def trained(world: shoal.World, loss: Loss, stepped: bool) -> tuple[list[float], dict[str, Any]]:
+    torch.manual_seed(3)
+    net = shoal.parallelize(Net().double(), world)
+    begun = {name: p.detach().clone() for name, p in net.named_parameters()}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    task = shoal.Task(lambda output, batch: (loss(net, batch[0], begun), len(output)))
+    loader = shoal.Loader((data(),), world, batch_size=8, micro_batches=2, seed=0)
+    step = shoal.Step(net, optimizer, task, clip=1.0 if stepped else None)
+    found = []
+    for batch in loader.epochs(1):
+        if stepped:
+            result = step(batch)
+        else:
+            result = take_custom_step(
+                net, optimizer, batch, lambda _, micro: (loss(net, micro[0], begun), len(micro[0]))
+            )
+        found += [result.loss, result.norm] if stepped else [result.loss]
+    with torch.no_grad():
+        found += [float(net.generate(data()).sum()), float(net.blocks[0].wide(net.enter(data())).sum())]
+    if stepped:
+        found.append(shoal.evaluate(step, (data(),))["loss"])
+    return found, {name: whole(p.detach()).numpy().copy() for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("loss", [children, penalties, weights])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_code_outside_forward_trains_like_one_process(
+    ranks: Ranks, world: shoal.World, loss: Loss, stepped: bool
+) -> None:
+    expected, parameters = trained(world, loss, stepped)
+    for found, others in ranks.call(trained, loss, stepped):
+        assert found == pytest.approx(expected, rel=TOLERANCE)
+        for name, value in parameters.items():
+            np.testing.assert_allclose(others[name], value, atol=TOLERANCE)
+
+
+def copied(world: shoal.World) -> bool:
+    weight = shoal.parallelize(Net(), world).head.weight
+    return torch.equal(whole(copy.deepcopy(weight)), whole(weight))
+
+
+def test_a_sharded_parameter_can_be_copied(ranks: Ranks) -> None:
+    assert all(ranks.call(copied))
+
+
+def strided(world: shoal.World, rank: int) -> None:
+    net = nn.Linear(4, 6)
+    if world.rank == rank:
+        net.weight = nn.Parameter(net.weight.detach().t().contiguous().t())
+    shoal.parallelize(net, world)
+
+
+def test_strides_that_differ_name_parameter_and_ranks(ranks: Ranks) -> None:
+    for error in ranks.errors(shoal.AgreementError, strided, 1):
+        assert "weight has the strides (4, 1) on rank 0" in error.given
+        assert "the strides (1, 6) on rank 1" in error.found
+
+
+DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bool)
+
+
+class Buffers(nn.Linear):
+    def __init__(self, value: int) -> None:
+        super().__init__(4, 1)
+        for number, dtype in enumerate(DTYPES):
+            self.register_buffer(f"b{number}", torch.full((2, 3), value).to(dtype).t())
+        self.register_buffer("number", torch.tensor(value).to(torch.uint16))
+
+
+def exchanged(world: shoal.World, strategy: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    net = shoal.parallelize(Buffers(world.rank % 2), world, strategy)
+    task = shoal.Task(lambda output, _: (output.sum(), len(output)))
+    shoal.evaluate(net, (torch.ones(6, 4),), task=task)
+    mine = [torch.full((2,), world.rank % 2).to(dtype) for dtype in DTYPES]
+    gathered = [[each.float().tolist() for each in part] for part in world.gather(mine)]
+    sent = [each.float().tolist() for each in world.broadcast(mine, 1)]
+    return [b.float().sum().item() for b in net.buffers()], gathered, sent
+
+
+@pytest.mark.parametrize("strategy", [shoal.FSDP(), None])
+def test_tensors_of_any_dtype_are_sent(ranks: Ranks, strategy: Any) -> None:
+    for buffers, gathered, sent in ranks.call(exchanged, strategy):
+        assert buffers == [0.0] * len(buffers)
+        assert gathered == [[[rank % 2] * 2] * len(DTYPES) for rank in range(ranks.size)]
+        assert sent == [[1.0] * 2] * len(DTYPES)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn])
+def test_a_reduction_of_another_dtype_names_it(world: shoal.World, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(shoal.AgreementError, match=f"backends do not reduce {name}"):
+        world.all_reduce(torch.ones(2).to(dtype))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_embeddings_train_on_one_process(world: shoal.World, kind: Any, stepped: bool) -> None:
+    tokens = torch.randint(0, 9, (20, 4), generator=torch.Generator().manual_seed(1))
+
+    def trained(sparse: bool) -> Tensor:
+        torch.manual_seed(2)
+        net = nn.Embedding(9, 3, sparse=sparse, dtype=torch.float64)
+        net = shoal.parallelize(net, world)
+        optimizer = kind(net.parameters(), lr=0.1)
+
+        def loss(output: Tensor, _: Any) -> tuple[Tensor, int]:
+            return square(output.sum((1, 2)), 1), len(output)
+
+        step = shoal.Step(net, optimizer, shoal.Task(loss), clip=0.5 if stepped else None)
+        for batch in shoal.Loader((tokens,), world, batch_size=20, micro_batches=2).epochs(2):
+            _ = step(batch) if stepped else take_custom_step(net, optimizer, batch, loss, clip=0.5)
+        return net.weight.detach().clone()
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=0, atol=TOLERANCE)
+
+
+def embedded(world: shoal.World) -> None:
+    shoal.parallelize(nn.Sequential(nn.Embedding(9, 3, sparse=True)), world)
+
+
+def test_sparse_embeddings_are_refused_on_several_ranks(ranks: Ranks) -> None:
+    for error in ranks.errors(shoal.StepError, embedded):
+        assert "sparse gradients, which ranks can't sum: 0" in error.found
