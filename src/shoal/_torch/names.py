@@ -25,7 +25,6 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.distributed:Reducer.prepare_for_backward",
         "torch.distributed:Reducer._rebuild_buckets",
         "torch.distributed:Reducer._delay_all_reduce",
-        "torch.nn.parallel:DistributedDataParallel._sync_buffers",
     ),
     "compiled models under DDP send their gradients after backward": (
         "torch.nn.parallel:DistributedDataParallel._inside_ddp_forward",

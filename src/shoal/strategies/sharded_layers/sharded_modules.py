@@ -77,7 +77,7 @@ class ShardedLayers:
         return self  # a copied model is on the same ranks, with the same hooks
 
     def run_in_stages(self) -> None:
-        """Take all calls of layers for calls by a stage: a pipeline refuses others."""
+        """Take all calls of layers for calls by a stage: others raise errors in a pipeline."""
         self._running += 1
 
     def _begin(self, *_: object) -> None:
