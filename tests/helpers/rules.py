@@ -214,7 +214,7 @@ PRIVATE_ATTRIBUTES = {
     *("_flatten", "_concatenate", "_device_types", "_get_sequence_number_for_group", "_get_backend"),
     *("_workers", "_worker_info", "_reductions", "_update_count", "_destroy"),
     *("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups"),
-    *("_step_microbatches", "_rebuild_buckets", "_delay_all_reduce", "_sync_buffers"),
+    *("_step_microbatches", "_rebuild_buckets", "_delay_all_reduce"),
     *("_execution_engine", "_unsharded_param"),
 }
 """Of modules, tensors, nodes, operations, groups and other objects of the libraries."""
