@@ -425,7 +425,6 @@ def test_bad_options_are_refused(make: Any, said: str) -> None:
     ("model", "strategy", "said"),
     [
         (nn.ReLU, shoal.Hogwild(), "without trainable parameters"),
-        (lambda: nn.Embedding(3, 2, sparse=True), shoal.Hogwild(), "sparse gradients"),
         (linear, [shoal.Hogwild(), shoal.DDP()], "no strategy can follow it"),
         (linear, [shoal.FSDP(), shoal.Hogwild()], "no strategy can follow it"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,15 +184,22 @@ def test_a_reduction_of_another_dtype_names_it(world: shoal.World, dtype: torch.
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
-def test_sparse_embeddings_train_on_one_process(world: shoal.World, kind: Any, stepped: bool) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (torch.optim.SGD, torch.optim.SGD),
+        (torch.optim.Adagrad, torch.optim.Adagrad),
+        (partial(torch.optim.SparseAdam, eps=1e-30), partial(torch.optim.Adam, eps=1e-30)),
+    ],
+)
+def test_sparse_embeddings_train_on_one_process(world: shoal.World, kinds: Any, stepped: bool) -> None:
     tokens = torch.randint(0, 9, (20, 4), generator=torch.Generator().manual_seed(1))
 
     def trained(sparse: bool) -> Tensor:
         torch.manual_seed(2)
         net = nn.Embedding(9, 3, sparse=sparse, dtype=torch.float64)
         net = shoal.parallelize(net, world)
-        optimizer = kind(net.parameters(), lr=0.1)
+        optimizer = kinds[not sparse](net.parameters(), lr=0.1)
 
         def loss(output: Tensor, _: Any) -> tuple[Tensor, int]:
             return square(output.sum((1, 2)), 1), len(output)

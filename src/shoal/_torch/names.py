@@ -36,6 +36,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"{_FSDP_MODULES}_fsdp_param:FSDPParam._unsharded_param",
         f"{_FSDP_MODULES}_fsdp_param_group:FSDPParamGroup._init_mp_dtypes",
         f"{_FSDP_MODULES}_fsdp_state:FSDPState()._mp_policy",
+        f"{_FSDP_MODULES}_fsdp_state:FSDPState._lazy_init",
         "torch.distributed.device_mesh:DeviceMesh._concatenate",
     ),
     "a layout of several axes stops with an error when it is set up": (

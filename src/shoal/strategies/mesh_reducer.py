@@ -105,8 +105,8 @@ class MeshReducer(Reducer):
             ]
             self._changing = sorted({name for names in self.held.world.gather(mine) for name in names})
         if self._buffer_group is not None:
-            held = filter(None, map(buffers.get, self._changing))  # of this stage
-            broadcast(map(share, held), self._buffer_group)
+            here = [share(buffers[name]) for name in self._changing if name in buffers]
+            broadcast(here, self._buffer_group)
 
     def synchronize(self) -> None:
         """Broadcast the buffers of the group's first rank, since they depend on the local batch."""

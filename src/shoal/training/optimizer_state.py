@@ -30,7 +30,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     Raises StepError if a step can't drive the optimizer, or if it has parameters of another model.
     """
     for part in parts_of(optimizer):
-        _check_kind(part)
+        _check_kind(part, model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     strange = [p for p in parameters if id(p) not in names]
@@ -54,7 +54,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return found
 
 
-def _check_kind(optimizer: object) -> None:
+def _check_kind(optimizer: object, model: nn.Module) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         found = "it is not a torch.optim.Optimizer"
@@ -63,12 +63,19 @@ def _check_kind(optimizer: object) -> None:
     elif _needs_closure(optimizer):
         found = "it takes a closure that computes the loss several times; a step computes it once"
         fix = "use torch.optim.AdamW(model.parameters()), or another that needs no closure"
-    elif isinstance(optimizer, torch.optim.SparseAdam):
-        found = "it takes sparse gradients only, and Shoal sums dense ones"
+    elif isinstance(optimizer, torch.optim.SparseAdam) and not _are_sparse(optimizer, model):
+        found = "it takes sparse gradients only, and some of its parameters have dense ones"
         fix = "use torch.optim.Adam(model.parameters())"
     else:
         return
     raise StepError(given=f"an optimizer of type {kind}", found=found, fix=fix)
+
+
+def _are_sparse(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Return whether all parameters of an optimizer are of layers with sparse gradients."""
+    layers = [each for each in model.modules() if getattr(each, "sparse", False) is True]
+    sparse = {id(parameter) for each in layers for parameter in each.parameters()}
+    return all(id(p) in sparse for group in optimizer.param_groups for p in group["params"])
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
