@@ -22,7 +22,7 @@ from loops import loss
 from shoal.strategies.dtensor import share
 from shoal.telemetry.events import Events, Plain
 from shoal.training.guards.create import Guard, create_guards
-from shoal.training.state_names import parameter_names
+from shoal.training.optimizer_state import parameter_names
 
 CLASSES, BATCH, MICRO_BATCHES, GROUP = 4, 24, 2, 2
 FLIPPED, STEPS = 3, 4

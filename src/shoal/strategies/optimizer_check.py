@@ -180,7 +180,7 @@ def _tried(optimizer: Optimizer) -> tuple[SeparateUpdates | None, str]:
 
 def _draws_random_numbers(optimizer: Optimizer) -> bool:
     """Return whether an optimizer draws random numbers; False if it can't be tried."""
-    with _random_state_kept(), suppress(Exception):
+    with suppress(Exception), _random_state_kept():
         return _run(optimizer, list(_small_parameters(optimizer))).draws
     return False
 
