@@ -49,6 +49,8 @@ def prepare_optimizers(optimizers: Sequence[Optimizer], world: World) -> None:
     elif has_parts(world):
         known = world.service(_Checked).optimizers
         checks = {each: OptimizerCheck(world) for each in optimizers if each not in known}
+        if not checks:  # on all ranks
+            return
         for reasons in world.gather([check.choose(optimizer) for optimizer, check in checks.items()]):
             for optimizer, reason in zip(checks, reasons, strict=False):
                 if reason:

@@ -18,7 +18,7 @@ from shoal.data.gather import gather_calls
 from shoal.data.micro import MicroBatch
 from shoal.distributed.to_device import values_kept
 from shoal.strategies.contracts import Engine
-from shoal.strategies.coupling.batch_norm import coupled_layers
+from shoal.strategies.coupling.batch_norm import coupled_layers, is_covered
 from shoal.strategies.coupling.changed_buffers import (
     OF_COUNT,
     changes,
@@ -242,11 +242,11 @@ class _Trial(TrialRuns):
             return
 
         def check() -> None:
-            if found and found.term is None and not (said and self._missing):
+            raises = splits and self._can_cut and not (said and self._missing)
+            if found and found.term is None and raises:
                 raise found.error(loss)
 
-        if splits and self._can_cut:
-            self.on_all_ranks(check)
+        self.on_all_ranks(check)
         self._world.print(f"shoal: {next(filter(None, lines))}")
 
     def say_untried(self) -> None:
@@ -337,8 +337,11 @@ class _Trial(TrialRuns):
             self._not_sum = NotSum(self._sums, size, term)
 
     def _try_whole_again(self) -> None:
-        """Find out whether losses of runs that do not add up are a matter of chance."""
-        if self._is_silent:
+        """Find out whether losses of runs that do not add up are a matter of chance.
+
+        Not with declared layers that couple samples: they have no other ranks in a trial.
+        """
+        if self._is_silent or any(map(is_covered, self._model.modules())):
             return
         again = self._reduce(self._outputs[0], self._parts[0])
         if not self._adds_up(self._sums, self._tolerance) and _same(again, self._sums[0]):

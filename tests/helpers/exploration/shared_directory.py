@@ -35,6 +35,9 @@ class SharedPath:
     def mkdir(self, *, parents: bool, exist_ok: bool) -> None:
         """The directory exists."""
 
+    def is_symlink(self) -> bool:
+        return False
+
     def iterdir(self) -> Iterator[SharedPath]:
         names = self._world.operate("list", lambda: tuple(sorted(self._world.shared)))
         return (self / name for name in names if "/" not in name)
