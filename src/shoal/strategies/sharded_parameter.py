@@ -51,19 +51,21 @@ class ShardedParameter(DTensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `function`, with gathered parameters if it uses their values."""
         named = kwargs or {}
+        if not _uses_values(function, args):  # hundreds in a step, such as p.grad
+            with without_overrides():
+                return function(*args, **named)
         tensors = [t for t in tree_leaves((args, named)) if isinstance(t, Tensor)]
         planned = any(map(_is_activation, tensors))
-        if _uses_values(function, args):
-            plain = any(not isinstance(t, DTensor) for t in tensors)
+        plain = any(not isinstance(t, DTensor) for t in tensors)
 
-            def gather(tensor: DTensor) -> Tensor:
-                split = _axes(tensor) == _PLANNED  # its layer gets sharded activations
-                if planned and (split or _is_activation(tensor)):
-                    return tensor
-                used = plain or (not split and (planned or CURRENT_DRAWS.get() is not None))
-                return _gathered(tensor, planned=planned) if used else tensor
+        def gather(tensor: DTensor) -> Tensor:
+            split = _axes(tensor) == _PLANNED  # its layer gets sharded activations
+            if planned and (split or _is_activation(tensor)):
+                return tensor
+            used = plain or (not split and (planned or CURRENT_DRAWS.get() is not None))
+            return _gathered(tensor, planned=planned) if used else tensor
 
-            args, named = tree_map_only(DTensor, gather, (args, named))
+        args, named = tree_map_only(DTensor, gather, (args, named))
         with without_overrides():
             result = function(*args, **named)
         if isinstance(result, DTensor) and not planned and _is_of_parameters(function, result):
@@ -101,7 +103,9 @@ def _uses_values(function: Any, args: Any) -> bool:
     if name in _OF_SHARDS or name.startswith("is_"):
         return False
     changes = name.endswith("_") and not name.endswith("__")
-    return not (changes and any(isinstance(t, DTensor) for t in tree_leaves(args[:1])))
+    changed = args[0] if changes and args else ()
+    changed = changed if isinstance(changed, list | tuple) else (changed,)  # of foreach operations
+    return not any(isinstance(each, DTensor) for each in changed)
 
 
 def _axes(tensor: DTensor) -> tuple[str, ...] | None:
