@@ -348,10 +348,22 @@ def test_faint_noise_of_a_rank_is_not_taken_for_coupled_samples() -> None:
 
 
 def test_digests_of_parts_are_those_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [torch.randn(3, size, generator=torch.Generator().manual_seed(size)) for size in (5, 4)]
-    values = torch.cat(rows, 1).double()
-    weights = torch.arange(9).double().cos()
-    expected = torch.stack((values @ weights, values.norm(dim=1)), 1)
+    rows = [torch.randn(3, size, generator=torch.Generator().manual_seed(size)) for size in (9, 4)]
+    monkeypatch.setattr(observed, "_WEIGHTS", 8)
+    weights = torch.arange(8).double().cos()
+    weighted = rows[0].double() @ torch.cat((weights, weights[:1])) + rows[1].double() @ weights[:4]
+    expected = torch.stack((weighted, torch.cat(rows, 1).double().norm(dim=1)), 1)
+    observed._weights.cache_clear()
     for converted in (1, 6, 100):
         monkeypatch.setattr(observed, "_CONVERTED", converted)
-        torch.testing.assert_close(digest(rows), expected)
+        torch.testing.assert_close(digest(rows), expected, rtol=1e-5, atol=1e-5)
+    observed._weights.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_digests_of_masks_do_not_overflow(dtype: torch.dtype) -> None:
+    mask = torch.full((2, 5), torch.finfo(dtype).min, dtype=dtype)
+    mask[1, 4] = 0.0
+    found = digest([mask])
+    torch.testing.assert_close(found[:, 1], mask.double().norm(dim=1))
+    assert found[0, 0] != found[1, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import shoal
 from helpers.ranks import Ranks
 from helpers.small_training import sgd, squares
 from shoal.strategies.coupling.observed import digest
+from shoal.training import trial_runs
 
 
 class Counting(nn.Sequential):
@@ -73,7 +75,7 @@ ROWS = [
     (DROPOUT, 2, "samples", False, 3),
     (DROPOUT, 2, "ranks", False, 3),
     (PLAIN, 1, "samples", True, 3),
-    (DROPOUT, 1, "samples", True, 6),
+    (DROPOUT, 1, "samples", True, 3),
     ((Centered(),), 2, "samples", False, 7),
 ]
 
@@ -93,6 +95,30 @@ def test_the_first_batch_runs_as_a_whole_and_in_halves(
 @pytest.mark.processes
 def test_ranks_run_the_first_batch_as_a_whole_and_in_halves(ranks: Ranks) -> None:
     assert ranks.call(forwards, (*NORM, *DROPOUT), 1, "samples", False) == [3, 3]
+
+
+def test_a_long_trial_says_what_it_does(
+    world: shoal.World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trial_runs, "SECONDS", 0.0)
+    written = ""
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal written
+            deadline = time.monotonic() + 60
+            while not written and time.monotonic() < deadline:
+                written += capsys.readouterr().err
+                time.sleep(0.001)
+            return super().forward(x)
+
+    model = shoal.parallelize(Slow(4, 4), world)
+    step = shoal.Step(model, sgd(model), shoal.Task(squares))
+    step(next(shoal.Loader((torch.randn(8, 4),), world, batch_size=8).epochs(1)))
+    assert written == f"{trial_runs._TRIES}\n"
+    monkeypatch.setattr(trial_runs, "SECONDS", 1e6)
+    forwards(world, PLAIN, 1, "samples", False)
+    assert not capsys.readouterr().err
 
 
 def test_digests_leave_the_rows_as_they_are() -> None:

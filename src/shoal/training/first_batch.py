@@ -77,7 +77,7 @@ def check_first_batch(
         coupling and engine.loop is not None and not any(map(has_compiled_call, model.modules()))
     )
     trial.observes = trial.watches and (world.data_size > 1 or len(batch) > 1)
-    with torch.no_grad(), ExitStack() as stack:
+    with torch.no_grad(), trial.said_if_long(), ExitStack() as stack:
         for one in engines_of(world):  # a GAN's loss runs through the other model
             stack.enter_context(untouched(one.module))
             stack.enter_context(each_in_eval_mode(coupled_layers(one.module)))
@@ -139,11 +139,12 @@ class _Trial(TrialRuns):
         for each in layouts if drew else ():
             each.merge(gather(each.possible))
             each.unknown.found.update(*map(set, gather(sorted(each.unknown.found))))
-        if missing and drew:
-            self._run((*WHOLE, *HALVES), quiet=True)
         if missing:
             self.on_all_ranks(self._reduce_parts)
-            if any(gather(not self._adds_up(self._sums, self._tolerance))):
+            if drew and self._odd_anywhere():  # some random numbers may not belong to samples
+                self._run((*WHOLE, *HALVES), quiet=True)
+                self.on_all_ranks(self._reduce_parts)
+            if self._odd_anywhere():
                 self._run(WHOLE, quiet=drew or not keyed)
                 self.on_all_ranks(self._try_whole_again)
         return drew
@@ -314,6 +315,10 @@ class _Trial(TrialRuns):
             self._sums = sums if is_cut else []
         self._missing = self._has_halves and not self._sums
 
+    def _odd_anywhere(self) -> bool:
+        """Return whether the losses of a rank do not add up. Collective."""
+        return any(self._world.gather(not self._adds_up(self._sums, self._tolerance)))
+
     def _adds_up(self, sums: Sequence[LossSum], tolerance: float) -> bool:
         """Return whether losses may be what they are, the sums over samples."""
         return not sums or self._task.depends_on_batch or is_sum(sums, tolerance)
@@ -371,14 +376,16 @@ class _Trial(TrialRuns):
         if not self._can_cut or again is None or len(found) < 3 or self._gathers:
             return ""
         first, *halves = (each.rows for each in found)
-        inputs = [each.inputs for each in found]
+        inputs = [each.inputs for each in found] if self._compares_inputs else []
         differs = first_difference(self._model, first, again.rows, halves, inputs)
-        if differs or is_comparable(first, halves) or (self._missing and add_up(self._sums)):
+        alike = is_comparable(first, halves) or (self._missing and add_up(self._sums))
+        if differs or alike or not inputs:
             return differs
         return first_difference(self._model, first, again.rows, halves)
 
     def _repeated_difference(self, *, quiet: bool) -> str:
         """Return the first module that differs and does not draw by rank. Collective."""
+        self._compares_inputs = True
         self._run((*WHOLE, *HALVES), quiet=quiet)
         again = self._observed.get(0)
         self._run(WHOLE, quiet=quiet)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,6 +35,11 @@ WHOLE, HALVES, AGAIN, TOGETHER = (0,), (1, 2), (3,), (6,)
 the first run left, and the whole in which `shoal.gather` communicates."""
 
 
+SECONDS = 2.0
+"""The time after which a trial writes what it does."""
+_TRIES = "shoal: checking loss and model on the first batch and its halves, before the first step"
+
+
 class TrialRuns:
     """A rank's first micro-batch as a whole and in halves. A rank without outputs joins collectives.
 
@@ -61,6 +68,8 @@ class TrialRuns:
         """Whether runs record the buffers, to find those that depend on the split."""
         self.observes = False
         """Whether runs are observed, to find coupled samples."""
+        self._compares_inputs = False
+        """Whether inputs of modules are observed too, to find the one that couples samples."""
         self._changing: set[str] = set()
         """The buffers that runs copy if they are not observed: large ones would need memory twice."""
         self._observed: dict[int, Observed] = {}
@@ -72,6 +81,19 @@ class TrialRuns:
         """Whether `shoal.gather` was called."""
         self._obstacle = ""
         """The reason why the losses can't be known."""
+
+    @contextmanager
+    def said_if_long(self) -> Iterator[None]:
+        """Write on rank 0 to stderr what the trial inside does, if it takes longer than SECONDS."""
+        write = partial(print, _TRIES, file=sys.stderr, flush=True)
+        timer = threading.Timer(SECONDS, write)
+        timer.daemon = True
+        if self._world.is_rank_zero:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def on_all_ranks(self, action: Callable[[], None]) -> None:
         """Run a part of the trial; raise a ShoalError of any rank on all ranks. Collective."""
@@ -161,7 +183,12 @@ class TrialRuns:
                 names = None if self.observes else self._changing
                 stack.enter_context(
                     observed.running(
-                        self._model, part.samples, before, modules=self.observes, names=names
+                        self._model,
+                        part.samples,
+                        before,
+                        modules=self.observes,
+                        inputs=self._compares_inputs,
+                        names=names,
                     )
                 )
             stack.enter_context(torch.set_grad_enabled(self._graph))

@@ -6,13 +6,13 @@ as the same in any order: those of experts, graphs or packed sequences are not i
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,8 +28,8 @@ TOLERANCE = 0.02
 """Relative to the largest row: the error of sums in half precision."""
 REPEATED = 1e-3
 """Relative to the largest row: the error of a run that is repeated. Above it, a module draws."""
-_CONVERTED = 1 << 18
-"""The number of elements of an output that are converted to float64 at a time."""
+_CONVERTED, _WEIGHTS = 1 << 18, 1 << 14
+"""The number of elements of an output that are converted at a time, and of different weights."""
 
 Digests: TypeAlias = dict[tuple[str, int, int], Tensor]
 """A weighted sum and the norm of each row of a module's inputs or outputs, by the module's name, the
@@ -60,9 +60,12 @@ class Observed:
         start: dict[str, Tensor],
         *,
         modules: bool,
+        inputs: bool = False,
         names: Collection[str] | None = None,
     ) -> Iterator[None]:
         """Observe a forward pass of `samples` inside, with its `modules`, and restore the buffers.
+
+        Outputs of modules are digested, and with `inputs` their inputs too.
 
         It begins with the buffers in `start`, and otherwise with those that the model has. Only those
         in `names` are copied and restored; None means all.
@@ -89,10 +92,10 @@ class Observed:
         with ExitStack() as stack:
             stack.callback(_load_buffers, model, self.before)
             for name, module in model.named_modules() if modules else ():
-                before, after = partial(note_inputs, name), partial(note_outputs, name)
-                # Before the call, which may change its inputs in place.
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after).remove)
+                if inputs:  # before the call, which may change them in place
+                    before = partial(note_inputs, name)
+                    stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(note_outputs, name)).remove)
             yield
             self.draws_elsewhere = states != _other_random_states()
             self.changed = {
@@ -197,20 +200,30 @@ def _other_random_states() -> object:
 
 
 @torch.no_grad()
-def digest(rows: list[Tensor]) -> Tensor:
-    """Return a weighted sum and the norm of each row of some tensors.
+def digest(rows: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a weighted sum and the norm of each row of some tensors, in float64.
 
-    In float64, but only some columns at a time: a copy of an activation could exceed the memory that a
+    They are computed in `dtype`, or in float64 if that overflows, as with the mask of an attention.
+    Only some columns are converted at a time: a copy of an activation could exceed the memory that a
     step needs.
     """
     samples = len(rows[0])
-    columns = max(1, _CONVERTED // max(1, samples))
+    columns = _WEIGHTS
+    while columns > 1 and columns * samples > _CONVERTED:
+        columns //= 2
     sums = torch.zeros(2, samples, dtype=torch.float64, device=rows[0].device)
-    first = 0
-    for part in chain.from_iterable(each.split(columns, 1) for each in rows):
-        last = first + part.shape[1]
-        values = part.double()
-        sums[0] += values @ torch.arange(first, last, device=part.device).double().cos_()
-        sums[1] += values.square().sum(1)
-        first = last
+    for each in rows:
+        for first, part in enumerate(each.split(columns, 1)):
+            values = part.to(part.dtype if part.dtype == torch.float64 else dtype)
+            place = first * columns % _WEIGHTS
+            sums[0] += values @ _weights(values.dtype, values.device)[place : place + part.shape[1]]
+            sums[1] += torch.linalg.vector_norm(values, dim=1).double().square_()
+    if dtype != torch.float64 and not math.isfinite(sums.sum()):
+        return digest(rows, torch.float64)
     return torch.stack((sums[0], sums[1].sqrt()), dim=1)
+
+
+@lru_cache
+def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weights of columns, which are repeated in wider rows."""
+    return torch.arange(_WEIGHTS, dtype=dtype, device=device).cos_()
