@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import os
 import re
 import sys
@@ -18,13 +20,13 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/migration/plain-pytorch.md"
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 NAMED = re.compile(r"--- (\S+)\n")
 LOSS = re.compile(r"loss (\d\.\d{9})")
+WEIGHT = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
 OLD_LOSSES = (
     lambda output, y: F.cross_entropy(output, y),
     lambda output, y: F.mse_loss(output, y),
     lambda output, y: F.cross_entropy(output, y, ignore_index=-100),
     lambda output, y: F.cross_entropy(output, y, WEIGHT),
 )
-WEIGHT = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
 
 
 def edited(script: str, diff: str) -> str:
@@ -82,6 +84,48 @@ def test_the_sum_over_the_count_is_the_old_loss(row: int) -> None:
     target: Any = torch.randn(5, 3, dtype=torch.float64) if row == 1 else y
     total, count = eval(code, {"F": F, "output": output, "y": target, "weight": WEIGHT})
     assert float(total / count) == pytest.approx(float(OLD_LOSSES[row](output, target)), rel=1e-12)
+
+
+def test_five_pages_lead_from_the_readme_to_a_slurm_job(repository: Path) -> None:
+    """The index names them in order, and each links to the next one."""
+    assert "(docs/index.md#read-these-five-pages)" in (repository / "README.md").read_text()
+    folder = repository / "docs"
+    part = (folder / "index.md").read_text().split("## Read these five pages")[1].split("##")[0]
+    pages = [folder / link for link in re.findall(r"^\d\. \[.*?\]\((.*?)\)", part, re.MULTILINE)]
+    assert len(pages) == 5
+    assert PAGE in pages
+    assert pages[-1] == folder / "clusters/slurm.md"
+    for page, after in itertools.pairwise(pages):
+        links = re.findall(r"\]\(([^)#]*\.md)", page.read_text())
+        assert after.resolve() in [(page.parent / link).resolve() for link in links], page
+
+
+def test_plain_pytorch_comes_first(repository: Path) -> None:
+    for name, others in (
+        ("README.md", r"migration/([\w-]+)\.md"),
+        ("docs/index.md", r"migration/([\w-]+)\.md"),
+        ("docs/migration/index.md", r"\]\(([\w-]+)\.md"),
+        ("mkdocs.yml", r"From .*: migration/([\w-]+)\.md"),
+    ):
+        found = [
+            page for page in re.findall(others, (repository / name).read_text()) if page != "index"
+        ]
+        assert found[0] == PAGE.stem, name
+
+
+def test_the_lines_that_change_are_as_few_as_the_index_says(repository: Path) -> None:
+    fences = FENCE.findall(PAGE.read_text())
+    (old,) = (body for language, body in fences if language == "py")
+    new = old
+    for language, body in fences:
+        if language == "diff" and not NAMED.match(body):
+            new = edited(new, body)
+    lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=2, lineterm=""))[2:]
+    changed = [sum(line[0] == sign and line[1:].strip() != "" for line in lines) for sign in "+-"]
+    index = (repository / "docs/migration/index.md").read_text()
+    (row,) = re.findall(r"^\| a script for one process.*$", index, re.MULTILINE)
+    assert [int(number) for number in re.findall(r"\| (\d+) ", row)] == changed
+    assert len(old.splitlines()) == 40
 
 
 def test_an_edit_that_does_not_fit_is_found() -> None:
