@@ -142,7 +142,7 @@ def check_optimizer(
         raise CheckpointError(
             given=f"a Step with {kind}",
             found=f"the checkpoint has the state of {state['type']}",
-            fix=f"torch.optim.{state['type']}, or start a new run: shoal.Run('runs/b', …)",
+            fix=f"use {state['type']}, or start a new run: shoal.Run('runs/b', …)",
         )
     saved = Grouping(state["members"], state["optimizers"])
     former = Grouping(**state["begun"])
