@@ -178,8 +178,8 @@ def divide(
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
     for parameter in module.parameters():
-        parameter.data = parameter.data.contiguous()  # FSDP2 shards no other layout
-    # FSDP2 shards no number either: each rank keeps it.
+        parameter.data = parameter.data.contiguous()  # FSDP2 requires it
+    # FSDP2 shards no scalars: each rank keeps them.
     options["ignored_params"] = {parameter for parameter in module.parameters() if not parameter.dim()}
     divided: list[Any] = [*units, module]
     for part in divided:
