@@ -37,6 +37,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"{_FSDP_MODULES}_fsdp_param_group:FSDPParamGroup._init_mp_dtypes",
         f"{_FSDP_MODULES}_fsdp_state:FSDPState()._mp_policy",
         f"{_FSDP_MODULES}_fsdp_state:FSDPState._lazy_init",
+        f"{_FSDP_MODULES}_fsdp_state:FSDPState._register_root_post_backward_final_callback",
         "torch.distributed.device_mesh:DeviceMesh._concatenate",
     ),
     "a layout of several axes stops with an error when it is set up": (

@@ -69,7 +69,7 @@ def init(
 
     Raises:
         LaunchError: If the environment variables contradict each other, the device or backend is not
-            available or is not torch's default device, the process group can't form, or torch already
+            available, torch has another default device, the process group can't form, or torch already
             has one.
         LayoutError: If the layout does not fit the number of processes, or does not allow
             `exact="bits"`.

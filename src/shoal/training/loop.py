@@ -131,7 +131,7 @@ def train(
         steps: Number of optimizer steps since the start of training. With both, the schedule spans the
             epochs and the steps end the run: `steps=2` is a dry run. Default: None.
         schedule: Function `(optimizer, total)` that returns a torch scheduler over all optimizer steps,
-            such as a `shoal.LRSchedule`. Default: None.
+            such as a `shoal.LRSchedule`. It is called for each of several optimizers. Default: None.
         micro_batches: Number of micro-batches in a local batch, for gradient accumulation. Default: 1.
         order: Replaces shuffling, as in Loader: a WeightedSampling, a torch Sampler or a SampleOrder.
             Default: None.
@@ -258,10 +258,14 @@ def _check_optimizer(optimizer: object) -> None:
     if callable(optimizer) and not isinstance(optimizer, type):
         return
     name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+    given = f"{name}{'' if isinstance(optimizer, type) else '(…)'}"
+    made = f"torch.optim.{name}(model.parameters(), lr=0.1)"
+    if isinstance(optimizer, list | tuple):
+        given, made = "[…]", "[torch.optim.Muon(…), torch.optim.AdamW(…)]"
     raise StepError(
-        given=f"shoal.train(…, optimizer={name}{'' if isinstance(optimizer, type) else '(…)'})",
+        given=f"shoal.train(…, optimizer={given})",
         found="optimizer is a function of the parallelized model that returns an optimizer",
-        fix=f"optimizer=lambda model: torch.optim.{name}(model.parameters(), lr=0.1)",
+        fix=f"optimizer=lambda model: {made}",
     )
 
 

@@ -54,8 +54,8 @@ class Run:
         optimizer: Optimizer of a model that is not in a Step, or a list of its optimizers; for several
             models, a dict with the same names. Default: None.
         schedule: Scheduler of a model that is not in a Step, or a list; a dict for several models. The
-            loop steps it,
-            once after each optimizer step or once after each epoch; the Run saves and restores it.
+            loop steps it, once after each optimizer step or once after each epoch; the Run saves and
+            restores it.
             Default: None.
         state: Other objects with `state_dict` and `load_state_dict`, by name. Their state must be the
             same on all ranks: if it differs, a save raises CheckpointError. Default: None.

@@ -130,10 +130,10 @@ class LRSchedule:
                 found="the total is a number of optimizer steps: an integer, 0 or more",
                 fix=fix,
             )
-        return _Rates(optimizer, partial(_factor, schedule=self, total=total))
+        return LRScheduleRates(optimizer, partial(_factor, schedule=self, total=total))
 
 
-class _Rates(LambdaLR):
+class LRScheduleRates(LambdaLR):
     """The schedule of all groups of an optimizer, also of those that are added or removed later."""
 
     def get_lr(self) -> list[float | Tensor]:

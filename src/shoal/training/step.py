@@ -40,6 +40,7 @@ from shoal.training.first_batch import check_first_batch
 from shoal.training.loss_scale import LossScale
 from shoal.training.nonfinite import find_nonfinite
 from shoal.training.pending_step import PendingStep, result_mode
+from shoal.training.several import kind_of
 from shoal.training.train_state import TrainState
 from shoal.util.arguments import check_choice
 from shoal.util.decision import Decision
@@ -350,7 +351,7 @@ class Step(TrainState):
         values = {
             "precision": self._autocast and repr(self.precision),
             "clip": self.clip,
-            "schedule": self.schedule and type(self.schedule).__name__,
+            "schedule": self.schedule and kind_of(self.schedule),
             "compile": self._compile and repr(self._compile),
             "result": self._result_given and repr(self._result_given),
         }
