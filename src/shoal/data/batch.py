@@ -174,7 +174,8 @@ class Batch:
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches as the collate function returned them."""
         step = None if self._world is None else self._world.service(CoupledStep)
-        if step is not None:
+        if step is not None and self._world is not None:
+            self._world.begin_noise()
             step.drop()  # of a batch that was skipped
         try:
             for index, micro in enumerate(self.micros):

@@ -23,6 +23,22 @@ def derive_seed(seed: int, purpose: str, index: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def seed_all(seed: int) -> None:
+    """Seed the global generators: Python's, NumPy's (by the last 32 bits) and torch's."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def script_seed() -> int | None:
+    """Return the seed that the script has given to `torch.manual_seed`; None if it has not called it.
+
+    Larger than seeds of scripts are the random one with which torch begins, and those of streams.
+    """
+    seed = torch.initial_seed()
+    return seed if seed < 2**48 else None
+
+
 def random_state() -> dict[str, Any]:
     """Return the global random states of this process: Python's, NumPy's and torch's."""
     state: dict[str, Any] = {

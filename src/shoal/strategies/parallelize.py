@@ -131,7 +131,7 @@ def parallelize(
     register(engine)
     world.provide(ManualLoop, EngineLoop(world))
     object.__setattr__(module, ATTRIBUTE, Attachment(engine))
-    world.reseed(engine.noise_stream)
+    world.pending_noise = engine.noise_stream
     return cast(Model, module)
 
 

@@ -103,7 +103,7 @@ def train(
     compile: str | None = None,
     strategy: Strategy | ModelTransform | Sequence[Strategy | ModelTransform] | None = None,
     layout: str | Layout = "replicate=-1",
-    seed: int = 0,
+    seed: int | None = None,
     world: World | None = None,
     validation: Validation | None = None,
     save: Every | None = None,
@@ -148,7 +148,7 @@ def train(
             a World of size 1. Default: None.
         layout: Degree of each axis of the device mesh, as in `shoal.init`; not with `world`.
             Default: "replicate=-1".
-        seed: Seed of every random stream; not with `world`. Default: 0.
+        seed: Seed of every random stream, as in `shoal.init`; not with `world`. Default: None.
         world: World to train in. `None` calls `shoal.init` and closes it at the end. Default: None.
         validation: Dataset and metrics to evaluate during training, with best checkpoint and early
             stopping. Default: None.
@@ -220,8 +220,8 @@ def train(
         return loop.run_to_end(epochs, steps, save=save)
 
 
-def _check_world(world: World | None, layout: str | Layout, seed: int) -> None:
-    if world is not None and (layout != "replicate=-1" or seed != 0):
+def _check_world(world: World | None, layout: str | Layout, seed: int | None) -> None:
+    if world is not None and (layout != "replicate=-1" or seed is not None):
         raise StepError(
             given=f"shoal.train(…, layout={str(layout)!r}, seed={seed!r}, world=world)",
             found=f"the world has a layout and a seed already: {world.layout}, {world.seed}",

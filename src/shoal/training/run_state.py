@@ -200,6 +200,8 @@ class RunState:
             )
         if loaded.rank_state is not None:
             set_random_state(loaded.rank_state)
+            if loaded.step:
+                self._world.pending_noise = ""
         else:
             self._world.reseed(f"noise from step {loaded.step}")
         return RestorePoint(loaded.step, self._loader.position, self._loader.epoch, loaded.path)

@@ -185,6 +185,7 @@ class Step(TrainState):
 
     def _advance(self, batch: Batch) -> Callable[..., StepResult]:
         """Take one optimizer step; return its result, given the times."""
+        self.engine.world.begin_noise()
         self.engine.world.watchdog.begin_step()
         if not self._prepared:
             self.prepare(batch)
