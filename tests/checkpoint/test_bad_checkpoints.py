@@ -108,7 +108,7 @@ FRESH = re.escape("shoal.Run('runs/b', …)")
             CheckpointError,
             "SGD",
             "the state of AdamW",
-            r"torch.optim.AdamW",
+            "use AdamW",
         ),
         (
             {"part": 2},

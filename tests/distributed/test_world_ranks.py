@@ -26,7 +26,8 @@ import shoal
 from helpers.commands import wait_for
 from helpers.ranks import Ranks, free_port
 from helpers.scripts import Script
-from shoal.distributed.seeds import random_state, set_random_state
+from helpers.small_training import sgd, squares
+from shoal.distributed.seeds import random_state, set_random_state, start_generators
 from shoal.distributed.watchdog import stacks
 from shoal.distributed.watchdog.abort import EXIT_CODE
 from shoal.util.errors import AgreementError, LaunchError
@@ -103,16 +104,21 @@ def test_the_odd_rank_is_named_on_all(ranks: Ranks) -> None:
             assert "the width" in error.fix
 
 
-def streams(world: shoal.World) -> tuple[float, float, float]:
+def streams(world: shoal.World, by_step: bool) -> tuple[float, float, float]:
     world.reseed("weights", by_rank=False)
-    shoal.parallelize(nn.Linear(1, 1), world)
+    model = shoal.parallelize(nn.Linear(1, 1), world)
     weights = float(torch.rand(()))
-    next(iter(next(shoal.Loader((torch.ones(3, 1),), world, batch_size=3).epochs(1))))
+    batch = next(shoal.Loader((torch.ones(3, 1),), world, batch_size=3).epochs(1))
+    if by_step:
+        shoal.Step(model, sgd(model), shoal.Task(squares))(batch)
+    else:
+        next(iter(batch))
     return weights, float(torch.rand(())), float(torch.rand((), generator=world.generator("mine")))
 
 
-def test_weights_are_the_same_everywhere_and_noise_nowhere(ranks: Ranks) -> None:
-    weights, noise, mine = (set(values) for values in zip(*ranks.call(streams), strict=True))
+@pytest.mark.parametrize("by_step", [False, True])
+def test_weights_are_the_same_everywhere_and_noise_nowhere(ranks: Ranks, by_step: bool) -> None:
+    weights, noise, mine = (set(values) for values in zip(*ranks.call(streams, by_step), strict=True))
     assert (len(weights), len(noise), len(mine)) == (1, 3, 3)
 
 
@@ -122,10 +128,9 @@ def start(world: shoal.World, seed: int) -> tuple[int, float, float, float]:
     random.seed(seed + world.rank)
     np.random.seed(seed + world.rank)
     torch.manual_seed(seed + world.rank)
-    world._seed_generators(None)
-    found = world.seed, random.random(), float(np.random.rand()), float(torch.rand(()))
+    root = start_generators(None, world.broadcast)
+    found = root, random.random(), float(np.random.rand()), float(torch.rand(()))
     set_random_state(kept)
-    world.seed = 0
     return found
 
 

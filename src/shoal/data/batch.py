@@ -12,6 +12,7 @@ from shoal.data.gather import GatheredRows, gather_rows
 from shoal.data.micro import CURRENT_DRAWS, Draws, MicroBatch
 from shoal.data.noise import Noise
 from shoal.data.step_result import StepResult
+from shoal.distributed.rank_noise import RankNoise
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class Batch:
         """Yield the micro-batches as the collate function returned them."""
         step = None if self._world is None else self._world.service(CoupledStep)
         if step is not None and self._world is not None:
-            self._world.begin_noise()
+            self._world.service(RankNoise).begin()
             step.drop()  # of a batch that was skipped
         try:
             for index, micro in enumerate(self.micros):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,22 @@ def script_seed() -> int | None:
     """
     seed = torch.initial_seed()
     return seed if seed < 2**48 else None
+
+
+def start_generators(seed: int | None, broadcast: Callable[[Any], Any]) -> int:
+    """Seed the global generators equally on all ranks, or keep those of rank 0; return the root seed.
+
+    Collective without a `seed`.
+    """
+    if seed is None:
+        seed, state = broadcast((script_seed(), random_state()))
+        if seed is not None:
+            set_random_state(state)
+            return seed
+        seed_all(derive_seed(0, "weights", 0))
+        return 0
+    seed_all(seed)
+    return seed
 
 
 def random_state() -> dict[str, Any]:

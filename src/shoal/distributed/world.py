@@ -28,10 +28,8 @@ from shoal.distributed.run_log import RunLog
 from shoal.distributed.seeds import (
     DeterministicMode,
     derive_seed,
-    random_state,
-    script_seed,
     seed_all,
-    set_random_state,
+    start_generators,
 )
 from shoal.distributed.watchdog import abort
 from shoal.distributed.watchdog.diagnosis import WaitLimits
@@ -116,8 +114,6 @@ class World:
         self._closed = False
         self._deterministic_mode = deterministic_mode
         self.decisions = (*joined.choices, self._deterministic_mode.decision)
-        self.pending_noise = ""
-        """The purpose for which `begin_noise` will seed the global generators, if any."""
         self.run_log: Final = RunLog()
         self.watchdog: Final = Watchdog(
             None if self.simulated else self.group,
@@ -128,8 +124,7 @@ class World:
         self.membership: Final = Membership(
             self.watchdog, rank=self.rank, size=self.size, renumber=self._renumber
         )
-        self.seed = 0
-        self._seed_generators(seed)
+        self.seed = start_generators(seed, self.broadcast)
         atexit.register(self._close_at_exit)
 
     @property
@@ -335,24 +330,6 @@ class World:
         """
         return derive_seed(self.seed, purpose, self.data_rank if by_rank else 0)
 
-    def _seed_generators(self, seed: int | None) -> None:
-        """Seed the global generators equally on all ranks, or keep those of rank 0. Collective."""
-        if seed is not None:
-            self.seed = seed
-            seed_all(seed)
-            return
-        found, state = self.broadcast((script_seed(), random_state()))
-        if found is None:
-            self.reseed("weights", by_rank=False)
-        else:
-            self.seed = found
-            set_random_state(state)
-
-    def begin_noise(self) -> None:
-        """Seed the global generators by rank, in the first step of a parallelized model."""
-        if self.pending_noise:
-            self.reseed(self.pending_noise)
-
     def reseed(self, purpose: str, *, by_rank: bool = True) -> None:
         """Seed the global generators of Python, NumPy and torch for one purpose.
 
@@ -362,7 +339,6 @@ class World:
             purpose: Any string; each has its own random stream.
             by_rank: Whether each data-parallel rank has its own stream. Default: True.
         """
-        self.pending_noise = ""
         seed_all(self.seed_for(purpose, by_rank=by_rank))
 
     def print(self, *parts: object) -> None:

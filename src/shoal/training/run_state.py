@@ -22,6 +22,7 @@ from shoal.checkpoint import (
     take_apart,
 )
 from shoal.data import Loader
+from shoal.distributed.rank_noise import RankNoise
 from shoal.distributed.seeds import random_state, set_random_state
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import divided, is_divided
@@ -200,10 +201,10 @@ class RunState:
             )
         if loaded.rank_state is not None:
             set_random_state(loaded.rank_state)
-            if loaded.step:
-                self._world.pending_noise = ""
         else:
             self._world.reseed(f"noise from step {loaded.step}")
+        if loaded.step:
+            self._world.service(RankNoise).close()
         return RestorePoint(loaded.step, self._loader.position, self._loader.epoch, loaded.path)
 
     def _check_models(self) -> None:

@@ -21,6 +21,7 @@ from shoal.data.coupling.step import CoupledStep
 from shoal.data.micro import MicroBatch
 from shoal.data.step_result import StepResult
 from shoal.distributed.consistency import check_same_environment
+from shoal.distributed.rank_noise import RankNoise
 from shoal.distributed.seeds import random_state, set_random_state
 from shoal.strategies import engine_of
 from shoal.strategies.correction import (
@@ -185,7 +186,7 @@ class Step(TrainState):
 
     def _advance(self, batch: Batch) -> Callable[..., StepResult]:
         """Take one optimizer step; return its result, given the times."""
-        self.engine.world.begin_noise()
+        self.engine.world.service(RankNoise).begin()
         self.engine.world.watchdog.begin_step()
         if not self._prepared:
             self.prepare(batch)
