@@ -9,7 +9,7 @@ class RankNoise:
     """The global generators of the ranks of a World, which draw the same until the first step.
 
     From then on, those of ranks with other samples draw other numbers. Those of a single data-parallel
-    rank go on as they are.
+    rank continue.
     """
 
     def __init__(self, world: World) -> None:
