@@ -179,6 +179,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "the state that other nodes wrote is not checked": (f"{_BACKEND}._decode_state",),
     "each step waits for its result": ("torch.optim:AdamW()._step_supports_amp_scaling",),
+    "a schedule in another one needs no interval": (
+        "torch.optim.lr_scheduler:SequentialLR()._schedulers",
+    ),
     "lists of tensors are computed tensor by tensor": tuple(
         f"torch:_foreach_{name}" for name in ("add_", "copy_", "lerp_", "mul_", "neg_", "norm", "sub_")
     ),

@@ -44,28 +44,28 @@ class SeveralOptimizers(Optimizer):
 
 
 class SeveralSchedules(LRScheduler):
-    """Schedules that step together."""
+    """Schedules that step together, under the same name as those of a ChainedScheduler."""
 
     def __init__(self, schedules: Sequence[LRScheduler]) -> None:
-        self.schedules = tuple(schedules)
+        self._schedulers = tuple(schedules)
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
         """The number of steps of the first schedule."""
-        return self.schedules[0].last_epoch
+        return self._schedulers[0].last_epoch
 
     def step(self) -> None:  # type: ignore[override]
         """Step each schedule."""
-        for each in self.schedules:
+        for each in self._schedulers:
             each.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all."""
-        return {"schedules": [each.state_dict() for each in self.schedules]}
+        return {"schedules": [each.state_dict() for each in self._schedulers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of all."""
-        for each, state in zip(self.schedules, state_dict["schedules"], strict=True):
+        for each, state in zip(self._schedulers, state_dict["schedules"], strict=True):
             each.load_state_dict(state)
 
 
