@@ -65,6 +65,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.autograd.graph:Node()._saved_reduction",
         "torch.autograd.graph:Node()._saved_self_sym_numel",
     ),
+    "a loop stops with an error in its first step": (
+        "torch.autograd.graph:Node()._input_metadata",
+        "torch.autograd.graph:Node()._saved_self_sym_sizes",
+    ),
     "a step stops with an error before anything is computed": (
         "torch:Tensor._version",
         "torch.nn:Module._parameters",
