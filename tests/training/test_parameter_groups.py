@@ -296,7 +296,8 @@ SERIES = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
 def test_a_schedule_may_be_that_of_one_of_them(world: shoal.World) -> None:
     model = shoal.parallelize(network(), world)
     optimizers = several(model)
-    step = shoal.Step(model, optimizers, shoal.Task(loss), schedule=SERIES(optimizers[1]))
+    rates = SERIES(optimizers[1])
+    step = shoal.Step(model, optimizers, shoal.Task(loss), schedule=rates, schedule_interval="step")
     (batch, *_) = shoal.Loader(samples(), world, batch_size=SAMPLES).epochs(1)
     step(batch)
     assert [group["lr"] for group in step.optimizer.param_groups] == [0.02, 0.005]

@@ -82,6 +82,7 @@ class Batch:
             has only padding samples. With groups of samples and several micro-batches, samples of other
             ranks may be between these positions; see `ranges`.
         ranges: Ranges of positions that this rank's samples have: start, stop, start, stop, ….
+        epoch: Epoch of its samples, from 0.
         ends_epoch: True for the last batch of an epoch.
         processed: True once a step has processed the batch.
         wait: Seconds that the rank waited for this batch.
@@ -115,6 +116,7 @@ class Batch:
         "_world",
         "backwards",
         "ends_epoch",
+        "epoch",
         "first",
         "micros",
         "processed",
@@ -134,9 +136,11 @@ class Batch:
         wait: float = 0.0,
         world: World | None = None,
         loader: BatchSource | None = None,
+        epoch: int = 0,
         ends_epoch: bool = False,
     ) -> None:
         self.first = first
+        self.epoch = epoch
         self.ends_epoch = ends_epoch
         self.size = size
         self.micros = micros

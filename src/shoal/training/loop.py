@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -93,6 +94,7 @@ def train(
     epochs: int | None = None,
     steps: int | None = None,
     schedule: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None,
+    schedule_interval: str | None = None,
     micro_batches: int = 1,
     order: SampleOrder | TorchSampler[Any] | None = None,
     seed_transforms: bool = False,
@@ -130,8 +132,10 @@ def train(
         epochs: Number of epochs since the start of training. Required without `steps`. Default: None.
         steps: Number of optimizer steps since the start of training. With both, the schedule spans the
             epochs and the steps end the run: `steps=2` is a dry run. Default: None.
-        schedule: Function `(optimizer, total)` that returns a torch scheduler over all optimizer steps,
-            such as a `shoal.LRSchedule`. It is called for each of several optimizers. Default: None.
+        schedule: Function `(optimizer, total)` that returns a torch scheduler, such as a
+            `shoal.LRSchedule`; `total` is the number of optimizer steps, or of epochs with
+            `schedule_interval="epoch"`. It is called for each of several optimizers. Default: None.
+        schedule_interval: "step" or "epoch", as in Step. Default: None.
         micro_batches: Number of micro-batches in a local batch, for gradient accumulation. Default: 1.
         order: Replaces shuffling, as in Loader: a WeightedSampling, a torch Sampler or a SampleOrder.
             Default: None.
@@ -207,10 +211,19 @@ def train(
             num_workers=num_workers,
         )
         chosen: Any = optimizer(made)
-        total = len(loader) * epochs if epochs else steps or 0
+        total = _length(loader, epochs, steps, by_epoch=schedule_interval == "epoch")
         several = chosen if isinstance(chosen, list | tuple) else [chosen]
         rates = schedule and [schedule(each, total) for each in several]
-        step = Step(made, chosen, task, precision=precision, clip=clip, compile=compile, schedule=rates)
+        step = Step(
+            made,
+            chosen,
+            task,
+            precision=precision,
+            clip=clip,
+            compile=compile,
+            schedule=rates,
+            schedule_interval=schedule_interval,
+        )
         average = None if ema is None else EMA(made, decay=ema)
         verdict = EarlyStoppingState(validation and validation.collating(collate_fn))
         state: dict[str, Any] = {"verdict": verdict} | ({} if average is None else {"ema": average})
@@ -218,6 +231,13 @@ def train(
         stack.enter_context(run)
         loop = _Loop(run, step, average, verdict, callbacks, Deadline(max_time, world))
         return loop.run_to_end(epochs, steps, save=save)
+
+
+def _length(loader: Loader, epochs: int | None, steps: int | None, *, by_epoch: bool) -> int:
+    """Return the number of optimizer steps of a run, or that of its epochs."""
+    if by_epoch:
+        return epochs or math.ceil((steps or 0) / len(loader))
+    return len(loader) * epochs if epochs else steps or 0
 
 
 def _check_world(world: World | None, layout: str | Layout, seed: int | None) -> None:
