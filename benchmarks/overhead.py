@@ -87,7 +87,7 @@ class Forgetful(RunEvents):
     """Events that keep no step, and do all else that a tick needs."""
 
     def tick(self, now: float) -> bool:
-        recorded, self._recorded = self._recorded, self._numbers()
+        recorded, self._recorded = self._recorded, self.numbers()
         return recorded != self._recorded
 
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +64,13 @@ def frozen_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def unseeded() -> None:
+    """A test does not begin with the seed of another one, which `shoal.init` would keep."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(2**62)
 
 
 @pytest.fixture(autouse=True)

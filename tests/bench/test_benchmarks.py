@@ -26,6 +26,7 @@ PROCESSES = (
     "gpu/compile_time --layers 2 --width 16 --context 8 --words 32 --rounds 1 --steps 1",
     "asynchronous --seeds 1 --epochs 1 --steps 10 --ways int8",
     "exact_layers --ranks 2 --networks GPT",
+    "first_step --models mlp --rounds 1",
     "guards --strategies single --flips 1",
     "measured_shares --width 16 --batch 16 --rounds 1 --steps 1 --adapt 0.1",
     f"{OPTION} batch-norm --ways torch batch",

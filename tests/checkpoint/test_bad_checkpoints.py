@@ -52,7 +52,14 @@ def build(
     net = shoal.parallelize(model(), world)
     chosen = optimizer(list(net.parameters())[part:])
     steps = torch.optim.lr_scheduler.StepLR(chosen, 2) if schedule else None
-    step = shoal.Step(net, chosen, shoal.Task(loss), schedule=steps, precision=precision)
+    step = shoal.Step(
+        net,
+        chosen,
+        shoal.Task(loss),
+        schedule=steps,
+        schedule_interval="step",
+        precision=precision,
+    )
     data = shoal.Loader((X[:samples], Y[:samples]), world, batch_size=8, **options)
     return shoal.Run(directory, dict.fromkeys(names, step), data)
 
@@ -108,7 +115,7 @@ FRESH = re.escape("shoal.Run('runs/b', …)")
             CheckpointError,
             "SGD",
             "the state of AdamW",
-            r"torch.optim.AdamW",
+            "use AdamW",
         ),
         (
             {"part": 2},

@@ -115,7 +115,7 @@ def test_who_holds_the_lock_of_an_earlier_version_is_not_taken_for_a_run(
         assert said == "held\n"
         with pytest.raises(CheckpointError) as raised:
             Lock(path)
-        assert "opened and locked it" in raised.value.found
+        assert "only reads lock has locked it" in raised.value.found
         assert f"rm {path}" in raised.value.fix
         path.unlink()
         Lock(path).release()

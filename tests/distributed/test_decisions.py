@@ -180,6 +180,7 @@ def test_a_device_that_is_set_before_is_the_ranks(
             with pytest.raises(LaunchError, match=device) as raised:
                 choose_device(given, place)
             assert reason in raised.value.given
+            assert given or raised.value.fix.startswith("torch.set_default_device(")
         else:
             choice = choose_device(given, place)
             assert choice.value == torch.device(device)

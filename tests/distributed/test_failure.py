@@ -6,6 +6,7 @@ import socket
 from dataclasses import replace
 from email.message import Message
 from types import SimpleNamespace
+from typing import cast
 from urllib.error import HTTPError
 
 import pytest
@@ -134,6 +135,12 @@ def response(error: Exception, **values: object) -> Exception:
     return error
 
 
+def named(name: str) -> Exception:
+    """Return an error of a class derived from one of this name."""
+    kind = type(name, (Exception,), {})
+    return cast(Exception, type("Derived", (kind,), {})())
+
+
 def caused(error: BaseException, cause: BaseException) -> BaseException:
     error.__cause__ = cause
     return error
@@ -161,6 +168,15 @@ BOTO = {"ResponseMetadata": {"HTTPStatusCode": 503}}
         (response(RuntimeError(), status=429), "HTTP 429"),
         (response(RuntimeError(), code=504), "HTTP 504"),
         (response(RuntimeError(), code="NoSuchKey", response=None), ""),
+        # urllib3 after its retries, which holds the error of the last one.
+        (caused(RuntimeError(), ValueError("", OSError(errno.ECONNRESET, ""))), "ECONNRESET"),
+        (caused(RuntimeError(), ValueError("", FileNotFoundError(errno.ENOENT, ""))), ""),
+        (OSError({}, TimeoutError()), "TimeoutError"),
+        *(
+            (named(name), name)
+            for name in ("IncompleteRead", "ServerDisconnectedError", "ResponseError")
+        ),
+        (named("DecodeError"), ""),
         # The last fault of a system or a server counts.
         (caused(RuntimeError(), OSError(errno.ESTALE, "")), "ESTALE"),
         (caused(FileNotFoundError(errno.ENOENT, ""), OSError(errno.EIO, "")), ""),

@@ -54,6 +54,39 @@ def test_weights_follow_the_seed() -> None:
     assert all(a != b for a, b in zip(found[0], found[2], strict=True))
 
 
+def seeded(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_script_draws_what_it_draws_in_plain_torch(seed: int) -> None:
+    seeded(seed)
+    expected = drawn(), drawn()
+    for script in (False, True):
+        if script:
+            seeded(seed)
+        with shoal.init(device="cpu", seed=None if script else seed) as world:
+            found = drawn()
+            for _ in range(2):
+                shoal.parallelize(nn.utils.skip_init(nn.Linear, 1, 1), world)
+            assert world.seed == seed
+            next(iter(next(shoal.Loader((torch.ones(2, 1),), world, batch_size=2).epochs(1))))
+            assert (found, drawn()) == expected
+
+
+def test_a_seed_that_nobody_has_given_is_0() -> None:
+    found = []
+    for _ in range(2):  # the second world is not seeded by the first
+        with shoal.init(device="cpu") as world:
+            assert world.seed == 0
+            found.append(drawn())
+    assert found[0] == found[1]
+    with pytest.raises(LaunchError, match="18446744073709551616"):
+        shoal.init(device="cpu", seed=2**64)
+
+
 def test_streams_differ_by_seed_purpose_and_rank(world: shoal.World) -> None:
     seeds = {
         derive_seed(seed, purpose, rank)
@@ -67,10 +100,6 @@ def test_streams_differ_by_seed_purpose_and_rank(world: shoal.World) -> None:
     first, again = (torch.rand(3, generator=world.generator("mine")) for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, torch.rand(3, generator=world.generator("yours")))
-    shoal.parallelize(nn.Linear(1, 1), world)
-    found = drawn()
-    world.reseed("noise")
-    assert drawn() == found
 
 
 @pytest.mark.parametrize("before", ["default", "warn", "error"])

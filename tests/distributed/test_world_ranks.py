@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import random
 import threading
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,6 +26,8 @@ import shoal
 from helpers.commands import wait_for
 from helpers.ranks import Ranks, free_port
 from helpers.scripts import Script
+from helpers.small_training import sgd, squares
+from shoal.distributed.seeds import random_state, set_random_state, start_generators
 from shoal.distributed.watchdog import stacks
 from shoal.distributed.watchdog.abort import EXIT_CODE
 from shoal.util.errors import AgreementError, LaunchError
@@ -100,16 +104,44 @@ def test_the_odd_rank_is_named_on_all(ranks: Ranks) -> None:
             assert "the width" in error.fix
 
 
-def streams(world: shoal.World) -> tuple[float, float, float]:
+def streams(world: shoal.World, by_step: bool) -> tuple[float, float, float]:
     world.reseed("weights", by_rank=False)
+    model = shoal.parallelize(nn.Linear(1, 1), world)
     weights = float(torch.rand(()))
-    shoal.parallelize(nn.Linear(1, 1), world)
+    batch = next(shoal.Loader((torch.ones(3, 1),), world, batch_size=3).epochs(1))
+    if by_step:
+        shoal.Step(model, sgd(model), shoal.Task(squares))(batch)
+    else:
+        next(iter(batch))
     return weights, float(torch.rand(())), float(torch.rand((), generator=world.generator("mine")))
 
 
-def test_weights_are_the_same_everywhere_and_noise_nowhere(ranks: Ranks) -> None:
-    weights, noise, mine = (set(values) for values in zip(*ranks.call(streams), strict=True))
+@pytest.mark.parametrize("by_step", [False, True])
+def test_weights_are_the_same_everywhere_and_noise_nowhere(ranks: Ranks, by_step: bool) -> None:
+    weights, noise, mine = (set(values) for values in zip(*ranks.call(streams, by_step), strict=True))
     assert (len(weights), len(noise), len(mine)) == (1, 3, 3)
+
+
+def start(world: shoal.World, seed: int) -> tuple[int, float, float, float]:
+    """Seed each rank differently, as a script may, and return the seed of a new World and its draws."""
+    kept = random_state()
+    random.seed(seed + world.rank)
+    np.random.seed(seed + world.rank)
+    torch.manual_seed(seed + world.rank)
+    root = start_generators(None, world.broadcast)
+    found = root, random.random(), float(np.random.rand()), float(torch.rand(()))
+    set_random_state(kept)
+    return found
+
+
+def test_all_ranks_begin_with_the_random_state_of_rank_0(ranks: Ranks) -> None:
+    kept = random_state()
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    expected = 5, random.random(), float(np.random.rand()), float(torch.rand(()))
+    set_random_state(kept)
+    assert ranks.call(start, 5) == [expected] * RANKS
 
 
 def section(world: shoal.World, directory: Path) -> tuple[bool, list[str]]:

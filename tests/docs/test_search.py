@@ -88,7 +88,7 @@ AMONG_THREE = {
     "Muon": "guides/several-optimizers/",
     "Muon FSDP": "guides/several-optimizers/",
     "custom optimizer": "guides/several-optimizers/",
-    "epoch mean": "guides/losses/",
+    "epoch mean": "guides/experiment-tracking/",
     "MASTER_ADDR": "clusters/launchers/",
     "map_location": "migration/plain-pytorch/",
     "idr_torch": "clusters/launchers/",

@@ -205,6 +205,7 @@ def _serve(
     torch.set_num_threads(1)
     while division is not None:
         os.environ["MASTER_PORT"] = str(division.port)
+        torch.manual_seed(2**62)  # no seed of a test before, which init would keep
         with shoal.init(layout=division.layout, **options) as world:
             division = _answer(pipe, world)
 

@@ -355,6 +355,29 @@ def test_without_the_node_that_holds_the_rendezvous_all_end(
     wait_for(lambda: not [pid for each in both for pid in each.members()])
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("host_ends", "found"),
+    [
+        (True, "which hosts the rendezvous, can't be reached"),
+        pytest.param(False, "after 30 s too few nodes have joined", marks=pytest.mark.long),
+    ],
+)
+def test_nodes_that_wait_for_a_fault_to_pass_know_when_the_others_end(
+    nodes: Nodes, host_ends: bool, found: str
+) -> None:
+    """At once, and not after 300 s, if it is the host; others have the usual time to come back."""
+    options = ["--restarts", "1" if host_ends else "10", "--silence", "2", "--wait", "30"]
+    both = nodes.start_two("raise OSError(5, 'away')", *options)
+    for each in both:
+        assert each.process.stderr is not None
+        assert any("EIO may pass (" in line for line in each.process.stderr)
+    gone, stays = nodes.holder() if host_ends else nodes.holder()[::-1]
+    gone.process.terminate()
+    assert gone.end().code == 143
+    refused(stays.end(), found)
+
+
 @pytest.mark.long
 def test_a_node_that_stood_still_is_left_behind_and_comes_back(nodes: Nodes) -> None:
     """Its processes are stopped, as when a machine is cut off or suspended, and go on later."""

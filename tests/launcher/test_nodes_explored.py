@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -151,7 +152,9 @@ class RunOfNodes:
 
         def carried_out(verdict: AttemptOutcome, mine: bool, group: Any) -> Any:
             self.carried[agent._attempt.number, node] = verdict
-            return carry_out(verdict, mine, group)
+            # A long wait for a fault to pass would only repeat one look at the others.
+            history = replace(verdict.history, wait=min(verdict.history.wait, 1))
+            return carry_out(replace(verdict, history=history), mine, group)
 
         agent._carry_out = carried_out
         return agent, handler

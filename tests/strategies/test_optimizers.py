@@ -118,10 +118,10 @@ KINDS |= {f"{name}, foreach": kind(name, foreach=True) for name in (*NAMES, "Ada
 KINDS |= {f"{name}, fused": kind(name, fused=True) for name in ("Adam", "SGD", "Adagrad")}
 KINDS |= {each.__name__: each for each in (Lion, Masked, Lamb, Shampoo)}
 KINDS |= {"Adagrad": adagrad, "momentum": kind("SGD", momentum=0.9, nesterov=True)}
-COUPLED = "its update of a parameter depends on more than this parameter and its state"
+COUPLED = "its update of a parameter depends on more than that parameter and its state"
 REFUSED: dict[str, tuple[Made, str]] = {
     "Limited": (Limited, COUPLED),
-    "Noisy": (Noisy, "its updates depend on random numbers, and each rank draws others"),
+    "Noisy": (Noisy, "its updates depend on random numbers, and each rank draws different ones"),
     "capturable": (kind("Adam", capturable=True), "a trial step on small parameters raises Assert"),
 }
 

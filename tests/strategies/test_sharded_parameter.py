@@ -89,9 +89,11 @@ def data() -> Tensor:
     return torch.randn(22, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def trained(world: shoal.World, loss: Loss, stepped: bool) -> tuple[list[float], dict[str, Any]]:
+def trained(
+    world: shoal.World, loss: Loss, modules: Any, stepped: bool
+) -> tuple[list[float], dict[str, Any]]:
     torch.manual_seed(3)
-    net = shoal.parallelize(Net().double(), world)
+    net = shoal.parallelize(Net().double(), world, shoal.FSDP(modules=modules))
     begun = {name: p.detach().clone() for name, p in net.named_parameters()}
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     task = shoal.Task(lambda output, batch: (loss(net, batch[0], begun), len(output)))
@@ -113,13 +115,21 @@ def trained(world: shoal.World, loss: Loss, stepped: bool) -> tuple[list[float],
     return found, {name: whole(p.detach()).numpy().copy() for name, p in net.named_parameters()}
 
 
-@pytest.mark.parametrize("loss", [children, penalties, weights])
+@pytest.mark.parametrize(
+    ("loss", "modules"),
+    [
+        (children, None),
+        (penalties, None),
+        (weights, None),
+        (weights, ()),
+    ],  # the last: no output of units
+)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_code_outside_forward_trains_like_one_process(
-    ranks: Ranks, world: shoal.World, loss: Loss, stepped: bool
+    ranks: Ranks, world: shoal.World, loss: Loss, modules: Any, stepped: bool
 ) -> None:
-    expected, parameters = trained(world, loss, stepped)
-    for found, others in ranks.call(trained, loss, stepped):
+    expected, parameters = trained(world, loss, modules, stepped)
+    for found, others in ranks.call(trained, loss, modules, stepped):
         assert found == pytest.approx(expected, rel=TOLERANCE)
         for name, value in parameters.items():
             np.testing.assert_allclose(others[name], value, atol=TOLERANCE)

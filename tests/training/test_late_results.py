@@ -66,6 +66,7 @@ class Training:
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.9)
         options: dict[str, Any] = {"clip": clip, "schedule": self.schedule, "result": result}
+        options["schedule_interval"] = "step"
         self.step = shoal.Step(self.model, self.optimizer, shoal.Task(cross_entropy), **options)
         data = samples(dtype, bad=bad)
         self.loader = shoal.Loader(data, world, batch_size=BATCH, micro_batches=2, shuffle=False)

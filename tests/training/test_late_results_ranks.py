@@ -56,6 +56,7 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.9)
         self.model = model
         options: dict[str, Any] = {"clip": 0.1, "schedule": self.schedule, "result": result}
+        options["schedule_interval"] = "step"
         self.step = shoal.Step(model, self.optimizer, shoal.Task(loss), **options)
         generator = torch.Generator().manual_seed(1)
         inputs = torch.randn(BATCH * STEPS, 4, generator=generator).double()

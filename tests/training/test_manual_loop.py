@@ -126,7 +126,7 @@ def test_options_of_a_step_that_a_loop_would_ignore_raise(
     parts: Parts, option: str, value: Any, fix: str
 ) -> None:
     if option == "schedule":
-        value = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1)
+        value = torch.optim.lr_scheduler.ConstantLR(parts.optimizer)
     step = parts.step(**{option: value})
     with pytest.raises(StepError, match=f"no effect: {option}") as caught:
         parts.take(parts.batch)

@@ -208,6 +208,48 @@ def test_a_parameter_in_two_optimizers_is_refused(world: shoal.World) -> None:
         shoal.Step(model, [], shoal.Task(loss))
 
 
+def test_the_fix_for_other_optimizers_is_code(world: shoal.World) -> None:
+    model = shoal.parallelize(network(), world)
+    state = shoal.Step(model, several(model), shoal.Task(loss)).state_dict()
+    with pytest.raises(shoal.CheckpointError) as caught:
+        shoal.Step(model, AdamW(model.parameters()), shoal.Task(loss)).load_state_dict(state)
+    assert caught.value.found == "the checkpoint has the state of Muon and SGD"
+    assert caught.value.fix.startswith("use Muon and SGD, or start a new run")
+
+
+def step_with(world: shoal.World, *schedules: int) -> shoal.Step:
+    """A Step with schedules of these two optimizers."""
+    model = shoal.parallelize(network(), world)
+    optimizers = several(model)
+    rates = [SCHEDULE(optimizers[number], STEPS) for number in schedules]
+    return shoal.Step(model, optimizers, shoal.Task(loss), schedule=rates)
+
+
+def test_no_schedule_is_one_of_them(world: shoal.World) -> None:
+    step = step_with(world)
+    step(next(shoal.Loader(samples(), world, batch_size=SAMPLES).epochs(1)))
+    assert "schedule" not in step.state_dict()
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [((0, 1), (1,)), ((1,), (0, 1))])
+def test_another_number_of_schedules_is_no_resume(
+    saved: tuple[int, ...], resumed: tuple[int, ...], world: shoal.World
+) -> None:
+    state = step_with(world, *saved).state_dict()
+    found = rf"a Step with {len(resumed)} schedule\(s\)(.|\n)*a checkpoint with {len(saved)}"
+    with pytest.raises(shoal.CheckpointError, match=found):
+        step_with(world, *resumed).load_state_dict(state)
+
+
+def test_a_schedule_of_another_optimizer_has_the_users_name(world: shoal.World) -> None:
+    model = shoal.parallelize(network(), world)
+    optimizers, others = several(model), several(model)
+    with pytest.raises(shoal.StepError) as caught:
+        shoal.Step(model, optimizers, shoal.Task(loss), schedule=[SCHEDULE(others[0], STEPS)])
+    assert caught.value.given == "schedule=LRScheduleRates"
+    assert caught.value.found == "its Muon is not the one given: Muon and SGD"
+
+
 def test_a_custom_loop_saves_several(world: shoal.World, tmp_path: Path) -> None:
     found = []
     for name in ("a", "b", "b"):  # at once, or in two runs
@@ -254,7 +296,8 @@ SERIES = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
 def test_a_schedule_may_be_that_of_one_of_them(world: shoal.World) -> None:
     model = shoal.parallelize(network(), world)
     optimizers = several(model)
-    step = shoal.Step(model, optimizers, shoal.Task(loss), schedule=SERIES(optimizers[1]))
+    rates = SERIES(optimizers[1])
+    step = shoal.Step(model, optimizers, shoal.Task(loss), schedule=rates, schedule_interval="step")
     (batch, *_) = shoal.Loader(samples(), world, batch_size=SAMPLES).epochs(1)
     step(batch)
     assert [group["lr"] for group in step.optimizer.param_groups] == [0.02, 0.005]

@@ -91,7 +91,12 @@ def lower_scale(step: shoal.Step, value: float = 512.0) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"schedule": cosine, "clip": 0.1}, {"precision": "bf16"}, {"precision": "fp16"}],
+    [
+        {},
+        {"schedule": cosine, "schedule_interval": "step", "clip": 0.1},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+    ],
     ids=["plain", "schedule", "bf16", "fp16"],
 )
 def test_the_same_command_first_and_after(

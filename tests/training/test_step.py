@@ -425,7 +425,10 @@ def test_optimizers_that_no_step_can_drive(
     ("schedule", "found"),
     [
         (torch.optim.lr_scheduler.ReduceLROnPlateau, "with a metric"),
-        (lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(sgd(network()), 0.5), "another SGD"),
+        (
+            lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(sgd(network()), 0.5),
+            "is not the one given",
+        ),
         (lambda optimizer: 0.1, "not a torch"),
     ],
 )

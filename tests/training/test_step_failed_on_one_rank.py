@@ -61,7 +61,14 @@ def rates(world: shoal.World, strategy: Any, how: str) -> tuple[int, float]:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     loss = Loss(2 if world.rank == 1 and how != "overflows" else -1, how)
     precision = "fp16" if how == "overflows" else "fp32"
-    step = shoal.Step(model, optimizer, shoal.Task(loss), precision=precision, schedule=schedule)
+    step = shoal.Step(
+        model,
+        optimizer,
+        shoal.Task(loss),
+        precision=precision,
+        schedule=schedule,
+        schedule_interval="step",
+    )
     for number, batch in enumerate(shoal.Loader((torch.ones(16, 3),), world, batch_size=4).epochs(1)):
         loss.steps = number
         if step._scale is not None:

@@ -94,6 +94,11 @@ MISTAKES: list[tuple[Callable[[Any], object], type[shoal.ShoalError], str]] = [
         StepError,
         "optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)",
     ),
+    (
+        lambda g: train(g, optimizer=[g.optimizer]),
+        StepError,
+        "optimizer=lambda model: [torch.optim.Muon(…), torch.optim.AdamW(…)]",
+    ),
     (lambda g: train(g, schedule=100), StepError, "schedule=shoal.LRSchedule(warmup_steps=100)"),
     (lambda g: train(g, validation=DATA), StepError, "validation=shoal.Validation(dataset="),
     (lambda g: train(g, ema=2.0), StepError, "decay=0.999"),

@@ -76,22 +76,39 @@ def averages(loss: Tensor) -> bool | None:
     return None if reduction not in (1, 2) else reduction == 1
 
 
+_RESHAPES = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+
+
 def leaves_of(losses: Sequence[Tensor], behind: Sequence[Tensor] = ()) -> list[Tensor]:
     """Return the leaves of the graph of `losses` that require gradients. Only nodes have them.
 
     Those that are reached only through the tensors `behind` are left out.
     """
-    waiting, found = [each.grad_fn for each in losses], []
-    seen = {each.grad_fn for each in behind}
+    nodes = _nodes(losses, {each.grad_fn for each in behind})
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def reshapes_of(loss: Tensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the shapes before and after each `view` and `reshape` in the graph of a loss.
+
+    Only nodes have them. Compiled and recomputed code has no nodes of its own.
+    """
+    for node in _nodes([loss], set()):
+        if node.name() in _RESHAPES:
+            [after, *_] = node._input_metadata
+            yield tuple(node._saved_self_sym_sizes), tuple(after.shape)
+
+
+def _nodes(tensors: Sequence[Tensor], seen: set[Any]) -> Iterator[Any]:
+    """Yield the nodes of the graph of `tensors`, without those that only `seen` ones lead to."""
+    waiting: list[Any] = [each.grad_fn for each in tensors]
     while waiting:
-        node: Any = waiting.pop()
+        node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
+        yield node
         waiting.extend(before for before, _ in node.next_functions)
-    return found
 
 
 def saved_result(node: Any) -> Tensor:

@@ -29,6 +29,17 @@ def find_root(part: FSDPModule) -> None:
     required(required(part, "_get_fsdp_state", "FSDP")(), "_lazy_init", "FSDP")()
 
 
+def sum_after(loss: torch.Tensor, root: FSDPModule) -> None:
+    """Let FSDP2 sum gradients and free parameters at the end of the backward pass of `loss`.
+
+    FSDP2 does so by itself only if the loss uses the output of a module that it has sharded.
+    """
+    state = required(root, "_get_fsdp_state", "FSDP")()
+    queue = required(state, "_register_root_post_backward_final_callback", "FSDP")
+    if loss.requires_grad:
+        loss.register_hook(lambda _: queue())
+
+
 def waiting_for_sums(group: Any) -> Callable[[object], None]:
     """Return a hook that lets the device wait until FSDP2 has added a gradient that it sums now."""
     found = weakref.ref(group)

@@ -37,6 +37,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"{_FSDP_MODULES}_fsdp_param_group:FSDPParamGroup._init_mp_dtypes",
         f"{_FSDP_MODULES}_fsdp_state:FSDPState()._mp_policy",
         f"{_FSDP_MODULES}_fsdp_state:FSDPState._lazy_init",
+        f"{_FSDP_MODULES}_fsdp_state:FSDPState._register_root_post_backward_final_callback",
         "torch.distributed.device_mesh:DeviceMesh._concatenate",
     ),
     "a layout of several axes stops with an error when it is set up": (
@@ -64,6 +65,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "a loss that is a sum is not recognized": (
         "torch.autograd.graph:Node()._saved_reduction",
         "torch.autograd.graph:Node()._saved_self_sym_numel",
+    ),
+    "a loop stops with an error in its first step": (
+        "torch.autograd.graph:Node()._input_metadata",
+        "torch.autograd.graph:Node()._saved_self_sym_sizes",
     ),
     "a step stops with an error before anything is computed": (
         "torch:Tensor._version",
@@ -179,6 +184,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "the state that other nodes wrote is not checked": (f"{_BACKEND}._decode_state",),
     "each step waits for its result": ("torch.optim:AdamW()._step_supports_amp_scaling",),
+    "a schedule in another one needs no interval": (
+        "torch.optim.lr_scheduler:SequentialLR()._schedulers",
+    ),
     "lists of tensors are computed tensor by tensor": tuple(
         f"torch:_foreach_{name}" for name in ("add_", "copy_", "lerp_", "mul_", "neg_", "norm", "sub_")
     ),

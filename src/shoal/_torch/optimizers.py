@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -21,6 +22,14 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     """
     supported = getattr(optimizer, "_step_supports_amp_scaling", False)
     return bool(supported) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def schedulers_in(scheduler: LRScheduler | None) -> Iterator[LRScheduler]:
+    """Yield a scheduler, and those of which a SequentialLR or ChainedScheduler consists."""
+    if scheduler is not None:
+        yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from schedulers_in(part)
 
 
 @contextmanager

@@ -45,10 +45,8 @@ class Lock:
                 found = f"another Run is open in this directory: {holder}"
                 fix = "wait for it or end it, or choose another directory: shoal.Run('runs/b', …)"
                 if self._take(fcntl.LOCK_SH):  # a Run would keep that out too
-                    found = (
-                        f"a program that may only read {path.name} opened and locked it when it could"
-                    )
-                    fix = f"end that program, or, as no Run is open here: rm {shlex.quote(str(path))}"
+                    found = f"no Run is open, but a program that only reads {path.name} has locked it"
+                    fix = f"end that program, or remove the file: rm {shlex.quote(str(path))}"
                 self.release()
                 raise CheckpointError(given=f"a Run in {path.parent}", found=found, fix=fix)
             CLOCK.sleep(0.05)

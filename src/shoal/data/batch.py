@@ -12,6 +12,7 @@ from shoal.data.gather import GatheredRows, gather_rows
 from shoal.data.micro import CURRENT_DRAWS, Draws, MicroBatch
 from shoal.data.noise import Noise
 from shoal.data.step_result import StepResult
+from shoal.distributed.rank_noise import RankNoise
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Batch:
             has only padding samples. With groups of samples and several micro-batches, samples of other
             ranks may be between these positions; see `ranges`.
         ranges: Ranges of positions that this rank's samples have: start, stop, start, stop, ….
+        epoch: Epoch of its samples, from 0.
         ends_epoch: True for the last batch of an epoch.
         processed: True once a step has processed the batch.
         wait: Seconds that the rank waited for this batch.
@@ -114,6 +116,7 @@ class Batch:
         "_world",
         "backwards",
         "ends_epoch",
+        "epoch",
         "first",
         "micros",
         "processed",
@@ -133,9 +136,11 @@ class Batch:
         wait: float = 0.0,
         world: World | None = None,
         loader: BatchSource | None = None,
+        epoch: int = 0,
         ends_epoch: bool = False,
     ) -> None:
         self.first = first
+        self.epoch = epoch
         self.ends_epoch = ends_epoch
         self.size = size
         self.micros = micros
@@ -174,7 +179,8 @@ class Batch:
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches as the collate function returned them."""
         step = None if self._world is None else self._world.service(CoupledStep)
-        if step is not None:
+        if step is not None and self._world is not None:
+            self._world.service(RankNoise).begin()
             step.drop()  # of a batch that was skipped
         try:
             for index, micro in enumerate(self.micros):

@@ -377,6 +377,7 @@ class Loader:
             wait=wait,
             world=self.world,
             loader=self,
+            epoch=epoch,
             ends_epoch=self._feed.epoch != epoch or ends_epoch(self.left_out, self._feed.position),
         )
         return self.batch

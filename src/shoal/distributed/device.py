@@ -58,9 +58,10 @@ def choose_device(
     """
     check_integer(LaunchError, "shoal.init", "devices_per_rank", count, 1)
     kind, by, given = accelerator.current()[0] or "cuda", GIVEN, f"device={str(device)!r}"
+    cpu = "pass device='cpu'"
     if device is None:
         device, given = _set_before()
-        by = f"the script has called {given}"
+        by, cpu = f"the script has called {given}", "torch.set_default_device('cpu')"
     elif (default := default_device()) is not None:
         _check_default(default, device, given)
     if device is not None:
@@ -79,7 +80,7 @@ def choose_device(
             raise LaunchError(
                 given=given,
                 found=str(error).splitlines()[0].partition(". ")[0],
-                fix="pass device='cpu', device='cuda', or leave it out",
+                fix=f"{cpu}, choose a device that exists, or leave it out",
             ) from None
     module = torch.get_device_module(kind)
     if not module.is_available():
@@ -94,7 +95,7 @@ def choose_device(
             given=given,
             found=f"torch {torch.__version__} sees no {'GPU' if kind == 'cuda' else kind + ' device'} "
             f"on {socket.gethostname()}",
-            fix="use device='cpu', or ask the scheduler for GPUs and check with nvidia-smi",
+            fix=f"{cpu}, or ask the scheduler for GPUs and check with nvidia-smi",
         )
     visible = module.device_count()
     if visible < count or (visible > count and (placement.local_rank + 1) * count > visible):

@@ -221,7 +221,7 @@ def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def safe_path() -> AbstractContextManager[None]:
-    """Let processes that multiprocessing starts within a block import nothing from this directory.
+    """Let processes that multiprocessing starts in a block import nothing from the current directory.
 
     It starts Python with `-c`, where a file could have the name of a module.
     """

@@ -24,7 +24,7 @@ def init(
     backend: str | None = None,
     device: str | torch.device | None = None,
     devices_per_rank: int = 1,
-    seed: int = 0,
+    seed: int | None = None,
     timeout: float = TIMEOUT,
     prepare_timeout: float = PREPARE_TIMEOUT,
     deterministic: bool = False,
@@ -51,7 +51,11 @@ def init(
             local rank, or the CPU if no GPU is visible.
         devices_per_rank: Number of consecutive devices of this rank, for a model that is placed on
             several (`World.devices`). `device` is the first of them. Default: 1.
-        seed: Root of every random stream. Default: 0.
+        seed: Root of every random stream. Until the first step, the global generators of all ranks draw
+            what they draw after `random.seed(seed)`, `np.random.seed(seed)` and
+            `torch.manual_seed(seed)`. Default: None: if the script has called `torch.manual_seed`, its
+            seed is the root, and the generators keep their states, on all ranks those of rank 0;
+            otherwise the root is 0.
         timeout: Longest wait for other ranks, in seconds, from the first optimizer step on. Then Shoal
             reports the rank that did not arrive, and all ranks end. Default: 600.
         prepare_timeout: The same limit before the first optimizer step and within `World.preparing`,
@@ -69,7 +73,7 @@ def init(
 
     Raises:
         LaunchError: If the environment variables contradict each other, the device or backend is not
-            available or is not torch's default device, the process group can't form, or torch already
+            available, torch has another default device, the process group can't form, or torch already
             has one.
         LayoutError: If the layout does not fit the number of processes, or does not allow
             `exact="bits"`.
@@ -79,7 +83,8 @@ def init(
         ...     print(world.size, world.rank, world.device)
         1 0 cpu
     """
-    check_integer(LaunchError, "shoal.init", "seed", seed, -(2**63))
+    if seed is not None:
+        check_integer(LaunchError, "shoal.init", "seed", seed, -(2**63), most=2**64 - 1)
     check_choice(LaunchError, "shoal.init", "exact", exact, EXACT)
     check_integer(LaunchError, "shoal.init", "virtual_ranks", virtual_ranks, 1, usual=VIRTUAL_RANKS)
     bits = exact == BITS

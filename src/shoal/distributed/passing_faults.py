@@ -1,7 +1,8 @@
 """Faults that may pass, such as those of a file server that is away, known by their exceptions.
 
-Only the structure of an exception counts, not its text: the number of an error of the system, or the
-status of an HTTP response where clients of object stores keep it. No client is imported.
+Only the structure of an exception counts, not its text: the number of an error of the system, the
+status of an HTTP response where clients of object stores keep it, or else the name of its class. No
+client is imported.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ _PASSING = {
 }
 _PASSING_STATUS = (408, 429, *range(500, 600))
 """Statuses of HTTP: a time-out, too many requests, and errors of the server."""
+_CUT_OFF = (
+    *("IncompleteRead", "IncompleteReadError"),  # the standard library, urllib3, botocore
+    *("RemoteProtocolError", "ServerDisconnectedError", "ClientPayloadError"),  # httpx, aiohttp
+    "ResponseError",  # urllib3, whose retries after such statuses are used up
+)
+"""Names of the errors of HTTP clients whose server ended the connection, which have no number."""
 
 _CAUSE = "_shoal_passing"
 """The attribute of an exception for a cause that its structure does not have."""
@@ -51,14 +58,15 @@ def passing_cause(error: BaseException) -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, its cause or else the one that was handled, and so on."""
+    """Yield an error, its cause or else the one that was handled or that it holds, and so on."""
     seen: BaseException | None = error
     passed: set[int] = set()
     # `raise error from error` is its own cause.
     while seen is not None and id(seen) not in passed:
         passed.add(id(seen))
         yield seen
-        seen = seen.__context__ if seen.__cause__ is None else seen.__cause__
+        below = (seen.__cause__, seen.__context__, *seen.args)
+        seen = next((each for each in below if isinstance(each, BaseException)), None)
 
 
 def _judge(error: BaseException) -> str | None:
@@ -72,9 +80,11 @@ def _judge(error: BaseException) -> str | None:
     status = _status(error) if isinstance(error, Exception) else None
     if status is not None:
         return f"HTTP {status}" if status in _PASSING_STATUS else ""
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError) and isinstance(error.errno, int):
         return _PASSING.get(error.errno, "")
-    return type(error).__name__ if isinstance(error, TimeoutError | ConnectionError) else None
+    if isinstance(error, TimeoutError | ConnectionError):
+        return type(error).__name__
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _CUT_OFF), None)
 
 
 def _status(error: BaseException) -> int | None:

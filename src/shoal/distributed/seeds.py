@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,38 @@ def derive_seed(seed: int, purpose: str, index: int) -> int:
     """Return a 63-bit seed from a root seed, a purpose and an index: the head of a SHA-256."""
     digest = hashlib.sha256(f"shoal/{seed}/{purpose}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators: Python's, NumPy's (by the last 32 bits) and torch's."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def script_seed() -> int | None:
+    """Return the seed that the script has given to `torch.manual_seed`; None if it has not called it.
+
+    Larger than seeds of scripts are the random one with which torch begins, and those of streams.
+    """
+    seed = torch.initial_seed()
+    return seed if seed < 2**48 else None
+
+
+def start_generators(seed: int | None, broadcast: Callable[[Any], Any]) -> int:
+    """Seed the global generators equally on all ranks, or keep those of rank 0; return the root seed.
+
+    Collective without a `seed`.
+    """
+    if seed is None:
+        seed, state = broadcast((script_seed(), random_state()))
+        if seed is not None:
+            set_random_state(state)
+            return seed
+        seed_all(derive_seed(0, "weights", 0))
+        return 0
+    seed_all(seed)
+    return seed
 
 
 def random_state() -> dict[str, Any]:

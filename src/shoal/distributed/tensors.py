@@ -11,7 +11,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, source: int = 0) -> None:
-    """Copy `tensors` of rank `source` of the group to all its ranks, in place. Collective.
+    """Copy `tensors` from rank `source` of the group to its other ranks, in place. Collective.
 
     They have the same shapes and dtypes on all ranks, and any strides.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import random
 import socket
 import sys
 import traceback
@@ -14,7 +13,6 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,7 +25,12 @@ from shoal.distributed.membership import Membership
 from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.reductions import all_reduce, check_dtype, check_operation
 from shoal.distributed.run_log import RunLog
-from shoal.distributed.seeds import DeterministicMode, derive_seed
+from shoal.distributed.seeds import (
+    DeterministicMode,
+    derive_seed,
+    seed_all,
+    start_generators,
+)
 from shoal.distributed.watchdog import abort
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.watchdog.world_watchdog import Watchdog
@@ -85,7 +88,7 @@ class World:
     def __init__(
         self,
         joined: JoinedWorld,
-        seed: int,
+        seed: int | None,
         limits: WaitLimits,
         *,
         deterministic_mode: DeterministicMode,
@@ -96,7 +99,6 @@ class World:
         self.device = joined.device
         self.devices = joined.devices
         self.group = joined.group
-        self.seed = seed
         self.rank = placement.rank
         self.size = placement.size
         self._variables = joined.variables
@@ -112,7 +114,6 @@ class World:
         self._closed = False
         self._deterministic_mode = deterministic_mode
         self.decisions = (*joined.choices, self._deterministic_mode.decision)
-        self.reseed("weights", by_rank=False)
         self.run_log: Final = RunLog()
         self.watchdog: Final = Watchdog(
             None if self.simulated else self.group,
@@ -123,6 +124,7 @@ class World:
         self.membership: Final = Membership(
             self.watchdog, rank=self.rank, size=self.size, renumber=self._renumber
         )
+        self.seed = start_generators(seed, self.broadcast)
         atexit.register(self._close_at_exit)
 
     @property
@@ -331,17 +333,13 @@ class World:
     def reseed(self, purpose: str, *, by_rank: bool = True) -> None:
         """Seed the global generators of Python, NumPy and torch for one purpose.
 
-        `shoal.init` calls it with `"weights"`, the same on all ranks, and `parallelize` with `"noise"`,
-        by rank.
+        The first step of a model calls it with `"noise"`.
 
         Args:
             purpose: Any string; each has its own random stream.
             by_rank: Whether each data-parallel rank has its own stream. Default: True.
         """
-        seed = self.seed_for(purpose, by_rank=by_rank)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        seed_all(self.seed_for(purpose, by_rank=by_rank))
 
     def print(self, *parts: object) -> None:
         """Print on rank 0 only.

@@ -154,6 +154,7 @@ class Launcher:
             "watch": self._watch,
             "look": self._look,
             "pause": CLOCK.sleep,
+            "wait": CLOCK.sleep,  # other nodes may take long to join after it
             "stop": self._stop,
             "tell": _tell,
             "refuse": self._refuse,

@@ -187,8 +187,9 @@ class NodesAgent(Agent):
         if not may_restart(verdict, before, most):
             return self._give_up(verdict, text, mine)
         again = self._again(text, False, verdict.code, mine)
-        if verdict.history.wait:
-            self.ask("pause", verdict.history.wait)
+        for _ in range(verdict.history.wait):
+            self.ask("wait", 1.0)
+            self._rendezvous_handler.look()  # raises if the node that hosts the rendezvous has ended
         return again
 
     def _give_up(self, verdict: AttemptOutcome, text: str, first: bool = False) -> RunResult:

@@ -19,6 +19,7 @@ from shoal.strategies.contracts import Engine, LoopGradients
 from shoal.strategies.correction import check_clip, correct, not_finite
 from shoal.strategies.coupling.changed_buffers import LoopBuffers
 from shoal.strategies.coupling.notice import say_division, say_draws
+from shoal.strategies.loop_reshapes import LoopReshapes
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import check_loss
 from shoal.telemetry.step_timer import BACKWARD, UPDATE
@@ -32,6 +33,7 @@ class EngineLoop(ManualLoop):
         self._world = world
         self._buffers: WeakKeyDictionary[Engine, LoopBuffers | None] = WeakKeyDictionary()
         """Those of the first batch; None once they have been checked."""
+        self._reshapes: WeakKeyDictionary[Engine, LoopReshapes] = WeakKeyDictionary()
 
     def backward(
         self,
@@ -51,6 +53,8 @@ class EngineLoop(ManualLoop):
             if self._buffers.get(engine, True):
                 self._buffers[engine] = LoopBuffers(engine.module)
             _begin(engine, gradients, batch)
+        reshapes = self._reshapes.setdefault(engine, LoopReshapes())
+        reshapes.check(loss[0], micro, batch.size, engine.world)
         last = micro is batch.micros[-1]
         with engine.world.timeline.within(BACKWARD):
             gradients.backward(*loss, micro, batch.size, last=last)

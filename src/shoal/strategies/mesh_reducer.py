@@ -33,7 +33,7 @@ class MeshReducer(Reducer):
     One all-reduce over the world sums loss, count and squared norm. Only the ranks that report the
     loss contribute to loss and count, and each copy of a shard contributes its fraction of the squared
     norm. `norm` returns this rank's part of the norm: the sum of its squares over ranks is the square
-    of the full norm. If FSDP2 has `sharded` the parameters, it sums the gradients of all but numbers.
+    of the full norm. If FSDP2 has `sharded` the parameters, it sums the gradients of all but scalars.
     """
 
     def __init__(

@@ -29,10 +29,10 @@ TOLERANCE = 1e-6
 """The largest difference between two updates, as a fraction of the largest element."""
 _RATE = 0.01
 _COUPLED = (
-    "each rank has a part of the model, and its update of a parameter depends on more than this "
-    "parameter and its state"
+    "its update of a parameter depends on more than that parameter and its state, and each rank has "
+    "only a part of the model"
 )
-_RANDOM = "its updates depend on random numbers, and each rank draws others"
+_RANDOM = "its updates depend on random numbers, and each rank draws different ones"
 
 
 def prepare_optimizers(optimizers: Sequence[Optimizer], world: World) -> None:
@@ -90,7 +90,7 @@ class OptimizerCheck:
         self._checked: list[int] = []
 
     def choose(self, optimizer: Optimizer) -> str:
-        """Choose how the optimizer steps with its groups of now, and return why it can't, or ""."""
+        """Choose how the optimizer steps with its current groups; return why it can't, or ""."""
         self._checked = [len(group["params"]) for group in optimizer.param_groups]
         with _random_state_kept():
             try:
@@ -173,7 +173,7 @@ def _tried(optimizer: Optimizer) -> tuple[SeparateUpdates | None, str]:
     ]
     expected = together._replace(updates=shards, options=[])
     if elementwise:
-        with suppress(Exception):  # torch has not all operations for DTensors
+        with suppress(Exception):  # torch lacks some operations for DTensors
             if _agree(_run(optimizer, sharded), expected):
                 return None, ""
     separate = SeparateUpdates(gathers=not elementwise)
@@ -225,7 +225,7 @@ class _TrialSteps(NamedTuple):
     """Whether it drew random numbers."""
 
     def only(self, number: int, place: tuple[slice, ...] = ()) -> _TrialSteps:
-        """Return that of one parameter, or of a block of it."""
+        """Return the steps of one parameter, or of a block of it."""
         update, error = self.updates[number][place], self.error[number]
         return _TrialSteps([update], [self.states[number]], [self.options[number]], [error])
 
@@ -280,7 +280,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _begun(state: Any, small: _Small, parameter: Tensor) -> Any:
-    """Return the state of a small parameter that an optimizer has made when it was built (Adagrad)."""
+    """Return the initial state of a small parameter, for optimizers that begin with one (Adagrad)."""
 
     def resized(value: Tensor) -> Tensor:
         if value.shape != small.like.shape:
@@ -304,7 +304,7 @@ def _statistics(tree: Any, like: Tensor) -> bool:
 
 
 def _agree(found: _TrialSteps, expected: _TrialSteps) -> bool:
-    """Return whether updates are the same up to rounding, and what the groups have learned."""
+    """Return whether updates, and options that a step changes, are the same up to rounding."""
     return all(
         not b.numel() or float((a - b).abs().max()) <= error + TOLERANCE * float(b.abs().max())
         for a, b, error in zip(found.updates, expected.updates, expected.error, strict=True)

@@ -11,6 +11,7 @@ from torch import nn
 from shoal._torch.modules import bare, compiler_of
 from shoal.data.batch import ManualLoop
 from shoal.distributed.layout import AXES
+from shoal.distributed.rank_noise import RankNoise
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine, ModelTransform, Strategy
 from shoal.strategies.coupling.batch_norm import couple
@@ -131,7 +132,7 @@ def parallelize(
     register(engine)
     world.provide(ManualLoop, EngineLoop(world))
     object.__setattr__(module, ATTRIBUTE, Attachment(engine))
-    world.reseed(engine.noise_stream)
+    world.service(RankNoise).purpose = engine.noise_stream
     return cast(Model, module)
 
 

@@ -1,4 +1,4 @@
-"""Parameters of FSDP that are used outside the forward pass of their unit.
+"""Sharded parameters that are used outside the forward pass of their unit or layer.
 
 FSDP2 gathers parameters for the forward pass of a unit. All other code finds shards: methods of the
 model, modules that are called one by one, and losses that use a weight.
@@ -38,11 +38,11 @@ _WAIT = "_shoal_wait"
 
 
 class ShardedParameter(DTensor):
-    """A sharded parameter that functions get gathered, where they would get it in one process.
+    """A sharded parameter that torch's functions get gathered where code uses its values.
 
-    That is in the forward pass and the loss of a micro-batch, and wherever it meets plain tensors.
-    Optimizers and checkpoints find a DTensor. Its gradient is summed over ranks in backward, and torch
-    adds it to the one that FSDP2 computes.
+    Code does so in the forward pass and the loss of a micro-batch, and where it combines the parameter
+    with plain tensors. Optimizers and checkpoints get a DTensor. The gradient of such a use is summed
+    over ranks in backward, and torch adds it to the one that FSDP2 computes.
     """
 
     __slots__ = ()

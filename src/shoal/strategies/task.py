@@ -32,7 +32,7 @@ class Task:
             mapping for keyword arguments, any other value as the only argument. None passes the first
             element of a tuple or list, or the entries of a mapping as keyword arguments. Default: None.
         depends_on_batch: Whether the loss of a sample may depend on the other samples of its
-            micro-batch, as that of Dice, triplet and in-batch negatives. Results then depend on the
+            micro-batch, as in Dice, triplet and in-batch-negative losses. Results then depend on the
             numbers of processes and micro-batches, unless `shoal.gather` returns the rows of all ranks.
             Losses with `shoal.gather` don't need it. Default: False, and the first step raises an
             error for such a loss.

@@ -86,17 +86,18 @@ def plain_values(kind: str, values: Mapping[str, Any]) -> dict[str, str | int | 
     }
 
 
-def numbers_of(values: Mapping[str, Any]) -> dict[str, float | Tensor]:
-    """Return the numbers of `world.log`: tensors of devices with streams, all others as floats.
+def numbers_of(
+    values: Mapping[str, Any], *, call: str = "world.log({})", fix: str = 'world.log({"loss": 0.5})'
+) -> dict[str, float | Tensor]:
+    """Return the numbers of a call: tensors of devices with streams, all others as floats.
 
     Raises StepError for anything else.
     """
 
-    def call() -> str:
-        return f"world.log({shown(values)})"  # reads the values of tensors
+    def given() -> str:
+        return call.format(shown(values))  # reads the values of tensors
 
-    fix = 'world.log({"loss": 0.5})'
-    check_names(values, call=call, fix=fix)
+    check_names(values, call=given, fix=fix)
     found: dict[str, float | Tensor] = {}
     for name, value in values.items():
         several = isinstance(value, Tensor) and value.numel() != 1
@@ -109,7 +110,7 @@ def numbers_of(values: Mapping[str, Any]) -> dict[str, float | Tensor]:
                 found[name] = float(value)
         except (TypeError, ValueError):
             what = f"a tensor of {value.numel()} elements" if several else shown(repr(value))
-            raise StepError(given=call(), found=f"{name!r} is {what}, not a number", fix=fix) from None
+            raise StepError(given=given(), found=f"{name!r} is {what}, not a number", fix=fix) from None
     return found
 
 

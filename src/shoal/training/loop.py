@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -93,6 +94,7 @@ def train(
     epochs: int | None = None,
     steps: int | None = None,
     schedule: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None,
+    schedule_interval: str | None = None,
     micro_batches: int = 1,
     order: SampleOrder | TorchSampler[Any] | None = None,
     seed_transforms: bool = False,
@@ -103,7 +105,7 @@ def train(
     compile: str | None = None,
     strategy: Strategy | ModelTransform | Sequence[Strategy | ModelTransform] | None = None,
     layout: str | Layout = "replicate=-1",
-    seed: int = 0,
+    seed: int | None = None,
     world: World | None = None,
     validation: Validation | None = None,
     save: Every | None = None,
@@ -130,8 +132,10 @@ def train(
         epochs: Number of epochs since the start of training. Required without `steps`. Default: None.
         steps: Number of optimizer steps since the start of training. With both, the schedule spans the
             epochs and the steps end the run: `steps=2` is a dry run. Default: None.
-        schedule: Function `(optimizer, total)` that returns a torch scheduler over all optimizer steps,
-            such as a `shoal.LRSchedule`. Default: None.
+        schedule: Function `(optimizer, total)` that returns a torch scheduler, such as a
+            `shoal.LRSchedule`; `total` is the number of optimizer steps, or of epochs with
+            `schedule_interval="epoch"`. It is called for each of several optimizers. Default: None.
+        schedule_interval: "step" or "epoch", as in Step. Default: None.
         micro_batches: Number of micro-batches in a local batch, for gradient accumulation. Default: 1.
         order: Replaces shuffling, as in Loader: a WeightedSampling, a torch Sampler or a SampleOrder.
             Default: None.
@@ -148,7 +152,7 @@ def train(
             a World of size 1. Default: None.
         layout: Degree of each axis of the device mesh, as in `shoal.init`; not with `world`.
             Default: "replicate=-1".
-        seed: Seed of every random stream; not with `world`. Default: 0.
+        seed: Seed of every random stream, as in `shoal.init`; not with `world`. Default: None.
         world: World to train in. `None` calls `shoal.init` and closes it at the end. Default: None.
         validation: Dataset and metrics to evaluate during training, with best checkpoint and early
             stopping. Default: None.
@@ -207,10 +211,19 @@ def train(
             num_workers=num_workers,
         )
         chosen: Any = optimizer(made)
-        total = len(loader) * epochs if epochs else steps or 0
+        total = _length(loader, epochs, steps, by_epoch=schedule_interval == "epoch")
         several = chosen if isinstance(chosen, list | tuple) else [chosen]
         rates = schedule and [schedule(each, total) for each in several]
-        step = Step(made, chosen, task, precision=precision, clip=clip, compile=compile, schedule=rates)
+        step = Step(
+            made,
+            chosen,
+            task,
+            precision=precision,
+            clip=clip,
+            compile=compile,
+            schedule=rates,
+            schedule_interval=schedule_interval,
+        )
         average = None if ema is None else EMA(made, decay=ema)
         verdict = EarlyStoppingState(validation and validation.collating(collate_fn))
         state: dict[str, Any] = {"verdict": verdict} | ({} if average is None else {"ema": average})
@@ -220,8 +233,15 @@ def train(
         return loop.run_to_end(epochs, steps, save=save)
 
 
-def _check_world(world: World | None, layout: str | Layout, seed: int) -> None:
-    if world is not None and (layout != "replicate=-1" or seed != 0):
+def _length(loader: Loader, epochs: int | None, steps: int | None, *, by_epoch: bool) -> int:
+    """Return the number of optimizer steps of a run, or that of its epochs."""
+    if by_epoch:
+        return epochs or math.ceil((steps or 0) / len(loader))
+    return len(loader) * epochs if epochs else steps or 0
+
+
+def _check_world(world: World | None, layout: str | Layout, seed: int | None) -> None:
+    if world is not None and (layout != "replicate=-1" or seed is not None):
         raise StepError(
             given=f"shoal.train(…, layout={str(layout)!r}, seed={seed!r}, world=world)",
             found=f"the world has a layout and a seed already: {world.layout}, {world.seed}",
@@ -258,10 +278,14 @@ def _check_optimizer(optimizer: object) -> None:
     if callable(optimizer) and not isinstance(optimizer, type):
         return
     name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+    given = f"{name}{'' if isinstance(optimizer, type) else '(…)'}"
+    made = f"torch.optim.{name}(model.parameters(), lr=0.1)"
+    if isinstance(optimizer, list | tuple):
+        given, made = "[…]", "[torch.optim.Muon(…), torch.optim.AdamW(…)]"
     raise StepError(
-        given=f"shoal.train(…, optimizer={name}{'' if isinstance(optimizer, type) else '(…)'})",
+        given=f"shoal.train(…, optimizer={given})",
         found="optimizer is a function of the parallelized model that returns an optimizer",
-        fix=f"optimizer=lambda model: torch.optim.{name}(model.parameters(), lr=0.1)",
+        fix=f"optimizer=lambda model: {made}",
     )
 
 

@@ -30,7 +30,7 @@ class NotSum(NamedTuple):
     term: float | None = None
 
     def error(self, loss: Callable[..., object]) -> StepError:
-        """Return the error for a loss of which several parts are added up."""
+        """Return the error for a batch that is split."""
         (whole, count), (first, first_count), (second, second_count) = self.sums
         counts = f" and counts of {first_count:g} and {second_count:g}" if excess(self.sums)[1] else ""
         return StepError(

@@ -142,19 +142,20 @@ def check_optimizer(
         raise CheckpointError(
             given=f"a Step with {kind}",
             found=f"the checkpoint has the state of {state['type']}",
-            fix=f"torch.optim.{state['type']}, or start a new run: shoal.Run('runs/b', …)",
+            fix=f"use {state['type']}, or start a new run: shoal.Run('runs/b', …)",
         )
     saved = Grouping(state["members"], state["optimizers"])
     former = Grouping(**state["begun"])
     if any(mine == theirs for mine in (here, begun) for theirs in (saved, former)):
         return
+    fix = "build the groups with which the run began or those of the checkpoint, or start a new run: "
+    fix += "shoal.Run('runs/b', …)"
     if saved.optimizers != here.optimizers:
         raise CheckpointError(
             given=f"{kind} with {len(here.optimizers)} parameter group(s)",
             found=f"the checkpoint has {len(saved.optimizers)} parameter group(s), and its run began "
             f"with {len(former.optimizers)}",
-            fix="build the groups with which the run began, or those of the checkpoint, or start a new "
-            "run: shoal.Run('runs/b', …)",
+            fix=fix,
         )
     missing = [name for name in here.members if name not in saved.members]
     unexpected = [name for name in saved.members if name not in here.members]
@@ -165,7 +166,7 @@ def check_optimizer(
         found=f"the checkpoint has {len(saved.members)} parameters; missing in it: "
         f"{first_names(missing)}; unexpected: {first_names(unexpected)}; in another group: "
         f"{first_names(moved)}",
-        fix="use the same parameters in the same groups, or start a new run: shoal.Run('runs/b', …)",
+        fix=fix,
     )
 
 

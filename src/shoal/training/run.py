@@ -33,7 +33,7 @@ from shoal.training.run_state import RestorePoint, RunState, Stateful, check_opt
 from shoal.training.save_policy import LAST_WAIT, Every, SavePolicy, check_every
 from shoal.training.step import Step
 from shoal.util.clock import CLOCK
-from shoal.util.errors import CheckpointError, DataError, StepError
+from shoal.util.errors import CheckpointError, StepError
 
 
 class Run:
@@ -54,9 +54,8 @@ class Run:
         optimizer: Optimizer of a model that is not in a Step, or a list of its optimizers; for several
             models, a dict with the same names. Default: None.
         schedule: Scheduler of a model that is not in a Step, or a list; a dict for several models. The
-            loop steps it,
-            once after each optimizer step or once after each epoch; the Run saves and restores it.
-            Default: None.
+            loop steps it, once after each optimizer step or once after each epoch; the Run saves and
+            restores it. Default: None.
         state: Other objects with `state_dict` and `load_state_dict`, by name. Their state must be the
             same on all ranks: if it differs, a save raises CheckpointError. Default: None.
         config: Plain values that checkpoints record for users: learning rates, paths. Default: None.
@@ -140,16 +139,10 @@ class Run:
         window = None if profile is None else check_length(check_window(profile, call), call)
         local_path(directory)
         self.train_states = train_states(model, optimizer, schedule)
-        if not isinstance(loader, Loader):
-            raise DataError(
-                given=f"shoal.Run(directory, model, {type(loader).__name__})",
-                found="it has no global batch and no position",
-                fix="loader = shoal.Loader(dataset, world, batch_size=512)",
-            )
+        check_options(loader, {} if state is None else state, {} if config is None else config)
         self.loader = loader
         self.world: World = loader.world
         check_trackers(trackers)
-        check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
         loader.compare_ranks()
         planned = planned_steps(plan, loader)
@@ -169,8 +162,8 @@ class Run:
         self._logged = LogQueue(self.events, self._curves)
         self.world.run_log.attach(self.log, self.files.absolute)
         self._begun = self._closed = False
-        self._first = self._numbers()
         self._recording = RunEvents(self.events, self.train_states, loader, planned)
+        self._first = self._recording.numbers()
         self._guards = create_guards(self.train_states, guards, self.events)
         self._guards += loss_guards(self.train_states, guards, self.events, loader, self._roll_back)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, BackgroundSave[AnyPath]] | None = None
@@ -225,7 +218,7 @@ class Run:
             self.world.print(f"skipped {skipped.path}: {skipped.reason}")
         restored = self.contents.load(loaded, f"a Run in {self.directory}")
         self._recording.replay(restored.position)
-        self._first = self._numbers()
+        self._first = self._recording.numbers()
         self._curves.begins = restored.step
         self._recording.restored(restored)
         return restored
@@ -281,14 +274,8 @@ class Run:
             self._observer.begin()
         now = CLOCK.wall()
         batch = self.loader.batch
-        if batch is not None and all(each.last is None for each in self.train_states.values()):
-            raise StepError(
-                given="run.tick() after a batch",
-                found="no Step of this Run has processed a batch, and batch.finish(model) was not "
-                "called",
-                fix="call step(batch) with the Step of the Run, or batch.finish(model) with its "
-                "model, and then run.tick()",
-            )
+        if batch is not None:
+            self._recording.check_steps()
         for each in self.train_states.values():
             each.check_schedule(epoch_ended=batch is not None and batch.ends_epoch)
         moved = self._recording.tick(now)
@@ -297,7 +284,7 @@ class Run:
         self._logged.write(wait=False)
         self._observer.tick()
         if self._progress is not None and self._progress.due(now):
-            self._progress.show(self.step, self.loader, self._losses(), now)
+            self._progress.show(self.step, self.loader, self.contents.means.shown(), now)
         reason = self._stopping.due()
         if reason is not None:
             self._leave(reason)
@@ -336,7 +323,7 @@ class Run:
         self._settle()
         self.files.check_unused()
         self.files.check_owned()
-        at = (self._numbers(), self.loader.consumed)
+        at = (self._recording.numbers(), self.loader.consumed)
         if to is None and self._saved is not None and self._saved[0] == at and not self.state:
             _, path, job = self._saved
             if not wait:
@@ -393,6 +380,30 @@ class Run:
         self._check_open()
         self._logged.add(values, self.step, self.loader.position)
 
+    def mean(self, *, window: int | None = None, **values: Any) -> dict[str, float]:
+        """Add numbers of the last step, and return their means over the epoch so far.
+
+        Call it after each step and before `tick`. Checkpoints hold the sums, so that a resumed run
+        returns the same means. The first step of an epoch begins new ones. Skipped steps do not count.
+
+        Args:
+            window: Number of last steps to average over, in place of the epoch. Default: None.
+            values: Numbers of the global batch, the same on all ranks, by name. A number is weighted by
+                the count of the step's loss; a pair is a sum and its count. Default: none to add.
+
+        Returns:
+            The means by name; NaN where no step counts yet.
+
+        Raises:
+            StepError: If a value is not a finite number, the step has a value of this name already, no
+                step was taken since the last `tick`, or `window` is not an integer, 1 or more.
+        """
+        self._check_open()
+        if values:
+            self.contents.means.add(values, window, ticked=not self._recording.moved)
+            self._saved = None  # it lacks the values
+        return self.contents.means.read(window)
+
     def _leave(self, reason: StopReason) -> NoReturn:
         """Save, and end this process with the exit code of the reason."""
         if reason.kind == "failed":
@@ -439,7 +450,7 @@ class Run:
         self.world.run_log.detach(self.log)
         self.files.release()
         if self._progress is not None:
-            self._progress.close(self.step, self.loader, self._losses(), CLOCK.wall())
+            self._progress.close(self.step, self.loader, self.contents.means.shown(), CLOCK.wall())
         if reason is not None:
             note_step(reason, self.step)
         if late is not None:
@@ -487,13 +498,3 @@ class Run:
         # By rank 0's clock on all ranks: it identifies the attempt.
         began = self.world.broadcast(round(CLOCK.wall(), 6))
         self._recording.start(began, self._config)
-
-    def _numbers(self) -> dict[str, int]:
-        return {name: each.number for name, each in self.train_states.items()}
-
-    def _losses(self) -> dict[str, float]:
-        return {
-            "loss" if name == "step" else name: step.last.loss
-            for name, step in self.train_states.items()
-            if step.last is not None
-        }

@@ -16,6 +16,7 @@ from shoal.telemetry.events import FORMAT, Events, read_events
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Spent, TickTimes
 from shoal.training.preemption import StoppedExit
 from shoal.util import accelerator
+from shoal.util.errors import StepError
 from shoal.util.packages import versions
 
 if TYPE_CHECKING:
@@ -62,11 +63,16 @@ class RunEvents:
 
     def rewind(self) -> None:
         """Count earlier steps as recorded, and the time until the next batch as outside a step."""
-        self._recorded = self._numbers()
+        self._recorded = self.numbers()
         self._late: list[_LateRow] = []
         begun = self._timeline.pause()
         self._events.begin(begun)
         self._division = TickTimes(begun)
+
+    @property
+    def moved(self) -> bool:
+        """Whether a step has been taken since the last tick."""
+        return self._recorded != self.numbers()
 
     def start(self, began: float, config: Mapping[str, Any]) -> None:
         """Record the placement, versions and options of this rank. Collective."""
@@ -108,6 +114,17 @@ class RunEvents:
         )
         if self._planned is not None:
             self._planned.begin(self._events)
+
+    def check_steps(self) -> None:
+        """Raise StepError if no step has been taken, though the Loader has yielded a batch."""
+        if all(each.last is None for each in self._steps.values()):
+            raise StepError(
+                given="run.tick() after a batch",
+                found="no Step of this Run has processed a batch, and batch.finish(model) was not "
+                "called",
+                fix="call step(batch) with the Step of the Run, or batch.finish(model) with its "
+                "model, and then run.tick()",
+            )
 
     def tick(self, now: float) -> bool:
         """Record the steps taken since the last tick; return whether the first Step took one."""
@@ -160,7 +177,7 @@ class RunEvents:
 
     def tell_no_tick(self, directory: Path, first: Mapping[str, int], *, saved: bool) -> None:
         """Print that nothing was recorded, if steps were taken since `first` without a tick."""
-        steps = max(now - first[name] for name, now in self._numbers().items())
+        steps = max(now - first[name] for name, now in self.numbers().items())
         if steps > 0:
             lost = "" if saved else ", and no checkpoint was saved"
             self._loader.world.print(
@@ -208,7 +225,8 @@ class RunEvents:
             kind = type(error).__name__
             self._events.write("end", {"step": step, "reason": "error", "error": kind})
 
-    def _numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, int]:
+        """Return the number of steps taken, by the name of the Step."""
         return {name: step.number for name, step in self._steps.items()}
 
     def _charged(self, spent: Spent, taken: list[str]) -> dict[str, Spent]:

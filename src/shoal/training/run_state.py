@@ -22,19 +22,24 @@ from shoal.checkpoint import (
     take_apart,
 )
 from shoal.data import Loader
+from shoal.distributed.rank_noise import RankNoise
 from shoal.distributed.seeds import random_state, set_random_state
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import divided, is_divided
 from shoal.strategies.random_draws.draws import is_registered
 from shoal.strategies.random_draws.philox import FORMAT
+from shoal.training.running_means import RunningMeans
 from shoal.training.state_names import check_parts, owner_of, storable
 from shoal.util.clock import CLOCK
 from shoal.util.differences import spans
-from shoal.util.errors import CheckpointError
+from shoal.util.errors import CheckpointError, DataError
 from shoal.util.packages import versions
 
 if TYPE_CHECKING:
     from shoal.training.train_state import TrainState
+
+_MEAN = "run.mean"
+"""The means in comparisons of user state over ranks."""
 
 
 class Stateful(Protocol):
@@ -49,8 +54,14 @@ class Stateful(Protocol):
         ...
 
 
-def check_options(state: object, config: object) -> None:
-    """Raise CheckpointError if a Run can't save these options."""
+def check_options(loader: object, state: object, config: object) -> None:
+    """Raise DataError or CheckpointError if a Run can't save these options."""
+    if not isinstance(loader, Loader):
+        raise DataError(
+            given=f"shoal.Run(directory, model, {type(loader).__name__})",
+            found="it has no global batch and no position",
+            fix="loader = shoal.Loader(dataset, world, batch_size=512)",
+        )
     for name, given in (("state", state), ("config", config)):
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise CheckpointError(
@@ -103,6 +114,7 @@ class RunState:
         self._loader = loader
         self._state = state
         self._config = config
+        self.means = RunningMeans(steps, loader)
         Agreement(world).together("shoal.Run(…)", self._check_models)
 
     @property
@@ -116,8 +128,9 @@ class RunState:
             "steps": {name: step.state_dict() for name, step in self._steps.items()},
             "state": {name: item.state_dict() for name, item in self._state.items()},
             "loader": {**self._loader.state_dict(), "position": position},
+            "means": self.means.state(),
         }
-        self._check_same(state["state"])
+        self._check_same(state["state"] | ({_MEAN: state["means"]} if state["means"] else {}))
         held = self._world.gather(list(shapes(state["state"]))) if self.in_parts else []
         if not self._world.is_rank_zero:
             # Otherwise each tensor would be that of the rank which happens to write it.
@@ -191,6 +204,7 @@ class RunState:
         for name, item in self._state.items():
             item.load_state_dict(present(saved["state"][name]))
         self._loader.load_state_dict(saved["loader"])
+        self.means.load(saved.get("means", {}))
         if loaded.info.get("random_format", 1) != FORMAT and any(
             is_registered(step.model) for step in self._steps.values()
         ):
@@ -202,6 +216,8 @@ class RunState:
             set_random_state(loaded.rank_state)
         else:
             self._world.reseed(f"noise from step {loaded.step}")
+        if loaded.step:
+            self._world.service(RankNoise).close()
         return RestorePoint(loaded.step, self._loader.position, self._loader.epoch, loaded.path)
 
     def _check_models(self) -> None:
@@ -242,13 +258,18 @@ class RunState:
             return
         path, odd = found
         name = next(name for name in state if path_of(name) == path.partition("/")[0])
+        mean = name == _MEAN
         ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {spans(odd)}"
         raise CheckpointError(
-            given=f"shoal.Run(…, state={{{name!r}: {type(self._state[name]).__name__}}}), at {path}",
+            given=f"{_MEAN}(…), at {path}"
+            if mean
+            else f"shoal.Run(…, state={{{name!r}: {type(self._state[name]).__name__}}}), at {path}",
             found=f"{ranks} of {self._world.size} would save a different value than the first rank "
             "with this entry, and a checkpoint keeps one value for all ranks",
-            fix="save a dict keyed by parameter name, as shoal.EMA does: the checkpoint then keeps the "
-            "entries of all stages"
+            fix="pass numbers of the global batch, such as result.loss; reduce others over the ranks"
+            if mean
+            else "save a dict keyed by parameter name, as shoal.EMA does: the checkpoint then keeps "
+            "the entries of all stages"
             if self.in_parts
             else "save the same value on all ranks; or save every rank's value: let state_dict return "
             "{'ranks': world.gather(value)}, and load_state_dict read state['ranks'][world.rank]",

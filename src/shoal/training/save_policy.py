@@ -200,7 +200,7 @@ class SavePolicy:
         self._world.print(
             f"shoal: training has waited {first:g} s for the save of step {saving.step:,} in "
             f"{saving.directory}{_mounted(saving.directory)}, whose disk is slow: save less often, or "
-            "use another one"
+            "use another disk"
         )
         saving.job.join(None if within is None else within - first)
 

@@ -10,8 +10,17 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LRScheduler,
+    MultiStepLR,
+    StepLR,
+)
 
+from shoal._torch.optimizers import schedulers_in
 from shoal.util.arguments import check_choice, integer_like, is_integer, is_number
 from shoal.util.errors import StepError
 
@@ -20,6 +29,26 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "constant": lambda progress: 1.0,
 }
+
+_OF_EITHER = (StepLR, MultiStepLR, ExponentialLR, CosineAnnealingLR, CosineAnnealingWarmRestarts)
+"""Schedulers that scripts step after each epoch about as often as after each optimizer step."""
+
+
+def steps_by_epoch(schedule: LRScheduler | None, interval: str | None) -> bool:
+    """Return whether a schedule steps once per epoch, given the `schedule_interval` of a Step.
+
+    Raises StepError if it is missing where either is usual.
+    """
+    check_choice(StepError, "shoal.Step", "schedule_interval", interval, (None, "step", "epoch"))
+    for each in schedulers_in(schedule):
+        if interval is None and isinstance(each, _OF_EITHER):
+            raise StepError(
+                given=f"schedule={type(each).__name__} without schedule_interval",
+                found="its arguments may count epochs or optimizer steps",
+                fix="pass schedule_interval='epoch' to step it at the end of each epoch, or "
+                "schedule_interval='step' to step it after each optimizer step",
+            )
+    return interval == "epoch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +159,10 @@ class LRSchedule:
                 found="the total is a number of optimizer steps: an integer, 0 or more",
                 fix=fix,
             )
-        return _Rates(optimizer, partial(_factor, schedule=self, total=total))
+        return LRScheduleRates(optimizer, partial(_factor, schedule=self, total=total))
 
 
-class _Rates(LambdaLR):
+class LRScheduleRates(LambdaLR):
     """The schedule of all groups of an optimizer, also of those that are added or removed later."""
 
     def get_lr(self) -> list[float | Tensor]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.util.errors import StepError
+from shoal.util.errors import CheckpointError, StepError
 
 
 class SeveralOptimizers(Optimizer):
@@ -44,28 +44,28 @@ class SeveralOptimizers(Optimizer):
 
 
 class SeveralSchedules(LRScheduler):
-    """Schedules that step together."""
+    """Schedules that step together, under the same name as those of a ChainedScheduler."""
 
     def __init__(self, schedules: Sequence[LRScheduler]) -> None:
-        self.schedules = tuple(schedules)
+        self._schedulers = tuple(schedules)
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
         """The number of steps of the first schedule."""
-        return self.schedules[0].last_epoch
+        return self._schedulers[0].last_epoch
 
     def step(self) -> None:  # type: ignore[override]
         """Step each schedule."""
-        for each in self.schedules:
+        for each in self._schedulers:
             each.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all."""
-        return {"schedules": [each.state_dict() for each in self.schedules]}
+        return {"schedules": [each.state_dict() for each in self._schedulers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of all."""
-        for each, state in zip(self.schedules, state_dict["schedules"], strict=True):
+        for each, state in zip(self._schedulers, state_dict["schedules"], strict=True):
             each.load_state_dict(state)
 
 
@@ -87,6 +87,22 @@ def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
 
-def kind_of(optimizer: Optimizer) -> str:
-    """Return the class of an optimizer, or the classes of several, as text."""
-    return " and ".join(type(each).__name__ for each in parts_of(optimizer))
+def kind_of(given: object) -> str:
+    """Return the class of an optimizer or a schedule, or the classes of several, as text."""
+    if isinstance(given, SeveralSchedules):
+        return " and ".join(map(kind_of, given._schedulers))
+    parts = parts_of(given) if isinstance(given, Optimizer) else (given,)
+    return " and ".join(type(each).__name__ for each in parts)
+
+
+def check_number(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a saved state is not of as many schedules."""
+    here = len(schedule._schedulers) if isinstance(schedule, SeveralSchedules) else 1
+    saved = len(state.get("schedules", "1"))
+    if here != saved:
+        raise CheckpointError(
+            given=f"a Step with {here} schedule(s)",
+            found=f"a checkpoint with {saved}",
+            fix="use the same schedule= as the run that wrote the checkpoint, or start a new run: "
+            "shoal.Run('runs/b', …)",
+        )

@@ -21,6 +21,7 @@ from shoal.data.coupling.step import CoupledStep
 from shoal.data.micro import MicroBatch
 from shoal.data.step_result import StepResult
 from shoal.distributed.consistency import check_same_environment
+from shoal.distributed.rank_noise import RankNoise
 from shoal.distributed.seeds import random_state, set_random_state
 from shoal.strategies import engine_of
 from shoal.strategies.correction import (
@@ -40,6 +41,8 @@ from shoal.training.first_batch import check_first_batch
 from shoal.training.loss_scale import LossScale
 from shoal.training.nonfinite import find_nonfinite
 from shoal.training.pending_step import PendingStep, result_mode
+from shoal.training.schedule import steps_by_epoch
+from shoal.training.several import kind_of
 from shoal.training.train_state import TrainState
 from shoal.util.arguments import check_choice
 from shoal.util.decision import Decision
@@ -64,8 +67,11 @@ class Step(TrainState):
             with dynamic loss scaling). Default: "fp32".
         clip: Largest norm of the gradients of the global batch, above 0. `None` does not clip. Default:
             None.
-        schedule: torch scheduler over `optimizer`, stepped once per optimizer step, or a list of
-            schedulers over several optimizers. Default: None.
+        schedule: torch scheduler over `optimizer`, or a list of schedulers over several optimizers,
+            stepped once per `schedule_interval`. Default: None.
+        schedule_interval: "step" (each optimizer step) or "epoch" (the end of each epoch). Required for
+            StepLR, MultiStepLR, ExponentialLR and the cosine schedulers of torch, whose arguments may
+            count either. `None` is "step" for all others. Default: None.
         compile: Compiler: "inductor" (torch.compile), "blocks" (torch.compile of each repeated block,
             once for all of a class) or "script" (TorchScript). `None` does not compile. Default: None.
         result: "now" waits for loss and gradient norm in each step. "late" does not wait for the
@@ -104,6 +110,7 @@ class Step(TrainState):
         precision: str = "fp32",
         clip: float | None = None,
         schedule: LRScheduler | Sequence[LRScheduler] | None = None,
+        schedule_interval: str | None = None,
         compile: str | None = None,
         result: str | None = None,
     ) -> None:
@@ -120,6 +127,7 @@ class Step(TrainState):
                 fix="shoal.Step(model, optimizer, shoal.Task(loss))",
             )
         super().__init__(engine_of(model), optimizer, schedule)
+        self._by_epoch = steps_by_epoch(self.schedule, schedule_interval)
         compiler = compiler_of(model)
         if compiler is not None:
             self.engine.compile_with(compiler)
@@ -184,6 +192,7 @@ class Step(TrainState):
 
     def _advance(self, batch: Batch) -> Callable[..., StepResult]:
         """Take one optimizer step; return its result, given the times."""
+        self.engine.world.service(RankNoise).begin()
         self.engine.world.watchdog.begin_step()
         if not self._prepared:
             self.prepare(batch)
@@ -224,21 +233,21 @@ class Step(TrainState):
         overflow = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
         rule = self.bad_steps
         bad = rule is not None and not overflow and rule.is_bad(self.number + 1, batch, decided)
-        if decided.finite and not bad:
+        taken = decided.finite and not bad
+        if taken:
             self.engine.update(self.optimizer, decided.factor)
             self.engine.world.service(CoupledStep).apply()
-            self._follow_schedule()
         else:
             self.engine.discard()
             where = self._search(batch) if self._searches and not (decided.finite or overflow) else ""
             if bad and rule is not None:
                 rule.explain(where)
-            elif overflow and self.engine.independent_steps:
-                self._follow_schedule()  # others may have stepped
             elif not overflow:
                 self._fail(batch)
                 over = "this rank's local batch" if self.engine.independent_steps else "all ranks"
                 raise not_finite(decided.loss, decided.norm, batch, over=over, where=where)
+        # Where ranks step separately, others may have stepped.
+        self._follow_schedule(batch, taken=taken or self.engine.independent_steps)
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
         batch.processed = True
@@ -256,7 +265,7 @@ class Step(TrainState):
         self._settle(batch)
         self._pending = pending
         self.engine.unsettled = self._settle  # keeps this Step, if the script drops it
-        self._follow_schedule()
+        self._follow_schedule(batch)
         batch.processed = True
         return pending.result_after
 
@@ -278,11 +287,12 @@ class Step(TrainState):
         """Count a failed step, as one without samples, if other ranks may have taken it."""
         if self.engine.independent_steps:
             batch.processed = True
-            self._follow_schedule()
+            self._follow_schedule(batch)
             self.count(StepResult(math.nan, 0.0, 0.0, skipped=True))
 
-    def _follow_schedule(self) -> None:
-        if self.schedule is not None:
+    def _follow_schedule(self, batch: Batch, *, taken: bool = True) -> None:
+        """Step the schedule after an optimizer step that was `taken`, or after an epoch."""
+        if self.schedule is not None and (batch.ends_epoch if self._by_epoch else taken):
             self.schedule.step()
 
     def skip_bad_steps(self, rule: BadStepRule) -> BadStepRule:
@@ -350,7 +360,7 @@ class Step(TrainState):
         values = {
             "precision": self._autocast and repr(self.precision),
             "clip": self.clip,
-            "schedule": self.schedule and type(self.schedule).__name__,
+            "schedule": self.schedule and kind_of(self.schedule),
             "compile": self._compile and repr(self._compile),
             "result": self._result_given and repr(self._result_given),
         }

@@ -26,7 +26,7 @@ from shoal.training.optimizer_state import (
     named,
     parameter_names,
 )
-from shoal.training.several import SeveralSchedules, kind_of, one_optimizer, parts_of
+from shoal.training.several import SeveralSchedules, check_number, kind_of, one_optimizer, parts_of
 from shoal.training.state_names import check_model, restored, shapes, storable
 from shoal.util.accelerator import is_accelerator
 from shoal.util.errors import CheckpointError, StepError
@@ -91,7 +91,7 @@ class TrainState:
             return
         steps, stepped = self.number - self._number_began, now - self._schedule_began
         if stepped > steps or (steps and not stepped and self._epoch_ended):
-            kind = type(self.schedule).__name__
+            kind = kind_of(self.schedule)
             raise StepError(
                 given=f"shoal.Run(…, model, loader, optimizer=…, schedule={kind})",
                 found=f"your loop has called schedule.step() {stepped} times in {steps} optimizer steps"
@@ -193,6 +193,8 @@ class TrainState:
                     fix="use the same schedule= and precision= as the run that wrote the checkpoint, "
                     "or start a new run: shoal.Run('runs/b', …)",
                 )
+        if self.schedule is not None:
+            check_number(self.schedule, state["schedule"])
 
     def _options(self) -> dict[str, object]:
         """The optional entries of a state, by name; None for a missing one."""
@@ -241,14 +243,14 @@ def _check_schedule(schedule: object, optimizer: Optimizer) -> LRScheduler | Non
         return None
     if isinstance(schedule, list | tuple):
         several = [each for one in schedule if (each := _check_schedule(one, optimizer)) is not None]
-        return several[0] if len(several) == 1 else SeveralSchedules(several)
+        return SeveralSchedules(several) if len(several) > 1 else next(iter(several), None)
     kind = type(schedule).__name__
     if not isinstance(schedule, LRScheduler):
         found = "it is not a torch.optim.lr_scheduler.LRScheduler"
     elif isinstance(schedule, ReduceLROnPlateau):
         found = "it is stepped with a metric after validation, not with each optimizer step"
     elif not any(schedule.optimizer is part for part in parts_of(optimizer)):
-        found = f"its optimizer is another {type(schedule.optimizer).__name__} than the one given"
+        found = f"its {type(schedule.optimizer).__name__} is not the one given: {kind_of(optimizer)}"
     else:
         return schedule
     raise StepError(

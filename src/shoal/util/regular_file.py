@@ -87,5 +87,5 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def refused(path: Path, why: str) -> OSError:
-    """Return the error of a path that a run does not use."""
+    """Return the error for a path that a run must not use."""
     return OSError(errno.ELOOP, why, str(path))

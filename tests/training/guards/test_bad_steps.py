@@ -58,6 +58,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     given: dict[str, Any] = {"clip": 1.0, "precision": precision}
     given["schedule"] = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    given["schedule_interval"] = "step"
     step = shoal.Step(model, optimizer, shoal.Task(squared_error), **given)
     data = samples(bad) if dataset is None else dataset
     loader = shoal.Loader(data, world, batch_size=BATCH, shuffle=False, micro_batches=micro_batches)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from shoal._torch.autograd import in_backward
-from shoal._torch.fsdp import drop_accumulated, find_root, parameter_dtypes, use_policy
+from shoal._torch.fsdp import drop_accumulated, find_root, parameter_dtypes, sum_after, use_policy
 from shoal._torch.mesh import concatenate
 from shoal.data.batch import Batch, Count
 from shoal.data.micro import MicroBatch
@@ -96,6 +96,7 @@ class FSDPReducer(MeshReducer):
         root.set_requires_gradient_sync(summed)
         root.set_is_last_backward(last)
         self._unsummed = not summed
+        sum_after(loss, root)
         with other_gradients_kept(self.held):
             torch.autograd.backward([loss], [seed])
         self.held.losses.append((loss.detach(), count, micro.weight))
@@ -178,8 +179,8 @@ def divide(
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
     for parameter in module.parameters():
-        parameter.data = parameter.data.contiguous()  # FSDP2 shards no other layout
-    # FSDP2 shards no number either: each rank keeps it.
+        parameter.data = parameter.data.contiguous()  # FSDP2 requires it
+    # FSDP2 shards no scalars: each rank keeps them.
     options["ignored_params"] = {parameter for parameter in module.parameters() if not parameter.dim()}
     divided: list[Any] = [*units, module]
     for part in divided:

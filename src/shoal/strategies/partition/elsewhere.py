@@ -24,9 +24,9 @@ class Elsewhere(nn.Module):
         raise StepError(given=f"a direct call of {self._given}", found=NOT_HERE, fix=RETURN_IT)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise StepError, which is also an AttributeError."""
+        """Raise StepError."""
         raise _ElsewhereError(given=f"{name} of {self._given}", found=NOT_HERE, fix=RETURN_IT)
 
 
 class _ElsewhereError(StepError, AttributeError):
-    """StepError that `hasattr` expects."""
+    """The StepError of a missing attribute, with which `hasattr` returns False."""

@@ -276,7 +276,7 @@ def refuse_tied(stages: Sequence[Stage], owners: Sequence[int], given: str, fix:
 def keep_only(model: nn.Module, mine: Sequence[Stage], others: Sequence[Stage]) -> None:
     """Remove modules and tensors from `model` that only `others` need. Other names stay the same.
 
-    In the place of a module is one that raises StepError when it is called.
+    An Elsewhere takes the place of each module, and raises StepError when it is used.
     """
     kept = frozenset[str]().union(*(stage.names for stage in mine))
     called = frozenset[str]().union(*(stage.modules for stage in mine))

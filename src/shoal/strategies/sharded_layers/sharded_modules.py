@@ -299,7 +299,7 @@ def _placements(tensor: Tensor) -> object:
 def divide_alike(parameter: Tensor) -> None:
     """Shard a gradient like its parameter: autograd may return a full one or a partial sum.
 
-    A number that is multiplied with a DTensor gets such a gradient too.
+    A scalar parameter that is multiplied with a DTensor gets such a gradient too.
     """
     gradient = parameter.grad
     if not is_divided(gradient):
