@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -213,17 +213,13 @@ def digest(rows: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
         columns //= 2
     sums = torch.zeros(2, samples, dtype=torch.float64, device=rows[0].device)
     for each in rows:
+        kept = each.dtype if each.dtype == torch.float64 else dtype
+        length = min(_WEIGHTS, each.shape[1])  # weights are repeated in wider rows
+        weights = torch.arange(length, dtype=kept, device=each.device).cos_()
         for first, part in enumerate(each.split(columns, 1)):
-            values = part.to(part.dtype if part.dtype == torch.float64 else dtype)
-            place = first * columns % _WEIGHTS
-            sums[0] += values @ _weights(values.dtype, values.device)[place : place + part.shape[1]]
+            values, place = part.to(kept), first * columns % _WEIGHTS
+            sums[0] += values @ weights[place : place + part.shape[1]]
             sums[1] += torch.linalg.vector_norm(values, dim=1).double().square_()
     if dtype != torch.float64 and not math.isfinite(sums.sum()):
         return digest(rows, torch.float64)
     return torch.stack((sums[0], sums[1].sqrt()), dim=1)
-
-
-@lru_cache
-def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the weights of columns, which are repeated in wider rows."""
-    return torch.arange(_WEIGHTS, dtype=dtype, device=device).cos_()
