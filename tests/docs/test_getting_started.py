@@ -9,33 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from helpers.guide_pages import printed
+from helpers.guide_pages import agrees, commands, printed
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 PAGES = ("README.md", "docs/getting-started/quickstart.md", "docs/getting-started/tutorial.md")
-CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-def commands(page: str) -> list[tuple[str, list[str]]]:
-    """Return each command of the console blocks of a page with the lines it prints."""
-    found: list[tuple[str, list[str]]] = []
-    for block in CONSOLE.findall(page):
-        for line in block.splitlines():
-            if line.startswith("$ "):
-                found.append((line.removeprefix("$ ").split("  #")[0].strip(), []))
-            else:
-                found[-1][1].append(line)
-    return found
-
-
-def agrees(shown: list[str], printed: str) -> bool:
-    """Return whether a page shows the output: `…` stands for any text, alone for any lines."""
-    parts = [
-        "(?s:.*)" if line == "…" else r"[^\n]*".join(map(re.escape, line.split("…"))) + r"\n"
-        for line in shown
-    ]
-    return not shown or re.search("(?s:.*)".join(parts), printed) is not None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.system, pytest.mark.timeout(600
 OLD, OWN, NEWEST = "2.10.7", "2.12.7", "2.99.0"
 
 
-def stand_in(version: str, folder: Path) -> None:
+def stand_in(version: str, folder: Path) -> Path:
     """A wheel of torch: nothing but metadata and a module that says who imported it."""
     info = f"torch-{version}.dist-info"
     files = {
@@ -33,9 +34,11 @@ def stand_in(version: str, folder: Path) -> None:
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
-    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+    path = folder / f"torch-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
         for name, text in files.items():
             wheel.writestr(name, text)
+    return path
 
 
 def run(command: list[str] | str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -106,12 +109,56 @@ class Environment:
         return dict(line.split("==") for line in lines)
 
 
+def blocks(repository: Path, heading: str) -> list[str]:
+    """The blocks of shell of the page below a heading."""
+    page = (repository / "docs/getting-started/installation.md").read_text()
+    (part,) = re.findall(rf"^#+ {heading}.*?\n(.*?)(?=^#|\Z)", page, re.DOTALL | re.MULTILINE)
+    found: list[str] = re.findall(r"^```\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
+    return found
+
+
 @pytest.fixture
 def commands(repository: Path) -> list[str]:
-    """The blocks of shell of the page: plain, then with torch held."""
-    page = (repository / "docs/getting-started/installation.md").read_text()
-    found: list[str] = re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    return found
+    """The commands that install: plain, then with torch held."""
+    return [*blocks(repository, "Installation$"), *blocks(repository, "Keep the PyTorch")]
+
+
+def test_the_page_names_all_dependencies(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    text = (repository / "docs/getting-started/installation.md").read_text()
+    download, _, by_name = blocks(repository, "Offline install")
+    named = re.findall(r"'(.*?)'", download)
+    assert sorted([*named, *re.findall(r"`(torch>=[\d.]+)`", text)]) == sorted(project["dependencies"])
+    assert by_name.split()[-len(named) :] == [re.split("[>=]", each)[0] for each in named]
+    extras = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    shown = {name for row in extras for name in re.findall(r"`(\w+)`", row)}
+    assert shown == project["optional-dependencies"].keys() - {"dev", "docs"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("torch", [OWN, "2.11.0a0"], ids=["accepted", "pre-release"])
+def test_an_installation_offline_keeps_the_torch_of_the_centre(
+    torch: str, repository: Path, checkout: Path, wheels: Path, tmp_path: Path
+) -> None:
+    download, install, without = blocks(repository, "Offline install")
+    outside = Environment(tmp_path / "outside", wheels, OWN)
+    outside.shell(download, checkout).check_returncode()
+    shutil.move(checkout / "wheels", tmp_path / "wheels")
+    with zipfile.ZipFile(stand_in(torch, tmp_path)) as module:
+        module.extractall(tmp_path / "module")  # PYTHONPATH shows it, as modules of centres do
+
+    def shell(line: str) -> subprocess.CompletedProcess[str]:
+        return run(line, tmp_path, PYTHONPATH=str(tmp_path / "module"), PIP_CONFIG_FILE=os.devnull)
+
+    accepted = torch == OWN
+    assert (shell(install).returncode == 0) is accepted
+    if not accepted:
+        shell(f". shoal-env/bin/activate\n{without}").check_returncode()
+    said = shell(". shoal-env/bin/activate; pip list --format=freeze; shoal --version")
+    assert f"torch=={torch}\n" in said.stdout
+    assert f"shoal {shoal.__version__}\n" in said.stdout, said.stderr
+    assert list(tmp_path.glob("shoal-env/lib/*/site-packages/shoal"))
+    assert not list(tmp_path.glob("shoal-env/lib/*/site-packages/torch"))
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PROGRESS = re.compile(r"[\d.]+ % · step ")
 INCLUDED = "--8<--"
 
@@ -73,3 +74,24 @@ def printed(command: Sequence[str | Path], folder: Path | None = None, **variabl
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """Return each command of the console blocks of a page with the lines it prints."""
+    found: list[tuple[str, list[str]]] = []
+    for block in CONSOLE.findall(page):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append((line.removeprefix("$ ").split("  #")[0].strip(), []))
+            else:
+                found[-1][1].append(line)
+    return found
+
+
+def agrees(shown: list[str], printed: str) -> bool:
+    """Return whether a page shows the output: `…` stands for any text, alone for any lines."""
+    parts = [
+        "(?s:.*)" if line == "…" else r"[^\n]*".join(map(re.escape, line.split("…"))) + r"\n"
+        for line in shown
+    ]
+    return not shown or re.search("(?s:.*)".join(parts), printed) is not None

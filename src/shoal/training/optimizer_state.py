@@ -62,7 +62,7 @@ def _check_kind(optimizer: object, model: nn.Module) -> None:
         fix += "shoal.Step(model, optimizer, task)"
     elif _needs_closure(optimizer):
         found = "it takes a closure that computes the loss several times; a step computes it once"
-        fix = "use torch.optim.AdamW(model.parameters()), or another that needs no closure"
+        fix = "use torch.optim.AdamW(model.parameters()), or a custom training loop without a Run"
     elif isinstance(optimizer, torch.optim.SparseAdam) and not _are_sparse(optimizer, model):
         found = "it takes sparse gradients only, and some of its parameters have dense ones"
         fix = "use torch.optim.Adam(model.parameters())"
