@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -208,11 +208,19 @@ def _check_script(script: str) -> None:
 
 def verify(
     *,
+    ctx: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
     args: ScriptArgs = None,
     ranks: Annotated[
         str, typer.Option(metavar="LIST", help="Numbers of ranks to compare, such as 1,2,3.")
     ] = "1,2",
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare the losses with those of this script instead."),
+    ] = None,
+    against_ranks: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of ranks of the script of --against.")
+    ] = 1,
     kills: Annotated[
         int, typer.Option(min=0, metavar="N", help="Number of runs that are killed and restarted.")
     ] = 1,
@@ -234,9 +242,10 @@ def verify(
     """Check if restarts or ranks change the results.
 
     The script need not use Shoal. Shoal runs it unchanged, in copies of the current directory, and
-    observes it. The exit code is 1 if a property is refuted.
+    observes it. The exit code is 1 if a property is refuted, or a loss differs from that of --against.
     """
     from shoal.tools.bench.options import parse_numbers
+    from shoal.tools.verify.against import compare_losses, loss_document
     from shoal.tools.verify.audit import audit_document, audit_script
     from shoal.tools.verify.variants import VerifyRequest, check_request
     from shoal.util.tables import plain_console, print_path
@@ -254,6 +263,32 @@ def verify(
         )
         check_request(request)
         stderr = plain_console(stderr=True)
-        found = audit_script(request, lambda name: print_path(stderr, f"running: {name}"))
-    show_document(audit_document(found), as_json=as_json, page=html)
-    raise typer.Exit(int(found.refuted > 0))
+
+        def progress(name: str) -> None:
+            print_path(stderr, f"running: {name}")
+
+        if against is None:
+            _check_source(ctx, "against_ranks", only="with")
+            audit = audit_script(request, progress)
+            document, failed = audit_document(audit), audit.refuted > 0
+        else:
+            for name in ("kills", "restart_args"):
+                _check_source(ctx, name, only="without")
+            old = os.path.relpath(against)
+            check_request(replace(request, script=old))
+            losses = compare_losses(request, old, size=against_ranks, progress=progress)
+            document, failed = loss_document(losses), not losses.same
+    show_document(document, as_json=as_json, page=html)
+    raise typer.Exit(int(failed))
+
+
+def _check_source(ctx: typer.Context, name: str, *, only: str) -> None:
+    """Raise LaunchError if an option is given that has a meaning only with or without --against."""
+    source = ctx.get_parameter_source(name)
+    if source is not None and source.name != "DEFAULT":
+        option = f"--{name.replace('_', '-')}"
+        raise LaunchError(
+            given=f"shoal verify {option} {ctx.params[name]}",
+            found=f"{option} has a meaning only {only} --against",
+            fix=f"leave {option} out",
+        )

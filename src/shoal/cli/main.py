@@ -316,7 +316,9 @@ app.command(
     rich_help_panel=VERIFY,
     context_settings=SCRIPT_LAST,
     epilog=examples(
-        "shoal verify train.py --epochs 3", "shoal verify --ranks 1,2,3 --kills 2 train.py"
+        "shoal verify train.py --epochs 3",
+        "shoal verify --ranks 1,2,3 --kills 2 train.py",
+        "shoal verify --against old.py train.py",
     ),
 )(verify)
 app.command(

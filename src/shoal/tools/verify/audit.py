@@ -182,10 +182,10 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
 
     most = max(request.ranks)
     sizes = sorted(set(request.ranks))
-    by_size = [start(Variant(name=_ranks(size), size=size)) for size in sizes]
+    by_size = [start(Variant(name=name_ranks(size), size=size)) for size in sizes]
     baseline = by_size[-1]
     # Another hash seed and order of files are what the next start of the same command may have.
-    repeat = Variant(name=f"{_ranks(most)}, again", size=most, hash_seed=2, reverse_files=True)
+    repeat = Variant(name=f"{name_ranks(most)}, again", size=most, hash_seed=2, reverse_files=True)
     second = start(repeat)
     repeatable = properties.decide_repeatable(baseline, second, source)
     if repeatable.verdict == "refuted":
@@ -193,7 +193,7 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
     restarts = []
     if repeatable.verdict == "held":
         for number, step in enumerate(kill_steps(baseline.length, request.kills), start=1):
-            variant = Variant(name=f"{_ranks(most)}, kill {number}", size=most, kill_at=step)
+            variant = Variant(name=f"{name_ranks(most)}, kill {number}", size=most, kill_at=step)
             announce(variant)
             restarts.append(run_killed(request, variant))
     resume = properties.decide_resume(baseline, restarts, source)
@@ -234,7 +234,7 @@ def _run_with_more_micro_batches(
     """Return a run like the baseline with twice the micro-batches, None without a shoal.Loader."""
     if all(loader.part is None for loader in baseline.ranks[0].loaders.values()):
         return None
-    name = f"{_ranks(baseline.size)}, twice the micro-batches"
+    name = f"{name_ranks(baseline.size)}, twice the micro-batches"
     variant = Variant(name=name, size=baseline.size, micro_batches=2)
     announce(variant)
     return run_variant(request, variant)
@@ -293,7 +293,8 @@ def _isolate(
     return finding
 
 
-def _ranks(size: int) -> str:
+def name_ranks(size: int) -> str:
+    """Return the name of a run on this many ranks."""
     return "1 rank" if size == 1 else f"{size} ranks"
 
 

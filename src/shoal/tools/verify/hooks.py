@@ -313,12 +313,16 @@ class Observer:
         self.trace.phase = ""
         with self.trace.paused():
             self._record_step(optimizer)
-        if self.step >= self.options.stop_after:
-            self.write_events("operation", self.trace.as_events())
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+        if self.step >= self.options.stop_after and not self.options.losses:
+            self.end_process()
         self.begin_trace()
+
+    def end_process(self) -> NoReturn:
+        """End the process successfully, after the last step to observe."""
+        self.write_events("operation", self.trace.as_events())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
     def _record_step(self, optimizer: Any) -> None:
         parameters = self._names(optimizer)
@@ -413,7 +417,7 @@ def observe_loaders(observer: Observer) -> None:
         call_after(kind, "consumed", observer.local_batch_consumed)
 
 
-def install_hooks(options: ObserverOptions, rank: int) -> None:
+def install_hooks(options: ObserverOptions, rank: int) -> Observer:
     """Observe this process until it ends."""
     observer = Observer(options, rank)
     register_module_forward_pre_hook(observer.forward_begins)
@@ -463,3 +467,4 @@ def install_hooks(options: ObserverOptions, rank: int) -> None:
     call_after(subprocess.Popen, "__init__", program_started)
     sys.stdin = _NoInput(observer)
     observer.begin_trace()
+    return observer

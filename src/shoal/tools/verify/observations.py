@@ -23,7 +23,7 @@ class ObserverOptions:
     """The directory of the records, the script's root, and the steps at which ranks end.
 
     The operations of step `trace_at` are recorded too. Each shoal.Loader gets `micro_batches` times as
-    many micro-batches.
+    many micro-batches. With `losses`, the loss of each step is recorded too.
     """
 
     folder: str
@@ -32,6 +32,7 @@ class ObserverOptions:
     kill_at: int | None = None
     trace_at: int | None = None
     micro_batches: int = 1
+    losses: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,19 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossRecord:
+    """The loss of one optimizer step on one rank.
+
+    It is that of a StepResult (`shoal`), whose `count` is its divisor, or the sum over `count` backward
+    passes.
+    """
+
+    loss: float
+    count: float
+    shoal: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderRecord:
     """A DataLoader or shoal.Loader: its dataset's size, its sampler, and the line that built it.
 
@@ -164,6 +178,7 @@ class RankRecord:
 
     rank: int
     steps: tuple[StepRecord, ...] = ()
+    losses: tuple[LossRecord, ...] = ()
     loaders: Mapping[LoaderKey, LoaderRecord] = field(default_factory=dict)
     delivered: tuple[DeliveredBatch, ...] = ()
     complete: frozenset[Pass] = frozenset()
@@ -262,6 +277,7 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
     return RankRecord(
         rank=rank,
         steps=tuple(steps),
+        losses=tuple(LossRecord(**event) for event in by_kind.get("loss", [])),
         loaders={loader.loader: loader for loader in loaders},
         delivered=tuple(batches),
         complete=frozenset((LoaderKey(*e["loader"]), e["epoch"]) for e in by_kind.get("complete", [])),

@@ -36,7 +36,11 @@ class ObservedScript(Script):
         from shoal.tools.verify.hooks import install_hooks
         from shoal.tools.verify.observed_calls import reverse_listings
 
-        install_hooks(self.observer, placement().rank)
+        observer = install_hooks(self.observer, placement().rank)
+        if self.observer.losses:
+            from shoal.tools.verify.loss_hooks import observe_losses
+
+            observe_losses(observer)
         if self.reverse_files:
             reverse_listings()
         super().run()
@@ -87,7 +91,8 @@ class Variant:
     """One run: its name, its ranks, and what differs from the first run.
 
     A run with `trace_at` records the operations of this step and ends after it. With `micro_batches`,
-    each shoal.Loader has that many times its micro-batches.
+    each shoal.Loader has that many times its micro-batches; with `losses`, the loss of each step is
+    recorded.
     """
 
     name: str
@@ -97,6 +102,7 @@ class Variant:
     reverse_files: bool = False
     trace_at: int | None = None
     micro_batches: int = 1
+    losses: bool = False
 
 
 def check_request(request: VerifyRequest) -> None:
@@ -137,6 +143,7 @@ def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None =
         trace_at=variant.trace_at,
         kill_at=variant.kill_at,
         micro_batches=variant.micro_batches,
+        losses=variant.losses,
     )
     script = ObservedScript(
         path=request.script,
