@@ -135,6 +135,191 @@ def test_code_outside_forward_trains_like_one_process(
             np.testing.assert_allclose(others[name], value, atol=TOLERANCE)
 
 
+def given_gradient(weight: Any) -> float:
+    weight.grad = torch.ones(weight.shape).double()
+    return float(weight.grad.norm())
+
+
+def replaced(net: Any) -> None:
+    net.head.weight = nn.Parameter(torch.ones(4, 6))
+    net(data())
+
+
+Use = Callable[[Any], Any]
+VALUES: dict[str, Use] = {
+    "item": lambda w: w.norm().item(),
+    "float": lambda w: float(w.detach().square().sum()),
+    "of data": lambda w: float(w.data.norm()),
+    "format": lambda w: f"{w.mean():.9f}",
+    "bool": lambda w: bool(w.sum() > 0),
+    "allclose": lambda w: torch.allclose(w, torch.full_like(w, float(w[0, 0]))),
+    "is_nonzero": lambda w: torch.is_nonzero((w == w[-1, -1]).sum() - 1),
+    "tolist": lambda w: w.tolist(),
+    "numpy": lambda w: w.detach().numpy().sum(1).tolist(),
+    "nonzero": lambda w: (w > 0).nonzero().sum().item(),
+    "mask": lambda w: w[w > 0].sum().item(),
+    "row": lambda w: w[1].tolist(),
+    "like": lambda w: (torch.zeros_like(w) + torch.ones(w.shape)).sum().item(),
+    "gradient": lambda w: float(torch.autograd.grad((w * w).sum(), w)[0].norm()),
+    "given gradient": given_gradient,
+}
+
+
+def clip(net: Any) -> None:
+    for p in net.parameters():
+        p.grad = torch.full(p.shape, 2.0, dtype=p.dtype)
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    for p in net.parameters():
+        p.data = p.data - p.grad
+
+
+def vector(net: Any) -> None:
+    flat = nn.utils.parameters_to_vector(net.blocks.parameters()).detach()
+    nn.utils.vector_to_parameters(flat * 0.5, net.blocks.parameters())
+
+
+CHANGES: dict[str, Use] = {
+    "clamp_": lambda net: [p.data.clamp_(-0.1, 0.1) for p in net.parameters()],
+    "mul_": lambda net: [
+        p.mul_(torch.arange(float(p.numel())).view(p.shape)) for p in net.parameters()
+    ],
+    "rows": lambda net: net.blocks[0].wide.weight.mul_(torch.arange(6.0)[:, None]),
+    "masked_fill_": lambda net: [p.masked_fill_(p < 0, 0.5) for p in net.parameters()],
+    "lists": lambda net: torch._foreach_copy_([*net.parameters()], [p * 2 for p in net.parameters()]),
+    "data": lambda net: setattr(
+        net.blocks[0].wide.weight, "data", torch.arange(36.0).double().view(6, 6)
+    ),
+    "load": lambda net: net.load_state_dict(
+        {n: torch.ones(p.shape) for n, p in net.state_dict().items()}
+    ),
+    "constant_": lambda net: nn.init.constant_(net.blocks[0].wide.weight, 0.25),
+    "clip": clip,
+    "vector": vector,
+}
+REFUSED: dict[str, Use] = {
+    "normal_": lambda net: nn.init.normal_(net.blocks[0].wide.weight),
+    "xavier_uniform_": lambda net: nn.init.xavier_uniform_(net.blocks[0].wide.weight),
+    "orthogonal_": lambda net: nn.init.orthogonal_(net.blocks[0].wide.weight),
+    "reset_parameters": lambda net: net.blocks[0].wide.reset_parameters(),
+    "randn_like": lambda net: torch.randn_like(net.blocks[0].wide.weight),
+    "row": lambda net: net.blocks[0].wide.weight[0].zero_(),
+    "rows": lambda net: [row.zero_() for row in net.blocks[0].out.weight],
+    "view": lambda net: net.blocks[0].wide.weight.view(-1).mul_(2.0),
+    "data": lambda net: net.blocks[0].wide.weight.data[:2].mul_(2.0),
+    "__setitem__": lambda net: net.blocks[0].wide.weight.__setitem__(0, 1.0),
+    "renorm_": lambda net: net.blocks[0].wide.weight.renorm_(2, 0, 0.5),
+    "out": lambda net: torch.mul(net.blocks[0].wide.weight, 2.0, out=net.blocks[0].wide.weight),
+    "shape": lambda net: setattr(net.blocks[0].wide.weight, "data", torch.ones(2)),
+}
+REFUSED_BY_FSDP: dict[str, Use] = {
+    "register_hook": lambda net: net.head.weight.register_hook(torch.neg),
+    "functional_call": lambda net: torch.func.functional_call(
+        net, {n: p * 0.9 for n, p in net.named_parameters()}, (data(),)
+    ),
+    "replaced": replaced,
+    "deepcopy": copy.deepcopy,
+    "AveragedModel": torch.optim.swa_utils.AveragedModel,
+}
+PLAN = {"blocks.*.wide": "column", "blocks.*.out": "row"}
+
+
+def used(world: shoal.World, strategy: Any) -> dict[str, Any]:
+    # FSDP begins with the values of rank 0, although ranks draw others for a second model.
+    torch.manual_seed(3 + (world.rank if isinstance(strategy, shoal.FSDP) else 0))
+
+    def new() -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return shoal.parallelize(Net().double(), world, strategy)
+
+    net = new()
+    weight = net.blocks[0].wide.weight
+    found = {name: use(weight) for name, use in VALUES.items()}
+    for name, change in CHANGES.items():
+        net = new()
+        with torch.no_grad():
+            change(net)
+        found["change " + name] = {n: whole(p.detach()).tolist() for n, p in net.named_parameters()}
+    net = new()
+    optimizer = torch.optim.Adam(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.ones(p.shape, dtype=p.dtype)
+    optimizer.step()
+    found["state"] = float(optimizer.state[net.blocks[0].wide.weight]["exp_avg"].norm())
+    if world.size > 1:
+        refused = REFUSED | (REFUSED_BY_FSDP if isinstance(strategy, shoal.FSDP) else {})
+        found["passed"] = [name for name, use in refused.items() if not refuses(use, new())]
+    return found
+
+
+def refuses(use: Use, net: Any) -> bool:
+    try:
+        with torch.no_grad():
+            use(net)
+    except shoal.StepError as error:
+        return "full_tensor" in error.fix or "FSDP" in error.given
+    return False
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "strategy"),
+    [
+        (2, "shard=-1", shoal.FSDP(modules=("blocks.*",))),
+        (3, "shard=-1", shoal.FSDP()),
+        (2, "tensor=2", shoal.TensorParallel(plan=PLAN)),
+    ],
+)
+def test_uses_outside_a_step_are_those_of_one_process_or_refused(
+    world: shoal.World, size: int, layout: str, strategy: Any
+) -> None:
+    expected = used(world, None)
+    with Ranks(size, layout=layout) as ranks:
+        for found in ranks.call(used, strategy):
+            assert found.pop("passed") == []
+            for name, value in expected.items():
+                assert close(found[name], value), name
+
+
+def close(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(close(one[key], other[key]) for key in other)
+    if isinstance(one, float | list):
+        return bool(np.allclose(one, other, rtol=0, atol=TOLERANCE))
+    return bool(one == other)
+
+
+def penalized(world: shoal.World) -> None:
+    net = shoal.parallelize(Net().double(), world, shoal.FSDP(modules=("blocks.*",)))
+    x = data().requires_grad_()
+    for batch in shoal.Loader((data(),), world, batch_size=8).epochs(1):
+        for (part,) in batch:
+            x = part.clone().requires_grad_()
+            gradient = torch.autograd.grad(net(x).sum(), x, create_graph=True)[0]
+            batch.backward(total=square(gradient, 1), count=len(x))
+
+
+def test_a_gradient_penalty_with_fsdp_names_what_works(ranks: Ranks) -> None:
+    for error in ranks.errors(shoal.StepError, penalized):
+        assert "replicate=-1" in error.fix
+
+
+def normalized(world: shoal.World, normalize: Any) -> None:
+    net = Net()
+    normalize(net.blocks[1].wide)
+    shoal.parallelize(net, world, shoal.TensorParallel(plan=PLAN))
+
+
+def test_plans_refuse_layers_with_norms_of_weights() -> None:
+    with Ranks(2, layout="tensor=2") as ranks:
+        for normalize in (
+            nn.utils.weight_norm,
+            nn.utils.spectral_norm,
+            nn.utils.parametrizations.weight_norm,
+            nn.utils.parametrizations.spectral_norm,
+        ):
+            for error in ranks.errors(shoal.StepError, normalized, normalize):
+                assert "blocks.1.wide" in error.given
+
+
 def copied(world: shoal.World) -> bool:
     weight = shoal.parallelize(Net(), world).head.weight
     return torch.equal(whole(copy.deepcopy(weight)), whole(weight))

@@ -21,6 +21,20 @@ def parameter_groups(part: FSDPModule) -> list[Any]:
     return [group for group in found if group is not None]
 
 
+def replaced_parameters(part: FSDPModule) -> list[str]:
+    """Return the names of parameters of `part` in whose place their modules have other tensors."""
+    found = []
+    for group in parameter_groups(part):
+        for each in group.fsdp_params:
+            info = required(each, "_module_info", "FSDP")
+            current = info.module._parameters.get(info.param_name)
+            if current is not each.sharded_param and current is not getattr(
+                each, "_unsharded_param", None
+            ):
+                found.append(info.param_name)
+    return found
+
+
 def find_root(part: FSDPModule) -> None:
     """Make `part` the root of the modules in it that FSDP2 has sharded.
 

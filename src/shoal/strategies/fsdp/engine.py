@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +21,24 @@ from torch.distributed.fsdp import (
 )
 
 from shoal._torch.autograd import in_backward
-from shoal._torch.fsdp import drop_accumulated, find_root, parameter_dtypes, sum_after, use_policy
+from shoal._torch.fsdp import (
+    drop_accumulated,
+    find_root,
+    parameter_dtypes,
+    replaced_parameters,
+    sum_after,
+    use_policy,
+)
 from shoal._torch.mesh import concatenate
 from shoal.data.batch import Batch, Count
 from shoal.data.micro import MicroBatch
+from shoal.distributed.tensors import broadcast
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import mark_groups
 from shoal.strategies.compiled import RepeatedBlocks, compile_parts
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals
+from shoal.strategies.dtensor import is_divided
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.mesh_reducer import (
     MeshReducer,
@@ -58,6 +67,7 @@ def fsdp_engine(
     divided = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in divided[:1] if reshard else divided:
         part.register_forward_pre_hook(_gather_again, prepend=True)
+    divided[0].register_forward_pre_hook(partial(_check_parameters, divided), prepend=True)
     find_root(divided[0])
     for part in divided:
         gather_outside(part)
@@ -98,7 +108,17 @@ class FSDPReducer(MeshReducer):
         self._unsummed = not summed
         sum_after(loss, root)
         with other_gradients_kept(self.held):
-            torch.autograd.backward([loss], [seed])
+            try:
+                torch.autograd.backward([loss], [seed])
+            except RuntimeError as error:
+                if "setStorage" not in str(error):
+                    raise
+                raise StepError(
+                    given="a loss with gradients of the model's output (create_graph=True), and "
+                    "shoal.FSDP()",
+                    found="FSDP has freed parameters that the gradients of these gradients need",
+                    fix="shoal.init(layout='replicate=-1'), in which each rank has the complete model",
+                ) from error
         self.held.losses.append((loss.detach(), count, micro.weight))
         if last:
             self.reduce()
@@ -180,6 +200,11 @@ def divide(
     }
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()  # FSDP2 requires it
+        if not (parameter.is_meta or world.simulated or is_divided(parameter)):
+            # Ranks may have drawn other numbers, as for a second model.
+            sent = parameter.data.to(world.device)
+            broadcast([sent], world.data_group)
+            parameter.data.copy_(sent)
     # FSDP2 shards no scalars: each rank keeps them.
     options["ignored_params"] = {parameter for parameter in module.parameters() if not parameter.dim()}
     divided: list[Any] = [*units, module]
@@ -189,6 +214,7 @@ def divide(
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.register_forward_hook(_free_without_backward)
+        type(sharded).__deepcopy__ = _refuse_copy
         mark_groups(sharded, world)
     return GatheredPrecision(divided, policy, reduce_dtype)
 
@@ -210,6 +236,28 @@ def _gather_again(part: nn.Module, *_: object) -> None:
     """
     if isinstance(part, FSDPModule) and not in_backward():
         part.reshard()
+
+
+def _check_parameters(divided: Sequence[Any], *_: object) -> None:
+    """Raise StepError if a forward pass would ignore tensors that have replaced parameters."""
+    names = [name for part in divided for name in replaced_parameters(part)]
+    if names:
+        raise StepError(
+            given=f"other tensors in place of parameters of a model with shoal.FSDP(): {names[0]}, as "
+            "functional_call, load_state_dict(assign=True) or an assignment do",
+            found="FSDP computes with its own parameters and would ignore them",
+            fix="change the parameters before shoal.parallelize, or in place: p.copy_(values) under "
+            "torch.no_grad()",
+        )
+
+
+def _refuse_copy(part: nn.Module, _: object) -> NoReturn:
+    raise StepError(
+        given="copy.deepcopy of a model with shoal.FSDP()",
+        found="the hooks that gather its parameters can't be copied",
+        fix="shoal.EMA(model) for an average; or copy the model before shoal.parallelize, parallelize "
+        "both, and call copied.load_state_dict(model.state_dict())",
+    )
 
 
 def _mesh(world: World) -> DeviceMesh:

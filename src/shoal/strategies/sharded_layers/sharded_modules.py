@@ -254,6 +254,7 @@ def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str],
         names.setdefault(id(parameter), []).append(name)
     mesh = world.mesh["tensor"]
     for name, way in layers.items():
+        _refuse_norms(name, model.get_submodule(name))
         _divide_parameters(model.get_submodule(name), way, mesh)
     for first, *others in names.values():
         for other in others:
@@ -266,6 +267,19 @@ def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str],
     slices = slices_of(model)
     if slices is not None:
         slices.split_over("tensor", mesh.size(), mesh.get_local_rank(), sharded)
+
+
+def _refuse_norms(name: str, layer: nn.Module) -> None:
+    """Raise StepError for weight_norm and spectral_norm, old and new: torch has none for DTensors."""
+    hooks = [hook for part in layer.modules() for hook in part._forward_pre_hooks.values()]
+    for each in (*layer.modules(), *hooks):
+        kind = type(each).__name__.lstrip("_")
+        if kind in ("WeightNorm", "SpectralNorm"):
+            raise StepError(
+                given=f"{kind} of {name}, a layer of shoal.TensorParallel(plan=…)",
+                found="it uses the whole weight, and each rank has a part",
+                fix=f"leave {name} out of the plan, or remove the {kind}",
+            )
 
 
 def _divide_parameters(layer: nn.Module, way: str, mesh: DeviceMesh) -> None:
