@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shoal._torch.autograd import version
+from shoal._torch.autograd import is_view, version
 from shoal._torch.dispatch import tree_leaves, tree_map_only, without_overrides
 from shoal._torch.fsdp import parameter_groups, waiting_for_sums
 from shoal.data.micro import CURRENT_DRAWS
@@ -33,18 +33,11 @@ _GRAD = vars(Tensor.__base__)["grad"].__get__
 _SET_DATA = vars(Tensor.__base__)["data"].__set__
 _OF_SHARDS = frozenset(
     (
-        *("_is_view", "__deepcopy__", "__delete__", "__get__", "__hash__", "__len__", "__reduce_ex__"),
+        *("__deepcopy__", "__delete__", "__get__", "__hash__", "__len__", "__reduce_ex__"),
         *("__repr__", "backward", "data_ptr", "detach_", "dim", "element_size", "get_device"),
         *("ndimension", "nelement", "numel", "register_post_accumulate_grad_hook", "requires_grad_"),
-        *(
-            "retain_grad",
-            "share_memory_",
-            "size",
-            "storage_offset",
-            "stride",
-            "type",
-            "untyped_storage",
-        ),
+        *("retain_grad", "share_memory_", "size", "storage_offset", "stride", "type"),
+        "untyped_storage",
     )
 )
 """Functions of a tensor that use no values."""
@@ -129,7 +122,7 @@ class ShardedParameter(DTensor):
                 raise
         if parts and not any(isinstance(t, Tensor) for t in tree_leaves(result)):  # of a shard
             result = call(partial(_gather, planned=False, alike=True))
-            if any(isinstance(t, Tensor) and t._is_view() for t in tree_leaves(result)):
+            if any(isinstance(t, Tensor) and is_view(t) for t in tree_leaves(result)):
                 raise _refused(name)
         return _adopted(result)
 
@@ -193,7 +186,8 @@ def _change(function: Any, name: str, args: Any, named: Any, changed: Any) -> An
     if function == _SET_DATA and (args[1].shape, args[1].dtype) == (tensor.shape, tensor.dtype):
         with torch.no_grad():
             return tensor.copy_(args[1])
-    known = (name in _ELEMENTWISE and not tensor._is_view()) or name in _SETS
+    with without_overrides():
+        known = (name in _ELEMENTWISE and not is_view(tensor)) or name in _SETS
     if "out" in named or not known or function == _SET_DATA:
         raise _refused("p.data = …" if function == _SET_DATA else name)
 

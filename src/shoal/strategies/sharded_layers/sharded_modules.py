@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from shoal._torch.autograd import in_backward, version
 from shoal._torch.dispatch import tree_leaves, tree_map_only
+from shoal._torch.modules import call_hooks
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import is_divided
 from shoal.strategies.random_draws.draws import slices_of
@@ -271,7 +272,7 @@ def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str],
 
 def _refuse_norms(name: str, layer: nn.Module) -> None:
     """Raise StepError for weight_norm and spectral_norm, old and new: torch has none for DTensors."""
-    hooks = [hook for part in layer.modules() for hook in part._forward_pre_hooks.values()]
+    hooks = [hook for part in layer.modules() for hook in call_hooks(part)]
     for each in (*layer.modules(), *hooks):
         kind = type(each).__name__.lstrip("_")
         if kind in ("WeightNorm", "SpectralNorm"):
