@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Any
 
 import pytest
+import torch
 
 import shoal
 from helpers.ranks import RankError, Ranks
@@ -14,6 +15,7 @@ from helpers.ranks import RankError, Ranks
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of `function(world, *arguments)` in one process."""
+    torch.manual_seed(2**62)  # no seed of a call before, which init would keep
     with shoal.init() as world:
         return function(world, *arguments)
 

@@ -34,6 +34,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
         f"{_FSDP_MODULES}_fsdp_state:FSDPState()._fsdp_param_group",
         f"{_FSDP_MODULES}_fsdp_param:FSDPParam._unsharded_param",
+        f"{_FSDP_MODULES}_fsdp_param:FSDPParam()._module_info",
         f"{_FSDP_MODULES}_fsdp_param_group:FSDPParamGroup._init_mp_dtypes",
         f"{_FSDP_MODULES}_fsdp_state:FSDPState()._mp_policy",
         f"{_FSDP_MODULES}_fsdp_state:FSDPState._lazy_init",

@@ -220,7 +220,7 @@ def _adopted(result: Any) -> Any:
 
 def _set_states(optimizer: Any, old: type, new: type) -> None:
     for state in optimizer.state.values():
-        for value in state.values():
+        for value in state.values() if isinstance(state, dict) else ():
             if type(value) is old:
                 value.__class__ = new
 
