@@ -414,3 +414,28 @@ def embedded(world: shoal.World) -> None:
 def test_sparse_embeddings_are_refused_on_several_ranks(ranks: Ranks) -> None:
     for error in ranks.errors(shoal.StepError, embedded):
         assert "sparse gradients, which ranks can't sum: 0" in error.found
+
+
+def products(world: shoal.World) -> list[float]:
+    """Use a weight of a plan together with another one, outside of forward."""
+    torch.manual_seed(3)
+    net: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 4)).double()
+    plan = shoal.TensorParallel(plan={"0": "column", "2": "row"})
+    net = shoal.parallelize(net, world, [plan, shoal.FSDP()] if world.size > 1 else None)
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return square(output, 0) + len(output) * (net[3].weight @ net[2].weight).abs().sum(), len(
+            output
+        )
+
+    step = shoal.Step(net, torch.optim.AdamW(net.parameters(), lr=0.01), shoal.Task(loss))
+    return [
+        step(batch).loss for batch in shoal.Loader((data(),), world, batch_size=8, seed=0).epochs(1)
+    ]
+
+
+def test_a_loss_uses_weights_of_a_plan_that_fsdp_has_gathered(world: shoal.World) -> None:
+    expected = products(world)
+    with Ranks(4, layout="shard=2,tensor=2") as ranks:
+        for found in ranks.call(products):
+            assert found == pytest.approx(expected, rel=TOLERANCE)

@@ -21,6 +21,11 @@ def parameter_groups(part: FSDPModule) -> list[Any]:
     return [group for group in found if group is not None]
 
 
+def gathered_parameter(of: Any) -> torch.Tensor | None:
+    """Return the parameter that FSDP2 has gathered; None before the first time."""
+    return getattr(of, "_unsharded_param", None)
+
+
 def replaced_parameters(part: FSDPModule) -> list[str]:
     """Return the names of parameters of `part` in whose place their modules have other tensors."""
     found = []
@@ -28,9 +33,7 @@ def replaced_parameters(part: FSDPModule) -> list[str]:
         for each in group.fsdp_params:
             info = required(each, "_module_info", "FSDP")
             current = info.module._parameters.get(info.param_name)
-            if current is not each.sharded_param and current is not getattr(
-                each, "_unsharded_param", None
-            ):
+            if current is not each.sharded_param and current is not gathered_parameter(each):
                 found.append(info.param_name)
     return found
 

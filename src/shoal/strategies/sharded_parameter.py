@@ -17,13 +17,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shoal._torch.autograd import is_view, version
 from shoal._torch.dispatch import tree_leaves, tree_map_only, without_overrides
-from shoal._torch.fsdp import parameter_groups, waiting_for_sums
+from shoal._torch.fsdp import gathered_parameter, parameter_groups, waiting_for_sums
 from shoal.data.micro import CURRENT_DRAWS
 from shoal.strategies.dtensor import share, shared_like
 from shoal.util.errors import StepError
@@ -142,12 +141,19 @@ class ShardedParameter(DTensor):
             return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
-def gather_outside(part: FSDPModule) -> None:
+def gather_outside(part: Any) -> None:
     """Let code outside the forward pass of `part`, a unit of FSDP2, use its parameters."""
     for group in parameter_groups(part):
         for each in group.fsdp_params:
             setattr(each.sharded_param, _WAIT, waiting_for_sums(group))
             each.sharded_param.__class__ = ShardedParameter
+    part.register_forward_hook(_adopt_gathered)
+
+
+def _adopt_gathered(part: Any, *_: object) -> None:
+    """Let a loss use weights of a tensor-parallel plan that FSDP2 has gathered."""
+    if not torch.compiler.is_compiling():
+        _adopted([gathered_parameter(p) for g in parameter_groups(part) for p in g.fsdp_params])
 
 
 def _uses_values(function: Any, name: str) -> bool:
