@@ -36,7 +36,7 @@ _OF_SHARDS = frozenset(
         *("__repr__", "backward", "data_ptr", "detach_", "dim", "element_size", "get_device"),
         *("ndimension", "nelement", "numel", "register_post_accumulate_grad_hook", "requires_grad_"),
         *("retain_grad", "share_memory_", "size", "storage_offset", "stride", "type"),
-        "untyped_storage",
+        *("untyped_storage", "_has_symbolic_sizes_strides", "_is_view", "_typed_storage"),
     )
 )
 """Functions of a tensor that use no values."""
