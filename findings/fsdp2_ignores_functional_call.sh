@@ -1,7 +1,8 @@
 #!/bin/sh
-# torch 2.13.0 (CPU, Gloo): torch.func.functional_call on a module of FSDP2 raises nothing and computes with
-# the module's own parameters. The tensors that it was given are replaced again by those that FSDP2 gathers
-# before the forward pass. On a plain module, the same call computes with the given tensors.
+# torch 2.13.0 (CPU, Gloo): torch.func.functional_call on a module of FSDP2 that is resharded after forward
+# raises nothing and computes with the module's own parameters. The tensors that it was given are replaced
+# again by those that FSDP2 gathers before the forward pass. On a plain module, the same call computes with the given tensors; on one that is
+# not resharded (a root's default), it raises RuntimeError, "mixed torch.Tensor and DTensor".
 # Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_unsharded sets the attribute.
 set -eu
 directory=$(mktemp -d)
@@ -30,7 +31,7 @@ def run(rank: int, store: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     plain, plain_halved = outputs(model)
-    own, own_halved = outputs(fully_shard(model))
+    own, own_halved = outputs(fully_shard(model, reshard_after_forward=True))
     if rank == 0:
         print(f"plain: {plain:.6f}, with halved parameters {plain_halved:.6f}")
         print(f"FSDP2: {own:.6f}, with halved parameters {own_halved:.6f}")
