@@ -61,6 +61,7 @@ class Spare(Net):
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
 
 def build(kind: type[Net] = Net) -> Net:
@@ -306,18 +307,19 @@ def test_unused_parameters_are_named_and_stay_as_they_are(
 ) -> None:
     """DDP and pipelines refuse them; see test_replicate and test_pipeline."""
     expected, _ = in_one_process(used_in_part, "one")
-    (losses, said), (again, silent) = started(way).call(used_in_part, way)
-    assert losses == again == pytest.approx(expected, rel=1e-12)
-    assert said == "shoal: parameters that the loss does not use: spare.weight, spare.bias\n"
+    (found, said), (again, silent) = started(way).call(used_in_part, way)
+    assert found == again == pytest.approx(expected, rel=1e-12)
+    assert said == "shoal: parameters that the loss does not use: scale, spare.weight, spare.bias\n"
     assert silent == ""
 
 
 def used_in_part(world: shoal.World, way: str) -> tuple[list[float], str]:
-    """The losses, and what was said meanwhile."""
+    """The losses and the unused parameters after the steps, and what was said meanwhile."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        losses = log(shoal.parallelize(build(Spare), world, WAYS.get(way)), world)
-    return losses, said.getvalue()
+        model: Any = shoal.parallelize(build(Spare), world, WAYS.get(way))
+        losses = log(model, world)
+    return [*losses, float(model.spare.weight.sum()), float(model.scale)], said.getvalue()
 
 
 def clipped(world: shoal.World, way: str) -> list[float]:

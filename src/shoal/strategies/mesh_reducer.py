@@ -166,8 +166,11 @@ def sum_over(group: dist.ProcessGroup, parameters: Sequence[Tensor]) -> None:
     """Sum gradients over `group`, shard by shard.
 
     A rank without a gradient contributes zeros, because samples of other ranks may use the parameter.
+    Parameters that no rank uses get none, so that an optimizer does not change them.
     """
-    works = []
+    unused = [parameter.grad is None for parameter in parameters]
+    everywhere = torch.tensor(unused, dtype=torch.uint8, device=parameters[0].device)
+    works = [dist.all_reduce(everywhere, dist.ReduceOp.MIN, group, async_op=True)]
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is None:
@@ -176,3 +179,7 @@ def sum_over(group: dist.ProcessGroup, parameters: Sequence[Tensor]) -> None:
     for work in works:
         if work is not None:
             work.wait()
+    if any(unused):  # values of a device are fetched only then
+        for parameter, none in zip(parameters, everywhere.tolist(), strict=True):
+            if none:
+                parameter.grad = None
