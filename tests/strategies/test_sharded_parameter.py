@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from helpers.ranks import Ranks
@@ -85,6 +86,11 @@ def weights(net: Any, x: Tensor, _: Any) -> Any:
     )
 
 
+def recomputed(net: Any, x: Tensor, _: Any) -> Any:
+    part = checkpoint(net.blocks[0].part, net.enter(x), use_reentrant=False)
+    return square(part, 1) + square(checkpoint(net.generate, x, use_reentrant=False), x)
+
+
 def data() -> Tensor:
     return torch.randn(22, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -121,6 +127,7 @@ def trained(
         (children, None),
         (penalties, None),
         (weights, None),
+        (recomputed, None),
         (weights, ()),
     ],  # the last: no output of units
 )
@@ -439,3 +446,32 @@ def test_a_loss_uses_weights_of_a_plan_that_fsdp_has_gathered(world: shoal.World
     with Ranks(4, layout="shard=2,tensor=2") as ranks:
         for found in ranks.call(products):
             assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+def recomputes(world: shoal.World, strategy: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    parallel: Any = shoal.parallelize(nn.Sequential(nn.Linear(4, 4), net).double(), world, strategy)
+    inside, weight = parallel[1], parallel[1][0].weight
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        y = checkpoint(lambda y: inside[2](inside[1](inside[0](y))), output, use_reentrant=False)
+        penalty = checkpoint(lambda w: w.square().sum(), weight, use_reentrant=False)
+        return y.sum() + penalty * len(y), len(y)
+
+    step = shoal.Step(parallel, torch.optim.SGD(parallel.parameters(), lr=0.01), shoal.Task(loss))
+    step(next(shoal.Loader((data(),), world, batch_size=8, micro_batches=2).epochs(1)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        ("shard=2", shoal.FSDP()),
+        ("tensor=2", shoal.TensorParallel(plan={"1.0": "column", "1.2": "row"})),
+    ],
+)
+def test_a_recomputed_use_of_weights_in_a_loss_names_what_works(layout: str, strategy: Any) -> None:
+    with Ranks(2, layout=layout) as ranks:
+        for error in ranks.errors(shoal.StepError, recomputes, strategy):
+            assert error.given.startswith(
+                "torch.utils.checkpoint around code that uses sharded weights"
+            )

@@ -57,6 +57,10 @@ def is_view(tensor: Tensor) -> bool:
     return bool(required(tensor, "_is_view", "Pipeline")())
 
 
+COMPILER_ASKS = ("_has_symbolic_sizes_strides", "_is_view", "_typed_storage")
+"""Private functions of tensors that torch.compile calls, and that use no values."""
+
+
 def storage_key(holder: Tensor | torch.UntypedStorage) -> int:
     """Return a number that tensors share while they share memory; unlike `data_ptr`, meta ones too."""
     storage = holder.untyped_storage() if isinstance(holder, Tensor) else holder

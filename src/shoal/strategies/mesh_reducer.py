@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from shoal.data.batch import Count
 from shoal.data.micro import MicroBatch
@@ -25,6 +26,9 @@ from shoal.strategies.registry import engines_of
 from shoal.strategies.sharded_layers.divided_loss import whole_loss
 from shoal.strategies.sharded_layers.sharded_modules import divide_alike
 from shoal.telemetry.step_timer import COMMUNICATION
+from shoal.util.errors import StepError
+
+_MIXED = "mixed torch.Tensor and DTensor"
 
 
 class MeshReducer(Reducer):
@@ -65,7 +69,8 @@ class MeshReducer(Reducer):
         loss, count = whole_loss(self.held.module, loss, count)
         copies = self.held.world.layout.degree("context")  # of this loss; gradients of all are summed
         seed = backward_seed(loss, scale * micro.weight / size / copies)
-        torch.autograd.backward([loss], [seed], inputs=self.held.leaves(loss))
+        with recomputation_explained():
+            torch.autograd.backward([loss], [seed], inputs=self.held.leaves(loss))
         self.held.losses.append((loss.detach(), count, micro.weight))
         if last:
             self.reduce()
@@ -160,6 +165,23 @@ def other_gradients_kept(held: HeldParameters) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+
+
+@contextmanager
+def recomputation_explained() -> Iterator[None]:
+    """Raise StepError if a recomputation finds sharded weights where the forward pass had full ones."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, CheckpointError) and _MIXED not in str(error):
+            raise
+        raise StepError(
+            given="torch.utils.checkpoint around code that uses sharded weights, in a loss",
+            found="backward recomputes it, and gets parts of the weights where the forward pass got "
+            f"full ones: {str(error).splitlines()[0]}",
+            fix="call it without torch.utils.checkpoint, or call torch.utils.checkpoint in the model's "
+            "forward",
+        ) from error
 
 
 def sum_over(group: dist.ProcessGroup, parameters: Sequence[Tensor]) -> None:

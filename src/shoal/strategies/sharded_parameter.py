@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shoal._torch.autograd import is_view, version
+from shoal._torch.autograd import COMPILER_ASKS, is_view, version
 from shoal._torch.dispatch import tree_leaves, tree_map_only, without_overrides
 from shoal._torch.fsdp import gathered_parameter, parameter_groups, waiting_for_sums
 from shoal.data.micro import CURRENT_DRAWS
@@ -36,7 +36,7 @@ _OF_SHARDS = frozenset(
         *("__repr__", "backward", "data_ptr", "detach_", "dim", "element_size", "get_device"),
         *("ndimension", "nelement", "numel", "register_post_accumulate_grad_hook", "requires_grad_"),
         *("retain_grad", "share_memory_", "size", "storage_offset", "stride", "type"),
-        *("untyped_storage", "_has_symbolic_sizes_strides", "_is_view", "_typed_storage"),
+        *("untyped_storage", *COMPILER_ASKS),
     )
 )
 """Functions of a tensor that use no values."""

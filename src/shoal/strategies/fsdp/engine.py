@@ -46,6 +46,7 @@ from shoal.strategies.mesh_reducer import (
     first_along,
     norm_of_parts,
     other_gradients_kept,
+    recomputation_explained,
     summing_group,
 )
 from shoal.strategies.reducer import backward_seed
@@ -107,7 +108,7 @@ class FSDPReducer(MeshReducer):
         root.set_is_last_backward(last)
         self._unsummed = not summed
         sum_after(loss, root)
-        with other_gradients_kept(self.held):
+        with other_gradients_kept(self.held), recomputation_explained():
             try:
                 torch.autograd.backward([loss], [seed])
             except RuntimeError as error:
