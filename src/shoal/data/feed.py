@@ -20,8 +20,7 @@ from shoal.data.map_dataset import BlockDataset
 from shoal.data.orders import CheckedOrder
 from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
 from shoal.data.shards import Lanes
-from shoal.data.worker_failure import LoaderWorkers, PassingError
-from shoal.distributed.passing_faults import passing_cause
+from shoal.data.worker_failure import LoaderWorkers, Parcel, WorkerError
 from shoal.distributed.virtual_ranks import VirtualRanks
 from shoal.distributed.world import World
 from shoal.util.clock import CLOCK
@@ -299,7 +298,7 @@ def timed(dataset: Dataset[Any], *, in_worker: bool) -> Dataset[Any]:
 
     A rank with workers measures only its wait for them: almost nothing while they keep up. If all
     ranks' workers are too slow, only one rank waits for its workers, and the others wait for that rank.
-    `in_worker` is True if workers load the items: a PassingError then takes the place of an item.
+    `in_worker` is True if workers load the items: a WorkerError then takes the place of an item.
     """
     if isinstance(dataset, IterableDataset):
         return _TimedIterable(dataset, in_worker)
@@ -313,11 +312,11 @@ def _timed(load: Callable[[], Any], in_worker: bool) -> Any:
     except StopIteration:
         raise
     except Exception as error:
-        cause = passing_cause(error) if in_worker else ""
-        if not cause:
+        if not in_worker:
             raise
-        return PassingError(cause)
-    return item, CLOCK.now() - begun
+        return WorkerError(error)
+    timed = item, CLOCK.now() - begun
+    return Parcel(timed) if in_worker else timed
 
 
 class _TimedItems(Dataset[Any]):
@@ -335,7 +334,8 @@ class _TimedIterable(IterableDataset[Any]):
         self._in_worker = in_worker
 
     def __iter__(self) -> Iterator[Any]:
-        items = iter(self._dataset)
+        # An error where it begins counts as one of the first item.
+        items = itertools.chain.from_iterable([self._dataset])
         while True:
             try:
                 item = _timed(lambda: next(items), self._in_worker)

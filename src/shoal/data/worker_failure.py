@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
 import signal
 import threading
@@ -10,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from types import FrameType
 from typing import Any
 
 from shoal._torch.dataloader import ExceptionWrapper
-from shoal.distributed.passing_faults import note_cause
+from shoal.distributed.passing_faults import note_cause, passing_cause
 from shoal.util.errors import DataError
 
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)", re.DOTALL)
@@ -94,23 +97,62 @@ class LoaderWorkers:
             signal.signal(signal.SIGCHLD, _Handler(former, self))
 
 
-class PassingError(ExceptionWrapper):
-    """An item in place of one that a worker could not load, because of a fault that may pass.
+class WorkerError(ExceptionWrapper):
+    """The error of a worker, sent in place of an item, with the fault that caused it and may pass.
 
-    torch raises an error of the same type from it, of which it keeps only the text otherwise.
+    The rank raises an error of the same type, with the text. Like torch for a class that can't be
+    created from a text, it takes a RuntimeError for one that can't be pickled, such as a local class.
     """
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(where="in a DataLoader worker process")
-        self._cause = cause
+    def __init__(self, error: Exception) -> None:
+        where = "in a DataLoader worker process"
+        super().__init__((type(error), error, error.__traceback__), where=where)
+        self._cause = passing_cause(error)
+        try:
+            pickle.dumps(self.exc_type)
+        except Exception:  # also of a metaclass
+            self.exc_type = RuntimeError
 
     def reraise(self) -> None:
         """Raise the error of the worker, with its cause."""
         try:
             super().reraise()
-        except Exception as error:
+        except (self.exc_type, RuntimeError) as error:
             note_cause(error, self._cause)
             raise
+        except Exception:  # torch passes message= to a class with this attribute
+            self.exc_type = RuntimeError
+        self.reraise()
+
+
+class Parcel:
+    """What a worker sends: a value, or an error if it can't be pickled.
+
+    It pickles the value itself. The thread that sends it would only print an error, and the rank would
+    wait forever.
+    """
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        try:
+            return pickle.loads, (_pickled(self._value),)
+        except Exception as error:
+            unsent = DataError(
+                given="shoal.Loader(…, num_workers=…)",
+                found=f"a worker can't send a batch to its rank: {type(error).__name__}: {error}",
+                fix="let the dataset and collate_fn return objects that pickle.dumps accepts, "
+                "or use num_workers=0",
+            )
+            return pickle.loads, (_pickled(WorkerError(unsent)),)
+
+
+def _pickled(value: object) -> bytes:
+    # As a queue does: tensors stay in shared memory.
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 class _Handler:
