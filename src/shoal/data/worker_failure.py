@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import io
+import os
 import pickle
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import queues
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal._torch.dataloader import ExceptionWrapper
 from shoal.distributed.passing_faults import note_cause, passing_cause
@@ -23,10 +24,14 @@ from shoal.util.errors import DataError
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)", re.DOTALL)
 _SIGNAL = re.compile(r"is killed by signal: ([^.]+)\.")
 _CODE = re.compile(r"exit code (\d+)")
-_FIX: dict[signal.Signals | None, str] = {
+_UNSENT = 74
+"""The exit code of a worker that can't send an item (EX_IOERR)."""
+_FIX: dict[int | None, str] = {
     signal.SIGKILL: "use fewer workers, num_workers={fewer}: the system may have run out of memory "
     "(dmesg names the process)",
     signal.SIGBUS: "use fewer workers, num_workers={fewer}: shared memory may be full (df -h /dev/shm)",
+    _UNSENT: "let the dataset and collate_fn return objects that pickle.dumps accepts, or use "
+    "num_workers=0",
 }
 _ELSE = "use num_workers=0: the rank itself then reads the dataset, and its error shows the line"
 _LOST = (EOFError, ConnectionError, FileNotFoundError)
@@ -125,34 +130,28 @@ class WorkerError(ExceptionWrapper):
         self.reraise()
 
 
-class Parcel:
-    """What a worker sends: a value, or an error if it can't be pickled.
+class TimedItem(NamedTuple):
+    """An item and the seconds that it took in the process that loaded it."""
 
-    It pickles the value itself. The thread that sends it would only print an error, and the rank would
-    wait forever.
+    item: Any
+    seconds: float
+
+
+def end_if_unsent() -> None:
+    """End this worker if it can't pickle an item, once Python has printed why.
+
+    The thread that sends items would go on without it, and the rank would wait for it forever.
     """
+    former = queues.Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
-    def __init__(self, value: object) -> None:
-        self._value = value
+    def end(error: Exception, sent: Any) -> None:
+        former(error, sent)
+        # Queues of the user's go on.
+        if isinstance(sent, tuple) and isinstance(sent[-1], TimedItem):
+            sys.stderr.flush()
+            os._exit(_UNSENT)
 
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        try:
-            return pickle.loads, (_pickled(self._value),)
-        except Exception as error:
-            unsent = DataError(
-                given="shoal.Loader(…, num_workers=…)",
-                found=f"a worker can't send a batch to its rank: {type(error).__name__}: {error}",
-                fix="let the dataset and collate_fn return objects that pickle.dumps accepts, "
-                "or use num_workers=0",
-            )
-            return pickle.loads, (_pickled(WorkerError(unsent)),)
-
-
-def _pickled(value: object) -> bytes:
-    # As a queue does: tensors stay in shared memory.
-    buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(value)
-    return buffer.getvalue()
+    setattr(queues.Queue, "_on_queue_feeder_error", staticmethod(end))  # noqa: B010
 
 
 class _Handler:
@@ -167,8 +166,10 @@ class _Handler:
             self.former(signum, frame)
 
 
-def _how(text: str, code: int | None) -> tuple[str, signal.Signals | None]:
-    """Return how a worker ended, from torch's message or else from its exit `code`."""
+def _how(text: str, code: int | None) -> tuple[str, int | None]:
+    """Return how a worker ended, from torch's message or else from its exit `code`, and the key of the
+    fix.
+    """
     killed = _SIGNAL.search(text)
     if killed is not None:
         found = [each for each in signal.Signals if signal.strsignal(each) == killed[1]]
@@ -177,4 +178,6 @@ def _how(text: str, code: int | None) -> tuple[str, signal.Signals | None]:
         return f"signal {-code}, {signal.strsignal(-code)}", signal.Signals(-code)
     said = _CODE.search(text)
     code = code if said is None else int(said[1])
+    if code == _UNSENT:
+        return "it can't send a batch; the reason is printed above", code
     return f"exit code {code}" if code else "it ended by itself", None
