@@ -444,6 +444,36 @@ def test_a_storm_of_faults_that_pass_and_that_last(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("signum", "opened", "code"),
+    [
+        (signal.SIGUSR1, True, 75),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                (signal.SIGUSR2, True, 75),
+                (signal.SIGTERM, True, 75),
+                (signal.SIGHUP, True, 75),
+                (signal.SIGINT, True, 130),
+                (signal.SIGUSR1, False, 128 + signal.SIGUSR1),
+            )
+        ),
+    ],
+)
+def test_a_signal_in_a_wait_means_the_same_as_while_ranks_run(
+    start: Start, signum: signal.Signals, opened: bool, code: int
+) -> None:
+    """With an open Run, they would save; the last checkpoint is all there is to save."""
+    script = STORM if opened else "raise OSError(5, 'away')"
+    run = start(script, "-n", "1", "--restarts", "1", "script.py", "0", "20:EIO")
+    assert run.process.stderr is not None
+    assert any("EIO may pass (" in line for line in run.process.stderr)
+    run.process.send_signal(signum)
+    ended = run.end()
+    assert (ended.code, ended.err) == (code, "")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("outputs", "told"), [(os.pipe, "BrokenPipeError"), (os.openpty, "[Errno 5]")])
 def test_an_output_that_nobody_reads_does_not_pass(
     start: Start, outputs: Callable[[], tuple[int, int]], told: str
