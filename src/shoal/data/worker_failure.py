@@ -140,13 +140,13 @@ class TimedItem(NamedTuple):
 def end_if_unsent() -> None:
     """End this worker if it can't pickle an item, once Python has printed why.
 
-    The thread that sends items would go on without it, and the rank would wait for it forever.
+    The thread that sends items would skip it, and the rank would wait for it forever.
     """
     former = queues.Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
     def end(error: Exception, sent: Any) -> None:
         former(error, sent)
-        # Queues of the user's go on.
+        # Other queues belong to the user.
         if isinstance(sent, tuple) and isinstance(sent[-1], TimedItem):
             sys.stderr.flush()
             os._exit(_UNSENT)

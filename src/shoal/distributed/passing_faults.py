@@ -29,7 +29,7 @@ _PASSING = {
     socket.EAI_AGAIN: "EAI_AGAIN",
 }
 _OF_OUTPUT = (errno.EPIPE, errno.EIO)
-"""What a write to a pipe without a reader, or to a terminal that has hung up, ends with."""
+"""Errors of a write to a pipe without a reader, or to a terminal that has hung up."""
 _PASSING_STATUS = (408, 429, *range(500, 600))
 """Statuses of HTTP: a time-out, too many requests, and errors of the server."""
 _CUT_OFF = (
@@ -91,7 +91,7 @@ def _judge(error: BaseException) -> str | None:
 
 
 def _output_ended() -> bool:
-    """Return whether nobody can read stdout or stderr any more, which the next attempt inherits."""
+    """Return whether stdout or stderr, which the next attempt inherits, has lost its reader."""
     outputs = select.poll()
     for file in (1, 2):
         outputs.register(file, 0)
