@@ -113,8 +113,8 @@ def start_command(tmp_path: Path, running_commands: list[Command]) -> Callable[.
     """Starts commands in the test's directory, or another; none of their processes is left after it."""
     from helpers.commands import Command
 
-    def start(command: Sequence[str], folder: Path = tmp_path) -> Command:
-        running_commands.append(Command(command, folder))
+    def start(command: Sequence[str], folder: Path = tmp_path, **outputs: int) -> Command:
+        running_commands.append(Command(command, folder, **outputs))
         return running_commands[-1]
 
     return start

@@ -7,14 +7,14 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from email.message import Message
 from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import shoal
 from helpers.commands import wait_for
@@ -78,6 +78,68 @@ def test_a_fault_that_may_pass_is_known_through_a_worker() -> None:
                 with pytest.raises(Exception, match=re.escape(str(error))) as caught:
                     list(data.epochs(1))
             assert passing_cause(caught.value) == cause
+
+
+class TwoArgumentsError(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_that_a_worker_cannot_send_is_told(workers: int) -> None:
+    class LocalError(ValueError):
+        pass
+
+    rows = (LocalError("bad sample"), TwoArgumentsError(1, 2), ExceptionGroup("", [LocalError()]))
+    for error in rows:
+        with shoal.init() as world:
+            data = shoal.Loader(Dying(refuse(error)), world, batch_size=2, num_workers=workers)
+            with pytest.raises(RuntimeError, match=re.escape(str(error))) as caught:
+                list(data.epochs(1))
+        told = str(caught.value)
+        assert type(error).__qualname__ in told
+        assert "raise error" in told
+        assert passing_cause(caught.value) == ""
+
+
+def test_a_fault_that_may_pass_with_a_local_class() -> None:
+    class LocalError(OSError):
+        pass
+
+    with shoal.init() as world:
+        away = refuse(LocalError(errno.EIO, "away"))
+        data = shoal.Loader(Dying(away), world, batch_size=2, num_workers=1)
+        with pytest.raises(RuntimeError, match="away") as caught:
+            list(data.epochs(1))
+    assert passing_cause(caught.value) == "EIO"
+
+
+def test_an_iterable_dataset_that_cannot_begin_is_told() -> None:
+    class Starting(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            class LocalError(Exception):
+                pass
+
+            raise LocalError("no shards")
+
+    with shoal.init() as world:
+        data = shoal.Loader(Starting(), world, batch_size=2, num_workers=1, shuffle=False)
+        with pytest.raises(RuntimeError, match="no shards"):
+            list(data.epochs(1))
+
+
+def test_a_batch_that_a_worker_cannot_send_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    def collate(samples: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        return lambda: samples
+
+    with shoal.init() as world:
+        data = shoal.Loader(
+            Dying(lambda: None), world, batch_size=2, num_workers=1, shuffle=False, collate_fn=collate
+        )
+        with pytest.raises(shoal.DataError, match="it can't send a batch; the reason") as caught:
+            list(data.epochs(1))
+    assert "pickle.dumps accepts" in caught.value.fix
+    assert "Can't pickle local object" in capfd.readouterr().err
 
 
 def test_a_worker_that_torch_does_not_explain_is_explained_by_its_process() -> None:

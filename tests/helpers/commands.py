@@ -31,7 +31,7 @@ class Ended:
 class Command:
     """A command in a session and a temporary directory of its own."""
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, *, stdout: int = subprocess.PIPE) -> None:
         self.folder = folder
         # Not in the folder, whose name may be too long for sockets.
         self._temporary = tempfile.TemporaryDirectory(prefix="shoal-")
@@ -39,7 +39,7 @@ class Command:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTHONUNBUF"))}
         self.process = subprocess.Popen(
             command,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",

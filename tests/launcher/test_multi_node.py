@@ -378,6 +378,35 @@ def test_nodes_that_wait_for_a_fault_to_pass_know_when_the_others_end(
     refused(stays.end(), found)
 
 
+AWAY = """
+import torch, shoal
+
+with shoal.init() as world:
+    model = shoal.parallelize(torch.nn.Linear(4, 1), world)
+    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)), inputs=lambda b: b)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    loader = shoal.Loader(torch.ones(32, 4), world, batch_size=8)
+    with shoal.Run("run", step, loader, trackers=()) as run:
+        for batch in loader.epochs(1):
+            step(batch)
+            run.tick(every=2)
+            if world.rank == 0 and step.number == 3:
+                raise OSError(5, "away")
+"""
+
+
+@pytest.mark.full
+def test_a_signal_to_nodes_that_wait_for_a_fault_to_pass_asks_for_a_new_start(nodes: Nodes) -> None:
+    """Also on the node whose ranks have not failed themselves."""
+    both = nodes.start_two(AWAY, "--restarts", "1")
+    for each in both:
+        assert each.process.stderr is not None
+        assert any("EIO may pass (" in line for line in each.process.stderr)
+    for each in nodes.holder()[::-1]:
+        each.process.send_signal(signal.SIGUSR1)
+        assert each.end().code == 75
+
+
 @pytest.mark.long
 def test_a_node_that_stood_still_is_left_behind_and_comes_back(nodes: Nodes) -> None:
     """Its processes are stopped, as when a machine is cut off or suspended, and go on later."""

@@ -220,6 +220,13 @@ def check_nodes(
         verdicts = {each for (n, _), each in carried.items() if n == number}
         if len(verdicts) > 1:
             raise BrokenPropertyError(f"attempt {number} ended in different ways: {verdicts}")
+        verdict = verdicts.pop()
+        if verdict.kind in ("failed", "preempted"):
+            # An error of a peer counts if it waited in vain for the node that has the reason.
+            did = outcomes.get((number, int(verdict.nodes[0].removeprefix("node "))), "by peer")
+            if (did == "preempted") != (verdict.kind == "preempted"):
+                raise BrokenPropertyError(f"attempt {number} ended with {verdict.kind}, not {did}")
+    failures = len({number for (number, _), each in carried.items() if each.kind == "failed"})
     for kind in ("failed", "preempted"):
         counted = int(str(world.shared.get(f"shoal/count/{kind}") or 0))
         ended = len({n for (n, _), each in carried.items() if each.kind == kind})
@@ -228,7 +235,6 @@ def check_nodes(
     if at_end and carried:
         last = max(number for number, _ in carried)
         kind = next(each.kind for (n, _), each in carried.items() if n == last)
-        failures = len({number for number, _ in outcomes if outcomes[number, _] != "preempted"})
         wanted = "failed" if failures > restarts else "done"
         if kind != wanted:
             raise BrokenPropertyError(f"the run ended with {kind} after {last} attempts, not {wanted}")

@@ -69,11 +69,11 @@ while True:
 def start(tmp_path: Path, start_command: Callable[..., Command]) -> Callable[..., Command]:
     """Starts `shoal run` of a script, as installed: from a file whose folder is not the current one."""
 
-    def begin(script: str, *options: str) -> Command:
+    def begin(script: str, *options: str, stdout: int = subprocess.PIPE) -> Command:
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin/shoal").write_text("from shoal.cli.main import main; main()")
-        return start_command([sys.executable, "bin/shoal", "run", *options])
+        return start_command([sys.executable, "bin/shoal", "run", *options], stdout=stdout)
 
     return begin
 
@@ -441,6 +441,53 @@ def test_a_storm_of_faults_that_pass_and_that_last(
     said = [line for line in ended.err.splitlines() if re.match(r"(no )?restart\b", line)]
     (number,) = (n for n, line in enumerate(STORM.splitlines(), 1) if line.endswith("# raises"))
     assert said == [line.replace("PLACE", f"{run.folder}/script.py:{number}") for line in lines]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("signum", "opened", "code"),
+    [
+        (signal.SIGUSR1, True, 75),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                (signal.SIGUSR2, True, 75),
+                (signal.SIGTERM, True, 75),
+                (signal.SIGHUP, True, 75),
+                (signal.SIGINT, True, 130),
+                (signal.SIGUSR1, False, 128 + signal.SIGUSR1),
+            )
+        ),
+    ],
+)
+def test_a_signal_in_a_wait_means_the_same_as_while_ranks_run(
+    start: Start, signum: signal.Signals, opened: bool, code: int
+) -> None:
+    """With an open Run, they would save; the last checkpoint is all there is to save."""
+    script = STORM if opened else "raise OSError(5, 'away')"
+    run = start(script, "-n", "1", "--restarts", "1", "script.py", "0", "20:EIO")
+    assert run.process.stderr is not None
+    assert any("EIO may pass (" in line for line in run.process.stderr)
+    run.process.send_signal(signum)
+    ended = run.end()
+    assert (ended.code, ended.err) == (code, "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("outputs", "told"), [(os.pipe, "BrokenPipeError"), (os.openpty, "[Errno 5]")])
+def test_an_output_that_nobody_reads_does_not_pass(
+    start: Start, outputs: Callable[[], tuple[int, int]], told: str
+) -> None:
+    """As with `shoal run … | head -1`, and a terminal that is closed."""
+    read, write = outputs()
+    run = start("while True: print('a')", "-n", "1", "--restarts", "2", "script.py", stdout=write)
+    os.close(write)
+    os.read(read, 1)
+    os.close(read)
+    ended = run.end()
+    assert ended.code == 1
+    assert told in ended.err
+    assert re.findall("restart .*", ended.err) == ["restart 1 of 2", "restart 2 of 2"]
 
 
 @pytest.mark.long

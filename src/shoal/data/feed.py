@@ -20,8 +20,7 @@ from shoal.data.map_dataset import BlockDataset
 from shoal.data.orders import CheckedOrder
 from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
 from shoal.data.shards import Lanes
-from shoal.data.worker_failure import LoaderWorkers, PassingError
-from shoal.distributed.passing_faults import passing_cause
+from shoal.data.worker_failure import LoaderWorkers, TimedItem, WorkerError, end_if_unsent
 from shoal.distributed.virtual_ranks import VirtualRanks
 from shoal.distributed.world import World
 from shoal.util.clock import CLOCK
@@ -37,11 +36,8 @@ class Fetch:
     prefetch_factor: int | None
     pin_memory: bool
 
-    def items(self, dataset: Dataset[Any], sampler: Any, position: int) -> Iterator[tuple[Any, float]]:
-        """Yield the items of `dataset` at the indices of `sampler`; without one, all its items.
-
-        Each item comes with the seconds that it took in the process that loaded it.
-        """
+    def items(self, dataset: Dataset[Any], sampler: Any, position: int) -> Iterator[TimedItem]:
+        """Yield the items of `dataset` at the indices of `sampler`; without one, all its items."""
         # By position, so that the random numbers of workers do not repeat in a later loop or after a
         # resume.
         generator = torch.Generator().manual_seed(
@@ -56,7 +52,7 @@ class Fetch:
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
             pin_memory=self.pin_memory,
             generator=generator,
-            worker_init_fn=_leave_the_end_to_the_rank,
+            worker_init_fn=_begin_worker,
         )
         workers = LoaderWorkers(rank=self.world.rank, count=self.num_workers)
         with workers.explained():
@@ -277,7 +273,12 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _leave_the_end_to_the_rank(_: int) -> None:
+def _begin_worker(_: int) -> None:
+    end_if_unsent()
+    _leave_the_end_to_the_rank()
+
+
+def _leave_the_end_to_the_rank() -> None:
     """End this worker only on SIGTERM from its rank, if the rank handles SIGTERM, as an open Run does.
 
     A scheduler sends SIGTERM to all processes of a job, and the rank may need one more batch before
@@ -299,7 +300,7 @@ def timed(dataset: Dataset[Any], *, in_worker: bool) -> Dataset[Any]:
 
     A rank with workers measures only its wait for them: almost nothing while they keep up. If all
     ranks' workers are too slow, only one rank waits for its workers, and the others wait for that rank.
-    `in_worker` is True if workers load the items: a PassingError then takes the place of an item.
+    `in_worker` is True if workers load the items: a WorkerError then takes the place of an item.
     """
     if isinstance(dataset, IterableDataset):
         return _TimedIterable(dataset, in_worker)
@@ -313,11 +314,10 @@ def _timed(load: Callable[[], Any], in_worker: bool) -> Any:
     except StopIteration:
         raise
     except Exception as error:
-        cause = passing_cause(error) if in_worker else ""
-        if not cause:
+        if not in_worker:
             raise
-        return PassingError(cause)
-    return item, CLOCK.now() - begun
+        return WorkerError(error)
+    return TimedItem(item, CLOCK.now() - begun)
 
 
 class _TimedItems(Dataset[Any]):
@@ -335,7 +335,8 @@ class _TimedIterable(IterableDataset[Any]):
         self._in_worker = in_worker
 
     def __iter__(self) -> Iterator[Any]:
-        items = iter(self._dataset)
+        # An error where it begins counts as one of the first item.
+        items = itertools.chain.from_iterable([self._dataset])
         while True:
             try:
                 item = _timed(lambda: next(items), self._in_worker)

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import queues
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal._torch.dataloader import ExceptionWrapper
-from shoal.distributed.passing_faults import note_cause
+from shoal.distributed.passing_faults import note_cause, passing_cause
 from shoal.util.errors import DataError
 
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)", re.DOTALL)
 _SIGNAL = re.compile(r"is killed by signal: ([^.]+)\.")
 _CODE = re.compile(r"exit code (\d+)")
-_FIX: dict[signal.Signals | None, str] = {
+_UNSENT = 74
+"""The exit code of a worker that can't send an item (EX_IOERR)."""
+_FIX: dict[int | None, str] = {
     signal.SIGKILL: "use fewer workers, num_workers={fewer}: the system may have run out of memory "
     "(dmesg names the process)",
     signal.SIGBUS: "use fewer workers, num_workers={fewer}: shared memory may be full (df -h /dev/shm)",
+    _UNSENT: "let the dataset and collate_fn return objects that pickle.dumps accepts, or use "
+    "num_workers=0",
 }
 _ELSE = "use num_workers=0: the rank itself then reads the dataset, and its error shows the line"
 _LOST = (EOFError, ConnectionError, FileNotFoundError)
@@ -94,23 +102,56 @@ class LoaderWorkers:
             signal.signal(signal.SIGCHLD, _Handler(former, self))
 
 
-class PassingError(ExceptionWrapper):
-    """An item in place of one that a worker could not load, because of a fault that may pass.
+class WorkerError(ExceptionWrapper):
+    """The error of a worker, sent in place of an item, with the fault that caused it and may pass.
 
-    torch raises an error of the same type from it, of which it keeps only the text otherwise.
+    The rank raises an error of the same type, with the text. Like torch for a class that can't be
+    created from a text, it takes a RuntimeError for one that can't be pickled, such as a local class.
     """
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(where="in a DataLoader worker process")
-        self._cause = cause
+    def __init__(self, error: Exception) -> None:
+        where = "in a DataLoader worker process"
+        super().__init__((type(error), error, error.__traceback__), where=where)
+        self._cause = passing_cause(error)
+        try:
+            pickle.dumps(self.exc_type)
+        except Exception:  # also of a metaclass
+            self.exc_type = RuntimeError
 
     def reraise(self) -> None:
         """Raise the error of the worker, with its cause."""
         try:
             super().reraise()
-        except Exception as error:
+        except (self.exc_type, RuntimeError) as error:
             note_cause(error, self._cause)
             raise
+        except Exception:  # torch passes message= to a class with this attribute
+            self.exc_type = RuntimeError
+        self.reraise()
+
+
+class TimedItem(NamedTuple):
+    """An item and the seconds that it took in the process that loaded it."""
+
+    item: Any
+    seconds: float
+
+
+def end_if_unsent() -> None:
+    """End this worker if it can't pickle an item, once Python has printed why.
+
+    The thread that sends items would skip it, and the rank would wait for it forever.
+    """
+    former = queues.Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+
+    def end(error: Exception, sent: Any) -> None:
+        former(error, sent)
+        # Other queues belong to the user.
+        if isinstance(sent, tuple) and isinstance(sent[-1], TimedItem):
+            sys.stderr.flush()
+            os._exit(_UNSENT)
+
+    setattr(queues.Queue, "_on_queue_feeder_error", staticmethod(end))  # noqa: B010
 
 
 class _Handler:
@@ -125,8 +166,10 @@ class _Handler:
             self.former(signum, frame)
 
 
-def _how(text: str, code: int | None) -> tuple[str, signal.Signals | None]:
-    """Return how a worker ended, from torch's message or else from its exit `code`."""
+def _how(text: str, code: int | None) -> tuple[str, int | None]:
+    """Return how a worker ended, from torch's message or else from its exit `code`, and the key of the
+    fix.
+    """
     killed = _SIGNAL.search(text)
     if killed is not None:
         found = [each for each in signal.Signals if signal.strsignal(each) == killed[1]]
@@ -135,4 +178,6 @@ def _how(text: str, code: int | None) -> tuple[str, signal.Signals | None]:
         return f"signal {-code}, {signal.strsignal(-code)}", signal.Signals(-code)
     said = _CODE.search(text)
     code = code if said is None else int(said[1])
+    if code == _UNSENT:
+        return "it can't send a batch; the reason is printed above", code
     return f"exit code {code}" if code else "it ended by itself", None

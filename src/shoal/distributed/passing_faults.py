@@ -8,6 +8,7 @@ client is imported.
 from __future__ import annotations
 
 import errno
+import select
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -27,6 +28,8 @@ _PASSING = {
     },
     socket.EAI_AGAIN: "EAI_AGAIN",
 }
+_OF_OUTPUT = (errno.EPIPE, errno.EIO)
+"""Errors of a write to a pipe without a reader, or to a terminal that has hung up."""
 _PASSING_STATUS = (408, 429, *range(500, 600))
 """Statuses of HTTP: a time-out, too many requests, and errors of the server."""
 _CUT_OFF = (
@@ -81,10 +84,18 @@ def _judge(error: BaseException) -> str | None:
     if status is not None:
         return f"HTTP {status}" if status in _PASSING_STATUS else ""
     if isinstance(error, OSError) and isinstance(error.errno, int):
-        return _PASSING.get(error.errno, "")
+        return "" if error.errno in _OF_OUTPUT and _output_ended() else _PASSING.get(error.errno, "")
     if isinstance(error, TimeoutError | ConnectionError):
         return type(error).__name__
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _CUT_OFF), None)
+
+
+def _output_ended() -> bool:
+    """Return whether stdout or stderr, which the next attempt inherits, has lost its reader."""
+    outputs = select.poll()
+    for file in (1, 2):
+        outputs.register(file, 0)
+    return any(state & (select.POLLERR | select.POLLHUP) for _, state in outputs.poll(0))
 
 
 def _status(error: BaseException) -> int | None:

@@ -30,6 +30,11 @@ class FailureHistory:
     waits: int = 0
     waited: int = 0
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the next attempt starts after a wait, and resumes a Run."""
+        return self.wait > 0 and self.step is not None
+
     def after(self, failure: Failure, *, restarts: int, ran: float) -> FailureHistory:
         """Return the history with one more failure, of an attempt that ran for `ran` seconds, before
         which `restarts` were left.

@@ -74,6 +74,8 @@ class Launcher:
         self._history = FailureHistory()
         self._begun = 0.0
         self._told = False
+        self._resumes = False
+        """Whether the next attempt, after a wait, resumes a Run: a signal then has nothing to save."""
         self._grace = grace
         self._logs = logs
         self._undisturbed = undisturbed
@@ -107,7 +109,7 @@ class Launcher:
             if self._nodes is not None and self._agent.is_alive():
                 self._answer(None)  # it may end when the others have read it
                 self._agent.join(2 * self._nodes.silence)
-            if saved:
+            if saved or (self._resumes and interrupted.signum != signal.SIGINT):
                 return RunEnd(code=REQUEUE)
             if self._workers.over is not None and self._nodes is None:
                 return RunEnd(values=self._workers.over)  # the signal came after the end
@@ -206,6 +208,7 @@ class Launcher:
     def _start_workers(self, variables: list[dict[str, str]]) -> list[int]:
         with self._undisturbed():
             self._attempts += 1
+            self._resumes = False
             self._begun = CLOCK.now()
             self._end = RunEnd()
             first, self._size = int(variables[0]["RANK"]), int(variables[0]["WORLD_SIZE"])
@@ -247,6 +250,7 @@ class Launcher:
             left, ran = self._restarts - self._failed, CLOCK.now() - self._begun
             self._history = history = history.after(failure, restarts=left, ran=ran)
             self._failed += 1
+            self._resumes = history.resumes
             text = report(failure, size=self._processes) + history.tell(self._failed, self._restarts)
         self._stop_and_tell(self._short, failure, text)
         self._end = RunEnd(code=failure.code, failure=failure)
@@ -272,13 +276,13 @@ class Launcher:
         self._end = RunEnd(failure=failure)
         return {"failure": failure and asdict(failure), "told": self._told}
 
-    def _stop(self, end: tuple[int, str, bool, bool]) -> None:
+    def _stop(self, end: tuple[int, str, bool, bool, bool]) -> None:
         """Stop the remaining ranks of an attempt and report its failure here, if any, and then a text.
 
         Ranks have time to save if they all can. An error that looks like a peer's death is reported
         only if no better cause is known.
         """
-        code, text, saving, first = end
+        code, text, saving, first, self._resumes = end
         failure = self._end.failure
         if failure is not None and (failure.code == REQUEUE or (failure.by_peer and not first)):
             failure = None

@@ -186,20 +186,22 @@ class NodesAgent(Agent):
             text += f"preemption {before + 1} of {most}\n"
         if not may_restart(verdict, before, most):
             return self._give_up(verdict, text, mine)
-        again = self._again(text, False, verdict.code, mine)
+        again = self._again(text, False, verdict.code, mine, verdict.history.resumes)
         for _ in range(verdict.history.wait):
             self.ask("wait", 1.0)
             self._rendezvous_handler.look()  # raises if the node that hosts the rendezvous has ended
         return again
 
     def _give_up(self, verdict: AttemptOutcome, text: str, first: bool = False) -> RunResult:
-        self.ask("stop", [verdict.code, text, verdict.saving, first])
+        self.ask("stop", [verdict.code, text, verdict.saving, first, False])
         self.verdict = verdict
         self.end_restarts()
         return RunResult(state=WorkerState.FAILED)
 
-    def _again(self, text: str, saving: bool, code: int = 0, first: bool = False) -> RunResult:
-        self.ask("stop", [code, text, saving, first])
+    def _again(
+        self, text: str, saving: bool, code: int = 0, first: bool = False, resumes: bool = False
+    ) -> RunResult:
+        self.ask("stop", [code, text, saving, first, resumes])
         # Elastic restarts for this without a count, since each of its agents would count alone.
         self._rendezvous_handler.again = True
         return RunResult(state=WorkerState.HEALTHY)
@@ -228,7 +230,7 @@ def supervise(
         _order(orders, "refuse", error.texts)
     except ClosedError as closed:
         text = f"{label} joined too late: the run has ended\n"
-        _order(orders, "stop", [closed.verdict.code, text, False, False])
+        _order(orders, "stop", [closed.verdict.code, text, False, False, False])
     except (RendezvousError, DistError) as error:
         why = str(error.__cause__ or error).splitlines()[0][:200]
         lost = LaunchError(
