@@ -60,6 +60,21 @@ def test_a_worker_that_dies_is_named() -> None:
         assert fix in error.fix
 
 
+def test_workers_of_a_failed_pass_end_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """The next workers would fail to end those that a kept error refers to, and print why."""
+    kept = []
+    for _ in range(2):
+        with shoal.init() as world:
+            data = shoal.Loader(
+                Dying(kill(signal.SIGKILL)), world, batch_size=2, num_workers=2, shuffle=False
+            )
+            with pytest.raises(shoal.DataError) as caught:
+                list(data.epochs(1))
+            kept.append(caught.value)
+            assert multiprocessing.active_children() == []
+    assert "child process" not in capfd.readouterr().err
+
+
 def refuse(error: Exception) -> Callable[[], object]:
     def end() -> object:
         raise error

@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,24 +64,11 @@ while True:
 """
 
 
-@pytest.fixture
-def start(tmp_path: Path, start_command: Callable[..., Command]) -> Callable[..., Command]:
-    """Starts `shoal run` of a script, as installed: from a file whose folder is not the current one."""
-
-    def begin(script: str, *options: str, stdout: int = subprocess.PIPE) -> Command:
-        (tmp_path / "script.py").write_text(textwrap.dedent(script))
-        (tmp_path / "bin").mkdir()
-        (tmp_path / "bin/shoal").write_text("from shoal.cli.main import main; main()")
-        return start_command([sys.executable, "bin/shoal", "run", *options], stdout=stdout)
-
-    return begin
-
-
 Start = Callable[..., Command]
 
 
 @pytest.mark.full
-def test_a_script_sees_what_python_would_show_it(start: Start) -> None:
+def test_a_script_sees_what_python_would_show_it(start_run: Start) -> None:
     script = """
         import atexit, inspect, json, multiprocessing, os, sys
         import torch, torch.distributed as dist
@@ -108,7 +94,7 @@ def test_a_script_sees_what_python_would_show_it(start: Start) -> None:
         }
         atexit.register(print, json.dumps(seen) + chr(10), end="")
     """
-    run = start(script, "-n", "2", "script.py", "--", "--lr", "0.1", "--", "x y")
+    run = start_run(script, "-n", "2", "script.py", "--", "--lr", "0.1", "--", "x y")
     ended = run.end()
     assert (ended.code, ended.err) == (0, "")
     plain = "import multiprocessing as m; print(m.get_start_method())"
@@ -132,19 +118,19 @@ def test_a_script_sees_what_python_would_show_it(start: Start) -> None:
 
 
 @pytest.mark.full
-def test_files_named_like_standard_modules_hide_nothing(start: Start, tmp_path: Path) -> None:
+def test_files_named_like_standard_modules_hide_nothing(start_run: Start, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     (folder / "sibling.py").write_text("value = 5")
     script = "import os, sibling; print(sibling.value, os.environ.get('PYTHONSAFEPATH'))"
     (folder / "script.py").write_text(script)
     (tmp_path / "pickle.py").write_text("raise RuntimeError('not the standard one')")
-    ended = start("", "-n", "1", str(folder / "script.py")).end()
+    ended = start_run("", "-n", "1", str(folder / "script.py")).end()
     assert (ended.code, ended.out, ended.err) == (0, "5 None\n", "")
 
 
 @pytest.mark.full
-def test_one_process_with_data_loaders_that_import_the_script_again(start: Start) -> None:
+def test_one_process_with_data_loaders_that_import_the_script_again(start_run: Start) -> None:
     script = """
         from torch.utils.data import DataLoader
 
@@ -160,14 +146,14 @@ def test_one_process_with_data_loaders_that_import_the_script_again(start: Start
                 loader = DataLoader(Squares(), num_workers=1, multiprocessing_context=method)
                 print(method, sum(int(value) for value in loader))
     """
-    ended = start(script, "-n", "1", "script.py").end()
+    ended = start_run(script, "-n", "1", "script.py").end()
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.split() == ["fork", "14", "spawn", "14", "forkserver", "14"]
 
 
 @pytest.mark.full
-def test_prints_appear_while_the_run_goes_on(start: Start) -> None:
-    run = start("import time\nprint('first')\nwhile True: time.sleep(1)", "-n", "1", "script.py")
+def test_prints_appear_while_the_run_goes_on(start_run: Start) -> None:
+    run = start_run("import time\nprint('first')\nwhile True: time.sleep(1)", "-n", "1", "script.py")
     assert run.process.stdout is not None
     assert run.process.stdout.readline() == "first\n"
     run.process.terminate()
@@ -190,9 +176,11 @@ def test_prints_appear_while_the_run_goes_on(start: Start) -> None:
         ),
     ],
 )
-def test_the_first_failure_is_told_last_and_once(start: Start, line: str, code: int, told: str) -> None:
+def test_the_first_failure_is_told_last_and_once(
+    start_run: Start, line: str, code: int, told: str
+) -> None:
     """FAILURES 17: its traceback, rank, host and line; nothing after it."""
-    run = start(f"{RANKS}\nif rank == 1:\n    {line}\n{TALK}", "-n", "3", "script.py")
+    run = start_run(f"{RANKS}\nif rank == 1:\n    {line}\n{TALK}", "-n", "3", "script.py")
     ended = run.end()
     assert ended.code == code
     text, _, where = ended.err.rstrip("\n").rpartition("\n")
@@ -218,21 +206,21 @@ def test_the_first_failure_is_told_last_and_once(start: Start, line: str, code: 
     ],
 )
 @pytest.mark.full
-def test_a_script_that_no_rank_can_load(start: Start, script: str, told: str) -> None:
-    ended = start(script, "-n", "3", "script.py").end()
+def test_a_script_that_no_rank_can_load(start_run: Start, script: str, told: str) -> None:
+    ended = start_run(script, "-n", "3", "script.py").end()
     assert ended.code == 1
     assert ended.err.count(told) == 1
     assert "script.py:2 " in ended.err.splitlines()[-1]
 
 
 @pytest.mark.full
-def test_stuck_ranks_and_their_children_are_gone_after_a_failure(start: Start) -> None:
+def test_stuck_ranks_and_their_children_are_gone_after_a_failure(start_run: Start) -> None:
     """FAILURES 17: long before the grace of ranks that save, and without an orphan."""
     fail = """
 if rank == 1:
     raise ValueError("boom")
 """
-    run = start(RANKS + STUCK + fail + TALK, "-n", "3", "script.py")
+    run = start_run(RANKS + STUCK + fail + TALK, "-n", "3", "script.py")
     ended = run.end()
     assert run.members() == []
     assert ended.code == 1
@@ -249,7 +237,7 @@ if rank == 1:
     ],
 )
 def test_a_signal_is_passed_on_and_everything_ends(
-    start: Start, signum: signal.Signals, code: int, handler: str
+    start_run: Start, signum: signal.Signals, code: int, handler: str
 ) -> None:
     saved = f"""
 def save(number, frame):
@@ -259,7 +247,7 @@ def save(number, frame):
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, save)
 """
-    run = start(RANKS + saved + WAIT, "-n", "2", "--grace", "600", "script.py")
+    run = start_run(RANKS + saved + WAIT, "-n", "2", "--grace", "600", "script.py")
     run.wait_ready(2)
     # As a terminal and a scheduler do: to every process in reach.
     os.killpg(run.process.pid, signum)
@@ -276,9 +264,9 @@ for number in (signal.SIGTERM, signal.SIGINT):
 
 @pytest.mark.full
 @pytest.mark.parametrize("ready", [False, True])
-def test_a_signal_to_ranks_without_handlers_ends_all_quietly(start: Start, ready: bool) -> None:
+def test_a_signal_to_ranks_without_handlers_ends_all_quietly(start_run: Start, ready: bool) -> None:
     """Also while they start."""
-    run = start(RANKS + WAIT, "-n", "2", "script.py")
+    run = start_run(RANKS + WAIT, "-n", "2", "script.py")
     if ready:
         run.wait_ready(2)
         os.killpg(run.process.pid, signal.SIGINT)
@@ -291,8 +279,8 @@ def test_a_signal_to_ranks_without_handlers_ends_all_quietly(start: Start, ready
     assert run.members() == []
 
 
-def test_no_rank_survives_a_launcher_that_is_killed(start: Start) -> None:
-    run = start(RANKS + STUCK + WAIT, "-n", "2", "script.py")
+def test_no_rank_survives_a_launcher_that_is_killed(start_run: Start) -> None:
+    run = start_run(RANKS + STUCK + WAIT, "-n", "2", "script.py")
     run.wait_ready(2)
     assert len(run.members()) >= 4
     run.process.kill()
@@ -300,7 +288,7 @@ def test_no_rank_survives_a_launcher_that_is_killed(start: Start) -> None:
 
 
 @pytest.mark.full
-def test_a_fixed_port_serves_every_attempt(start: Start) -> None:
+def test_a_fixed_port_serves_every_attempt(start_run: Start) -> None:
     port = free_port()
     script = f"""{RANKS}
 assert os.environ["MASTER_PORT"] == "{port}"
@@ -314,184 +302,14 @@ if attempt == 1:
         dist.all_reduce(one)
 dist.barrier()
 """
-    ended = start(script, "-n", "2", "--restarts", "2", "--port", str(port), "script.py").end()
+    ended = start_run(script, "-n", "2", "--restarts", "2", "--port", str(port), "script.py").end()
     assert ended.code == 0
     assert ended.err.endswith("restart 2 of 2\n")
     assert ended.err.count("killed by SIGKILL") == 1
 
 
-REPEATS = """
-import sys
-import torch
-import shoal
-
-def loss(output, batch):
-    step = run.step
-    if world.rank == 1 and step == 3 + int(sys.argv[1]) * world.placement.attempt:
-        raise ValueError("a bad sample")
-    return output.square().sum(), len(output)
-
-with shoal.init() as world:
-    model = shoal.parallelize(torch.nn.Linear(4, 1), world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = shoal.Step(model, optimizer, shoal.Task(loss, inputs=lambda batch: batch))
-    loader = shoal.Loader(torch.ones(80, 4), world, batch_size=8)
-    with shoal.Run("run", step, loader, trackers=()) as run:
-        run.restore()
-        for batch in loader.epochs(1):
-            step(batch)
-            run.tick(every=2)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("moves", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_restarts_end_where_the_failure_repeats(start: Start, moves: int) -> None:
-    """At the same rank, line and step."""
-    run = start(REPEATS, "-n", "2", "--restarts", "2", "script.py", str(moves))
-    ended = run.end()
-    assert ended.code == 1
-    assert ended.err.count("ValueError: a bad sample") == (3 if moves else 2)
-    if not moves:
-        place = f"{run.folder}/script.py:9, after step 3"
-        end = f"no restart: the same failure twice in a row: rank 1, {place}\n"
-        assert ended.err.endswith(end)
-        assert f"{place} (the other was stopped)\nrestart 1 of 2\n" in ended.err
-
-
-STORM = """
-import errno, os, signal, sys, urllib.error
-import torch
-import shoal
-
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 80
-
-    def __getitem__(self, index):
-        faults = [*sys.argv[2:], "-1:"]
-        place, fault = faults[min(world.placement.attempt, len(faults) - 1)].split(":")
-        if index == int(place) and fault == "503":
-            raise urllib.error.HTTPError("http://data", 503, "", None, None)
-        if index == int(place) and fault == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if index == int(place):
-            raise OSError(getattr(errno, fault), "away", "/data/shard")  # raises
-        return torch.ones(4)
-
-def loss(output, batch):
-    return output.square().sum(), len(output)
-
-with shoal.init() as world:
-    model = shoal.parallelize(torch.nn.Linear(4, 1), world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = shoal.Step(model, optimizer, shoal.Task(loss, inputs=lambda batch: batch))
-    loader = shoal.Loader(Samples(), world, batch_size=8, shuffle=False, num_workers=int(sys.argv[1]))
-    with shoal.Run("run", step, loader, trackers=()) as run:
-        run.restore()
-        for batch in loader.epochs(1):
-            step(batch)
-            run.tick(every=2)
-"""
-
-
-def waiting(number: int, seconds: int, cause: str, total: int) -> str:
-    limit = f"waits: {total} s of at most 300 s"
-    return f"restart {number} of 30 in {seconds} s: {cause} may pass ({limit})"
-
-
-PASSES = (
-    ["20:EIO", "20:ESTALE", "20:ENOENT", "44:503", "60:ECONNRESET"],
-    [
-        waiting(1, 1, "EIO", 1),
-        waiting(2, 2, "ESTALE", 3),
-        "restart 3 of 30",
-        waiting(4, 1, "HTTP 503", 1),
-        waiting(5, 1, "ECONNRESET", 1),
-    ],
-)
-LASTS = (
-    ["20:ETIMEDOUT", "20:SIGKILL", "20:EACCES", "20:EACCES"],
-    [
-        waiting(1, 1, "ETIMEDOUT", 1),
-        "restart 2 of 30",
-        "restart 3 of 30",
-        "no restart: the same failure twice in a row: rank 1, PLACE, after step 2",
-    ],
-)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("size", "workers", "faults", "lines"),
-    [
-        (2, 1, *PASSES),
-        pytest.param(1, 0, *PASSES, marks=pytest.mark.long),
-        pytest.param(3, 0, *PASSES, marks=pytest.mark.long),
-        pytest.param(2, 0, *LASTS, marks=pytest.mark.long),
-    ],
-)
-def test_a_storm_of_faults_that_pass_and_that_last(
-    start: Start, size: int, workers: int, faults: list[str], lines: list[str]
-) -> None:
-    """Waits double until the run makes progress; what lasts ends as without them."""
-    run = start(STORM, "-n", f"{size}", "--restarts", "30", "script.py", f"{workers}", *faults)
-    ended = run.end()
-    assert ended.code == ("no restart" in lines[-1])
-    said = [line for line in ended.err.splitlines() if re.match(r"(no )?restart\b", line)]
-    (number,) = (n for n, line in enumerate(STORM.splitlines(), 1) if line.endswith("# raises"))
-    assert said == [line.replace("PLACE", f"{run.folder}/script.py:{number}") for line in lines]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("signum", "opened", "code"),
-    [
-        (signal.SIGUSR1, True, 75),
-        *(
-            pytest.param(*row, marks=pytest.mark.long)
-            for row in (
-                (signal.SIGUSR2, True, 75),
-                (signal.SIGTERM, True, 75),
-                (signal.SIGHUP, True, 75),
-                (signal.SIGINT, True, 130),
-                (signal.SIGUSR1, False, 128 + signal.SIGUSR1),
-            )
-        ),
-    ],
-)
-def test_a_signal_in_a_wait_means_the_same_as_while_ranks_run(
-    start: Start, signum: signal.Signals, opened: bool, code: int
-) -> None:
-    """With an open Run, they would save; the last checkpoint is all there is to save."""
-    script = STORM if opened else "raise OSError(5, 'away')"
-    run = start(script, "-n", "1", "--restarts", "1", "script.py", "0", "20:EIO")
-    assert run.process.stderr is not None
-    assert any("EIO may pass (" in line for line in run.process.stderr)
-    run.process.send_signal(signum)
-    ended = run.end()
-    assert (ended.code, ended.err) == (code, "")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("outputs", "told"), [(os.pipe, "BrokenPipeError"), (os.openpty, "[Errno 5]")])
-def test_an_output_that_nobody_reads_does_not_pass(
-    start: Start, outputs: Callable[[], tuple[int, int]], told: str
-) -> None:
-    """As with `shoal run … | head -1`, and a terminal that is closed."""
-    read, write = outputs()
-    run = start("while True: print('a')", "-n", "1", "--restarts", "2", "script.py", stdout=write)
-    os.close(write)
-    os.read(read, 1)
-    os.close(read)
-    ended = run.end()
-    assert ended.code == 1
-    assert told in ended.err
-    assert re.findall("restart .*", ended.err) == ["restart 1 of 2", "restart 2 of 2"]
-
-
 @pytest.mark.long
-def test_what_ranks_computed_counts_as_used_by_the_command(start: Start) -> None:
+def test_what_ranks_computed_counts_as_used_by_the_command(start_run: Start) -> None:
     """In `time`, and where a study asks which other programs were busy beside its jobs."""
 
     def used() -> float:
@@ -500,7 +318,7 @@ def test_what_ranks_computed_counts_as_used_by_the_command(start: Start) -> None
 
     before = used()
     busy = "import time\nwhile time.process_time() < 2.5: pass\n"
-    assert start(busy, "-n", "2", "script.py").end().code == 0
+    assert start_run(busy, "-n", "2", "script.py").end().code == 0
     # With what importing torch took.
     assert used() - before > 5
 

@@ -23,6 +23,17 @@ def worker_processes(iterator: Any) -> list[BaseProcess]:
     return list(getattr(iterator, "_workers", ()))
 
 
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of an iterator over a DataLoader.
+
+    torch does so once nothing refers to it. Until then, its handler of SIGCHLD raises an error
+    for a dead worker wherever the main thread is.
+    """
+    end = getattr(iterator, "_shutdown_workers", None)
+    if end is not None:
+        end()
+
+
 def leave_worker() -> None:
     """Make `torch.utils.data.get_worker_info` return None in this worker process.
 

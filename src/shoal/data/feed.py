@@ -8,6 +8,7 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from shoal._torch.dataloader import worker_processes
+from shoal._torch.dataloader import end_workers, worker_processes
 from shoal.data.map_dataset import BlockDataset
 from shoal.data.orders import CheckedOrder
 from shoal.data.sampler import LocalBatch, PositionRange, RankSampler
@@ -60,7 +61,11 @@ class Fetch:
             if self.num_workers:
                 workers.processes.extend(worker_processes(items))
                 workers.watch()
-            yield from items
+            try:
+                yield from items
+            finally:
+                with suppress(RuntimeError, DataError):  # of the same dead worker, once more
+                    end_workers(items)
 
 
 class Feed(ABC):

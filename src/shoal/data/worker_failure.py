@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import signal
 import sys
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing import queues
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ class WorkerError(ExceptionWrapper):
         super().__init__((type(error), error, error.__traceback__), where=where)
         self._cause = passing_cause(error)
         try:
-            pickle.dumps(self.exc_type)
+            ForkingPickler.dumps(self.exc_type)
         except Exception:  # also of a metaclass
             self.exc_type = RuntimeError
 
