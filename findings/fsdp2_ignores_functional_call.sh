@@ -1,8 +1,9 @@
 #!/bin/sh
 # torch 2.13.0 (CPU, Gloo): torch.func.functional_call on a module of FSDP2 that is resharded after forward
 # raises nothing and computes with the module's own parameters. The tensors that it was given are replaced
-# again by those that FSDP2 gathers before the forward pass. On a plain module, the same call computes with the given tensors; on one that is
-# not resharded (a root's default), it raises RuntimeError, "mixed torch.Tensor and DTensor".
+# again by those that FSDP2 gathers before the forward pass. On a plain module, the same call computes with
+# the given tensors; on one that is not resharded (a root's default), it raises RuntimeError, "mixed
+# torch.Tensor and DTensor".
 # Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_unsharded sets the attribute.
 set -eu
 directory=$(mktemp -d)

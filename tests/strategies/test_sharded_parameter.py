@@ -472,6 +472,5 @@ def recomputes(world: shoal.World, strategy: Any) -> None:
 def test_a_recomputed_use_of_weights_in_a_loss_names_what_works(layout: str, strategy: Any) -> None:
     with Ranks(2, layout=layout) as ranks:
         for error in ranks.errors(shoal.StepError, recomputes, strategy):
-            assert error.given.startswith(
-                "torch.utils.checkpoint around code that uses sharded weights"
-            )
+            assert "a recomputation gets parts of weights" in error.found
+            assert error.fix.startswith("call torch.utils.checkpoint in the model's forward")

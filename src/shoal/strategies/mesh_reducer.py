@@ -169,18 +169,21 @@ def other_gradients_kept(held: HeldParameters) -> Iterator[None]:
 
 @contextmanager
 def recomputation_explained() -> Iterator[None]:
-    """Raise StepError if a recomputation finds sharded weights where the forward pass had full ones."""
+    """Raise StepError in place of torch's errors where a backward pass meets parts of weights.
+
+    A recomputation in a loss gets parts where the forward pass got full weights.
+    """
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, CheckpointError) and _MIXED not in str(error):
             raise
         raise StepError(
-            given="torch.utils.checkpoint around code that uses sharded weights, in a loss",
-            found="backward recomputes it, and gets parts of the weights where the forward pass got "
-            f"full ones: {str(error).splitlines()[0]}",
-            fix="call it without torch.utils.checkpoint, or call torch.utils.checkpoint in the model's "
-            "forward",
+            given="torch.utils.checkpoint, or a backward pass of your own, with sharded parameters",
+            found=f"{str(error).splitlines()[0]} In a loss, a recomputation gets parts of weights "
+            "where the forward pass got full ones",
+            fix="call torch.utils.checkpoint in the model's forward, not in a loss; what it recomputes "
+            "must do the same each time",
         ) from error
 
 
