@@ -152,6 +152,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "how a worker died is not said": (
         "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter()._workers",
     ),
+    "the workers of a failed pass end when its error is forgotten": (
+        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter()._shutdown_workers",
+    ),
     "a Loader can't be imported": ("torch._utils:ExceptionWrapper.reraise",),
     "`shoal verify` ends with an error": (
         "torch.utils.data.dataloader:_BaseDataLoaderIter._next_index",

@@ -56,7 +56,7 @@ class ScaledGradient(torch.autograd.Function):
 
 @torch.library.custom_op("planted::noisy", mutates_args=())
 def noisy(x: torch.Tensor) -> torch.Tensor:
-    return x * (1 + os.urandom(1)[0] / 1000)
+    return x * (1 + int.from_bytes(os.urandom(4)) / 2**34)
 
 
 noisy.register_autograd(lambda ctx, gradient: gradient)
