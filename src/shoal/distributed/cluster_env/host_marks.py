@@ -162,3 +162,28 @@ MARKS = (
     ),
 )
 """Environments with several hosts. Job arrays and indices of pods alone are none."""
+
+
+def check_alone(env: Mapping[str, str]) -> str:
+    """Return a warning for a world of one if the job has other hosts; empty without any.
+
+    One rule for all: where the environment starts the script on each host, each process would train
+    alone, and this raises LaunchError. So it does on all hosts but the first where the script of a batch
+    job runs on the first only: something has started it there too. On the first one, it is a line.
+    """
+    for mark in MARKS:
+        variable, hosts = mark.found(env)
+        count = hosts if isinstance(hosts, int) else len(hosts)
+        if count < 2:
+            continue
+        here = socket.gethostname().partition(".")[0]
+        elsewhere = not isinstance(hosts, int) and here != hosts[0].partition(".")[0]
+        if mark.batch and not elsewhere:
+            return f"one process in a job of {mark.name} with {count} hosts: `{mark.command}` starts them"
+        raise LaunchError(
+            given=spell(env, (variable,)),
+            found=f"no launcher has started ranks, and this is one of {count} hosts ({mark.name}): each "
+            "process would train alone",
+            fix=f"{mark.command}; {_EACH}" if mark.command else _EACH,
+        )
+    return ""
