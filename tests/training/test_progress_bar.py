@@ -257,7 +257,7 @@ def test_a_terminal_has_one_line_below_all_else(tmp_path: Path, columns: int) ->
     assert "loss " in line
     assert shown.cursor == (0, True)
     if columns >= 80:
-        assert re.search(r"epoch 4\.00/4 · loss \S+ · \S+ samples/s · in \d:\d\d$", line)
+        assert re.search(r"epoch 4\.00/4 · loss \S+ · mean \S+ samples/s · in \d:\d\d$", line)
     assert line.startswith("━") == (columns >= 80)
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from shoal.distributed.cluster_env import Commands, Placement, detect, marks_found
+from shoal.distributed.cluster_env.host_marks import ALONE, check_alone
 from shoal.distributed.placement import integer
 from shoal.util.safe_text import is_secret, passwords
 
@@ -55,6 +56,11 @@ def placement(
         len(os.sched_getaffinity(0)) if cpus is None else cpus,
         _ancestors if commands is None else commands,
     )
+
+
+def warn_alone() -> str:
+    """Return a warning for a world of one in a job with other hosts; see `check_alone`."""
+    return "" if os.environ.get(ALONE) == "1" else check_alone(os.environ)
 
 
 def _ancestors() -> list[str]:

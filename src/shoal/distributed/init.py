@@ -30,6 +30,7 @@ def init(
     deterministic: bool = False,
     exact: str = "rounding",
     virtual_ranks: int = VIRTUAL_RANKS,
+    alone: bool = False,
 ) -> World:
     """Join the process group that a launcher started, or create a world of size 1.
 
@@ -67,6 +68,9 @@ def init(
         virtual_ranks: Number of parts of each global batch with `exact="bits"`, and the largest number
             of ranks. Each part is one micro-batch, the same on any number of ranks. Results depend on
             it. Default: 8.
+        alone: Whether this process is to be a world of one where its environment says that it is on one
+            of several hosts, and no launcher has started ranks. SHOAL_ALONE=1 does the same.
+            Default: False.
 
     Returns:
         The world of this process.
@@ -98,6 +102,7 @@ def init(
             timeout=timeout,
             prepare_timeout=prepare_timeout,
             virtual_ranks=virtual_ranks if bits else None,
+            alone=alone,
         )
     except BaseException:
         deterministic_mode.restore()

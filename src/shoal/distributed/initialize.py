@@ -77,9 +77,12 @@ def join(
     timeout: float,
     prepare_timeout: float,
     virtual_ranks: int | None = None,
+    alone: bool = False,
 ) -> JoinedWorld:
     """Join the process group that a launcher started; see `shoal.init` for the arguments."""
     placement = env_vars.placement()
+    if placement.launcher == "none" and not alone:
+        placement = dataclasses.replace(placement, warning=placement.warning or env_vars.warn_alone())
     _check_no_group(placement)
     division = choose_layout(layout, placement.size)
     limits = check_limits(timeout, prepare_timeout)

@@ -61,7 +61,7 @@ class ProgressState(NamedTuple):
             "epoch": self._epoch(),
             "loss": losses[0] if losses else None,
             "losses": SEPARATOR.join(losses[1:]) or None,
-            "rate": None if self.rate is None else f"{_number(self.rate)} samples/s",
+            "rate": self._throughput(),
             "clock": self._clock(),
         }
         return {name: text for name, text in parts.items() if text is not None}
@@ -77,6 +77,12 @@ class ProgressState(NamedTuple):
             return f"sample {self.position:,}"
         total = "" if self.goal is None else f"/{round(self.goal / self.epoch_size, 2):g}"
         return f"epoch {self.position / self.epoch_size:.2f}{total}"
+
+    def _throughput(self) -> str | None:
+        if self.rate is None:
+            return None
+        window = "" if self.took is None else "mean "
+        return f"{window}{_number(self.rate)} samples/s"
 
     def _clock(self) -> str | None:
         if self.took is not None:

@@ -247,7 +247,7 @@ def measure_alone(
     ranks.
     """
     require_alone(command)
-    world = init()
+    world = init(alone=True)
     try:  # not `with`, which would add a line of this file to the traceback
         with keep_on_interrupt() as interrupts:
             found = measure(world, interrupts)

@@ -192,9 +192,9 @@ def comparison_tables(
     sizes = sorted({row.processes for row in rows})
     found = []
     for figure, cell in (
-        (f"{unit}/s (speed-up)", lambda row: _rated(row, each)),
+        (f"median {unit}/s (speed-up)", lambda row: _rated(row, each)),
         (
-            "ms/step (synchronization)",
+            "mean ms/step (synchronization)",
             lambda row: f"{three_digits(row.mean * 1e3)} ({three_digits(row.synchronisation * 1e3)})",
         ),
     ):

@@ -90,7 +90,7 @@ def time_operations(given: str, build: Callable[[], Workload], samples: int) -> 
 
     Raises ShoalError if the model fails.
     """
-    with init() as world:
+    with init(alone=True) as world:
         device = world.device
         times = OperationTimes(device)
         enabled = accelerator.is_accelerator(device)

@@ -58,8 +58,8 @@ def key_facts(history: History, verdict: BottleneckReport) -> list[tuple[str, st
     found.append(("ranks", f"{latest.size}{on}"))
     if verdict.judged:
         rate = compute_rates(verdict.judged[-1].attempt, verdict.judged[-1].profile)
-        found.append(("step time", duration(rate.step)))
-        found.append(("samples per second", f"{rate.samples:,.4g}"))
+        found.append(("steady step time", duration(rate.step)))
+        found.append(("steady samples/s", f"{rate.samples:,.4g}"))
         if rate.counted is not None and abs(rate.counted - rate.samples) > 1e-3 * rate.samples:
             found.append(("counted per second", f"{rate.counted:,.4g}"))
         if rate.mfu is not None and rate.peak is not None:
