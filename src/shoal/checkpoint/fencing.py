@@ -261,7 +261,7 @@ def take_over(directory: Path, fence: Fence, world: Ranks, *, job: str, attempt:
     def take() -> tuple[Lock, int] | None:
         if world.rank:
             return None
-        return Lock(directory / "lock", job=job, attempt=attempt), fence.take()
+        return Lock(directory / "lock", job=job, attempt=attempt, size=world.size), fence.take()
 
     given = f"a Run in {directory}"
     agreement = Agreement(world)

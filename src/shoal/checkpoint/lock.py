@@ -28,11 +28,11 @@ class Lock:
 
     An attempt starts without the lock if an earlier attempt of the same `job` still holds it, whose
     machine was cut off or stopped: the launcher knows that that attempt is over, and a Fence keeps it
-    from doing harm. Raises CheckpointError with the other process if that holds the lock, and OSError
-    if the file is a symbolic link.
+    from doing harm. `size` is the world size for the error. Raises CheckpointError with the other
+    process if that holds the lock, and OSError if the file is a symbolic link.
     """
 
-    def __init__(self, path: Path, *, job: str = "", attempt: int = 0) -> None:
+    def __init__(self, path: Path, *, job: str = "", attempt: int = 0, size: int = 1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open_lock(path)
         begun = CLOCK.now()
@@ -43,7 +43,11 @@ class Lock:
                 break
             if waited > WAIT_SECONDS:
                 found = f"another Run is open in this directory: {holder}"
-                fix = "wait for it or end it, or choose another directory: shoal.Run('runs/b', …)"
+                fix = (
+                    f"if both belong to one job (the world size here is {size}), start all its "
+                    "processes with one launcher: shoal run, srun or mpirun; otherwise wait for that "
+                    "Run or end it, or choose another directory: shoal.Run('runs/b', …)"
+                )
                 if self._take(fcntl.LOCK_SH):  # a Run would keep that out too
                     found = f"no Run is open, but a program that only reads {path.name} has locked it"
                     fix = f"end that program, or remove the file: rm {shlex.quote(str(path))}"

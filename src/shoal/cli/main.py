@@ -66,7 +66,9 @@ def _check_script(ctx: typer.Context, script: str) -> str:
 
 def _check_processes(ctx: typer.Context, processes: int | None) -> int | None:
     """Raise LaunchError if the number of processes is missing."""
-    if processes is None:
+    from shoal.distributed.env_vars import nodes_of_job
+
+    if processes is None and nodes_of_job() is None:
         option = "-m " if ctx.params.get("module") else ""
         script = ctx.params.get("script")
         raise LaunchError(
@@ -113,7 +115,7 @@ _Processes = Annotated[
         "--nproc-per-node",
         min=1,
         metavar="N",
-        help="Number of processes on this node; required.",
+        help="Number of processes on this node; required outside of jobs whose environment has it.",
         callback=_check_processes,
     ),
 ]
@@ -158,7 +160,7 @@ _Nodes = Annotated[
         "--nodes",
         "--nnodes",
         metavar="N or MIN:MAX",
-        help="Number of nodes; MIN:MAX for elastic training.",
+        help="Number of nodes (default: from the job's environment); MIN:MAX for elastic training.",
         callback=_check_numbers,
     ),
 ]
@@ -168,7 +170,7 @@ _Rendezvous = Annotated[
         "--rendezvous",
         "--rdzv-endpoint",
         metavar="HOST:PORT",
-        help="Address of the rendezvous (default: from the scheduler).",
+        help="Address of the rendezvous (default: from the scheduler or the job's environment).",
         callback=_check_address,
     ),
 ]
@@ -221,7 +223,7 @@ def run(
         local.run(
             script,
             jobs.script_arguments(args),
-            processes=processes or 1,
+            processes=processes,
             module=module,
             restarts=restarts,
             preemptions=preemptions,

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from shoal.distributed.cluster_env import Commands, Placement, detect, marks_found
-from shoal.distributed.cluster_env.host_marks import ALONE, check_alone
+from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes, check_alone, read_nodes
 from shoal.distributed.placement import integer
 from shoal.util.safe_text import is_secret, passwords
 
@@ -61,6 +61,11 @@ def placement(
 def warn_alone() -> str:
     """Return a warning for a world of one in a job with other hosts; see `check_alone`."""
     return "" if os.environ.get(ALONE) == "1" else check_alone(os.environ)
+
+
+def nodes_of_job() -> JobNodes | None:
+    """Return the nodes of this process's job; see `read_nodes`."""
+    return read_nodes(os.environ)
 
 
 def _ancestors() -> list[str]:

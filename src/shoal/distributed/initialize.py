@@ -82,7 +82,8 @@ def join(
     """Join the process group that a launcher started; see `shoal.init` for the arguments."""
     placement = env_vars.placement()
     if placement.launcher == "none" and not alone:
-        placement = dataclasses.replace(placement, warning=placement.warning or env_vars.warn_alone())
+        hint = env_vars.warn_alone()
+        placement = dataclasses.replace(placement, warning=placement.warning or hint)
     _check_no_group(placement)
     division = choose_layout(layout, placement.size)
     limits = check_limits(timeout, prepare_timeout)
@@ -119,9 +120,11 @@ def join(
         if placement.rank == 0:
             told = _tell(placement, machines, count.value, variable)
             told += "".join(f"; {name}={value}" for name, value in written.items())
+    unused = "" if device is not None or alone else _unused(placement, place.value, devices_per_rank)
     untested = note_untested(torch.__version__)
     notes = (
         told,
+        unused,
         virtual and _BITS.format(virtual.total),
         f"torch {untested.value} is {untested.reason}" if untested else None,
     )
@@ -346,6 +349,15 @@ def _choose_threads(
         )
     torch.set_num_threads(count.value)
     return count
+
+
+def _unused(placement: Placement, device: torch.device, per_rank: int) -> str:
+    """Return a hint if more GPUs are visible on this machine than its ranks use."""
+    used = placement.local_size * per_rank
+    visible = accelerator.count() if accelerator.is_accelerator(device) else used
+    if used >= visible:
+        return ""
+    return f"{used} of {visible} visible GPUs in use: `shoal run -n {visible // per_rank}` uses all"
 
 
 def _tell(placement: Placement, machines: int, threads: int, variable: str) -> str:

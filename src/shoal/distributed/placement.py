@@ -256,6 +256,11 @@ def slurm_job(env: Mapping[str, str]) -> str:
     return f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{number}" if number else ""
 
 
+def earlier_attempts(env: Mapping[str, str]) -> int:
+    """Return how often the scheduler has started this job before."""
+    return integer(env, "SLURM_RESTART_COUNT", 0) + max(0, integer(env, "AWS_BATCH_JOB_ATTEMPT", 1) - 1)
+
+
 def refuse_many_worlds(given: str, found: str, names: str) -> LaunchError:
     """Return the error for N processes that would each be a world of size 1."""
     return LaunchError(

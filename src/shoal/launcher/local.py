@@ -10,11 +10,19 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from shoal.distributed.env_vars import placement, set_variables, worker_threads
+from shoal.distributed.env_vars import nodes_of_job, placement, set_variables, worker_threads
 from shoal.launcher.entry_point import EntryPoint, Module, Script, find_module, find_script
 from shoal.launcher.launcher import Launcher, RunEnd
 from shoal.launcher.logs import Logs
-from shoal.launcher.nodes import SILENCE, WAIT, Nodes, choose_nodes, describe_script
+from shoal.launcher.nodes import (
+    SILENCE,
+    WAIT,
+    Nodes,
+    choose_nodes,
+    choose_numbers,
+    choose_processes,
+    describe_script,
+)
 from shoal.launcher.signals import Interrupted, Interrupts
 from shoal.util.arguments import check_integer
 from shoal.util.errors import LaunchError
@@ -27,7 +35,7 @@ def run(
     script: str,
     args: Sequence[str] = (),
     *,
-    processes: int,
+    processes: int | None = None,
     module: bool = False,
     restarts: int = 0,
     preemptions: int = 0,
@@ -54,13 +62,17 @@ def run(
     With `nodes`, `"2"` or `"2:4"`, these are the processes of one of several machines, each of which
     makes the same call. They join the rendezvous at `rendezvous` (`HOST:PORT`; default: as the
     scheduler says). A node waits `wait` seconds for others, and has left after `silence` seconds
-    without a sign of life.
+    without a sign of life. In a job whose environment names its nodes (`JOB_ENVIRONMENTS`), it has the
+    defaults of `processes`, `nodes` and `rendezvous`.
 
     The exit code is 0, that of the first rank that failed, REQUEUE if ranks left with it, or 128 + n
     for a rank or launcher ended by signal n. Processes that ranks leave running are ended too. Call it
     once per process, in the main thread. Raises LaunchError before any process starts if an argument is
     invalid.
     """
+    there = nodes_of_job()
+    processes = choose_processes(processes, there)
+    nodes = choose_numbers(nodes, there)
     _check(script, processes=processes, restarts=restarts, preemptions=preemptions, port=port)
     _check_nodes(nodes, rendezvous, port)
     safe_path = sys.flags.safe_path
@@ -76,7 +88,18 @@ def run(
         common = describe_script(
             file, job.name, nodes=nodes, restarts=restarts, preemptions=preemptions
         )
-        several = choose_nodes(nodes, rendezvous, placement(), common, wait=wait, silence=silence)
+        several = choose_nodes(
+            nodes,
+            rendezvous,
+            placement() if there is None else None,
+            common,
+            there=there,
+            wait=wait,
+            silence=silence,
+        )
+    if there is not None:
+        where = f" --nodes {several.text} --rendezvous {several.address}" if several else ""
+        print(f"shoal run: {there.reason}:{where} -n {processes}", file=sys.stderr, flush=True)
     files = None
     if logs is not None:
         files = Logs(logs, processes, host=socket.gethostname() if several else "")

@@ -194,8 +194,8 @@ class NodesRendezvous(RendezvousHandler):
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 raise ClosedError(self._end()) from None
             meeting = self._gather(info)
-            if meeting is not None:
-                return RendezvousInfo(info.store, info.rank, info.world_size, meeting)
+            if meeting is not None and self.attempt is not None:
+                return RendezvousInfo(info.store, self.attempt.node, info.world_size, meeting)
 
     def _gather(self, info: RendezvousInfo) -> RendezvousStoreInfo | None:
         """Return all nodes' processes and the new store's address; None if a node is lost first."""
@@ -206,7 +206,7 @@ class NodesRendezvous(RendezvousHandler):
         where: list[object] = []
         if rank == 0:
             where = [self._address, self._open_ranks_store()]
-        store.set(f"node/{rank}", json.dumps([self._processes, *where]))
+        store.set(f"node/{rank}", json.dumps([self._nodes.index, self._processes, *where]))
         keys = [f"node/{node}" for node in range(size)]
         while not store.check(keys):
             CLOCK.sleep(_PAUSE)
@@ -215,14 +215,15 @@ class NodesRendezvous(RendezvousHandler):
         if len(everyone) < size:
             return None
         found = [json.loads(store.get(key)) for key in keys]
+        order = sorted(range(size), key=lambda node: found[node][0])
         self.attempt = NodeAttempt(
             number=self._members.round,
-            node=rank,
-            nodes=tuple(everyone),
-            processes=tuple(each[0] for each in found),
+            node=order.index(rank),
+            nodes=tuple(everyone[node] for node in order),
+            processes=tuple(found[node][1] for node in order),
             store=store,
         )
-        return RendezvousStoreInfo(*found[0][1:])
+        return RendezvousStoreInfo(*found[0][2:])
 
     def _open_ranks_store(self) -> int:
         server = listen(self._address, 0)

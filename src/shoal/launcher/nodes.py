@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.distributed.cluster_env import Placement
+from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes
 from shoal.distributed.outages import address_towards
 from shoal.util.arguments import check_number
+from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
 WAIT = 600.0
@@ -21,6 +23,7 @@ WAIT = 600.0
 SILENCE = 5.0
 """Seconds without a sign of life after which a node has left."""
 
+_PAUSE = 0.5
 _EXAMPLE = "shoal run --nodes 2:4 --rendezvous HOST:29400 -n 4 script.py"
 
 
@@ -30,7 +33,8 @@ class Nodes:
 
     Each runs the same command. A node waits `wait` seconds for others, and has left after `silence`
     seconds without a sign of life. `job` has the facts that must be equal on all nodes, by name; a node
-    that differs belongs to another job that reached this address by chance.
+    that differs belongs to another job that reached this address by chance. Ranks follow the `index` of
+    their nodes; without one, it is 0 on all of them.
     """
 
     least: int
@@ -39,6 +43,7 @@ class Nodes:
     port: int
     wait: float = WAIT
     silence: float = SILENCE
+    index: int = 0
     job: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -55,37 +60,109 @@ class Nodes:
 def choose_nodes(
     nodes: str,
     rendezvous: str | None,
-    placement: Placement,
+    placement: Placement | None,
     job: Mapping[str, str],
     *,
+    there: JobNodes | None = None,
     wait: float = WAIT,
     silence: float = SILENCE,
 ) -> Nodes | None:
     """Return the nodes from `--nodes` and `--rendezvous`; None for one machine.
 
-    Without `--rendezvous`, the rendezvous is on the first machine in the scheduler's list. `placement`
-    is that of this launcher as a task of a job. Raises LaunchError.
+    Without `--rendezvous`, the address is that of `there`, the nodes in the environment of this job, or
+    the first machine in the scheduler's list. `placement` is that of this launcher as a task of a job.
+    Raises LaunchError.
     """
     least, most = parse_numbers(nodes)
     if most == 1:
         return None
     check_number(LaunchError, "shoal run", "--wait", wait, 1.0, most=86400.0, usual=WAIT)
     check_number(LaunchError, "shoal run", "--silence", silence, 2.0, most=86400.0, usual=SILENCE)
-    meeting = placement.meeting
     common = dict(job)
+    meeting = None if placement is None else placement.meeting
     if meeting is not None:
         common["job"] = meeting.job
     if rendezvous is not None:
         host, port = parse_address(rendezvous)
-    elif meeting is not None and placement.address:
+    elif placement is not None and meeting is not None and placement.address:
         host, port = placement.address, placement.port
+    elif there is not None and there.host:
+        host, port = there.host, there.port
+        _await_name(host, there, wait)
     else:
         raise LaunchError(
-            given=f"--nodes {nodes}",
+            given=f"--nodes {nodes}" if there is None else there.reason,
             found="no rendezvous address, and no scheduler that lists the nodes",
             fix=f"use the same address of one node, with a free port, on all nodes: {_EXAMPLE}",
         )
-    return Nodes(least=least, most=most, host=host, port=port, wait=wait, silence=silence, job=common)
+    index = 0 if there is None else there.index
+    return Nodes(
+        least=least,
+        most=most,
+        host=host,
+        port=port,
+        wait=wait,
+        silence=silence,
+        index=index,
+        job=common,
+    )
+
+
+def choose_numbers(nodes: str | None, there: JobNodes | None) -> str | None:
+    """Return `--nodes`, or the number in the environment of the job; None if neither is given.
+
+    Raises LaunchError if the command would leave nodes of the job to themselves, or wait for others.
+    """
+    if there is None:
+        return nodes
+    most = parse_numbers(there.nodes)[1]
+    if nodes is None:
+        return there.nodes if most > 1 else None
+    given = parse_numbers(nodes)[1]
+    if given != most:
+        raise LaunchError(
+            given=f"--nodes {nodes}; {there.reason}",
+            found=f"each of {most} node(s) of this job runs this command"
+            + (", and would wait for more" if given > most else ", and some would train apart"),
+            fix=f"leave --nodes out, or pass --nodes {most} or --nodes 1:{most}; to train on this node "
+            f"alone: export {ALONE}=1",
+        )
+    return nodes
+
+
+def choose_processes(processes: int | None, there: JobNodes | None) -> int | None:
+    """Return `-n`, or the number for one node of the job: as its environment says, or one per GPU.
+
+    Without GPUs, it is 1 there. None outside of a job.
+    """
+    if processes is not None or there is None:
+        return processes
+    if there.processes:
+        return there.processes
+    from shoal.util import accelerator
+
+    return max(1, accelerator.count())
+
+
+def _await_name(host: str, there: JobNodes, wait: float) -> None:
+    """Wait until a name can be resolved: Kubernetes adds those of pods some seconds after their start.
+
+    Raises LaunchError after `wait` seconds.
+    """
+    deadline = CLOCK.now() + wait
+    while True:
+        try:
+            socket.getaddrinfo(host, there.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            if CLOCK.now() > deadline:
+                raise LaunchError(
+                    given=f"{there.reason}, with the rendezvous at {host}",
+                    found=f"the name can't be resolved after {wait:g} s ({error})",
+                    fix="check the service of the job, or give --rendezvous with an address",
+                ) from None
+            CLOCK.sleep(_PAUSE)
+        else:
+            return
 
 
 def parse_numbers(text: str) -> tuple[int, int]:

@@ -28,6 +28,11 @@ def current() -> tuple[str, Any | None]:
     return found.type, module
 
 
+def count() -> int:
+    """Return the number of accelerators that torch sees on this machine."""
+    return torch.accelerator.device_count() if current()[0] else 0
+
+
 def select(device: torch.device) -> None:
     """Make a device the current one of its type; the CPU and Apple's GPU are always current."""
     if is_accelerator(device):

@@ -24,7 +24,7 @@ from shoal.distributed.placement import (
     PORTS,
     Meeting,
     Placement,
-    integer,
+    earlier_attempts,
     require,
     slurm_job,
     spell,
@@ -225,7 +225,7 @@ def _alone(env: Mapping[str, str], cpus: int) -> Placement:
         address="127.0.0.1",
         port=0,
         launcher="none",
-        attempt=integer(env, "SLURM_RESTART_COUNT", 0),
+        attempt=earlier_attempts(env),
         job=slurm_job(env),
         warning=idle_tasks(env) if batch else "",
         reason=f"{batch}, but this is not a task of a step: it is a batch script or a shell"

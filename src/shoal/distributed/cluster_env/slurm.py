@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.distributed.cluster_env.host_lists import expand_hosts, expand_tasks
-from shoal.distributed.placement import Placement, integer, meet, parse, require, slurm_job, spell
+from shoal.distributed.placement import (
+    Placement,
+    earlier_attempts,
+    integer,
+    meet,
+    parse,
+    require,
+    slurm_job,
+    spell,
+)
 from shoal.util.decision import Decision
 from shoal.util.errors import LaunchError
 
@@ -43,7 +52,7 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
             found=f"{sum(tasks)} tasks on {len(tasks)} nodes, and {len(hosts)} hosts",
             fix=_BY_HAND,
         )
-    attempt = integer(env, "SLURM_RESTART_COUNT", 0)
+    attempt = earlier_attempts(env)
     job = integer(env, "SLURM_JOB_ID")
     cores = _cores(env, cpus, tasks[node])
     meeting = meet(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from shoal.distributed.placement import (
     Placement,
     divided,
+    earlier_attempts,
     integer,
     master_port,
     refuse_many_worlds,
@@ -35,7 +36,7 @@ _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # of Kubernetes and by Volcano.
 _OF_PODS = ("JOB_COMPLETION_INDEX", "VC_TASK_INDEX")
 _PREFIX = "PET_"
-_PROCESSES = "PET_NPROC_PER_NODE"
+_PROCESSES = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
 
 # The variables in which a launcher around torchrun sets the number of processes it started.
 _OUTER = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -71,7 +72,7 @@ def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
         address=address,
         port=port,
         launcher=launcher,
-        attempt=integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=earlier_attempts(env) + integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
         job=run_id if several else "",
         reason=spell(env, _NAMES),
         choices=(
@@ -102,6 +103,7 @@ def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
     The rendezvous determines which ranks share a node. In a pod with one process, the local rank is 0
     of 1.
     """
+    pod = "" if env.get("LOCAL_RANK") else _pod(env)
     if env.get("RANK") == "0" and env.get("WORLD_SIZE") == "1":
         # In a world of size 1 the rest is known.
         env = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **env}
@@ -110,7 +112,6 @@ def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
     local_rank = integer(env, "LOCAL_RANK", 0)
     if size == 1:
         check_outer(env, size)
-    pod = "" if env.get("LOCAL_RANK") else _pod(env, size)
     unsettled: tuple[str, ...] = ("local_rank", "local_size", "node", "nodes")
     if env.get("LOCAL_RANK"):
         unsettled = unsettled[1:]
@@ -127,7 +128,7 @@ def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
         address=address,
         port=port,
         launcher="env://",
-        attempt=integer(env, "SLURM_RESTART_COUNT", 0),
+        attempt=earlier_attempts(env),
         job=slurm_job(env),
         unsettled=() if pod or size == 1 else unsettled,
         reason=spell(env, (*_BY_HAND, "LOCAL_RANK")) + (f"; one process per pod: {pod}" if pod else ""),
@@ -139,15 +140,16 @@ def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
     )
 
 
-def _pod(env: Mapping[str, str], size: int) -> str:
+def _pod(env: Mapping[str, str]) -> str:
     """Return the variables that identify a pod with one process; empty if there are none."""
     names = tuple(sorted(name for name in env if name.startswith(_PREFIX) or name in _OF_PODS))
-    processes = env.get(_PROCESSES, "")
+    processes = next((env[name] for name in _PROCESSES if env.get(name)), "")
     if processes.isdecimal() and int(processes) > 1:
         raise LaunchError(
-            given=spell(env, ("RANK", "WORLD_SIZE", _PROCESSES)),
-            found=f"this pod should run {processes} processes, but RANK is the rank of the pod",
-            fix="start the script with torchrun, which reads the variables PET_*: `torchrun train.py`",
+            given=spell(env, ("RANK", "WORLD_SIZE", *_PROCESSES)),
+            found=f"this node should run {processes} processes, but RANK is the number of the node",
+            fix="start the script with `shoal run train.py`, which reads these variables. If RANK is "
+            "the number of the process: set LOCAL_RANK too",
         )
     return spell(env, names)
 

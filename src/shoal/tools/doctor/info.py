@@ -232,7 +232,7 @@ def print_info(console: Console) -> None:
     decisions: Sequence[Decision[object]] = placement.choices
     ranks: list[RankFacts[RankInfo]] = []
     try:
-        with init(prepare_timeout=JOIN_SECONDS) as world:
+        with init(prepare_timeout=JOIN_SECONDS, alone=True) as world:
             ranks, decisions = gather(world), world.decisions
     finally:
         if placement.rank == 0:

@@ -235,7 +235,7 @@ def examine(request: DoctorRequest) -> tuple[Examination | None, bool]:
     from shoal.distributed.init import init
 
     try:
-        world = init(prepare_timeout=max(request.wait, request.limit * (_TOGETHER + 1)))
+        world = init(prepare_timeout=max(request.wait, request.limit * (_TOGETHER + 1)), alone=True)
     except Exception as error:  # engines and drivers raise any exception
         known = _as_known(error)
         if placement.rank:

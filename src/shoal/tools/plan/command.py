@@ -245,7 +245,6 @@ def _command(count: int, machine: Machine, program: str, arguments: Sequence[str
 
 def _check_devices(count: int, machine: Machine) -> None:
     """Raise ShoalError if this machine, or the job, has fewer devices than a plan needs."""
-    import torch
 
     from shoal.util import accelerator
 
@@ -258,7 +257,7 @@ def _check_devices(count: int, machine: Machine) -> None:
         )
     if machine.is_cpu:
         return
-    here = nodes * torch.accelerator.device_count() if accelerator.current()[0] else 0
+    here = nodes * accelerator.count()
     if here < count:
         raise ShoalError(
             given=f"-n {count} --machine {machine.name} --try",
