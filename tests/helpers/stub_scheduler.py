@@ -43,7 +43,7 @@ class Pool:
         "each_node": "pool-run --once",
         "broadcast": "pool-copy",
         "cancel": "pool-kill",
-        "requeue": "pool-again",
+        "requeue": 'pool-again "$job"',
         "may_requeue": 'pool-list "$job" | grep -q active',
         "programs": "pool-run",
     }
@@ -59,6 +59,9 @@ class Pool:
 
     def check_available(self) -> None:
         _run("pool-list")
+
+    def check_nodes(self, job: Job) -> None:
+        """Pool takes its nodes as they are requested."""
 
     def submit(self, script: Path, *, after: str | None) -> str:
         return _run("pool-submit", *([] if after is None else ["--after", after]), str(script)).strip()

@@ -247,18 +247,24 @@ def _ports(env: Mapping[str, str], job: str, number: int | None) -> Decision[tup
     )
 
 
-def slurm_job(env: Mapping[str, str]) -> str:
-    """Return the name of a Slurm job, the same in all its attempts; empty outside of a job.
+def scheduler_job(env: Mapping[str, str]) -> str:
+    """Return the name of a job of Slurm or Grid Engine, the same in all its attempts; empty outside.
 
-    Slurm restarts a job when a node is silent, and its ranks there may still run and hold resources.
+    Both restart a job when a node is silent, and its ranks there may still run and hold resources.
     """
-    number = env.get("SLURM_JOB_ID", "")
-    return f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{number}" if number else ""
+    if env.get("SLURM_JOB_ID"):
+        return f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{env['SLURM_JOB_ID']}"
+    if env.get("SGE_TASK_ID"):
+        return f"sge-{env.get('SGE_CELL', '')}-{env.get('JOB_ID', '')}.{env['SGE_TASK_ID']}"
+    return ""
 
 
 def earlier_attempts(env: Mapping[str, str]) -> int:
     """Return how often the scheduler has started this job before."""
-    return integer(env, "SLURM_RESTART_COUNT", 0) + max(0, integer(env, "AWS_BATCH_JOB_ATTEMPT", 1) - 1)
+    aws = max(0, integer(env, "AWS_BATCH_JOB_ATTEMPT", 1) - 1)
+    # Grid Engine sets it to 0 or 1, the batch script of `shoal submit` to the number.
+    grid_engine = integer(env, "RESTARTED", 0) if env.get("SGE_TASK_ID") else 0
+    return integer(env, "SLURM_RESTART_COUNT", 0) + aws + grid_engine
 
 
 def refuse_many_worlds(given: str, found: str, names: str) -> LaunchError:

@@ -64,6 +64,12 @@ def addresses(number: int) -> tuple[str, ...]:
     return f"{NETWORK}.{number}/24", f"{NETWORK_6}:{number}/64"
 
 
+def write_switch(folder: Path) -> None:
+    """Write the file by which machines look up names, and let all users read the folder."""
+    folder.chmod(0o755)
+    (folder / "nsswitch.conf").write_text(_SWITCH)
+
+
 def write(folder: Path, nodes: Sequence[str], *, silence: int, settings: str) -> None:
     """Write all that the daemons of a cluster read, but for the hosts files.
 
@@ -72,8 +78,7 @@ def write(folder: Path, nodes: Sequence[str], *, silence: int, settings: str) ->
     """
     for name in ("state", "munge", *(f"spool-{node}" for node in nodes)):
         (folder / name).mkdir(parents=True)
-    folder.chmod(0o755)
-    (folder / "nsswitch.conf").write_text(_SWITCH)
+    write_switch(folder)
     key = folder / "munge/key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)

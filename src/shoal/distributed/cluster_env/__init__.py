@@ -26,7 +26,7 @@ from shoal.distributed.placement import (
     Placement,
     earlier_attempts,
     require,
-    slurm_job,
+    scheduler_job,
     spell,
 )
 from shoal.util.decision import Decision
@@ -226,7 +226,7 @@ def _alone(env: Mapping[str, str], cpus: int) -> Placement:
         port=0,
         launcher="none",
         attempt=earlier_attempts(env),
-        job=slurm_job(env),
+        job=scheduler_job(env),
         warning=idle_tasks(env) if batch else "",
         reason=f"{batch}, but this is not a task of a step: it is a batch script or a shell"
         if batch

@@ -17,7 +17,7 @@ from shoal.distributed.placement import (
     one_machine,
     refuse_many_worlds,
     require,
-    slurm_job,
+    scheduler_job,
     spell,
 )
 from shoal.util.decision import Decision
@@ -117,7 +117,7 @@ def _place(
         port=meeting.ports[0],
         launcher=launcher,
         attempt=earlier_attempts(env),
-        job=slurm_job(env),
+        job=scheduler_job(env),
         meeting=meeting,
         unsettled=() if nodes == 1 else ("node", "nodes"),
         reason=spell(env, names),

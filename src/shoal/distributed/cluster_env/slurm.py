@@ -12,7 +12,7 @@ from shoal.distributed.placement import (
     meet,
     parse,
     require,
-    slurm_job,
+    scheduler_job,
     spell,
 )
 from shoal.util.decision import Decision
@@ -57,7 +57,7 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
     cores = _cores(env, cpus, tasks[node])
     meeting = meet(
         env,
-        job=f"{slurm_job(env)}.{step}-{attempt}",
+        job=f"{scheduler_job(env)}.{step}-{attempt}",
         hosts=_first_rank(env, hosts, _ranks_here(env, rank, tasks[node]), node),
         number=job * 61 + step,
         others=tuple(host for index, host in enumerate(hosts) if index != node),
@@ -74,7 +74,7 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
         port=meeting.ports[0],
         launcher="srun",
         attempt=attempt,
-        job=slurm_job(env),
+        job=scheduler_job(env),
         meeting=meeting,
         warning=warning,
         reason=spell(env, ("SLURM_STEP_ID", *_NAMES, *_LISTS)),

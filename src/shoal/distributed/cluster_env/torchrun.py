@@ -15,7 +15,7 @@ from shoal.distributed.placement import (
     master_port,
     refuse_many_worlds,
     require,
-    slurm_job,
+    scheduler_job,
     spell,
 )
 from shoal.util.decision import Decision
@@ -129,7 +129,7 @@ def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
         port=port,
         launcher="env://",
         attempt=earlier_attempts(env),
-        job=slurm_job(env),
+        job=scheduler_job(env),
         unsettled=() if pod or size == 1 else unsettled,
         reason=spell(env, (*_BY_HAND, "LOCAL_RANK")) + (f"; one process per pod: {pod}" if pod else ""),
         choices=(

@@ -98,7 +98,9 @@ def render(job: Job, site: Site, place: JobContext) -> str:
         restarts=job.restarts,
         launcher=Shell(job.launcher),
         processes=job.processes,
-        launch=_launch(job, site, scheduler),
+        launch=Shell(scheduler.launch_command(job, step=False)),
+        time=job.time,
+        lead=job.lead,
         events=str(path_of(place.run, 0)),
         local=quote_expression(site.local or scheduler.shell["local"]),
         stage=[os.path.split(path) for path in place.stage],
@@ -115,14 +117,7 @@ def _turn(turn: JobCommand, job: Job, site: Site, place: JobContext, scheduler: 
     own = replace(job, processes=turn.processes, per_node=turn.processes // job.nodes)
     place = replace(place, args=(*place.args, *turn.args))
     program = _around(_program(own, site, place, scheduler))
-    return quote_words([_launch(own, site, scheduler, step=True), *program])
-
-
-def _launch(job: Job, site: Site, scheduler: Scheduler, *, step: bool = False) -> Shell:
-    """Return the command that starts the program once per process, or torchrun once per node."""
-    if job.launcher == "mpirun":
-        return quote_words([*site.mpirun, "-n", job.processes])
-    return Shell(scheduler.launch_command(job, step=step))
+    return quote_words([Shell(scheduler.launch_command(own, step=True)), *program])
 
 
 def _around(program: Sequence[str]) -> Sequence[str]:

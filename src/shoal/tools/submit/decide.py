@@ -60,6 +60,8 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
         per_node=ceil(processes / request.nodes),
         gpu_resource=partition.gpu_resource,
         multithread=site.multithread,
+        mpirun=site.mpirun,
+        parallel_environment=partition.parallel_environment,
         lead=lead.value,
         requeue=site.requeue and request.chain == 1 and not request.turns,
         choices={"cpus": cpus, "qos": qos, "lead": lead},

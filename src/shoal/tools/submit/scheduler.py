@@ -78,7 +78,8 @@ class Job(JobRequest):
 
     A job gets its signal to save `lead` seconds before its end. With `requeue` it may then requeue
     itself, even after `restarts` failures. `per_node` is the number of processes on each node, or on
-    most. `choices` has Shoal's decisions by name: cpus, qos and lead.
+    most. `mpirun` are the site's words for the launcher of that name. `choices` has Shoal's decisions
+    by name: cpus, qos and lead.
     """
 
     name: str
@@ -88,6 +89,8 @@ class Job(JobRequest):
     multithread: bool
     lead: int
     launcher: str
+    mpirun: tuple[str, ...]
+    parallel_environment: str | None
     requeue: bool
     requeues: int = REQUEUES
     choices: Mapping[str, Decision[Any]]
@@ -162,8 +165,9 @@ class Scheduler(Protocol):
 
         Commands: `each_node` runs its arguments once on each node, `broadcast` copies a file of the
         first node to all nodes, `cancel` cancels the job whose id follows, `requeue` requeues the job
-        whose id follows, `may_requeue` succeeds unless a user has ended the job `$job` or the scheduler
-        requeues it. `programs`, separated by `|`, write `PROGRAM: message` into the log.
+        `$job` or sets `$code` to the exit code that does, `may_requeue` succeeds unless a user has
+        ended the job `$job` or the scheduler requeues it. `programs`, separated by `|`, write
+        `PROGRAM: message` into the log.
         """
 
     @property
@@ -180,12 +184,15 @@ class Scheduler(Protocol):
     def launch_command(self, job: Job, *, step: bool) -> str:
         """Return the command that starts a program once per process of a job.
 
-        With torchrun it starts an agent on each node. It is not called for mpirun. A `step` has fewer
-        processes than the job in which it runs.
+        With torchrun it starts an agent on each node. A `step` has fewer processes than the job in
+        which it runs.
         """
 
     def check_available(self) -> None:
         """Raise LaunchError if jobs can't be submitted on this machine."""
+
+    def check_nodes(self, job: Job) -> None:
+        """Raise LaunchError if the scheduler would run a job on other nodes than those requested."""
 
     def submit(self, script: Path, *, after: str | None) -> str:
         """Submit a batch script and return the id of the job, which starts when `after` has ended."""
@@ -204,6 +211,11 @@ class Scheduler(Protocol):
 
     def draft_site(self, name: str) -> str:
         """Return the text of a site file, drafted from the scheduler's description of its cluster."""
+
+
+def mpirun_command(job: Job) -> str:
+    """Return the command of the launcher mpirun, which gets the nodes from the scheduler."""
+    return quote_words([*job.mpirun, "-n", job.processes])
 
 
 class Shell(str):

@@ -36,7 +36,8 @@ class Partition:
     Schedulers other than Slurm call it a queue. `option` is the name that the scheduler gets, None if
     it needs none. `qos` are in the order in which they are tried; a job without one gets the first.
     `account` is appended to an account. `gpu_resource` is the scheduler's name for the GPUs of these
-    nodes, None for its usual one. A number that is None is not known.
+    nodes, None for its usual one. `parallel_environment` is what Grid Engine needs for several
+    processes. A number that is None is not known.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Partition:
     constraint: str | None = None
     account: str = ""
     gpu_resource: str | None = None
+    parallel_environment: str | None = None
     gpus: int | None = None
     cores: int | None = None
     cpus_per_gpu: int | None = None

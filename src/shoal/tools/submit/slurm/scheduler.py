@@ -8,7 +8,13 @@ from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
-from shoal.tools.submit.scheduler import Job, QueuedJob, SchedulerProfile, quote_word
+from shoal.tools.submit.scheduler import (
+    Job,
+    QueuedJob,
+    SchedulerProfile,
+    mpirun_command,
+    quote_word,
+)
 from shoal.tools.submit.slurm import site_draft
 from shoal.tools.submit.slurm.queue import FORMAT, parse_queue, run_command
 from shoal.tools.submit.times import spell_time
@@ -59,7 +65,9 @@ def options(job: Job, folder: str) -> Iterator[str]:
 
 
 def launch_command(job: Job, *, step: bool) -> str:
-    """Return srun with its options for a job, or for a step with fewer processes."""
+    """Return srun with its options for a job, or for a step with fewer processes; or mpirun."""
+    if job.launcher == "mpirun":
+        return mpirun_command(job)
     # Since Slurm 22.05, srun does not inherit the number of cores. A task that fails ends the others.
     cpus = _cpus_per_task(job)
     command = "srun --kill-on-bad-exit=1" + ("" if cpus is None else f" --cpus-per-task={cpus}")
@@ -124,7 +132,7 @@ class Slurm:
         "--ntasks-per-node=1",
         "broadcast": "sbcast --force",
         "cancel": "scancel --quiet",
-        "requeue": "scontrol requeue",
+        "requeue": 'scontrol requeue "$job"',
         "may_requeue": 'scontrol --oneliner show job "$job" | '
         "grep -Eq 'JobState=RUNNING|Reason=TimeLimit'",
         "programs": "srun|slurmstepd",
@@ -140,12 +148,15 @@ class Slurm:
         return (f"#SBATCH {option}" for option in options(job, folder))
 
     def launch_command(self, job: Job, *, step: bool) -> str:
-        """Return srun with its options."""
+        """Return srun or mpirun with its options."""
         return launch_command(job, step=step)
 
     def check_available(self) -> None:
         """Raise LaunchError if there is no sbatch."""
         run_command(["sbatch", "--version"])
+
+    def check_nodes(self, job: Job) -> None:
+        """Raise nothing: Slurm rejects or runs a job as it is."""
 
     def submit(self, script: Path, *, after: str | None) -> str:
         """Submit a batch script with sbatch and return the job number."""

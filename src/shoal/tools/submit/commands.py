@@ -1,0 +1,77 @@
+"""Commands of schedulers: run them, and explain their failures."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.distributed import env_vars
+from shoal.util.errors import LaunchError
+
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerCommands:
+    """The commands of a scheduler, whose name for users is `title`.
+
+    `submit` submits a batch script, and `ping` succeeds if the scheduler answers. Messages that contain
+    `unreached` mean that this machine belongs to no cluster, or is cut off from it, and those that
+    contain `unknown` that a job has never existed or has ended.
+    """
+
+    title: str
+    submit: str
+    ping: str
+    unreached: re.Pattern[str]
+    unknown: re.Pattern[str]
+
+    def run(self, command: Sequence[str], *, known: bool = True, errors: bool = False) -> str:
+        """Run a command and return its output, with `errors` also that to stderr.
+
+        Raises LaunchError if it is missing, reaches no cluster, or fails. If jobs need not be `known`,
+        it may fail because the scheduler does not know a job, or no longer knows it.
+        """
+        to_submit = command[0] == self.submit
+        elsewhere = "; `--dry-run` needs none" if to_submit else ""
+        try:
+            done = subprocess.run(
+                command,
+                env=env_vars.outside_of_jobs(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_SECONDS,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise LaunchError(
+                given=" ".join(command[:2]),
+                found=f"there is no {command[0]} on this machine's PATH",
+                fix=f"run this on a login node{elsewhere}",
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise LaunchError(
+                given=" ".join(command),
+                found=f"no answer within {_SECONDS:.0f} s: {self.title} is down or overloaded",
+                fix=f"try again when `{self.ping}` gets an answer",
+            ) from None
+        said = done.stderr.strip() or done.stdout.strip()
+        if done.returncode and self.unreached.search(said):
+            raise LaunchError(
+                given=" ".join(command[:2]),
+                found=f"{self.title} is installed here but reaches no cluster",
+                fix=f"run this on a login node, where `{self.ping}` gets an answer{elsewhere}",
+            )
+        unknown = all(self.unknown.search(line) for line in said.splitlines())
+        if done.returncode and (known or not unknown):
+            shown = "; `--dry-run` shows the batch script" if to_submit else ""
+            raise LaunchError(
+                given=" ".join(command),
+                found=said or f"exit code {done.returncode}",
+                fix=f"change the option that {self.title} rejects{shown}",
+            )
+        return done.stdout + (done.stderr if errors else "")
