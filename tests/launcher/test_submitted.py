@@ -3,123 +3,23 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers.cluster.slurm import Cluster
 from helpers.commands import wait_for
+from helpers.submitted_jobs import TRAIN, Jobs, loss_of_one_process, losses
 from shoal.telemetry import events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
 
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-
-TRAIN = """
-import os, signal, sys, time
-import torch, shoal
-from torch import nn
-
-torch.set_default_dtype(torch.float64)
-
-def loss(output, batch):
-    return (output - batch[1]).square().sum(), len(output)
-
-directory, size, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-with shoal.init(seed=1) as world:
-    assert world.size == size, world.placement.reason
-    world.print(f"begins with {world.size} ranks, {sys.argv[4:]}")
-    inputs = torch.randn(101, 5)
-    targets = inputs.sum(1, keepdim=True)
-    model = shoal.parallelize(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
-    data = shoal.Loader((inputs, targets), world, batch_size=16)
-    with shoal.Run(directory, step, data) as run:
-        first = run.restore() is None
-        for batch in data.epochs(3):
-            step(batch)
-            run.tick()
-            if first:
-                time.sleep(seconds)
-        run.save()
-    result = shoal.evaluate(step, (inputs, targets))
-    world.print(f"loss {result['loss']:.9f}")
-"""
-
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What one process reaches."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "train.py").write_text(TRAIN)
-    command = [sys.executable, "train.py", "run", "1", "0"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    return losses(done.stdout)[0]
-
-
-class Jobs:
-    """A directory with train.py, on the login node of a cluster."""
-
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster = cluster
-        self.folder = folder
-        self.variables = {"XDG_CONFIG_HOME": str(folder / "config"), **AS_ROOT}
-        (folder / "train.py").write_text(TRAIN)
-
-    def shoal(self, *arguments: str) -> str:
-        done = self.try_shoal(*arguments)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def try_shoal(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "shoal", *arguments]
-        return self.cluster.run(command, folder=self.folder, variables=self.variables)
-
-    def submit(self, *arguments: str) -> str:
-        """Submit with run directory `run`; the number of the job, of a chain the first."""
-        said = self.shoal("submit", "--run", "run", "--time", "10:00", *arguments)
-        return str(re.findall(r"^job (\d+)", said)[0])
-
-    def slurm(self, *command: str) -> str:
-        done = self.cluster.run(command, folder=self.folder)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def log(self, element: str = "") -> str:
-        path = self.folder / f"run/jobs/1/log{element}.txt"
-        return path.read_text() if path.exists() else ""
-
-    def ends(self) -> list[tuple[str, int]]:
-        """The job and the exit code of each end of one."""
-        path = self.folder / "run/jobs/1/ends"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(line.split()[0], int(line.split()[2])) for line in lines]
-
-    def wait(self, condition: Callable[[], bool], timeout: float = 120) -> None:
-        def told() -> str:
-            return f"{self.log()}\n{self.slurm('squeue')}"
-
-        wait_for(condition, timeout, every=0.1, told=told)
-
-    def wait_for_step(self, number: int, run: str = "run") -> None:
-        """Until a step is recorded, which training waits after."""
-        path = self.folder / run / "events/rank-0.jsonl"
-        self.wait(lambda: path.exists() and number in (e.get("step") for e in events.read_events(path)))
-
-    def wait_for_files(self, *names: str) -> None:
-        self.wait(lambda: all((self.folder / name).exists() for name in names))
-
-    def wait_for_codes(self, *codes: int, timeout: float = 120) -> None:
-        """Until the job has ended so often, each time with such an exit code."""
-        self.wait(lambda: len(self.ends()) == len(codes), timeout)
-        assert tuple(code for _, code in self.ends()) == codes, self.log()
-
-    def gone(self) -> bool:
-        return self.slurm("squeue", "--noheader").strip() == ""
+    return loss_of_one_process(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture
@@ -131,10 +31,6 @@ def jobs(cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
     yield found
     cluster.run(["scancel", "--user=root"])
     found.wait(found.gone)
-
-
-def losses(text: str) -> list[str]:
-    return re.findall(r"^loss (\d+\.\d+)$", text, re.MULTILINE)
 
 
 @pytest.mark.long
@@ -176,7 +72,7 @@ def test_each_node_has_a_copy_of_its_own(jobs: Jobs) -> None:
     lines = [line.partition(" ") for line in jobs.log().splitlines() if "content" in line]
     assert [line[2] for line in lines] == [place, place]
     assert len({line[0] for line in lines}) == 2
-    left = jobs.slurm("srun", "--nodes=2", "ls", "/dev/shm")
+    left = jobs.command("srun", "--nodes=2", "ls", "/dev/shm")
     assert "shoal-" not in left
 
 
@@ -184,7 +80,7 @@ def test_what_was_submitted_runs_after_a_requeue(jobs: Jobs, alone: str) -> None
     number = jobs.submit("--nodes", "2", "-n", "2", "train.py", "--", "run", "2", "0.5")
     jobs.wait_for_step(3)
     (jobs.folder / "train.py").write_text("raise SystemExit('this was not submitted')\n")
-    jobs.slurm("scontrol", "requeue", number)
+    jobs.command("scontrol", "requeue", number)
     jobs.wait(lambda: losses(jobs.log()) != [])
     assert losses(jobs.log()) == [alone]
     assert "resumed at sample" in jobs.log()
@@ -200,7 +96,7 @@ def test_a_signal_to_one_rank_requeues_one_element(jobs: Jobs, alone: str) -> No
     for run in ("one", "two"):
         jobs.wait_for_step(2, run)
     # The last element has the number of the whole array.
-    jobs.slurm("scancel", "--signal=USR1", f"{number}_1")
+    jobs.command("scancel", "--signal=USR1", f"{number}_1")
     jobs.wait(lambda: len(jobs.ends()) == 3)
     assert sorted(jobs.ends()) == [(f"{number}_0", 0), (f"{number}_1", 0), (f"{number}_1", 75)]
     assert losses(jobs.log("-0")) == losses(jobs.log("-1")) == [alone]
@@ -266,9 +162,9 @@ def test_a_second_preemption_during_the_save(jobs: Jobs, alone: str) -> None:
     number = jobs.submit("--nodes", "2", "-n", "2", "twice.py", "--", "run", "2", "0")
     for attempt in (0, 1):
         jobs.wait_for_files(f"ready-{attempt}-0", f"ready-{attempt}-1")
-        jobs.slurm("scancel", "--signal=USR1", number)
+        jobs.command("scancel", "--signal=USR1", number)
         jobs.wait_for_files(f"saving-{attempt}-0", f"saving-{attempt}-1")
-        jobs.slurm("scontrol", "requeue", number)
+        jobs.command("scontrol", "requeue", number)
     jobs.wait(lambda: losses(jobs.log()) != [])
     jobs.wait(jobs.gone)
     assert losses(jobs.log()) == [alone]
@@ -313,7 +209,7 @@ def test_a_job_that_is_cancelled_has_saved_and_does_not_come_back(command: str, 
     number = jobs.submit("-n", "2", "train.py", "--", "run", "2", "0.5")
     jobs.wait_for_step(2)
     if command == "scancel":  # to which ranks save as on any SIGTERM
-        jobs.slurm("scancel", number)
+        jobs.command("scancel", number)
         jobs.wait(jobs.gone)
     else:
         jobs.shoal("cancel", "run")
@@ -329,7 +225,7 @@ def test_a_job_that_is_cancelled_has_saved_and_does_not_come_back(command: str, 
 def test_a_chain_goes_on_and_ends_early(jobs: Jobs, alone: str) -> None:
     first = int(jobs.submit("--chain", "4", "-n", "2", "train.py", "--", "run", "2", "0.3"))
     jobs.wait_for_step(2)
-    jobs.slurm("scancel", "--signal=USR1", str(first))
+    jobs.command("scancel", "--signal=USR1", str(first))
     jobs.wait(jobs.gone)
     assert jobs.ends() == [(str(first), 75), (str(first + 1), 0)]
     assert losses(jobs.log()) == [alone]
@@ -384,7 +280,7 @@ def test_other_launchers_pass_it_on(launcher: str, told: list[str], jobs: Jobs, 
     (sites / f"{name}.toml").write_text(f"launcher = 'mpirun'\nmpirun = ['{name}']\n")
     number = jobs.submit(launcher, "--nodes=2", "-n", "4", "train.py", "--", "run", "4", "0.3")
     jobs.wait_for_step(2)
-    jobs.slurm("scancel", *told, number)
+    jobs.command("scancel", *told, number)
     jobs.wait_for_codes(75, 0)
     assert losses(jobs.log()) == [alone]
 

@@ -80,6 +80,32 @@ class GridEngine(NodeCluster):
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
         return done.stdout
 
+    def queue(self) -> str:
+        return self.run(["qstat", "-u", "*"]).stdout
+
+    def add_queue(self, name: str, values: Mapping[str, str]) -> None:
+        """Add a queue with all nodes and parallel environments."""
+        values = {
+            "qname": name,
+            "hostlist": "@allhosts",
+            "slots": str(SLOTS),
+            "pe_list": " ".join(self._environments) or "NONE",
+            # A node's /tmp is the machine's.
+            "tmpdir": "/dev/shm",
+            "load_thresholds": "NONE",
+            **values,
+        }
+        self._put("-Aq", _changed(self.ask("qconf", "-sq"), values))
+
+    def kill_execd(self, node: str) -> None:
+        """Kill the daemon of a node alone; what it has started goes on."""
+        self.kill_program(node, "sge_execd")
+
+    def revive_execd(self, node: str) -> None:
+        """Start the daemon of a node again."""
+        daemon = self.inside(node, ["sge_execd"])
+        subprocess.run(daemon, env=self.environment(), check=True, capture_output=True)
+
     def _begin(self) -> None:
         self._write()
         self.name_hosts()
@@ -128,6 +154,7 @@ class GridEngine(NodeCluster):
         """Add the nodes, the queue and the parallel environments."""
         for node in self.nodes:
             self.ask("qconf", "-ah", node)
+            self.ask("qconf", "-as", node)
             self._put("-Ae", _HOST.format(node=node))
         self.ask("qconf", "-as", "ctl")
         self._put("-Ahgrp", _GROUP.format(nodes=" ".join(self.nodes)))
@@ -138,17 +165,7 @@ class GridEngine(NodeCluster):
             values = {"pe_name": name, "slots": "999", "allocation_rule": rule}
             values |= {"control_slaves": "TRUE", "job_is_first_task": "FALSE"}
             self._put("-Ap", _changed((_SHARE / "util/resources/pe/make").read_text(), values))
-        values = {
-            "hostlist": "@allhosts",
-            "slots": str(SLOTS),
-            "shell": "/bin/sh",
-            "pe_list": " ".join(self._environments) or "NONE",
-            # A node's /tmp is the machine's.
-            "tmpdir": "/dev/shm",
-            "load_thresholds": "NONE",
-            **self._queue,
-        }
-        self._put("-Aq", _changed(self.ask("qconf", "-sq"), {"qname": "all.q", **values}))
+        self.add_queue("all.q", self._queue)
 
     def _answers(self) -> bool:
         with suppress(IndexError, OSError):  # the login node is only just being made

@@ -71,6 +71,10 @@ class NodeCluster:
         """The command of the daemon of a node, which stays in the foreground."""
         raise NotImplementedError
 
+    def queue(self) -> str:
+        """The jobs that have not ended, as the scheduler lists them."""
+        raise NotImplementedError
+
     def _begin(self) -> None:
         """Make the network and the files, and start all daemons."""
         raise NotImplementedError

@@ -49,6 +49,9 @@ class Cluster(NodeCluster):
     def daemon(self) -> Sequence[str]:
         return ["slurmd", "-D", "-f", self._conf]
 
+    def queue(self) -> str:
+        return self.run(["squeue", "--noheader"]).stdout
+
     def kill_slurmd(self, node: str) -> None:
         """Kill the daemon of a node alone; what it has started goes on."""
         self.kill_program(node, "slurmd")

@@ -164,10 +164,10 @@ class Scheduler(Protocol):
         process, `local` a directory on a disk of the node.
 
         Commands: `each_node` runs its arguments once on each node, `broadcast` copies a file of the
-        first node to all nodes, `cancel` cancels the job whose id follows, `requeue` requeues the job
-        `$job` or sets `$code` to the exit code that does, `may_requeue` succeeds unless a user has
-        ended the job `$job` or the scheduler requeues it. `programs`, separated by `|`, write
-        `PROGRAM: message` into the log.
+        first node to all nodes, `cancel` cancels the job whose id follows. `requeue` requeues the job
+        `$job`, or sets `$code` to the exit code that does, or submits a new job and appends its id to
+        `$folder/jobs`. `may_requeue` succeeds unless a user has ended the job `$job` or the scheduler
+        requeues it. `programs`, separated by `|`, write `PROGRAM: message` into the log.
         """
 
     @property

@@ -106,7 +106,7 @@ def newest_folder(run: Path) -> Path:
 
 
 def write_record(folder: Path, record: SubmittedJob) -> None:
-    """Write the record, with the numbers of the jobs in a separate file for the batch script."""
+    """Write the record, with the ids of the jobs in a file that the batch script reads and extends."""
     (folder / IDS).write_text("".join(f"{job}\n" for job in record.jobs))
     (folder / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
 
@@ -115,7 +115,8 @@ def read_record(folder: Path) -> SubmittedJob:
     """Return the record of a job. Raises LaunchError if it can't be read."""
     try:
         values = json.loads((folder / RECORD).read_text())
-        return SubmittedJob(**{**values, "jobs": tuple(str(job) for job in values["jobs"])})
+        jobs = (folder / IDS).read_text().split()
+        return SubmittedJob(**{**values, "jobs": tuple(jobs)})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise LaunchError(
             given=str(folder / RECORD),

@@ -118,7 +118,7 @@ class GridEngine:
         "each_node": "each_node",
         "broadcast": "broadcast",
         "cancel": "qdel",
-        "requeue": "code=99",
+        "requeue": "requeue",
         # A d in the state of a job means that it is being deleted.
         "may_requeue": 'qstat -s r | awk -v job="$JOB_ID" -v task="$SGE_TASK_ID" '
         """'$1 == job && $5 ~ /d/ && (task == "undefined" || $NF == task) { exit 1 }'""",
