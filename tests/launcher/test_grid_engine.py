@@ -211,7 +211,7 @@ def test_a_daemon_that_dies_and_comes_back_changes_nothing(
     [
         ("-p smp -n 9", "no suitable queues"),  # a node has 8 slots
         ("-p smp -n 2 --time 2:00:00", "no suitable queues"),  # the queue's limit is an hour
-        ("-p unknown -n 2", 'no such parallel environment "unknown"'),
+        ("-p unknown -n 2", "unknown is not a parallel environment"),
         ("-p smp --nodes 2 -n 2", "allocation rule $pe_slots"),
         ("-p any --nodes 2 -n 2", "allocation rule $round_robin"),
         ("-p nowhere -n 1", "--partition nowhere"),
