@@ -66,6 +66,11 @@ def read(text: str, *, cpus: int = 8, rank: dict[str, str] | None = None) -> Pla
         ),
         (f"{SRUN} SLURM_RESTART_COUNT=3", {"attempt": 3}),
         (
+            "SGE_CELL=default JOB_ID=7 SGE_TASK_ID=2 RESTARTED=3",
+            {"attempt": 3, "job": "sge-default-7.2"},
+        ),
+        ("JOB_ID=7 RESTARTED=3", {"attempt": 0, "job": ""}),
+        (
             f"{SRUN} MASTER_ADDR=node02-ib MASTER_PORT=12345",
             {"address": "node02-ib", "port": 12345},
         ),

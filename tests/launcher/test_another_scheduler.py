@@ -1,4 +1,4 @@
-"""A second scheduler behind the contract: the modules above it name no command of Slurm."""
+"""A made-up scheduler behind the contract: the modules above it name no command of a scheduler."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from shoal.tools.submit.schedulers import SCHEDULERS
 from shoal.tools.submit.site_catalog import Site
 
 ABOVE = ("tools/submit/*.py", "tools/submit/*.jinja", "cli/submit*.py", "tools/bench/scaling/**/*.py")
-SLURM = re.compile(r"\bs(batch|queue|control|acct|cancel|info|bcast|run)\b|SLURM")
+OF_SCHEDULERS = re.compile(
+    r"\bs(batch|queue|control|acct|cancel|info|bcast|run)\b|\bq(sub|stat|del|conf|mod|rsh)\b|SLURM|SGE_"
+)
 
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    """Return the commands of Pool, the only scheduler besides Slurm, with a site and a script."""
+    """Return the commands of Pool, a scheduler besides those of Shoal, with a site and a script."""
     monkeypatch.setitem(SCHEDULERS, "pool", Pool())
     return fake_slurm(
         tmp_path, monkeypatch, submitted="pool:7\n", sites={"lab": SITE}, commands=COMMANDS
@@ -43,7 +45,7 @@ def test_a_job_is_submitted_in_the_words_of_its_scheduler(pool: Fakes) -> None:
     text = script.read_text()
     assert "#POOL hosts=2 cores=None minutes=60\n#POOL warn=USR1:300 log=" in text
     assert 'pool-run --ranks 2 "${program[@]}"' in text
-    assert SLURM.search(text) is None
+    assert OF_SCHEDULERS.search(text) is None
     done(*SUBMIT, "--run", "b", "--chain", "2", "--directive", "quiet=yes", "train.py")
     assert pool.calls("pool-submit")[2][1:3] == ["--after", "pool:7"]
     assert "#POOL quiet=yes\n" in Path("b/jobs/1/job.sh").read_text()
@@ -74,7 +76,8 @@ def test_what_the_scheduler_does_not_have_is_an_error(pool: Fakes) -> None:
 def test_a_site_is_drafted_by_the_scheduler_that_is_installed(
     pool: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(SCHEDULERS, "slurm")
+    for other in ("slurm", "gridengine"):
+        monkeypatch.delitem(SCHEDULERS, other)
     pool.set("pool-info", out="Pool 3, blue\n")
     done("sites", "new", "drafted")
     assert 'about = "Pool 3, blue"\nscheduler = "pool"\n' in done("sites", "show", "drafted")
@@ -106,14 +109,14 @@ def test_a_scaling_study_is_submitted(pool: Fakes) -> None:
     assert "job pool:7: 2 parked: shoal status s/submitted/nodes-1" in waiting
 
 
-def test_only_the_package_of_slurm_names_its_commands(repository: Path) -> None:
+def test_only_the_packages_of_schedulers_name_their_commands(repository: Path) -> None:
     package = repository / "src/shoal"
     found = [
         f"{path.relative_to(package)}:{number}: {line.strip()}"
         for pattern in ABOVE
         for path in sorted(package.glob(pattern))
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if SLURM.search(line)
+        if OF_SCHEDULERS.search(line)
     ]
     assert found == []
-    assert SLURM.search((package / "tools/submit/slurm/scheduler.py").read_text())
+    assert OF_SCHEDULERS.search((package / "tools/submit/slurm/scheduler.py").read_text())
