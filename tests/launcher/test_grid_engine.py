@@ -13,6 +13,8 @@ from helpers.submitted_jobs import Jobs, loss_of_one_process, losses
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
 
+LONG = pytest.mark.long
+
 SITE = """
 scheduler = "gridengine"
 mpirun = ["mpirun.openmpi"]
@@ -103,11 +105,13 @@ def test_a_job_that_a_more_urgent_queue_preempts(jobs: Jobs, alone: str) -> None
     assert losses(jobs.log()) == [alone], jobs.log()
 
 
-def test_the_time_limit_is_a_requeue(jobs: Jobs, alone: str) -> None:
-    """The batch script tells the ranks 15 s before it."""
-    number = jobs.submit("--time", "1", "-p", "smp", "-n", "2", "train.py", "--", "run", "2", "30")
-    jobs.wait_for_codes(75, 0, timeout=200)
-    assert [job for job, _ in jobs.ends()] == [number, number]
+@pytest.mark.parametrize(("seconds", "same"), [("4", True), pytest.param("30", False, marks=LONG)])
+def test_the_time_limit_is_a_requeue(seconds: str, same: bool, jobs: Jobs, alone: str) -> None:
+    """The batch script tells the ranks 15 s before it; a step of 30 s ends after it."""
+    place = ("--time", "1", "-p", "smp", "-n", "2")
+    number = jobs.submit(*place, "train.py", "--", "run", "2", seconds)
+    jobs.wait_for_codes(75, 0, timeout=250)
+    assert [job == number for job, _ in jobs.ends()] == [True, same]
     assert losses(jobs.log()) == [alone]
 
 
@@ -175,30 +179,26 @@ def test_a_rank_that_fails_ends_the_job(jobs: Jobs) -> None:
     assert re.match(r"where: rank 1 of 2 on node\d\d, .*raises.py:4", place)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("which", ["second", pytest.param("first", marks=pytest.mark.long)])
-def test_a_node_dies(which: str, jobs: Jobs, cluster: GridEngine, alone: str) -> None:
-    """Grid Engine restarts a job whose first node is silent; for another one, the batch script does.
-
-    It starts the job on a node of the earlier run within five minutes after that has been cleaned up.
-    """
+@pytest.mark.parametrize("place", ["-p smp -n 2", "-p one --nodes=2 -n 2"])
+def test_a_node_dies(place: str, jobs: Jobs, cluster: GridEngine, alone: str) -> None:
+    """Grid Engine restarts a job whose first node is silent; for another one, the batch script does."""
     # The defaults take minutes: connections to a node without power stay open.
     train = (jobs.folder / "train.py").read_text().replace("seed=1", "seed=1, timeout=15")
-    (jobs.folder / "train.py").write_text(train)
+    (jobs.folder / "train.py").write_text(train.replace("run.tick()", "run.tick(every=2)"))
     keepalive = {"time": "5", "intvl": "2", "probes": "2"}
     jobs.variables |= {f"OMPI_MCA_oob_tcp_keepalive_{name}": keepalive[name] for name in keepalive}
-    jobs.submit("-p", "one", "--nodes=2", "-n", "2", "train.py", "--", "run", "2", "0.7")
-    jobs.wait_for_step(4)
-    [first] = [node for node in cluster.nodes if cluster.running(node, "mpirun.openmpi -n")]
+    jobs.submit(*place.split(), "train.py", "--", "run", "2", "0.7")
+    jobs.wait_for_step(5)
+    first = [node for node in cluster.nodes if cluster.running(node, "mpirun.openmpi -n")]
     used = [node for node in cluster.nodes if cluster.running(node, "train.py")]
-    [second] = set(used) - {first}
-    lost = first if which == "first" else second
+    [lost] = set(used) - set(first) or first
     cluster.kill(lost)
     try:
-        jobs.wait(lambda: losses(jobs.log()) != [], 500)
+        jobs.wait(lambda: losses(jobs.log()) != [], 200)
     finally:
         cluster.revive(lost)
     assert losses(jobs.log()) == [alone], jobs.log()
+    assert "resumed at sample" in jobs.log()
     jobs.wait(jobs.gone)
 
 
