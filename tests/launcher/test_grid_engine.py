@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers.cluster.grid_engine import GridEngine, missing
+from helpers.cluster.grid_engine import SLOTS, GridEngine, missing
 from helpers.submitted_jobs import Jobs, loss_of_one_process, losses
+from shoal.tools.submit.site_catalog import read_site
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
-
-LONG = pytest.mark.long
+PLACES = pytest.mark.parametrize(
+    "place", ["-p one --nodes=2 -n 2", pytest.param("-p smp -n 2", marks=pytest.mark.long)]
+)
 
 SITE = """
 scheduler = "gridengine"
@@ -66,12 +69,11 @@ def jobs(cluster: GridEngine, tmp_path: Path) -> Iterator[Jobs]:
     ("arguments", "size"),
     [
         ("-p two --nodes=3 -n 5", 5),  # 2, 2 and 1
-        ("-p smp -n 2", 2),
-        ("", 1),
+        pytest.param("-p smp -n 2", 2, marks=pytest.mark.long),
+        pytest.param("-p smp -n 1", 1, marks=pytest.mark.long),
     ],
 )
 def test_the_same_loss_as_one_process(arguments: str, size: int, jobs: Jobs, alone: str) -> None:
-    arguments = arguments or "-p smp -n 1"
     given = ("run", str(size), "0", "a b", "$HOME", "it's")
     jobs.submit(*arguments.split(), "train.py", "--", *given)
     jobs.wait_for_codes(0)
@@ -80,7 +82,7 @@ def test_the_same_loss_as_one_process(arguments: str, size: int, jobs: Jobs, alo
     assert "finished" in jobs.shoal("status", "run")
 
 
-@pytest.mark.parametrize("place", ["-p smp -n 2", "-p one --nodes=2 -n 2"])
+@PLACES
 def test_a_job_that_is_suspended_saves_and_goes_on(place: str, jobs: Jobs, alone: str) -> None:
     """On one node Grid Engine starts it again, on several a new job continues."""
     number = jobs.submit(*place.split(), "train.py", "--", "run", "2", "0.5")
@@ -105,7 +107,8 @@ def test_a_job_that_a_more_urgent_queue_preempts(jobs: Jobs, alone: str) -> None
     assert losses(jobs.log()) == [alone], jobs.log()
 
 
-@pytest.mark.parametrize(("seconds", "same"), [("4", True), pytest.param("30", False, marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize(("seconds", "same"), [("4", True), ("30", False)])
 def test_the_time_limit_is_a_requeue(seconds: str, same: bool, jobs: Jobs, alone: str) -> None:
     """The batch script tells the ranks 15 s before it; a step of 30 s ends after it."""
     place = ("--time", "1", "-p", "smp", "-n", "2")
@@ -139,6 +142,7 @@ def test_a_job_that_is_cancelled_has_saved_and_does_not_come_back(jobs: Jobs) ->
     assert list((jobs.folder / "run/checkpoints").glob("step-*"))
 
 
+@pytest.mark.long
 def test_qdel_saves_and_a_chain_goes_on(jobs: Jobs, alone: str) -> None:
     first = jobs.submit("--chain", "3", "-p", "smp", "-n", "2", "train.py", "--", "run", "2", "0.3")
     jobs.wait_for_step(2)
@@ -148,6 +152,7 @@ def test_qdel_saves_and_a_chain_goes_on(jobs: Jobs, alone: str) -> None:
     assert losses(jobs.log()) == [alone]
 
 
+@pytest.mark.long
 def test_each_node_has_a_copy_of_its_own(jobs: Jobs) -> None:
     """Its own disk is here /dev/shm, which the nodes do not share."""
     (jobs.folder / "my data/deep").mkdir(parents=True)
@@ -179,7 +184,7 @@ def test_a_rank_that_fails_ends_the_job(jobs: Jobs) -> None:
     assert re.match(r"where: rank 1 of 2 on node\d\d, .*raises.py:4", place)
 
 
-@pytest.mark.parametrize("place", ["-p smp -n 2", "-p one --nodes=2 -n 2"])
+@PLACES
 def test_a_node_dies(place: str, jobs: Jobs, cluster: GridEngine, alone: str) -> None:
     """Grid Engine restarts a job whose first node is silent; for another one, the batch script does."""
     # The defaults take minutes: connections to a node without power stay open.
@@ -202,6 +207,7 @@ def test_a_node_dies(place: str, jobs: Jobs, cluster: GridEngine, alone: str) ->
     jobs.wait(jobs.gone)
 
 
+@pytest.mark.long
 def test_a_daemon_that_dies_and_comes_back_changes_nothing(
     jobs: Jobs, cluster: GridEngine, alone: str
 ) -> None:
@@ -234,3 +240,13 @@ def test_what_can_never_run_is_refused(arguments: str, told: str, jobs: Jobs) ->
     assert told in done.stderr.replace("\n       ", " ")
     assert not (jobs.folder / "run").exists()
     assert jobs.gone()
+
+
+def test_a_site_is_drafted(jobs: Jobs) -> None:
+    """By its own scheduler: `shoal sites new` takes Slurm where that is installed too."""
+    code = "from shoal.tools.submit.gridengine.scheduler import GridEngine\n"
+    code += "print(GridEngine().draft_site('mini'))"
+    text = jobs.command(sys.executable, "-c", code)
+    queue = read_site("mini", text, "mini.toml").partitions["all.q"]
+    assert (queue.nodes, queue.cores, queue.time) == (3, SLOTS, 3600)
+    assert queue.parallel_environment == "one"

@@ -82,7 +82,7 @@ def test_code_99_requeues_a_job_on_one_node(fakes: Fakes, tmp_path: Path) -> Non
 def test_a_new_job_continues_one_on_several_nodes(fakes: Fakes, tmp_path: Path) -> None:
     fakes.set("qsub", out="8\n")
     assert end(fakes, tmp_path, 75, hosts="node01 node02")[0] == 75
-    assert fakes.calls("qsub") == [["qsub", "-terse", "-w", "e", "-hold_jid", "7", "spool/7"]]
+    assert fakes.calls("qsub") == [["qsub", "-terse", "-w", "e", "spool/7"]]
     assert (tmp_path / "jobs/1/jobs").read_text() == "8\n"
 
 
