@@ -23,16 +23,9 @@ scheduler = "gridengine"
 mpirun = ["mpirun.openmpi"]
 local = "/dev/shm"
 """
-SITE += "".join(
-    f'[partitions.{name}]\noption = "{queue}"\nparallel_environment = "{name}"\n'
-    for name, queue in (
-        ("one", "all.q"),
-        ("two", "all.q"),
-        ("smp", "all.q"),
-        ("any", "all.q"),
-        ("unknown", "all.q"),
-    )
-)
+for name in ("one", "two", "smp", "any", "unknown"):
+    SITE += f'[partitions.{name}]\noption = "all.q"\nparallel_environment = "{name}"\n'
+SITE += '[partitions.gone]\noption = "gone.q"\n'
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +222,7 @@ def test_a_daemon_that_dies_and_comes_back_changes_nothing(
         ("-p unknown -n 2", "unknown is not a parallel environment"),
         ("-p smp --nodes 2 -n 2", "allocation rule $pe_slots"),
         ("-p any --nodes 2 -n 2", "allocation rule $round_robin"),
+        ("-p gone -n 1", 'unknown queue "gone.q"'),
         ("-p nowhere -n 1", "--partition nowhere"),
         ("-p smp -n 2 -A nobody", 'requested project "nobody" does not exist'),
         ("-p smp -n 2 --mem 4G", "Grid Engine has no such option"),
