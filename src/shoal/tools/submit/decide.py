@@ -60,6 +60,7 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
         per_node=ceil(processes / request.nodes),
         gpu_resource=partition.gpu_resource,
         multithread=site.multithread,
+        setup=site.setup if partition.setup is None else partition.setup,
         lead=lead.value,
         requeue=site.requeue and request.chain == 1 and not request.turns,
         choices={"cpus": cpus, "qos": qos, "lead": lead},
