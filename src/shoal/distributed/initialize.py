@@ -80,11 +80,7 @@ def join(
     alone: bool = False,
 ) -> JoinedWorld:
     """Join the process group that a launcher started; see `shoal.init` for the arguments."""
-    placement = env_vars.placement()
-    if placement.launcher == "none" and not alone:
-        hint = env_vars.warn_alone()
-        placement = dataclasses.replace(placement, warning=placement.warning or hint)
-    _check_no_group(placement)
+    placement = _place(alone=alone)
     division = choose_layout(layout, placement.size)
     limits = check_limits(timeout, prepare_timeout)
     virtual, numbers = choose_virtual_ranks(division.value, placement.rank, virtual_ranks)
@@ -145,6 +141,16 @@ def join(
         variables=tuple(written),
         virtual_ranks=virtual,
     )
+
+
+def _place(*, alone: bool) -> Placement:
+    """Return the placement of this process. Raises LaunchError if it must not form a world."""
+    placement = env_vars.placement()
+    if placement.launcher == "none" and not alone:
+        hint = env_vars.warn_alone()
+        placement = dataclasses.replace(placement, warning=placement.warning or hint)
+    _check_no_group(placement)
+    return placement
 
 
 def _check_no_group(placement: Placement) -> None:
