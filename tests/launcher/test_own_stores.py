@@ -42,6 +42,7 @@ else:
 one = torch.ones(1)
 dist.all_reduce(one)
 print("rank", rank, "of", int(one), flush=True)
+dist.destroy_process_group()
 """
 
 # A script that runs another in a process of its own, which takes over its rank.
@@ -53,6 +54,7 @@ dist.init_process_group("gloo")
 one = torch.ones(1)
 dist.all_reduce(one)
 print("rank", dist.get_rank(), "of", int(one), flush=True)
+dist.destroy_process_group()
 '''
 sys.exit(subprocess.run([sys.executable, "-c", code]).returncode)
 """
