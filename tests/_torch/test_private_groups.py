@@ -175,7 +175,9 @@ def test_elastic() -> None:
         def _monitor_workers(self, *_: Any) -> Any: ...
         def _shutdown(self, *_: Any) -> Any: ...
 
-    agent = Agent(WorkerSpec("rank", 1, LocalRendezvous(0), entrypoint="x", max_restarts=3))
+    agent = Agent(
+        WorkerSpec("rank", 1, LocalRendezvous(0, processes=1), entrypoint="x", max_restarts=3)
+    )
     agent.grant_restart()
     assert agent.restarts_used == -1
 

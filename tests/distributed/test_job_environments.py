@@ -6,15 +6,19 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 import shoal
 from helpers.job_variables import ON_EACH, ON_FIRST, variables
+from shoal.distributed.cluster_env import detect
 from shoal.distributed.cluster_env.job_environments import (
     JOB_ENVIRONMENTS,
     PORT,
     check_alone,
     read_nodes,
 )
+from shoal.distributed.initialize import _unused
+from shoal.util import accelerator
 from shoal.util.errors import LaunchError
 
 HERE = socket.gethostname()
@@ -131,6 +135,14 @@ def test_contradictions_are_refused(
     env = {**variables(name, 1, tmp_path, here="127.9.9.9"), variable: value}
     with pytest.raises(LaunchError, match=found):
         read_nodes(env)
+
+
+def test_unused_gpus_are_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "count", lambda: 8)
+    one, gpu = detect({}, 4, list), torch.device("cuda", 0)
+    assert _unused(one, gpu, 2) == "2 of 8 visible GPUs in use: `shoal run -n 4` uses all"
+    assert _unused(one, gpu, 8) == ""
+    assert _unused(one, torch.device("cpu"), 1) == ""
 
 
 def test_a_started_job_knows_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:

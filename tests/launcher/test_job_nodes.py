@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.job_variables import ON_EACH, variables
 from shoal.distributed.cluster_env.job_environments import JobNodes
 from shoal.launcher import nodes as module
 from shoal.launcher.nodes import choose_nodes, choose_numbers, choose_processes
+from shoal.util import accelerator
 from shoal.util.errors import LaunchError
 
 JOB = JobNodes(
@@ -34,9 +36,11 @@ def test_the_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_numbers(None, JOB) == "2"
     assert choose_numbers("1:2", JOB) == "1:2"
     assert choose_numbers("3", None) == "3"
-    assert choose_processes(3, JOB) == 3
-    assert choose_processes(None, JOB) == 8
-    assert choose_processes(None, None) is None
+    assert choose_processes(JOB) == 8
+    monkeypatch.setattr(accelerator, "count", lambda: 4)
+    assert choose_processes(replace(JOB, processes=0)) == 4
+    monkeypatch.setattr(accelerator, "count", lambda: 0)
+    assert choose_processes(replace(JOB, processes=0)) == 1
     chosen = choose_nodes("2", "other:500", None, {}, there=JOB)
     assert chosen is not None
     assert (chosen.host, chosen.port, chosen.index) == ("other", 500, 1)
@@ -54,7 +58,7 @@ def test_a_name_that_comes_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> N
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return resolve("127.0.0.1", *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module.socket, "getaddrinfo", late)
+    monkeypatch.setattr(socket, "getaddrinfo", late)
     monkeypatch.setattr(module, "_PAUSE", 0.0)
     there = JobNodes(name="a", nodes="2", index=0, host="pod-0.job", port=1, processes=1, reason="a")
     assert choose_nodes("2", None, None, {}, there=there) is not None
@@ -64,7 +68,13 @@ def test_a_name_that_comes_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ON_EACH)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("SkyPilot", "AWS Batch") else pytest.mark.full)
+        for name in ON_EACH
+    ],
+)
 def test_one_command_on_each_node(
     name: str, tmp_path: Path, start_command: Callable[..., Command]
 ) -> None:

@@ -80,11 +80,7 @@ def join(
     alone: bool = False,
 ) -> JoinedWorld:
     """Join the process group that a launcher started; see `shoal.init` for the arguments."""
-    placement = env_vars.placement()
-    if placement.launcher == "none" and not alone:
-        hint = env_vars.warn_alone()
-        placement = dataclasses.replace(placement, warning=placement.warning or hint)
-    _check_no_group(placement)
+    placement = _place(alone=alone)
     division = choose_layout(layout, placement.size)
     limits = check_limits(timeout, prepare_timeout)
     virtual, numbers = choose_virtual_ranks(division.value, placement.rank, virtual_ranks)
@@ -122,12 +118,6 @@ def join(
             told += "".join(f"; {name}={value}" for name, value in written.items())
     unused = "" if device is not None or alone else _unused(placement, place.value, devices_per_rank)
     untested = note_untested(torch.__version__)
-    notes = (
-        told,
-        unused,
-        virtual and _BITS.format(virtual.total),
-        f"torch {untested.value} is {untested.reason}" if untested else None,
-    )
     return JoinedWorld(
         placement=placement,
         layout=division.value,
@@ -140,11 +130,21 @@ def join(
             *(count, place, means, division, limits, *numbers),
             *([] if untested is None else [untested]),
         ),
-        told="; ".join(filter(None, notes)) if placement.rank == 0 else "",
+        told="" if placement.rank else _join_notes(told, unused, virtual, untested),
         host="127.0.0.1" if way is None else way.address,
         variables=tuple(written),
         virtual_ranks=virtual,
     )
+
+
+def _place(*, alone: bool) -> Placement:
+    """Return the placement of this process. Raises LaunchError if it must not form a world."""
+    placement = env_vars.placement()
+    if placement.launcher == "none" and not alone:
+        hint = env_vars.warn_alone()
+        placement = dataclasses.replace(placement, warning=placement.warning or hint)
+    _check_no_group(placement)
+    return placement
 
 
 def _check_no_group(placement: Placement) -> None:
@@ -358,6 +358,14 @@ def _unused(placement: Placement, device: torch.device, per_rank: int) -> str:
     if used >= visible:
         return ""
     return f"{used} of {visible} visible GPUs in use: `shoal run -n {visible // per_rank}` uses all"
+
+
+def _join_notes(
+    told: str, unused: str, virtual: VirtualRanks | None, untested: Decision[object] | None
+) -> str:
+    bits = _BITS.format(virtual.total) if virtual else ""
+    version = f"torch {untested.value} is {untested.reason}" if untested else ""
+    return "; ".join(filter(None, (told, unused, bits, version)))
 
 
 def _tell(placement: Placement, machines: int, threads: int, variable: str) -> str:

@@ -164,7 +164,7 @@ def meet(
     hosts = _given("address", env["MASTER_ADDR"], "ADDR") if own else replace(hosts, rejected=unset)
     given_port = env.get("MASTER_PORT")
     ports = (
-        _given("port", master_port(env, least=1), "PORT") if given_port else _ports(env, job, number)
+        _given("port", master_port(env, least=1), "PORT") if given_port else ports_of(env, job, number)
     )
     choices: tuple[Decision[Any], ...] = (hosts, ports)
     directory = ""
@@ -221,7 +221,8 @@ def _directory(env: Mapping[str, str]) -> Decision[str]:
     return Decision(what="meeting", value=value, reason=reason)
 
 
-def _ports(env: Mapping[str, str], job: str, number: int | None) -> Decision[tuple[int, ...]]:
+def ports_of(env: Mapping[str, str], job: str, number: int | None = None) -> Decision[tuple[int, ...]]:
+    """Return the ports for the rendezvous of `job`, in the order in which they are tried."""
     text = env.get(PORTS) or _DEFAULT_PORTS
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= _LAST_PORT):

@@ -6,12 +6,14 @@ import errno
 import hashlib
 import os
 import re
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.distributed.cluster_env import Placement
 from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes
+from shoal.distributed.env_vars import ports
 from shoal.distributed.outages import address_towards
 from shoal.util.arguments import check_number
 from shoal.util.clock import CLOCK
@@ -130,13 +132,8 @@ def choose_numbers(nodes: str | None, there: JobNodes | None) -> str | None:
     return nodes
 
 
-def choose_processes(processes: int | None, there: JobNodes | None) -> int | None:
-    """Return `-n`, or the number for one node of the job: as its environment says, or one per GPU.
-
-    Without GPUs, it is 1 there. None outside of a job.
-    """
-    if processes is not None or there is None:
-        return processes
+def choose_processes(there: JobNodes) -> int:
+    """Return the processes of one node of a job: as its environment says, or one per GPU, or 1."""
     if there.processes:
         return there.processes
     from shoal.util import accelerator
@@ -251,6 +248,16 @@ def listen(host: str, port: int) -> socket.socket | str:
             return f"{host} is not an address of {socket.gethostname()}"
         return f"port {port}: {error.strerror}"
     return server
+
+
+def listen_on_any(host: str) -> socket.socket | str:
+    """Return a socket that listens at `host` on a free port of SHOAL_PORTS, or why there is none."""
+    found: socket.socket | str = ""
+    for port in ports(secrets.token_hex(8)):
+        found = listen(host, port)
+        if isinstance(found, socket.socket):
+            break
+    return found
 
 
 def why_silent(host: str, port: int) -> str:

@@ -293,7 +293,7 @@ def _elsewhere(job: JobEnvironment, env: Env, hosts: int | list[str]) -> bool:
 def read_nodes(env: Env) -> JobNodes | None:
     """Return the nodes of this process's job; None if the environment names none.
 
-    A rank of another launcher inherits the variables, but is no node. Raises LaunchError for variables
+    Ranks of a launcher inherit the variables; for them it is None too. Raises LaunchError for variables
     that can't be read or contradict each other.
     """
     if env.get(ALONE) == "1" or env.get("LOCAL_RANK"):
