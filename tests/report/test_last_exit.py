@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,7 @@ with shoal.init(device="cpu") as world:
 
 
 def record(
-    folder: Path, rank: int, *events: dict[str, object], began: float = 1.0, size: int = 2
+    folder: Path, rank: int, *events: Mapping[str, object], began: float = 1.0, size: int = 2
 ) -> None:
     path = path_of(folder, rank)
     path.parent.mkdir(exist_ok=True)
@@ -78,8 +78,8 @@ RAISED = {"event": "end", "reason": "error", "error": "ValueError"}
     ],
 )
 def test_every_rank_counts(
-    first: list[dict[str, object]],
-    second: list[dict[str, object]] | None,
+    first: list[Mapping[str, object]],
+    second: list[Mapping[str, object]] | None,
     code: int,
     text: str,
     tmp_path: Path,
