@@ -15,7 +15,7 @@ from shoal.cli.checkpoint import checkpoints
 from shoal.cli.checks import chaos, doctor, verify
 from shoal.cli.options import SCRIPT_LAST, ScriptArgs, examples
 from shoal.cli.plan import plan
-from shoal.cli.report import report
+from shoal.cli.report import last_exit, report
 from shoal.cli.usage import report_all_problems
 from shoal.util.errors import LaunchError, ShoalError
 
@@ -288,6 +288,10 @@ def watch(
 app.command(
     rich_help_panel=OBSERVE, epilog=examples("shoal report runs/a", "shoal report runs/a --text")
 )(report)
+app.command(
+    rich_help_panel=OBSERVE,
+    epilog=examples("shoal last-exit runs/a", "shoal last-exit runs/a --newer started"),
+)(last_exit)
 app.add_typer(checkpoints, rich_help_panel=OBSERVE)
 app.command(
     rich_help_panel=CLUSTERS,
