@@ -70,7 +70,8 @@ def last_exit(
     """Print how a run ended, and exit with its code.
 
     That of the last attempt is 0 if all ranks have finished, 75 if all have saved after a
-    signal, 130 after Ctrl-C, and 1 otherwise, also without a record. Use it in place of mpiexec's own exit code.
+    signal, 130 after Ctrl-C, and 1 otherwise, also without a record. Use it in place of
+    mpiexec's own exit code.
     """
     from shoal.tools.report.last_exit import last_exit as read
 
