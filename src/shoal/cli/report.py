@@ -67,10 +67,11 @@ def last_exit(
         ),
     ] = None,
 ) -> None:
-    """Print how the last attempt of a run ended, and exit with its exit code.
+    """Print how a run ended, and exit with its code.
 
-    The code is 0 if all ranks have finished, 75 if all have saved after a signal, 130 after
-    Ctrl-C, and 1 otherwise, also without a record. Use it in place of mpiexec's own exit code.
+    That of the last attempt is 0 if all ranks have finished, 75 if all have saved after a
+    signal, 130 after Ctrl-C, and 1 otherwise, also without a record. Use it in place of
+    mpiexec's own exit code.
     """
     from shoal.tools.report.last_exit import last_exit as read
 

@@ -125,8 +125,8 @@ def _first_ip(env: Env) -> str:
 
 def _main_node(env: Env) -> str:
     """Return the address of AWS Batch's main node, which has no variable with its own."""
-    index, main = (f"AWS_BATCH_JOB_{name}_INDEX" for name in ("NODE", "MAIN_NODE"))
-    if integer(env, index, 0) == integer(env, main, 0):
+    index = integer(env, "AWS_BATCH_JOB_NODE_INDEX", 0)
+    if index == integer(env, "AWS_BATCH_JOB_MAIN_NODE_INDEX", 0):
         return socket.gethostname()
     return env.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "")
 
