@@ -7,9 +7,9 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -52,8 +52,8 @@ class JoinedWorld:
     """A process in its world: its placement, the layout, and the decisions about them.
 
     `told` is the line that rank 0 prints about it; empty elsewhere. `host` is the address by which
-    other ranks reach this one. `variables` are the environment variables that were set for the
-    backends.
+    other ranks reach this one. `variables` are the environment variables that were set, for the
+    backends and for scripts.
     """
 
     placement: Placement
@@ -64,7 +64,7 @@ class JoinedWorld:
     choices: tuple[Decision[object], ...]
     told: str
     host: str = "127.0.0.1"
-    variables: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
     virtual_ranks: VirtualRanks | None = None
 
 
@@ -120,6 +120,8 @@ def join(
         if placement.rank == 0:
             told = _tell(placement, machines, count.value, variable)
             told += "".join(f"; {name}={value}" for name, value in written.items())
+    host = "127.0.0.1" if way is None else way.address
+    written |= env_vars.write_defaults(_variables_of_tasks(placement, store, host))
     unused = "" if device is not None or alone else _unused(placement, place.value, devices_per_rank)
     untested = note_untested(torch.__version__)
     notes = (
@@ -141,8 +143,8 @@ def join(
             *([] if untested is None else [untested]),
         ),
         told="; ".join(filter(None, notes)) if placement.rank == 0 else "",
-        host="127.0.0.1" if way is None else way.address,
-        variables=tuple(written),
+        host=host,
+        variables=written,
         virtual_ranks=virtual,
     )
 
@@ -264,6 +266,24 @@ def _choose_way(
     with _explained(placement):
         way = interfaces.agree(store, rank=rank, size=size, given=given, timeout=timeout)
     return way, env_vars.write_defaults(interfaces.engine_variables(way.choice.value, backend))
+
+
+def _variables_of_tasks(placement: Placement, store: Store | None, host: str) -> dict[str, str]:
+    """Return the variables that `idr_torch` sets and reads, the module of Jean Zay.
+
+    If no launcher has set the port, it is one that is free, for a store of the script's own.
+    """
+    if store is None:
+        return {}
+    address, port = placement.address, str(placement.port)
+    if placement.meeting is not None:
+        if placement.rank == 0:
+            store.set("master", f"{host} {meeting.free_port(placement.meeting)}")
+        address, port = store.get("master").decode().split()
+    variables = {"MASTER_ADDR": address, "MASTER_PORT": port}
+    if placement.launcher == "srun":
+        variables["SLURM_CPUS_PER_TASK"] = str(placement.cores)
+    return variables
 
 
 def _form(placement: Placement, store: Store, backend: str, timeout: float) -> dist.ProcessGroup:

@@ -169,6 +169,12 @@ def listen(port: int, address: str = "") -> socket.socket:
     return socket.create_server(("", port), backlog=_CALLERS)
 
 
+def free_port(meeting: Meeting) -> int:
+    """Return a port of this machine that is free now: if possible, one of `meeting`."""
+    with _listen(meeting, (*meeting.ports, 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def _open_store(meeting: Meeting, server: socket.socket, size: int, limit: float) -> TCPStore:
     # From the end of the list: callers try its start first, and a store would make them wait.
     taken = server.getsockname()[1]
