@@ -71,6 +71,7 @@ def call_all() -> None:
 
 def call_all_without_a_world() -> None:
     """As a plain script does, and again after the groups were destroyed."""
+    import shoal.mpi  # noqa: F401
 
     for _ in range(2):
         dist.init_process_group("mpi")

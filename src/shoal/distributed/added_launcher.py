@@ -83,7 +83,7 @@ def add_launcher(
 
 
 @dataclass(frozen=True)
-class _Value:
+class _Argument:
     """The value of an argument of `add_launcher` in one environment.
 
     `label` is the variable that has it, or the argument itself if a function returned it.
@@ -143,13 +143,13 @@ def _place(
     )
 
 
-def _find(launcher: str, what: str, source: Source, env: Mapping[str, str]) -> _Value:
+def _find(launcher: str, what: str, source: Source, env: Mapping[str, str]) -> _Argument:
     own = {"address": "MASTER_ADDR", "port": "MASTER_PORT"}.get(what, "")
     label = own if env.get(own) else what if callable(source) else source
     if not callable(source) or label == own:
-        return _Value(what, label, env[label])
+        return _Argument(what, label, env[label])
     try:
-        return _Value(what, label, str(source(env)))
+        return _Argument(what, label, str(source(env)))
     except Exception as error:
         raise LaunchError(
             given=f"shoal.add_launcher({launcher!r}, {what}=…)",

@@ -80,11 +80,7 @@ def join(
     alone: bool = False,
 ) -> JoinedWorld:
     """Join the process group that a launcher started; see `shoal.init` for the arguments."""
-    placement = env_vars.placement()
-    if placement.launcher == "none" and not alone:
-        hint = env_vars.warn_alone()
-        placement = dataclasses.replace(placement, warning=placement.warning or hint)
-    _check_no_group(placement)
+    placement = _find_placement(alone)
     division = choose_layout(layout, placement.size)
     limits = check_limits(timeout, prepare_timeout)
     virtual, numbers = choose_virtual_ranks(division.value, placement.rank, virtual_ranks)
@@ -96,11 +92,7 @@ def join(
     accelerator.select(place.value)
     if store is None and placement.size > 1:
         store = _meet(placement, prepare_timeout)
-    lacking = ""
-    if store is not None and backend is None:
-        mine = list(RankDevice.of(place.value))
-        everyone = _exchange(placement, "device", mine, store, prepare_timeout)
-        lacking = why_shared([RankDevice(*each) for each in everyone])
+    lacking = _what_nccl_lacks(placement, place.value, backend, store, prepare_timeout)
     means = choose_backend(backend, place.value, lacking)
     group, told = None, placement.warning if placement.size == 1 else ""
     way: interfaces.ChosenInterface | None = None
@@ -121,7 +113,7 @@ def join(
             told = _tell(placement, machines, count.value, variable)
             told += "".join(f"; {name}={value}" for name, value in written.items())
     host = "127.0.0.1" if way is None else way.address
-    written |= env_vars.write_defaults(_variables_of_tasks(placement, store, host))
+    written |= env_vars.write_defaults(meeting.variables_of_tasks(placement, store, host))
     unused = "" if device is not None or alone else _unused(placement, place.value, devices_per_rank)
     untested = note_untested(torch.__version__)
     notes = (
@@ -147,6 +139,16 @@ def join(
         variables=written,
         virtual_ranks=virtual,
     )
+
+
+def _find_placement(alone: bool) -> Placement:
+    """Return the placement of this process. Raises LaunchError."""
+    placement = env_vars.placement()
+    if placement.launcher == "none" and not alone:
+        hint = env_vars.warn_alone()
+        placement = dataclasses.replace(placement, warning=placement.warning or hint)
+    _check_no_group(placement)
+    return placement
 
 
 def _check_no_group(placement: Placement) -> None:
@@ -245,6 +247,23 @@ def _exchange(
         return [json.loads(each) for each in store.multi_get(keys)]
 
 
+def _what_nccl_lacks(
+    placement: Placement,
+    device: torch.device,
+    backend: str | None,
+    store: Store | None,
+    timeout: float,
+) -> str:
+    """Return why NCCL can't connect the ranks, such as a shared GPU, unless `backend` is given.
+
+    Empty if it can. Collective.
+    """
+    if store is None or backend is not None:
+        return ""
+    everyone = _exchange(placement, "device", list(RankDevice.of(device)), store, timeout)
+    return why_shared([RankDevice(*each) for each in everyone])
+
+
 def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> LaunchError:
     late = LaunchError(
         given=f"rank {placement.rank} of {placement.size} ({placement.launcher}) waits for others",
@@ -266,24 +285,6 @@ def _choose_way(
     with _explained(placement):
         way = interfaces.agree(store, rank=rank, size=size, given=given, timeout=timeout)
     return way, env_vars.write_defaults(interfaces.engine_variables(way.choice.value, backend))
-
-
-def _variables_of_tasks(placement: Placement, store: Store | None, host: str) -> dict[str, str]:
-    """Return the variables that `idr_torch` sets and reads, the module of Jean Zay.
-
-    If no launcher has set the port, it is one that is free, for a store of the script's own.
-    """
-    if store is None:
-        return {}
-    address, port = placement.address, str(placement.port)
-    if placement.meeting is not None:
-        if placement.rank == 0:
-            store.set("master", f"{host} {meeting.free_port(placement.meeting)}")
-        address, port = store.get("master").decode().split()
-    variables = {"MASTER_ADDR": address, "MASTER_PORT": port}
-    if placement.launcher == "srun":
-        variables["SLURM_CPUS_PER_TASK"] = str(placement.cores)
-    return variables
 
 
 def _form(placement: Placement, store: Store, backend: str, timeout: float) -> dist.ProcessGroup:

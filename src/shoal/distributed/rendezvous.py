@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
+from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting, Placement
 from shoal.distributed.outages import Probes, address_towards
 from shoal.distributed.passing_faults import RENDEZVOUS, note_cause
 from shoal.util.clock import CLOCK
@@ -143,6 +143,26 @@ def _not_come(missing: Sequence[int], size: int, calls: Probes | None) -> Launch
     )
 
 
+def variables_of_tasks(placement: Placement, store: Store | None, host: str) -> dict[str, str]:
+    """Return the variables that `idr_torch`, the module of Jean Zay, sets and reads. Collective.
+
+    A launcher without a port gets one that is free now on rank 0, whose address is `host` there: for a
+    store of the script's own. Empty without a store.
+    """
+    if store is None:
+        return {}
+    address, port = placement.address, str(placement.port)
+    if placement.meeting is not None:
+        if placement.rank == 0:
+            with _listen(placement.meeting, (*placement.meeting.ports, 0)) as server:
+                store.set("master", f"{host} {server.getsockname()[1]}")
+        address, port = store.get("master").decode().split()
+    variables = {"MASTER_ADDR": address, "MASTER_PORT": port}
+    if placement.launcher == "srun":
+        variables["SLURM_CPUS_PER_TASK"] = str(placement.cores)
+    return variables
+
+
 def _listen(meeting: Meeting, ports: Iterable[int]) -> socket.socket:
     """Return a socket at the first free port, of the loopback only if all ranks are on this machine.
 
@@ -167,12 +187,6 @@ def listen(port: int, address: str = "") -> socket.socket:
             ("", port), family=socket.AF_INET6, backlog=_CALLERS, dualstack_ipv6=True
         )
     return socket.create_server(("", port), backlog=_CALLERS)
-
-
-def free_port(meeting: Meeting) -> int:
-    """Return a port of this machine that is free now: if possible, one of `meeting`."""
-    with _listen(meeting, (*meeting.ports, 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _open_store(meeting: Meeting, server: socket.socket, size: int, limit: float) -> TCPStore:
