@@ -152,6 +152,7 @@ def test_ranks_that_it_does_not_number_on_a_node_may_be_numbered_by_hand() -> No
     [
         ({"name": "srun"}, "a launcher that Shoal knows"),
         ({"name": "Hydra"}, "a launcher that Shoal knows"),
+        ({"name": "none"}, "a launcher that Shoal knows"),
         ({"name": ""}, "not a name"),
         ({"rank": len}, "rank is not the name of a variable\n"),
         ({"size": 4}, "size is not the name of a variable or a function"),

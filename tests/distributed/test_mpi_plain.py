@@ -37,6 +37,11 @@ def test_launchers_that_start_no_ranks_of_mpi(launcher: str, start: Start) -> No
     assert "fix:   use mpirun -n 4 python train.py" in ended.err
 
 
+def test_one_process_without_a_launcher(start: Start) -> None:
+    ended = start(PLAIN.replace("BEFORE", "").replace("AFTER", "dist.barrier()"), "alone").end()
+    assert (ended.code, ended.out) == (0, "size 1\n"), ended.err
+
+
 def test_without_mpi4py(tmp_path: Path, start: Start) -> None:
     script = PLAIN.replace("BEFORE", "sys.modules['mpi4py'] = None").replace("AFTER", "")
     ended = start(script, mpirun.command(mpirun.PROGRAMS[0], 2, tmp_path)).end()

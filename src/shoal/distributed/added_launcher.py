@@ -53,7 +53,7 @@ def add_launcher(
         ...     port=lambda env: 10001 + int(env["ACME_JOB"]) % 10000,
         ... )
     """
-    known = {part for one in LAUNCHERS for part in re.split(r" \(|, |\)", one.name)}
+    known = {part for one in LAUNCHERS for part in re.split(r" \(|, |\)", one.name)} | {"none"}
     named = isinstance(name, str) and name
     if not named or name in known:
         raise LaunchError(
