@@ -133,3 +133,13 @@ def has_rpc_agent() -> bool:
     from torch.distributed import rpc
 
     return bool(getattr(rpc, "_is_current_rpc_agent_set", bool)())
+
+
+def provide_mpi(create: Callable[[Sequence[int]], dist.ProcessGroup]) -> None:
+    """Let `init_process_group("mpi")` and sub-groups call `create` with their ranks; none are all.
+
+    `register_backend` can't set it: torch reserves "mpi" for a class that only builds with MPI have.
+    """
+    module: Any = distributed_c10d
+    module.ProcessGroupMPI = type("ProcessGroupMPI", (), {"create": staticmethod(create)})
+    module._MPI_AVAILABLE = True

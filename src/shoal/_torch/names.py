@@ -133,6 +133,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "a report of a hang names no process groups": (f"{_C10D}_world.pg_names",),
     "process groups are destroyed after a failure, which may wait": (f"{_C10D}_abort_process_group",),
     "process groups keep torch's own time limit": (f"{_C10D}_set_pg_timeout",),
+    "`import shoal.mpi` has no effect": (f"{_C10D}_MPI_AVAILABLE",),
     "a report of a hang counts no operations": (
         "torch.distributed:ProcessGroup._get_sequence_number_for_group",
     ),

@@ -262,7 +262,12 @@ def write_variables(values: Mapping[str, str | None]) -> None:
 
 
 def write_defaults(values: Mapping[str, str]) -> dict[str, str]:
-    """Set variables permanently if they are not set yet, and return those that were set."""
+    """Set variables if they are not set yet, and return those that were set."""
     unset = {name: value for name, value in values.items() if name not in os.environ}
     write_variables(unset)
     return unset
+
+
+def remove_defaults(values: Mapping[str, str]) -> None:
+    """Remove variables that `write_defaults` has set, but not those that were changed since."""
+    write_variables({name: None for name, value in values.items() if os.environ.get(name) == value})

@@ -7,9 +7,9 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -52,8 +52,8 @@ class JoinedWorld:
     """A process in its world: its placement, the layout, and the decisions about them.
 
     `told` is the line that rank 0 prints about it; empty elsewhere. `host` is the address by which
-    other ranks reach this one. `variables` are the environment variables that were set for the
-    backends.
+    other ranks reach this one. `variables` are the environment variables that were set, for the
+    backends and for scripts.
     """
 
     placement: Placement
@@ -64,7 +64,7 @@ class JoinedWorld:
     choices: tuple[Decision[object], ...]
     told: str
     host: str = "127.0.0.1"
-    variables: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
     virtual_ranks: VirtualRanks | None = None
 
 
@@ -92,11 +92,7 @@ def join(
     accelerator.select(place.value)
     if store is None and placement.size > 1:
         store = _meet(placement, prepare_timeout)
-    lacking = ""
-    if store is not None and backend is None:
-        mine = list(RankDevice.of(place.value))
-        everyone = _exchange(placement, "device", mine, store, prepare_timeout)
-        lacking = why_shared([RankDevice(*each) for each in everyone])
+    lacking = _what_nccl_lacks(placement, place.value, backend, store, prepare_timeout)
     means = choose_backend(backend, place.value, lacking)
     group, told = None, placement.warning if placement.size == 1 else ""
     way: interfaces.ChosenInterface | None = None
@@ -116,6 +112,8 @@ def join(
         if placement.rank == 0:
             told = _tell(placement, machines, count.value, variable)
             told += "".join(f"; {name}={value}" for name, value in written.items())
+    host = "127.0.0.1" if way is None else way.address
+    written |= env_vars.write_defaults(meeting.variables_of_tasks(placement, store, host))
     unused = "" if device is not None or alone else _unused(placement, place.value, devices_per_rank)
     untested = note_untested(torch.__version__)
     return JoinedWorld(
@@ -131,8 +129,8 @@ def join(
             *([] if untested is None else [untested]),
         ),
         told="" if placement.rank else _join_notes(told, unused, virtual, untested),
-        host="127.0.0.1" if way is None else way.address,
-        variables=tuple(written),
+        host=host,
+        variables=written,
         virtual_ranks=virtual,
     )
 
@@ -241,6 +239,23 @@ def _exchange(
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise _absent(placement, missing, timeout) from None
         return [json.loads(each) for each in store.multi_get(keys)]
+
+
+def _what_nccl_lacks(
+    placement: Placement,
+    device: torch.device,
+    backend: str | None,
+    store: Store | None,
+    timeout: float,
+) -> str:
+    """Return why NCCL can't connect the ranks, such as a shared GPU, unless `backend` is given.
+
+    Empty if it can. Collective.
+    """
+    if store is None or backend is not None:
+        return ""
+    everyone = _exchange(placement, "device", list(RankDevice.of(device)), store, timeout)
+    return why_shared([RankDevice(*each) for each in everyone])
 
 
 def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> LaunchError:

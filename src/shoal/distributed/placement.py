@@ -13,7 +13,7 @@ from shoal.util.errors import LaunchError
 
 _T = TypeVar("_T")
 
-_LAST_PORT = 65535
+LAST_PORT = 65535
 PORTS = "SHOAL_PORTS"
 """Sets the range of ports for the rendezvous if the launcher sets no port: `first-last`."""
 
@@ -189,10 +189,10 @@ def _given(what: str, value: _T, suffix: str) -> Decision[tuple[_T, ...]]:
 def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
     """Return MASTER_PORT if it is a valid port. 0 is valid unless `least` is higher."""
     port = integer(env, "MASTER_PORT")
-    if not least <= port <= _LAST_PORT:
+    if not least <= port <= LAST_PORT:
         raise LaunchError(
             given=spell(env, ("MASTER_PORT",)),
-            found=f"ports are numbers from 1 to {_LAST_PORT}",
+            found=f"ports are numbers from 1 to {LAST_PORT}",
             fix="unset MASTER_PORT to let Shoal find a free port; or set a free one (ss -ltn)",
         )
     return port
@@ -225,10 +225,10 @@ def ports_of(env: Mapping[str, str], job: str, number: int | None = None) -> Dec
     """Return the ports for the rendezvous of `job`, in the order in which they are tried."""
     text = env.get(PORTS) or _DEFAULT_PORTS
     first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= _LAST_PORT):
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= LAST_PORT):
         raise LaunchError(
             given=f"{PORTS}={text}",
-            found=f"not a range of ports from 1 to {_LAST_PORT}",
+            found=f"not a range of ports from 1 to {LAST_PORT}",
             fix=f"export {PORTS}={_DEFAULT_PORTS} (the default)",
         )
     count = int(last) - int(first) + 1

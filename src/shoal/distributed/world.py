@@ -445,7 +445,7 @@ class World:
         self.watchdog.leave()
         if self.group is not None and dist.is_initialized():
             teardown.leave_groups(error, exiting=exiting)
-        env_vars.write_variables(dict.fromkeys(self._variables))
+        env_vars.remove_defaults(self._variables)
         self.group = None
 
     def _renumber(self, members: Sequence[int], lost: Sequence[int]) -> None:

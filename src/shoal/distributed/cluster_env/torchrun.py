@@ -160,7 +160,11 @@ def check_agreement(env: Mapping[str, str], placement: Placement) -> None:
     The same values, as after `RANK=$SLURM_PROCID`, are allowed.
     """
     told = dict(zip(_PLACE, (placement.rank, placement.size, placement.local_rank), strict=True))
-    wrong = [name for name, value in told.items() if integer(env, name, value) != value]
+    wrong = [
+        name
+        for name, value in told.items()
+        if name.lower() not in placement.unsettled and integer(env, name, value) != value
+    ]
     if wrong:
         names = " ".join(name for name in (*_PLACE, "LOCAL_WORLD_SIZE") if env.get(name))
         said = f"rank {placement.rank} of {placement.size}, local rank {placement.local_rank}"
