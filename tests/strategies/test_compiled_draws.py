@@ -191,8 +191,8 @@ def in_several_buckets(world: shoal.World, compiled: bool) -> tuple[list[float],
     with patch.object(torch, "compile", compiler_with("aot_eager")):
         model = shoal.parallelize(net, world, shoal.DDP(bucket_cap_mb=1))
         task = shoal.Task(lambda output, batch: (output.square().sum(), output.numel()))
-        options = {"compile": "inductor"} if compiled else {}
-        step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task, **options)
+        compiler = "inductor" if compiled else None
+        step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task, compile=compiler)
         data = shoal.Loader((torch.ones(24, 4).double(),), world, batch_size=8)
         losses = [step(batch).loss for batch in data.epochs(1)]
     return losses, [*counters["graph_break"]]
