@@ -12,6 +12,7 @@ import pytest
 
 from helpers.commands import Command
 from helpers.job_variables import ON_EACH, variables
+from helpers.ranks import free_port
 from shoal.distributed.cluster_env.job_environments import JobNodes
 from shoal.launcher import nodes as module
 from shoal.launcher.nodes import choose_nodes, choose_numbers, choose_processes
@@ -63,8 +64,13 @@ def test_a_name_that_comes_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> N
     there = JobNodes(name="a", nodes="2", index=0, host="pod-0.job", port=1, processes=1, reason="a")
     assert choose_nodes("2", None, None, {}, there=there) is not None
     known = iter([False] * 10**6)
-    with pytest.raises(LaunchError, match="can't be resolved after 1 s"):
+    with pytest.raises(LaunchError, match="can't be resolved"):
         choose_nodes("2", None, None, {}, there=there, wait=1.0)
+
+
+def test_a_name_that_cannot_exist_is_not_awaited() -> None:
+    with pytest.raises(LaunchError, match=r"can't be resolved .*label empty"):
+        choose_nodes("2", None, None, {}, there=replace(JOB, host="pod..job"))
 
 
 @pytest.mark.processes
@@ -90,9 +96,7 @@ def test_one_command_on_each_node(
         given = [f"{key}={value}" for key, value in env.items()]
         command = [sys.executable, "-m", "shoal", "run", "train.py"]
         started[index] = start_command(["env", *given, *command])
-    processes = (
-        1 if name in ("LeaderWorkerSet", "AWS Batch", "Kubernetes", "Volcano", "HTCondor") else 2
-    )
+    processes = 2 if any("PROC_PER" in key or "GPUS" in key for key in ON_EACH[name]) else 1
     attempt = 2 if name == "AWS Batch" else 0
     for index, launcher in started.items():
         ended = launcher.end()
@@ -101,3 +105,16 @@ def test_one_command_on_each_node(
         expected = [f"rank {rank} of {2 * processes} on {index} attempt {attempt}" for rank in ranks]
         assert sorted(ended.out.splitlines()) == expected
         assert f"shoal run: {name}: " in ended.err
+
+
+@pytest.mark.processes
+def test_a_job_of_one_node_says_nothing_about_other_nodes(
+    tmp_path: Path, start_command: Callable[..., Command]
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    rendezvous = f"127.8.1.1:{free_port()}"
+    command = [sys.executable, "-m", "shoal", "run", "--nodes", "2", "--rendezvous", rendezvous]
+    command = ["env", "SKYPILOT_NUM_NODES=1", *command, "-n", "1", "train.py"]
+    for ended in [each.end() for each in (start_command(command), start_command(command))]:
+        assert ended.code == 0, ended
+        assert " of 2 on " in ended.out

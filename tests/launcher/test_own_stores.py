@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
@@ -87,3 +89,22 @@ def test_the_port_is_one_of_the_range(
     assert ended.code == 0, ended
     (port,) = set(ended.out.split())
     assert 15001 <= int(port) <= 15400
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_every_port_of_the_range_is_tried(
+    free: int, start_run: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, count = 15500, 30
+    monkeypatch.setenv("SHOAL_PORTS", f"{first}-{first + count - 1}")
+    with ExitStack() as busy:
+        for port in range(first, first + count - free):
+            busy.enter_context(socket.create_server(("127.0.0.1", port)))
+        ended = start_run("pass", "-n", "1", "script.py").end()
+    if free:
+        assert ended.code == 0, ended
+    else:
+        assert ended.code == 2
+        assert "no port of SHOAL_PORTS is free" in ended.err
+        assert "Traceback" not in ended.err
+        assert "agent" not in ended.err

@@ -14,6 +14,7 @@ from helpers import mpirun
 from helpers.commands import Command
 from shoal.telemetry.events import path_of
 from shoal.tools.report.last_exit import last_exit
+from shoal.util.errors import CheckpointError
 
 TRAIN = """
 import os, signal, sys, time
@@ -112,6 +113,38 @@ def test_records_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
     assert last_exit(tmp_path, newer=started).code == 1
     os.utime(started, (50, 50))
     assert last_exit(tmp_path, newer=started).code == 75
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"began": None},
+        {"began": "x"},
+        {"began": float("nan")},
+        {"size": 10**9},
+        {"size": 0},
+        {"size": []},
+    ],
+)
+def test_a_damaged_start_is_none(damage: Mapping[str, object], tmp_path: Path) -> None:
+    record(tmp_path, 0, SAVED, CLOSED)
+    record(tmp_path, 1, {"event": "start", "began": 1.0, "size": 2, **damage}, SAVED, CLOSED)
+    found = last_exit(tmp_path)
+    assert (found.code, found.text) == (1, "rank 0 preempted; rank 1 has recorded no start (of 2)")
+
+
+def test_a_file_that_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path, 0, SAVED, CLOSED, size=1)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        last_exit(tmp_path)
+    assert "no such directory" in last_exit(tmp_path / "missing").text
 
 
 @pytest.mark.processes

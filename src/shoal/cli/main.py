@@ -119,7 +119,7 @@ _Processes = Annotated[
         "--nproc-per-node",
         min=1,
         metavar="N",
-        help="Number of processes on this node; required outside of clouds.",
+        help="Number of processes on this node; required unless the environment names the job's nodes.",
         callback=_check_processes,
     ),
 ]

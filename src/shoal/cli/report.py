@@ -63,14 +63,14 @@ def last_exit(
         typer.Option(
             exists=True,
             metavar="FILE",
-            help="Ignore records that are not newer than FILE, as of an earlier attempt.",
+            help="Ignore records that are not newer than FILE, such as those of an earlier attempt.",
         ),
     ] = None,
 ) -> None:
     """Print how a run ended, and exit with its code.
 
-    That of the last attempt is 0 if all ranks have finished, 75 if all have saved after a
-    signal, 130 after Ctrl-C, and 1 otherwise, also without a record. Use it in place of
+    The code is 0 if all ranks of the last attempt finished, 75 if all saved after a signal,
+    130 after Ctrl-C, and 1 otherwise, including without a record. Use it in place of
     mpiexec's own exit code.
     """
     from shoal.tools.report.last_exit import last_exit as read

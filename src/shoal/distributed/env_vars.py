@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.distributed.cluster_env import Commands, Placement, detect, marks_found
 from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes, check_alone, read_nodes
-from shoal.distributed.placement import integer, ports_of
+from shoal.distributed.placement import LAST_PORT, integer, ports_of
 from shoal.util.safe_text import is_secret, passwords
 
 SAFE_PATH = "PYTHONSAFEPATH"
@@ -69,8 +69,8 @@ def nodes_of_job() -> JobNodes | None:
 
 
 def ports(job: str) -> tuple[int, ...]:
-    """Return the ports for the rendezvous of `job`, in the order in which they are tried."""
-    return ports_of(os.environ, job).value
+    """Return all ports for a rendezvous that `job` alone looks for, in the order of the attempts."""
+    return ports_of(os.environ, job, tries=LAST_PORT).value
 
 
 def _ancestors() -> list[str]:
@@ -235,6 +235,11 @@ def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         write_variables(before)
+
+
+def on_this_node() -> AbstractContextManager[None]:
+    """Let processes that start in a block use this node only, whatever nodes their job has."""
+    return set_variables({ALONE: "1"})
 
 
 def safe_path() -> AbstractContextManager[None]:

@@ -221,8 +221,10 @@ def _directory(env: Mapping[str, str]) -> Decision[str]:
     return Decision(what="meeting", value=value, reason=reason)
 
 
-def ports_of(env: Mapping[str, str], job: str, number: int | None = None) -> Decision[tuple[int, ...]]:
-    """Return the ports for the rendezvous of `job`, in the order in which they are tried."""
+def ports_of(
+    env: Mapping[str, str], job: str, number: int | None = None, *, tries: int = _TRIES
+) -> Decision[tuple[int, ...]]:
+    """Return the ports for the rendezvous of `job`, at most `tries`, in the order of the attempts."""
     text = env.get(PORTS) or _DEFAULT_PORTS
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= LAST_PORT):
@@ -238,7 +240,7 @@ def ports_of(env: Mapping[str, str], job: str, number: int | None = None) -> Dec
     stride = 1 + int.from_bytes(digest[8:16], "little") % max(1, count - 1)
     while math.gcd(stride, count) > 1:
         stride += 1
-    steps = (int(first) + (start + i * stride) % count for i in range(min(_TRIES, count)))
+    steps = (int(first) + (start + i * stride) % count for i in range(min(tries, count)))
     by = f"{PORTS}={text}" if env.get(PORTS) else f"{text}; {PORTS} is not set"
     return Decision(
         what="port",

@@ -70,6 +70,8 @@ def run(
     invalid.
     """
     there = nodes_of_job()
+    if there is not None and there.nodes == "1" and nodes is not None:
+        there = None  # a job of one node says nothing about the others of this command
     nodes = choose_numbers(nodes, there)
     _check(script, processes=processes, restarts=restarts, preemptions=preemptions, port=port)
     _check_nodes(nodes, rendezvous, port)

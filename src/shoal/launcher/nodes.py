@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from shoal.distributed.cluster_env import Placement
 from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes
 from shoal.distributed.env_vars import ports
 from shoal.distributed.outages import address_towards
+from shoal.distributed.placement import PORTS
 from shoal.util.arguments import check_number
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
@@ -146,17 +148,21 @@ def _await_name(host: str, there: JobNodes, wait: float) -> None:
 
     Raises LaunchError after `wait` seconds.
     """
-    deadline = CLOCK.now() + wait
+    deadline, told = CLOCK.now() + wait, False
     while True:
         try:
             socket.getaddrinfo(host, there.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            if CLOCK.now() > deadline:
+        except (OSError, UnicodeError) as error:
+            if CLOCK.now() > deadline or isinstance(error, UnicodeError):
                 raise LaunchError(
                     given=f"{there.reason}, with the rendezvous at {host}",
-                    found=f"the name can't be resolved after {wait:g} s ({error})",
+                    found=f"the name can't be resolved ({error})",
                     fix="check the service of the job, or give --rendezvous with an address",
                 ) from None
+            if not told:
+                told = True
+                text = f"shoal run: waiting up to {wait:g} s until the name {host} can be resolved"
+                print(text, file=sys.stderr, flush=True)
             CLOCK.sleep(_PAUSE)
         else:
             return
@@ -255,9 +261,9 @@ def listen_on_any(host: str) -> socket.socket | str:
     found: socket.socket | str = ""
     for port in ports(secrets.token_hex(8)):
         found = listen(host, port)
-        if isinstance(found, socket.socket):
-            break
-    return found
+        if not (isinstance(found, str) and found.startswith(f"port {port}:")):
+            return found
+    return f"no port of {PORTS} is free; the last one tried is {found}"
 
 
 def why_silent(host: str, port: int) -> str:

@@ -149,7 +149,7 @@ def _pod(env: Mapping[str, str]) -> str:
             given=spell(env, ("RANK", "WORLD_SIZE", *_PROCESSES)),
             found=f"this node should run {processes} processes, but RANK is the number of the node",
             fix="start the script with `shoal run train.py` (PET_*: or `torchrun train.py`), which "
-            "reads these variables. If RANK is the number of the process: set LOCAL_RANK too",
+            "reads these variables. If RANK is the rank of the process, set LOCAL_RANK too",
         )
     return spell(env, names)
 
