@@ -3,9 +3,10 @@
     python benchmarks/first_step.py [--models mlp resnet gpt t5] [--rounds 5] [--json]
     python benchmarks/first_step.py --ways ddp shoal --rounds 20
 
-Each way trains in new processes, round by round: `ddp` by hand, a custom loop of Shoal (`loop`), and
-Shoal's Step with each layout. Models: linear layers, convolutions with BatchNorm and dropout, and GPT-2
-and T5 of transformers, small ones. Times are CPU seconds of rank 0. `memory` is the peak of resident
+Each way trains in new processes, round by round: `ddp` by hand (with BatchNorm over all ranks, as in
+Shoal; torch's SyncBatchNorm runs on GPUs only), a custom loop of Shoal (`loop`), and Shoal's Step with
+each layout. Models: linear layers, convolutions with BatchNorm and dropout, and GPT-2 and T5 of
+transformers, small ones. Times are CPU seconds of rank 0. `memory` is the peak of resident
 memory in the first step, divided by that of later ones.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,12 +36,47 @@ WAYS = {
     "shoal": "replicate=-1",
     "shoal fsdp": "shard=-1",
     "shoal tensor": "tensor=-1",
+    "ddp compiled": "replicate=-1",
+    "shoal compiled": "replicate=-1",
 }
 PLANS = {
     "mlp": {"0": "column", "2": "row"},
     "t5": {"*.DenseReluDense.wi": "column", "*.DenseReluDense.wo": "row"},
 }
 """Plans of tensor parallelism; convolutions and the layers of GPT-2 are not nn.Linear."""
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor) -> Tensor:
+        total = mine.clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return SumOverRanks.forward(ctx, gradient)
+
+
+class SyncedNorm(nn.BatchNorm2d):
+    """BatchNorm with the statistics of all ranks' samples, each with as many samples."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        axes = (0, 2, 3)
+        sums: Tensor = SumOverRanks.apply(torch.stack((images.sum(axes), (images * images).sum(axes))))
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        count = ranks * images.numel() / len(sums[0])
+        mean, square = sums / count
+        variance = square - mean * mean
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, 0.1)  # type: ignore[union-attr]
+            self.running_var.lerp_(variance * (count / (count - 1)), 0.1)  # type: ignore[union-attr]
+        scale: Tensor = self.weight * (variance + self.eps).rsqrt()
+        shift: Tensor = self.bias - mean * scale
+        return images * scale[:, None, None] + shift[:, None, None]
 
 
 class Steps(NamedTuple):
@@ -92,9 +129,14 @@ def loss(name: str, output: Any, batch: Any, reduction: str = "sum") -> tuple[Te
     return F.cross_entropy(output.reshape(len(targets), -1), targets, reduction=reduction), len(targets)
 
 
-def in_torch(world: shoal.World, name: str) -> Iterator[None]:
+def in_torch(world: shoal.World, name: str, *, compiled: bool) -> Iterator[None]:
     model, data = build(name)
+    for place, layer in model.named_children():
+        if isinstance(layer, nn.BatchNorm2d):
+            setattr(model, place, SyncedNorm(layer.num_features))
     model = wrapped(model, world)
+    if compiled:
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     dataset = torch.utils.data.TensorDataset(*data)
     sampler: Any = torch.utils.data.DistributedSampler(dataset, world.size, world.rank)
@@ -111,13 +153,14 @@ def in_torch(world: shoal.World, name: str) -> Iterator[None]:
         yield
 
 
-def through_shoal(world: shoal.World, name: str, *, own: bool) -> Iterator[None]:
+def through_shoal(world: shoal.World, name: str, *, own: bool, compiled: bool) -> Iterator[None]:
     model, data = build(name)
     sharded = world.layout.degree("tensor") > 1
     shoal.parallelize(model, world, shoal.TensorParallel(plan=PLANS[name]) if sharded else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     task = shoal.Task(partial(loss, name), inputs=partial(inputs, name))
-    step = None if own else shoal.Step(model, optimizer, task, clip=1.0)
+    compiler = "inductor" if compiled else None
+    step = None if own else shoal.Step(model, optimizer, task, clip=1.0, compile=compiler)
     yield
     for batch in shoal.Loader(data, world, batch_size=BATCH).epochs(1):
         if step is not None:
@@ -145,7 +188,12 @@ def peak() -> int:
 def measure(name: str, way: str) -> Steps:
     with shoal.init(layout=WAYS[way], device="cpu") as world:
         torch.set_num_threads(1)
-        steps = in_torch(world, name) if way == "ddp" else through_shoal(world, name, own=way == "loop")
+        compiled = way.endswith("compiled")
+        steps = (
+            in_torch(world, name, compiled=compiled)
+            if way.startswith("ddp")
+            else through_shoal(world, name, own=way == "loop", compiled=compiled)
+        )
         next(steps)  # model and data exist
         peak()
         begun = time.process_time()
@@ -162,9 +210,10 @@ def rows(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     turns = {way: partial(shoal.launch, measure, name, way, processes=given.processes) for way in ways}
     found = harness.alternate(turns, given.rounds)
     times = {way: [Steps(*each[0]) for each in own] for way, own in found.items()}
-    by_hand = [each.later for each in times.get("ddp", [])]
     table = []
     for way, own in times.items():
+        plain = "ddp compiled" if way.endswith("compiled") else "ddp"
+        by_hand = [each.later for each in times.get(plain, [])]
         later = [each.later for each in own]
         row = {
             "way": way,

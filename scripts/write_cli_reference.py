@@ -73,7 +73,8 @@ given: shoal run --nproc 0 train.py
 found: --nproc: no such option; did you mean --nproc-per-node?
        --nproc-per-node 0: 0 is less than 1
 fix:   --nproc-per-node
-       --nproc-per-node 1 or more: Number of processes on this node; required.
+       --nproc-per-node 1 or more: Number of processes on this node; required unless \
+the environment names the job's nodes.
 ```
 
 ## See also

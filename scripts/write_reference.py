@@ -34,7 +34,7 @@ PAGES = (
         "distributed",
         "Processes and layout",
         "Join the processes of a run, and communicate between them.",
-        ("init", "launch", "World", "Layout", "Placement", "Decision"),
+        ("init", "launch", "add_launcher", "World", "Layout", "Placement", "Decision"),
     ),
     Page(
         "strategies",

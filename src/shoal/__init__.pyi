@@ -12,6 +12,7 @@ from shoal.data.gather import GatheredRows as GatheredRows
 from shoal.data.gather import gather as gather
 from shoal.data.noise import Noise as Noise
 from shoal.data.step_result import StepResult as StepResult
+from shoal.distributed.added_launcher import add_launcher as add_launcher
 from shoal.distributed.cluster_env import Placement as Placement
 from shoal.distributed.init import init as init
 from shoal.distributed.layout import Layout as Layout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
@@ -175,7 +175,9 @@ def test_elastic() -> None:
         def _monitor_workers(self, *_: Any) -> Any: ...
         def _shutdown(self, *_: Any) -> Any: ...
 
-    agent = Agent(WorkerSpec("rank", 1, LocalRendezvous(0), entrypoint="x", max_restarts=3))
+    agent = Agent(
+        WorkerSpec("rank", 1, LocalRendezvous(0, processes=1), entrypoint="x", max_restarts=3)
+    )
     agent.grant_restart()
     assert agent.restarts_used == -1
 
@@ -221,3 +223,23 @@ def test_heartbeats_of_nodes_are_timed_by_the_own_clock(monkeypatch: pytest.Monk
     before = heartbeat()
     wait_for(lambda: heartbeat() < before)
     other.leave(1.0)
+
+
+def test_the_class_for_mpi_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_MPI_AVAILABLE`: torch then asks the class for a group of these ranks, none for all."""
+    asked: list[list[int]] = []
+
+    def create(ranks: Sequence[int]) -> Any:
+        asked.append(list(ranks))
+        kind: Any = dist.ProcessGroup
+        return kind(0, 1)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_MPI_AVAILABLE", False)
+    monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupMPI", None, raising=False)
+    c10d.provide_mpi(create)
+    try:
+        dist.init_process_group("mpi")
+        assert (dist.get_backend(), dist.get_world_size()) == ("mpi", 1)
+    finally:
+        dist.destroy_process_group()
+    assert asked == [[]]

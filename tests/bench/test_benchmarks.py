@@ -27,6 +27,7 @@ PROCESSES = (
     "asynchronous --seeds 1 --epochs 1 --steps 10 --ways int8",
     "exact_layers --ranks 2 --networks GPT",
     "first_step --models mlp --rounds 1",
+    "launcher_ends --launchers shoal --seconds 3",
     "guards --strategies single --flips 1",
     "measured_shares --width 16 --batch 16 --rounds 1 --steps 1 --adapt 0.1",
     f"{OPTION} batch-norm --ways torch batch",

@@ -207,6 +207,7 @@ def test_a_second_run_is_refused_on_all_ranks_until_the_first_is_gone(
         ) as caught:
             opened(world, tmp_path)
         assert f"process {two.processes[0].pid} on" in caught.value.found
+        assert "the world size here is 1), start all its processes with one" in caught.value.fix
         two.kill()
         held = opened(world, tmp_path)
         with Ranks(2) as others:

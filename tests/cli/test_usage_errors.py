@@ -35,7 +35,8 @@ def test_all_problems_are_told_at_once(folder: Path) -> None:
             "fix:   --nproc-per-node",
             "       options of the script follow its name: shoal run -n 4 train.py --lr 0.1; "
             "shoal run --help lists the options",
-            "       --nproc-per-node 1 or more: Number of processes on this node; required.",
+            "       --nproc-per-node 1 or more: Number of processes on this node; required "
+            "unless the environment names the job's nodes.",
             "       give the path of a Python file: shoal run -n 2 script.py",
         ]
 

@@ -362,3 +362,22 @@ def test_the_same_as_idr_torch(name: str) -> None:
             if name == "slurm-4x3-gpus":
                 assert idr.cpus_per_task == found.cores == 2
                 assert idr.gpu_ids == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("name", ["slurm-4x3-gpus", "slurm-uneven-2x2-1"])
+def test_variables_that_idr_torch_has_set_do_not_hide_srun(name: str) -> None:
+    """They look like those of torchrun, with the first node's number of tasks for each node."""
+    idr: Any = pytest.importorskip("idr_torch")
+    once = "idr_torch.api.modifiers.auto_master_addr_port.env_variables_set"
+    recorded = recordings.load(name)
+    for env, cpus, found in zip(recorded.environments, recorded.cpus, read_all(name), strict=True):
+        with mock.patch.dict(os.environ, env), mock.patch(once, False):
+            assert idr.rank == found.rank
+            again = read({**env, **{each: os.environ[each] for each in SET_BY_IDR}}, cpus=cpus)
+        assert (again.launcher, again.local_rank, again.local_size) == (
+            *("srun", found.local_rank, found.local_size),
+        )
+        assert (again.node, again.nodes, again.cores) == (found.node, found.nodes, found.cores)
+
+
+SET_BY_IDR = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

@@ -16,6 +16,7 @@ import pytest
 from helpers.cluster.network import Network
 from helpers.cluster.slurm import Cluster, missing
 from helpers.commands import GONE_WITHIN, wait_for
+from helpers.job_variables import variables
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -96,18 +97,33 @@ def ranks_of_hosts(
     hosts: dict[str, str], ranks: str, command: list[str], folder: Path, *, mtu: int = 0
 ) -> list[str]:
     """What ranks of env:// say, by themselves on hosts of a network; the last one's MTU may be less."""
+    address = next(iter(hosts.values())).partition("/")[0]
+    known = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": address, "MASTER_PORT": "5000"}
+    each = [{**known, "RANK": str(rank)} for rank in range(len(ranks))]
+    return processes_of_hosts(hosts, ranks, command, folder, each, mtu=mtu)
+
+
+def processes_of_hosts(
+    hosts: dict[str, str],
+    places: str,
+    command: list[str],
+    folder: Path,
+    variables: list[dict[str, str]],
+    *,
+    mtu: int = 0,
+) -> list[str]:
+    """What processes on hosts of a network say, each with variables of its own."""
     if missing():
         pytest.skip(missing())
     network = Network(f"n{secrets.token_hex(3)}", {host: (one,) for host, one in hosts.items()})
-    address = next(iter(hosts.values())).partition("/")[0]
-    known = [f"WORLD_SIZE={len(ranks)}", f"MASTER_ADDR={address}", "MASTER_PORT=5000", "COLUMNS=1000"]
     started: list[subprocess.Popen[str]] = []
     try:
         network.create()
         if mtu:
-            network.shrink(ranks[-1], mtu)
-        for rank, host in enumerate(ranks):
-            inside = ["ip", "netns", "exec", network.space(host), "env", *known, f"RANK={rank}"]
+            network.shrink(places[-1], mtu)
+        for host, env in zip(places, variables, strict=True):
+            given = [f"{name}={value}" for name, value in {**env, "COLUMNS": "1000"}.items()]
+            inside = ["ip", "netns", "exec", network.space(host), "env", *given]
             begin = [*inside, sys.executable, *command]
             started.append(subprocess.Popen(begin, cwd=folder, stdout=subprocess.PIPE, text=True))
         return [process.communicate(timeout=200)[0] for process in started]
@@ -116,6 +132,18 @@ def ranks_of_hosts(
             process.kill()
             process.communicate()
         network.remove()
+
+
+@pytest.mark.parametrize("name", ["SkyPilot", "Kubeflow Trainer"])
+def test_one_command_on_two_hosts_of_a_cloud(name: str, tmp_path: Path) -> None:
+    place = "world.placement.node, world.placement.local_rank, world.placement.local_size"
+    (tmp_path / "look.py").write_text(LOOK.replace("said = (", f"said = ({place}, "))
+    env = [variables(name, index, tmp_path, first="10.79.0.1", here="") for index in (1, 0)]
+    hosts = {"a": "10.79.0.1/24", "b": "10.79.0.2/24"}
+    said = processes_of_hosts(hosts, "ba", ["-m", "shoal", "run", "look.py"], tmp_path, env)
+    places = [ast.literal_eval(line)[:5] for line in said[1].splitlines()]
+    assert places == [(node, local, 2, 4, "eth0") for node in (0, 1) for local in (0, 1)]
+    assert said[0] == ""
 
 
 def test_four_variables_on_hosts_that_have_no_address_but_of_version_6(tmp_path: Path) -> None:

@@ -6,20 +6,26 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 import shoal
 from helpers.job_variables import ON_EACH, ON_FIRST, variables
+from shoal.distributed.cluster_env import detect
 from shoal.distributed.cluster_env.job_environments import (
     JOB_ENVIRONMENTS,
     PORT,
     check_alone,
     read_nodes,
 )
+from shoal.distributed.initialize import _unused
+from shoal.util import accelerator
 from shoal.util.errors import LaunchError
 
 HERE = socket.gethostname()
 # One of these has RANK, and is refused because of it.
-ALONE = [job.name for job in JOB_ENVIRONMENTS if job.name not in ("PAI", "Kubernetes")]
+ALONE = [
+    job.name for job in JOB_ENVIRONMENTS if job.name not in ("PAI", "Kubernetes", "Volcano (pytorch)")
+]
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -72,8 +78,15 @@ def test_one_host_is_alone(env: dict[str, str]) -> None:
     assert check_alone(env) == ""
 
 
-def test_slots_of_one_host_are_one_host(tmp_path: Path) -> None:
-    assert check_alone(variables("OAR", 0, tmp_path, first=HERE, here=HERE)) == ""
+@pytest.mark.parametrize("name", ON_FIRST)
+def test_slots_of_one_host_are_one_host(name: str, tmp_path: Path) -> None:
+    for first in (HERE, HERE.upper(), f"{HERE}.example", f"{HERE}.Example."):
+        assert check_alone(variables(name, 0, tmp_path, first=first, here=HERE)) == ""
+
+
+def test_numbers_and_addresses_are_different_hosts() -> None:
+    for hosts in ("1 4 2 4", "10.0.0.1 4 10.0.0.2 4", "a.x 4 a.y 4"):
+        assert "with 2 hosts" in check_alone({"LSB_MCPU_HOSTS": hosts})
 
 
 @pytest.mark.parametrize("name", ON_FIRST)
@@ -110,6 +123,35 @@ def test_nodes_are_read(name: str, tmp_path: Path) -> None:
         assert read_nodes({**env, "SHOAL_ALONE": "1"}) is None
 
 
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("[fd00::1]", ("fd00::1", 29500)),
+        ("fd00::1", ("fd00::1", 29500)),
+        ("[fd00::1]:1234", ("fd00::1", 1234)),
+        (" pod-0.job ", ("pod-0.job", 29500)),
+        ("pod-0.job:1234", ("pod-0.job", 1234)),
+    ],
+)
+def test_an_address_may_have_brackets_and_a_port(
+    address: str, expected: tuple[str, int], tmp_path: Path
+) -> None:
+    env = {**variables("Kubeflow Trainer", 1, tmp_path, here="a"), "PET_MASTER_ADDR": address}
+    nodes = read_nodes(env)
+    assert nodes is not None
+    assert (nodes.host, nodes.port) == expected
+
+
+def test_nodes_of_an_elastic_job_have_no_numbers() -> None:
+    nodes = read_nodes({"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "pod-0.job:1234"})
+    assert nodes is not None
+    assert (nodes.nodes, nodes.index, nodes.host, nodes.port) == ("1:3", 0, "pod-0.job", 1234)
+
+
+def test_variables_of_a_batch_system_are_not_read_for_nodes() -> None:
+    assert read_nodes({"NHOSTS": "many"}) is None
+
+
 @pytest.mark.parametrize("name", ON_FIRST)
 def test_batch_systems_name_no_nodes(name: str, tmp_path: Path) -> None:
     assert read_nodes(variables(name, 0, tmp_path, here=HERE)) is None
@@ -120,7 +162,11 @@ def test_batch_systems_name_no_nodes(name: str, tmp_path: Path) -> None:
     [
         ("SkyPilot", "SKYPILOT_NODE_RANK", "2", "number of this node is 2, of 2"),
         ("SkyPilot", "SKYPILOT_NODE_IPS", "10.0.0.1\n10.0.0.2\n10.0.0.3", "3 addresses"),
-        ("SageMaker", "SM_CURRENT_HOST", "algo-3", "of 2 node"),
+        ("SageMaker", "SM_CURRENT_HOST", "algo-3", "algo-3 is not one of 2 host"),
+        ("SageMaker", "SM_HOSTS", "5", "SM_HOSTS can't be read"),
+        ("SageMaker", "SM_HOSTS", '"algo-1"', "SM_HOSTS can't be read"),
+        ("PAI", "MASTER_PORT", "99999", "port 99999"),
+        ("Kubernetes", "MASTER_PORT", "-1", "port -1"),
         ("PAI", "RANK", "two", "RANK can't be read"),
         ("Kubeflow Trainer", "PET_MASTER_PORT", "none", "PET_MASTER_PORT can't be read"),
     ],
@@ -133,7 +179,21 @@ def test_contradictions_are_refused(
         read_nodes(env)
 
 
+def test_unused_gpus_are_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "count", lambda: 8)
+    one, gpu = detect({}, 4, list), torch.device("cuda", 0)
+    assert _unused(one, gpu, 2) == "2 of 8 visible GPUs in use: `shoal run -n 4` uses all"
+    assert _unused(one, gpu, 8) == ""
+    assert _unused(one, torch.device("cpu"), 1) == ""
+
+
 def test_a_started_job_knows_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_BATCH_JOB_ATTEMPT", "3")
     with shoal.init(device="cpu") as world:
         assert world.placement.attempt == 2
+
+
+def test_a_launch_on_one_of_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYPILOT_NUM_NODES", "2")
+    with pytest.raises(LaunchError, match="one of 2 hosts"):
+        shoal.launch(pow, 2, 10, processes=1)

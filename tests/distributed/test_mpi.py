@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import shoal
 from helpers import mpirun
@@ -45,8 +46,9 @@ test_mpi.FUNCTION()
 
 
 @pytest.mark.parametrize("program", mpirun.PROGRAMS)
-def test_every_call(program: str, tmp_path: Path, start: Callable[..., Script]) -> None:
-    script = CALL.replace("FUNCTION", "call_all")
+@pytest.mark.parametrize("function", ["call_all", "call_all_without_a_world"])
+def test_every_call(function: str, program: str, tmp_path: Path, start: Callable[..., Script]) -> None:
+    script = CALL.replace("FUNCTION", function)
     ended = start(script, mpirun.command(program, 3, tmp_path)).end()
     assert ended.code == 0, ended.err
 
@@ -65,6 +67,38 @@ def call_all() -> None:
             world.watchdog.begin_step()
         unequal(rank, size)
         world.barrier()
+
+
+def call_all_without_a_world() -> None:
+    """As a plain script does, and again after the groups were destroyed."""
+    import shoal.mpi  # noqa: F401
+
+    for _ in range(2):
+        dist.init_process_group("mpi")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+        assert str(rank) == next(os.environ[name] for name in names if name in os.environ)
+        assert (size, dist.get_backend(), dist.is_mpi_available()) == (3, "mpi", True)
+        groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+        everyone = [values(each, torch.float32) for each in range(size)]
+        reductions(rank, everyone, strided)
+        copies(rank, everyone, copied)
+        for check in CHECKS:
+            check(rank, size)
+        several_groups(rank, groups)
+        unequal(rank, size)
+        averaged_gradients(rank, None, list(range(size)))
+        averaged_gradients(rank, dist.new_group([0, 2]), [0, 2])
+        dist.destroy_process_group()
+
+
+def averaged_gradients(rank: int, group: Any, members: list[int]) -> None:
+    """DDP trains on all ranks, and on a part of them."""
+    if rank in members:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+        model(torch.full((1, 1), float(rank))).sum().backward()
+        weight, bias = (each.grad for each in model.parameters())
+        same((weight, bias), (torch.full((1, 1), sum(members) / len(members)), torch.ones(1)))
 
 
 def values(rank: int, dtype: torch.dtype, rows: int = 4) -> Tensor:

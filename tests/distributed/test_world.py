@@ -32,6 +32,13 @@ def test_a_world_of_one_has_every_method(world: shoal.World) -> None:
     assert repr(world) == "World(rank 0 of 1, replicate=1, cpu)"
 
 
+def test_printing_has_the_options_of_python(
+    world: shoal.World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.print("a", 1, sep="-", end="!", flush=False)
+    assert capsys.readouterr().out == "a-1!"
+
+
 def test_what_a_world_of_one_can_not_do(world: shoal.World) -> None:
     with pytest.raises(AgreementError, match="'sum', 'max', 'min'"):
         world.all_reduce(torch.zeros(1), "mean")

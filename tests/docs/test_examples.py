@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.fake_slurm import Fakes
 from helpers.guide_pages import printed
 
 pytestmark = pytest.mark.processes
@@ -203,23 +205,70 @@ def test_the_stand_in_is_mnist_in_form(repository: Path, digits: Path) -> None:
         assert images[:, [0, -1]].float().mean() < 2
 
 
-@pytest.mark.long
-def test_the_notebook_runs(repository: Path, tmp_path: Path) -> None:
+def run_notebook(repository: Path, folder: Path, *, cells: int | None = None) -> list[str]:
+    """Run the first code cells of the notebook next to copies of its scripts; what each prints."""
     import nbformat
     from nbclient import NotebookClient
 
+    for name in ("mnist.py", "mnist_standin.py"):
+        shutil.copy(repository / "examples" / name, folder)
     notebook = nbformat.read(repository / "examples/notebook.ipynb", as_version=4)
-    NotebookClient(
-        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
-    ).execute()
-    cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
-    one, two, compared, _, again = (
-        "".join(part.text for part in parts if part.get("name") == "stdout") for parts in cells
-    )
-    assert final_number(one) == pytest.approx(final_number(two), abs=1.5e-4)
-    assert compared.startswith("80 and 80 steps")
-    assert "resumed at sample 5,000" in again
-    assert again.splitlines()[-1] == two.splitlines()[-1]
+    notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:cells]
+    small = "%run mnist_standin.py {data}"
+    assert small in notebook.cells[0].source
+    notebook.cells[0].source = notebook.cells[0].source.replace(small, f"{small} {STAND_IN}")
+    resources = {"metadata": {"path": folder}}
+    NotebookClient(notebook, timeout=200, kernel_name="python3", resources=resources).execute()
+    outputs = [[part for part in cell.outputs if "text" in part] for cell in notebook.cells]
+    return ["".join(part.text for part in parts).replace("\r\n", "\n") for parts in outputs]
+
+
+@pytest.fixture
+def own_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with those programs that a notebook finds besides Python's: no scheduler."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sh", "cat", "head", "tail"):
+        (folder / name).symlink_to(shutil.which(name) or name)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{folder}")
+    monkeypatch.delenv("DSDIR", raising=False)
+    return folder
+
+
+@pytest.mark.long
+def test_the_notebook_trains_here_without_a_scheduler(
+    repository: Path, tmp_path: Path, own_programs: Path
+) -> None:
+    said = run_notebook(repository, tmp_path)
+    standin, written, one, script, two, log, compared, again = said
+    assert "500 and 200 images" in standin
+    assert "Writing train.py" in written
+    assert "#SBATCH --job-name=train\n" in script
+    assert "note: this site (plain) is unknown" in script
+    assert (tmp_path / "job.sh").read_text().startswith("#!/bin/bash\n")
+    assert not (tmp_path / "runs/job/jobs").exists()
+    last = one.splitlines()[-1]
+    assert re.fullmatch(r"test loss \d\.\d{4}, accuracy \d\d\.\d\d%", last)
+    for each in (two, log, again):
+        assert each.splitlines()[-1] == last
+    found = re.fullmatch(r"10 and 10 steps, largest difference of the losses (\S+)\n", compared)
+    assert found is not None, compared
+    assert float(found[1]) < 1e-10
+    assert "resumed at sample 1,000" in again
+
+
+@pytest.mark.long
+def test_the_notebook_submits_its_script_to_slurm(
+    repository: Path, tmp_path: Path, own_programs: Path
+) -> None:
+    fakes = Fakes(tmp_path / "slurm", ["sbatch"])
+    fakes.set("sbatch", out="42\n")
+    (own_programs / "sbatch").symlink_to(fakes.path / "sbatch")
+    *_, said = run_notebook(repository, tmp_path, cells=5)
+    assert "job 42: 1 node, 2 processes, 00:10:00" in said
+    copied = tmp_path / "runs/job/jobs/1/source"
+    assert (copied / "mnist.py").exists()
+    assert (copied / "train.py").read_text() == (tmp_path / "train.py").read_text()
 
 
 @pytest.mark.full

@@ -91,7 +91,7 @@ AMONG_THREE = {
     "epoch mean": "guides/experiment-tracking/",
     "MASTER_ADDR": "clusters/launchers/",
     "map_location": "migration/plain-pytorch/",
-    "idr_torch": "clusters/launchers/",
+    "idr_torch": "migration/idr-torch/",
     "Jean Zay": "clusters/slurm-reference/",
     "DistributedSampler": "guides/data/",
     "DataLoader": "guides/data/",

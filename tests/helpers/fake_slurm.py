@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from shoal.tools.submit.batch_script import JobContext, render
 from shoal.tools.submit.decide import decide
@@ -83,14 +84,19 @@ def write(request: JobRequest, site: Site, where: JobContext, *, save: float | N
 
 
 def run_script(
-    text: str, fakes: Fakes, variables: Mapping[str, str] | None = None
+    text: str,
+    fakes: Fakes,
+    variables: Mapping[str, str] | None = None,
+    *,
+    stdout: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
     """Run a batch script as Slurm would, with the fakes in the place of its commands."""
     return subprocess.run(
         ["bash", "-s"],
         input=text,
         env={**fakes.variables(), "SLURM_JOB_ID": "42", **(variables or {})},
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         errors="surrogateescape",
         timeout=100,

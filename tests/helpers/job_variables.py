@@ -37,6 +37,10 @@ ON_EACH = {
         "WORLD_SIZE": "2", "JOB_COMPLETION_INDEX": "{index}", "MASTER_ADDR": "{first}",
         "MASTER_PORT": "29456",
     },
+    "Volcano (pytorch)": {
+        "WORLD_SIZE": "2", "RANK": "{index}", "MASTER_ADDR": "{first}", "MASTER_PORT": "23456",
+        "VC_TASK_INDEX": "0", "VC_MASTER_NUM": "1", "VC_WORKER_NUM": "1",
+    },
     "Volcano": {
         "VC_WORKER_NUM": "2", "VC_TASK_INDEX": "{index}", "VC_WORKER_HOSTS": "{first},127.9.9.9",
     },

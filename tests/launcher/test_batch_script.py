@@ -97,6 +97,29 @@ def test_no_value_ends_a_line_that_sbatch_reads_or_is_another_option(tmp_path: P
             write(request(options=(option,)), PLAIN, place(tmp_path))
 
 
+def test_a_directive_replaces_the_line_of_the_same_option(tmp_path: Path) -> None:
+    lines = directives(write(request(), PLAIN, place(tmp_path)))
+    own = ("--output=out%j.txt", "--exclude=node07", "--requeue")
+    changed = directives(write(request(options=own), PLAIN, place(tmp_path)))
+    log = next(line for line in lines if line.startswith("--output"))
+    assert changed == [own[0] if line == log else line for line in lines] + [own[1]]
+
+
+def test_the_log_may_have_another_name(fakes: Fakes, tmp_path: Path) -> None:
+    """The batch script finds the file, in which an attempt before has left lines, and links to it."""
+    (tmp_path / "run/jobs/1/log.txt").symlink_to("of an attempt before")
+    out = tmp_path / "out 42.txt"
+    out.write_text("ValueError: old\n")
+    fakes.set("srun", code=3, out="Traceback\nValueError: new\n")
+    text = write(request(), PLAIN, place(tmp_path / "run"))
+    for _ in range(2):
+        with out.open("a") as log:
+            run_script(text, fakes, stdout=log)
+        assert (tmp_path / "run/jobs/1/log.txt").readlink() == out
+        first, second, _ = (tmp_path / "run/jobs/1/failure").read_text().splitlines()
+        assert (first, second) == ("Traceback", "ValueError: new")
+
+
 def ranks(call: list[str]) -> list[str]:
     """The command of each rank, without what stands around it."""
     return call[call.index("-c") + 3 :]

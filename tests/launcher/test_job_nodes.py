@@ -5,15 +5,18 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from helpers.commands import Command
 from helpers.job_variables import ON_EACH, variables
+from helpers.ranks import free_port
 from shoal.distributed.cluster_env.job_environments import JobNodes
 from shoal.launcher import nodes as module
 from shoal.launcher.nodes import choose_nodes, choose_numbers, choose_processes
+from shoal.util import accelerator
 from shoal.util.errors import LaunchError
 
 JOB = JobNodes(
@@ -34,9 +37,11 @@ def test_the_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_numbers(None, JOB) == "2"
     assert choose_numbers("1:2", JOB) == "1:2"
     assert choose_numbers("3", None) == "3"
-    assert choose_processes(3, JOB) == 3
-    assert choose_processes(None, JOB) == 8
-    assert choose_processes(None, None) is None
+    assert choose_processes(JOB) == 8
+    monkeypatch.setattr(accelerator, "count", lambda: 4)
+    assert choose_processes(replace(JOB, processes=0)) == 4
+    monkeypatch.setattr(accelerator, "count", lambda: 0)
+    assert choose_processes(replace(JOB, processes=0)) == 1
     chosen = choose_nodes("2", "other:500", None, {}, there=JOB)
     assert chosen is not None
     assert (chosen.host, chosen.port, chosen.index) == ("other", 500, 1)
@@ -54,17 +59,28 @@ def test_a_name_that_comes_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> N
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return resolve("127.0.0.1", *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module.socket, "getaddrinfo", late)
+    monkeypatch.setattr(socket, "getaddrinfo", late)
     monkeypatch.setattr(module, "_PAUSE", 0.0)
     there = JobNodes(name="a", nodes="2", index=0, host="pod-0.job", port=1, processes=1, reason="a")
     assert choose_nodes("2", None, None, {}, there=there) is not None
     known = iter([False] * 10**6)
-    with pytest.raises(LaunchError, match="can't be resolved after 1 s"):
+    with pytest.raises(LaunchError, match="can't be resolved"):
         choose_nodes("2", None, None, {}, there=there, wait=1.0)
 
 
+def test_a_name_that_cannot_exist_is_not_awaited() -> None:
+    with pytest.raises(LaunchError, match=r"can't be resolved .*label empty"):
+        choose_nodes("2", None, None, {}, there=replace(JOB, host="pod..job"))
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ON_EACH)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("SkyPilot", "AWS Batch") else pytest.mark.full)
+        for name in ON_EACH
+    ],
+)
 def test_one_command_on_each_node(
     name: str, tmp_path: Path, start_command: Callable[..., Command]
 ) -> None:
@@ -80,9 +96,7 @@ def test_one_command_on_each_node(
         given = [f"{key}={value}" for key, value in env.items()]
         command = [sys.executable, "-m", "shoal", "run", "train.py"]
         started[index] = start_command(["env", *given, *command])
-    processes = (
-        1 if name in ("LeaderWorkerSet", "AWS Batch", "Kubernetes", "Volcano", "HTCondor") else 2
-    )
+    processes = 2 if any("PROC_PER" in key or "GPUS" in key for key in ON_EACH[name]) else 1
     attempt = 2 if name == "AWS Batch" else 0
     for index, launcher in started.items():
         ended = launcher.end()
@@ -91,3 +105,16 @@ def test_one_command_on_each_node(
         expected = [f"rank {rank} of {2 * processes} on {index} attempt {attempt}" for rank in ranks]
         assert sorted(ended.out.splitlines()) == expected
         assert f"shoal run: {name}: " in ended.err
+
+
+@pytest.mark.processes
+def test_a_job_of_one_node_says_nothing_about_other_nodes(
+    tmp_path: Path, start_command: Callable[..., Command]
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    rendezvous = f"127.8.1.1:{free_port()}"
+    command = [sys.executable, "-m", "shoal", "run", "--nodes", "2", "--rendezvous", rendezvous]
+    command = ["env", "SKYPILOT_NUM_NODES=1", *command, "-n", "1", "train.py"]
+    for ended in [each.end() for each in (start_command(command), start_command(command))]:
+        assert ended.code == 0, ended
+        assert " of 2 on " in ended.out

@@ -271,7 +271,7 @@ def test_each_line_for_jean_zay_has_a_source(repository: Path) -> None:
     """What IDRIS's pages ask for: the file has each line of the script and, behind it, its source."""
 
     def differs(line: str) -> bool:
-        return line.startswith(("#SBATCH", "srun ")) or "rank %s of" in line
+        return line.startswith(("#SBATCH", "module ", "srun ")) or "rank %s of" in line
 
     texts = {
         name: (repository / f"tests/launcher/golden/jean-zay-{name}.txt").read_text() for name in GOLDEN

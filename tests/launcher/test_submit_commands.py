@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.cli import fake_slurm, refused, shoal
+from helpers.commands import Command
 from helpers.fake_slurm import Fakes
 
 
@@ -270,6 +272,23 @@ def test_its_log_is_shown(fakes: Fakes, capfd: pytest.CaptureFixture[str]) -> No
     Path("runs/train/jobs/1/log.txt").write_text("epoch 1\n")
     assert shoal("logs", "runs/train").exit_code == 0
     assert capfd.readouterr().out == "epoch 1\n"
+
+
+def test_a_log_under_another_name_is_followed_from_before_the_job_starts(
+    fakes: Fakes, start_command: Callable[..., Command]
+) -> None:
+    submitted("--directive=--output=out%j.txt", "train.py")
+    assert "#SBATCH --output=out%j.txt\n" in Path("runs/train/jobs/1/job.sh").read_text()
+    following = start_command([sys.executable, "-m", "shoal", "logs", "-f", "runs/train"], Path.cwd())
+    assert following.process.stderr is not None
+    assert "log.txt" in following.process.stderr.readline()  # not there yet
+    Path("out42.txt").write_text("epoch 1\n")
+    Path("runs/train/jobs/1/log.txt").symlink_to(Path("out42.txt").resolve())
+    assert following.process.stdout is not None
+    assert following.process.stdout.readline() == "epoch 1\n"
+    with Path("out42.txt").open("a") as log:
+        log.write("epoch 2\n")
+    assert following.process.stdout.readline() == "epoch 2\n"
 
 
 def test_it_is_cancelled_after_a_save(fakes: Fakes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import shoal
 from helpers.compiling import compiler_with, counting
 from helpers.exact_models import GPT, GPTBlock
 from helpers.keyed_draws import keyed
+from helpers.ranks import Ranks
 from shoal.data.micro import MicroBatch
 from shoal.strategies.random_draws.draws import layouts_of, register
 from shoal.strategies.random_draws.graphs import keyed_backend
@@ -176,3 +178,29 @@ def test_draws_that_cannot_be_compiled_are_printed(
     printed = capsys.readouterr().out
     assert printed.count("each rank draws its own random numbers in compiled code, in poisson") == 1
     assert "drop" in printed
+
+
+def in_several_buckets(world: shoal.World, compiled: bool) -> tuple[list[float], list[str]]:
+    """Losses of a model in several buckets of DDP, for which torch splits its graph; and the breaks."""
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    counting()
+    layers = (nn.Linear(4, 400), *(nn.Linear(400, 400) for _ in range(4)))
+    net = nn.Sequential(*(part for layer in layers for part in (layer, nn.Dropout(0.3)))).double()
+    with patch.object(torch, "compile", compiler_with("aot_eager")):
+        model = shoal.parallelize(net, world, shoal.DDP(bucket_cap_mb=1))
+        task = shoal.Task(lambda output, batch: (output.square().sum(), output.numel()))
+        compiler = "inductor" if compiled else None
+        step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task, compile=compiler)
+        data = shoal.Loader((torch.ones(24, 4).double(),), world, batch_size=8)
+        losses = [step(batch).loss for batch in data.epochs(1)]
+    return losses, [*counters["graph_break"]]
+
+
+@pytest.mark.processes
+def test_a_graph_that_is_split_for_ddp_draws_the_same(ranks: Ranks) -> None:
+    eager, _ = ranks.call(in_several_buckets, False)[0]
+    compiled, breaks = ranks.call(in_several_buckets, True)[0]
+    assert breaks == []
+    assert compiled == pytest.approx(eager, rel=1e-12)

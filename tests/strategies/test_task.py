@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
@@ -183,3 +184,9 @@ def test_a_denoising_model_learns_from_a_named_stream(world: shoal.World) -> Non
 def test_a_stream_is_named_by_text() -> None:
     with pytest.raises(StepError, match="the name of a stream is a str"):
         Noise(0, 0, 1).named(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(reduction="sum"), F.cross_entropy])
+def test_a_loss_of_torch_is_no_loss_function(loss: Any) -> None:
+    with pytest.raises(StepError, match=r"takes \(output, batch\) and returns \(sum, count\)"):
+        Task(loss)

@@ -244,3 +244,13 @@ def test_no_warning(world: shoal.World) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shoal.evaluate(build(world), dataset(), metrics={"f1": METRICS["f1"]})
+
+
+def test_the_error_without_targets_shows_the_batch_of_an_autoencoder(world: shoal.World) -> None:
+    model = shoal.parallelize(torch.nn.Linear(3, 3), world)
+    task = shoal.Task(lambda output, x: ((output - x).square().sum(), x.numel()), inputs=lambda x: x)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    data = [torch.ones(3)] * 4
+    with pytest.raises(DataError, match="neither a second element") as raised:
+        shoal.evaluate(step, data, metrics={"mean": lambda output, x: (output.sum(), x.numel())})
+    assert raised.value.fix.endswith("targets=lambda batch: batch)")

@@ -103,10 +103,11 @@ class Counted(nn.Linear):
         self.extra = state
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".pth"])
 def test_a_pickled_state_keeps_what_is_no_tensor(
-    world: shoal.World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: shoal.World, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
-    path = shoal.export(shoal.parallelize(Counted(5), world), tmp_path / "model.pt")
+    path = shoal.export(shoal.parallelize(Counted(5), world), tmp_path / f"model{suffix}")
     state = torch.load(path, weights_only=True)
     plain, other = Counted(), Counted()
     plain.load_state_dict(state)
@@ -231,7 +232,9 @@ def test_a_file_that_does_not_fit_is_an_error_that_says_so(suffix: str, tmp_path
 
 def test_what_can_not_be_exported(world: shoal.World, tmp_path: Path) -> None:
     model = shoal.parallelize(nn.Linear(2, 2), world)
-    with pytest.raises(CheckpointError, match=r"the extensions are \.safetensors, \.pt, \.ts, \.pt2"):
+    with pytest.raises(
+        CheckpointError, match=r"the extensions are \.safetensors, \.pt, \.pth, \.ts, \.pt2"
+    ):
         shoal.export(model, tmp_path / "model.onnx")
     with pytest.raises(CheckpointError, match=r"torch\.export traces the model"):
         shoal.export(model, tmp_path / "model.pt2")

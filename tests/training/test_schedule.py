@@ -167,8 +167,37 @@ def test_all_others_step_with_the_optimizer(
 
 
 def test_another_interval_raises(world: shoal.World) -> None:
-    with pytest.raises(StepError, match="one of None, 'step', 'epoch'"):
+    with pytest.raises(StepError, match="one of None, 'step', 'epoch'") as raised:
         step_with(world, HALF, interval="epochs")
+    assert raised.value.fix == "pass schedule_interval='epoch'"
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_schedule_that_the_script_steps_too(
+    world: shoal.World, tmp_path: Path, interval: str
+) -> None:
+    step, data = step_with(world, HALF, interval=interval), loader_of(world)
+    with shoal.Run(tmp_path / "run", step, data) as run:
+        for batch in data.epochs(1):
+            step(batch)
+            run.tick()
+        assert step.schedule is not None
+        step.schedule.step()
+        step(next(data.epochs(2)))
+        with pytest.raises(StepError, match=r"the script has called schedule\.step\(\) 1 more times"):
+            run.tick()
+
+
+def test_a_schedule_of_two_steps(world: shoal.World, tmp_path: Path) -> None:
+    step, data = step_with(world, HALF, interval="step"), loader_of(world)
+    other = shoal.Step(
+        step.model, step.optimizer, step.task, schedule=step.schedule, schedule_interval="step"
+    )
+    with shoal.Run(tmp_path / "run", step, data) as run:
+        for batch in data.epochs(2):
+            step(batch)
+            other(batch)
+            run.tick()
 
 
 def rates_by_epoch(world: shoal.World) -> list[float]:

@@ -5,6 +5,7 @@ The default store, process groups, their records, RPC's agent, the all-gather of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from shoal._torch.versions import required
 
@@ -29,6 +30,24 @@ def all_gather_tensor(output: Tensor, part: Tensor, **options: Any) -> Any:
 def default_store() -> Any:
     """Return the store that formed the default process group. torch has no public access to it."""
     return required(distributed_c10d, "_get_default_store", "a world of several ranks")()
+
+
+def host_stores_except(port: int) -> None:
+    """Let rank 0 host the stores of this process's rendezvous, except the launcher's at `port`.
+
+    Under a launcher that holds a store, torch takes every address for that store's, also one that a
+    script sets itself, and waits for it. Without torch's function for that it still does.
+    """
+    module = sys.modules["torch.distributed.rendezvous"]
+    theirs: Any = getattr(module, "_create_c10d_store", None)
+
+    def create(host: str, at: int, rank: int, size: int, timeout: timedelta, *options: Any) -> Any:
+        if at == port:
+            return theirs(host, at, rank, size, timeout, *options)
+        return TCPStore(host, at, size, rank == 0, timeout, multi_tenant=True)
+
+    if theirs is not None:
+        module._create_c10d_store = create  # type: ignore[attr-defined]
 
 
 def process_groups() -> dict[dist.ProcessGroup, str]:
@@ -114,3 +133,13 @@ def has_rpc_agent() -> bool:
     from torch.distributed import rpc
 
     return bool(getattr(rpc, "_is_current_rpc_agent_set", bool)())
+
+
+def provide_mpi(create: Callable[[Sequence[int]], dist.ProcessGroup]) -> None:
+    """Let `init_process_group("mpi")` and sub-groups call `create` with their ranks; none are all.
+
+    `register_backend` can't set it: torch reserves "mpi" for a class that only builds with MPI have.
+    """
+    module: Any = distributed_c10d
+    module.ProcessGroupMPI = type("ProcessGroupMPI", (), {"create": staticmethod(create)})
+    module._MPI_AVAILABLE = True

@@ -6,7 +6,7 @@ random operations ahead of the kernels that draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, partialmethod
 from typing import Any, TypeAlias
@@ -94,6 +94,13 @@ def fake_like(tensor: Tensor, inputs: list[Any]) -> Tensor:
 
     mode = detect_fake_mode(inputs)
     return tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
+
+
+def are_simulated(inputs: Sequence[Any]) -> bool:
+    """Return whether tensors have no values, as where torch splits a graph for DDP."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(inputs) is not None
 
 
 @contextmanager

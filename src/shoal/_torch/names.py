@@ -127,9 +127,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "torch's dispatch modes see how collectives are compared": (f"{_DISPATCH}_disable_current_modes",),
     "a world of several ranks stops with an error when it is made": (f"{_C10D}_get_default_store",),
+    "a script under `shoal run` that sets a port of its own waits for its store": (
+        "torch.distributed.rendezvous:_create_c10d_store",
+    ),
     "a report of a hang names no process groups": (f"{_C10D}_world.pg_names",),
     "process groups are destroyed after a failure, which may wait": (f"{_C10D}_abort_process_group",),
     "process groups keep torch's own time limit": (f"{_C10D}_set_pg_timeout",),
+    "`import shoal.mpi` has no effect": (f"{_C10D}_MPI_AVAILABLE",),
     "a report of a hang counts no operations": (
         "torch.distributed:ProcessGroup._get_sequence_number_for_group",
     ),

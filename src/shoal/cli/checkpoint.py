@@ -128,7 +128,7 @@ def compare_checkpoints(
 )
 def export_checkpoint(
     path: Directory,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="OUT.safetensors or OUT.pt.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="OUT.safetensors, OUT.pt or OUT.pth.")],
     step: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Export the model of this Step (default: the first)."),

@@ -67,6 +67,7 @@ def doctor(
 
     Under srun, mpirun or torchrun, it joins the ranks of the job and compares them.
     """
+    from shoal.distributed.env_vars import on_this_node
     from shoal.launcher.function import launch
     from shoal.tools.doctor.runner import DoctorRequest
 
@@ -75,7 +76,8 @@ def doctor(
     if processes is None:
         raise typer.Exit(_diagnose(request, *shown))
     check_integer(LaunchError, "shoal doctor", "-n", processes, 1, usual=2)
-    codes = launch(_diagnose, request, *shown, processes=processes)
+    with on_this_node():
+        codes = launch(_diagnose, request, *shown, processes=processes)
     raise typer.Exit(max(code or 0 for code in codes))  # a rank that exited early returned nothing
 
 

@@ -15,7 +15,7 @@ from shoal.cli.checkpoint import checkpoints
 from shoal.cli.checks import chaos, doctor, verify
 from shoal.cli.options import SCRIPT_LAST, ScriptArgs, examples
 from shoal.cli.plan import plan
-from shoal.cli.report import report
+from shoal.cli.report import last_exit, report
 from shoal.cli.usage import report_all_problems
 from shoal.util.errors import LaunchError, ShoalError
 
@@ -64,11 +64,15 @@ def _check_script(ctx: typer.Context, script: str) -> str:
     return script
 
 
-def _check_processes(ctx: typer.Context, processes: int | None) -> int | None:
-    """Raise LaunchError if the number of processes is missing."""
+def _check_processes(ctx: typer.Context, processes: int | None) -> int:
+    """Return the number of processes; raise LaunchError if it is missing."""
     from shoal.distributed.env_vars import nodes_of_job
+    from shoal.launcher.nodes import choose_processes
 
-    if processes is None and nodes_of_job() is None:
+    if processes is not None:
+        return processes
+    there = nodes_of_job()
+    if there is None:
         option = "-m " if ctx.params.get("module") else ""
         script = ctx.params.get("script")
         raise LaunchError(
@@ -76,7 +80,7 @@ def _check_processes(ctx: typer.Context, processes: int | None) -> int | None:
             found="the number of processes is missing; use one per GPU, or one per few CPU cores",
             fix=f"shoal run -n 2 {option}{shlex.quote(script or 'train.py')}",
         )
-    return processes
+    return choose_processes(there)
 
 
 def _check_numbers(nodes: str | None) -> str | None:
@@ -115,7 +119,7 @@ _Processes = Annotated[
         "--nproc-per-node",
         min=1,
         metavar="N",
-        help="Number of processes on this node; required outside of jobs whose environment has it.",
+        help="Number of processes on this node; required unless the environment names the job's nodes.",
         callback=_check_processes,
     ),
 ]
@@ -223,7 +227,7 @@ def run(
         local.run(
             script,
             jobs.script_arguments(args),
-            processes=processes,
+            processes=processes or 1,
             module=module,
             restarts=restarts,
             preemptions=preemptions,
@@ -284,6 +288,10 @@ def watch(
 app.command(
     rich_help_panel=OBSERVE, epilog=examples("shoal report runs/a", "shoal report runs/a --text")
 )(report)
+app.command(
+    rich_help_panel=OBSERVE,
+    epilog=examples("shoal last-exit runs/a", "shoal last-exit runs/a --newer started"),
+)(last_exit)
 app.add_typer(checkpoints, rich_help_panel=OBSERVE)
 app.command(
     rich_help_panel=CLUSTERS,

@@ -1,4 +1,4 @@
-"""`shoal report`."""
+"""`shoal report` and `shoal last-exit`."""
 
 from __future__ import annotations
 
@@ -54,3 +54,27 @@ def report(
     path = save_page(found, folder / PAGE, option="-o DIR")[0]
     print_line(plain_console(), verdict.sentence)
     print_path(plain_console(), str(path))
+
+
+def last_exit(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    newer: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            metavar="FILE",
+            help="Ignore records that are not newer than FILE, such as those of an earlier attempt.",
+        ),
+    ] = None,
+) -> None:
+    """Print how a run ended, and exit with its code.
+
+    The code is 0 if all ranks of the last attempt finished, 75 if all saved after a signal,
+    130 after Ctrl-C, and 1 otherwise, including without a record. Use it in place of
+    mpiexec's own exit code.
+    """
+    from shoal.tools.report.last_exit import last_exit as read
+
+    found = read(run, newer=newer)
+    typer.echo(f"{run}: {found.text}")
+    raise typer.Exit(found.code)

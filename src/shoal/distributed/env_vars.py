@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.distributed.cluster_env import Commands, Placement, detect, marks_found
 from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes, check_alone, read_nodes
-from shoal.distributed.placement import integer
+from shoal.distributed.placement import LAST_PORT, integer, ports_of
 from shoal.util.safe_text import is_secret, passwords
 
 SAFE_PATH = "PYTHONSAFEPATH"
@@ -66,6 +66,11 @@ def warn_alone() -> str:
 def nodes_of_job() -> JobNodes | None:
     """Return the nodes of this process's job; see `read_nodes`."""
     return read_nodes(os.environ)
+
+
+def ports(job: str) -> tuple[int, ...]:
+    """Return all ports for a rendezvous that `job` alone looks for, in the order of the attempts."""
+    return ports_of(os.environ, job, tries=LAST_PORT).value
 
 
 def _ancestors() -> list[str]:
@@ -125,10 +130,11 @@ def worker_variables(
     attempt: int,
     restarts: int,
     run_id: str,
+    store: bool,
 ) -> dict[str, str]:
     """Return the placement of one worker as variables with torchrun's names.
 
-    The launcher hosts the store at `address` and `port`, so workers do not create a store.
+    With `store`, the launcher hosts the store at `address` and `port`, and workers do not create one.
     """
     values = {
         "RANK": rank,
@@ -145,7 +151,7 @@ def worker_variables(
         "TORCHELASTIC_RESTART_COUNT": attempt,
         "TORCHELASTIC_MAX_RESTARTS": restarts,
         "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_USE_AGENT_STORE": store,
     }
     return {name: str(value) for name, value in values.items()}
 
@@ -231,6 +237,11 @@ def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
         write_variables(before)
 
 
+def on_this_node() -> AbstractContextManager[None]:
+    """Let processes that start in a block use this node only, whatever nodes their job has."""
+    return set_variables({ALONE: "1"})
+
+
 def safe_path() -> AbstractContextManager[None]:
     """Let processes that multiprocessing starts in a block import nothing from the current directory.
 
@@ -256,7 +267,12 @@ def write_variables(values: Mapping[str, str | None]) -> None:
 
 
 def write_defaults(values: Mapping[str, str]) -> dict[str, str]:
-    """Set variables permanently if they are not set yet, and return those that were set."""
+    """Set variables if they are not set yet, and return those that were set."""
     unset = {name: value for name, value in values.items() if name not in os.environ}
     write_variables(unset)
     return unset
+
+
+def remove_defaults(values: Mapping[str, str]) -> None:
+    """Remove variables that `write_defaults` has set, but not those that were changed since."""
+    write_variables({name: None for name, value in values.items() if os.environ.get(name) == value})

@@ -38,7 +38,8 @@ def init(
     and Shoal restores the settings that `init` changed. With several ranks, `init` sets the number of
     torch's threads to the number of cores of this rank, unless OMP_NUM_THREADS is set by the user
     (torchrun's OMP_NUM_THREADS=1 does not count). Rank 0 prints the number on stderr;
-    `torch.set_num_threads` changes it afterwards.
+    `torch.set_num_threads` changes it afterwards. While a world of several ranks exists, MASTER_ADDR,
+    MASTER_PORT and, under srun, SLURM_CPUS_PER_TASK are in the environment.
 
     `World.decisions` lists every decision with its reason, and `shoal info` prints them.
 

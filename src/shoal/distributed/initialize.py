@@ -7,9 +7,9 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -52,8 +52,8 @@ class JoinedWorld:
     """A process in its world: its placement, the layout, and the decisions about them.
 
     `told` is the line that rank 0 prints about it; empty elsewhere. `host` is the address by which
-    other ranks reach this one. `variables` are the environment variables that were set for the
-    backends.
+    other ranks reach this one. `variables` are the environment variables that were set, for the
+    backends and for scripts.
     """
 
     placement: Placement
@@ -64,7 +64,7 @@ class JoinedWorld:
     choices: tuple[Decision[object], ...]
     told: str
     host: str = "127.0.0.1"
-    variables: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
     virtual_ranks: VirtualRanks | None = None
 
 
@@ -80,11 +80,7 @@ def join(
     alone: bool = False,
 ) -> JoinedWorld:
     """Join the process group that a launcher started; see `shoal.init` for the arguments."""
-    placement = env_vars.placement()
-    if placement.launcher == "none" and not alone:
-        hint = env_vars.warn_alone()
-        placement = dataclasses.replace(placement, warning=placement.warning or hint)
-    _check_no_group(placement)
+    placement = _place(alone=alone)
     division = choose_layout(layout, placement.size)
     limits = check_limits(timeout, prepare_timeout)
     virtual, numbers = choose_virtual_ranks(division.value, placement.rank, virtual_ranks)
@@ -96,11 +92,7 @@ def join(
     accelerator.select(place.value)
     if store is None and placement.size > 1:
         store = _meet(placement, prepare_timeout)
-    lacking = ""
-    if store is not None and backend is None:
-        mine = list(RankDevice.of(place.value))
-        everyone = _exchange(placement, "device", mine, store, prepare_timeout)
-        lacking = why_shared([RankDevice(*each) for each in everyone])
+    lacking = _what_nccl_lacks(placement, place.value, backend, store, prepare_timeout)
     means = choose_backend(backend, place.value, lacking)
     group, told = None, placement.warning if placement.size == 1 else ""
     way: interfaces.ChosenInterface | None = None
@@ -120,14 +112,10 @@ def join(
         if placement.rank == 0:
             told = _tell(placement, machines, count.value, variable)
             told += "".join(f"; {name}={value}" for name, value in written.items())
+    host = "127.0.0.1" if way is None else way.address
+    written |= env_vars.write_defaults(meeting.variables_of_tasks(placement, store, host))
     unused = "" if device is not None or alone else _unused(placement, place.value, devices_per_rank)
     untested = note_untested(torch.__version__)
-    notes = (
-        told,
-        unused,
-        virtual and _BITS.format(virtual.total),
-        f"torch {untested.value} is {untested.reason}" if untested else None,
-    )
     return JoinedWorld(
         placement=placement,
         layout=division.value,
@@ -140,11 +128,21 @@ def join(
             *(count, place, means, division, limits, *numbers),
             *([] if untested is None else [untested]),
         ),
-        told="; ".join(filter(None, notes)) if placement.rank == 0 else "",
-        host="127.0.0.1" if way is None else way.address,
-        variables=tuple(written),
+        told="" if placement.rank else _join_notes(told, unused, virtual, untested),
+        host=host,
+        variables=written,
         virtual_ranks=virtual,
     )
+
+
+def _place(*, alone: bool) -> Placement:
+    """Return the placement of this process. Raises LaunchError if it must not form a world."""
+    placement = env_vars.placement()
+    if placement.launcher == "none" and not alone:
+        hint = env_vars.warn_alone()
+        placement = dataclasses.replace(placement, warning=placement.warning or hint)
+    _check_no_group(placement)
+    return placement
 
 
 def _check_no_group(placement: Placement) -> None:
@@ -241,6 +239,23 @@ def _exchange(
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise _absent(placement, missing, timeout) from None
         return [json.loads(each) for each in store.multi_get(keys)]
+
+
+def _what_nccl_lacks(
+    placement: Placement,
+    device: torch.device,
+    backend: str | None,
+    store: Store | None,
+    timeout: float,
+) -> str:
+    """Return why NCCL can't connect the ranks, such as a shared GPU, unless `backend` is given.
+
+    Empty if it can. Collective.
+    """
+    if store is None or backend is not None:
+        return ""
+    everyone = _exchange(placement, "device", list(RankDevice.of(device)), store, timeout)
+    return why_shared([RankDevice(*each) for each in everyone])
 
 
 def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> LaunchError:
@@ -358,6 +373,14 @@ def _unused(placement: Placement, device: torch.device, per_rank: int) -> str:
     if used >= visible:
         return ""
     return f"{used} of {visible} visible GPUs in use: `shoal run -n {visible // per_rank}` uses all"
+
+
+def _join_notes(
+    told: str, unused: str, virtual: VirtualRanks | None, untested: Decision[object] | None
+) -> str:
+    bits = _BITS.format(virtual.total) if virtual else ""
+    version = f"torch {untested.value} is {untested.reason}" if untested else ""
+    return "; ".join(filter(None, (told, unused, bits, version)))
 
 
 def _tell(placement: Placement, machines: int, threads: int, variable: str) -> str:

@@ -13,7 +13,7 @@ from shoal.util.errors import LaunchError
 
 _T = TypeVar("_T")
 
-_LAST_PORT = 65535
+LAST_PORT = 65535
 PORTS = "SHOAL_PORTS"
 """Sets the range of ports for the rendezvous if the launcher sets no port: `first-last`."""
 
@@ -164,7 +164,7 @@ def meet(
     hosts = _given("address", env["MASTER_ADDR"], "ADDR") if own else replace(hosts, rejected=unset)
     given_port = env.get("MASTER_PORT")
     ports = (
-        _given("port", master_port(env, least=1), "PORT") if given_port else _ports(env, job, number)
+        _given("port", master_port(env, least=1), "PORT") if given_port else ports_of(env, job, number)
     )
     choices: tuple[Decision[Any], ...] = (hosts, ports)
     directory = ""
@@ -189,10 +189,10 @@ def _given(what: str, value: _T, suffix: str) -> Decision[tuple[_T, ...]]:
 def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
     """Return MASTER_PORT if it is a valid port. 0 is valid unless `least` is higher."""
     port = integer(env, "MASTER_PORT")
-    if not least <= port <= _LAST_PORT:
+    if not least <= port <= LAST_PORT:
         raise LaunchError(
             given=spell(env, ("MASTER_PORT",)),
-            found=f"ports are numbers from 1 to {_LAST_PORT}",
+            found=f"ports are numbers from 1 to {LAST_PORT}",
             fix="unset MASTER_PORT to let Shoal find a free port; or set a free one (ss -ltn)",
         )
     return port
@@ -221,13 +221,16 @@ def _directory(env: Mapping[str, str]) -> Decision[str]:
     return Decision(what="meeting", value=value, reason=reason)
 
 
-def _ports(env: Mapping[str, str], job: str, number: int | None) -> Decision[tuple[int, ...]]:
+def ports_of(
+    env: Mapping[str, str], job: str, number: int | None = None, *, tries: int = _TRIES
+) -> Decision[tuple[int, ...]]:
+    """Return the ports for the rendezvous of `job`, at most `tries`, in the order of the attempts."""
     text = env.get(PORTS) or _DEFAULT_PORTS
     first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= _LAST_PORT):
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= LAST_PORT):
         raise LaunchError(
             given=f"{PORTS}={text}",
-            found=f"not a range of ports from 1 to {_LAST_PORT}",
+            found=f"not a range of ports from 1 to {LAST_PORT}",
             fix=f"export {PORTS}={_DEFAULT_PORTS} (the default)",
         )
     count = int(last) - int(first) + 1
@@ -237,7 +240,7 @@ def _ports(env: Mapping[str, str], job: str, number: int | None) -> Decision[tup
     stride = 1 + int.from_bytes(digest[8:16], "little") % max(1, count - 1)
     while math.gcd(stride, count) > 1:
         stride += 1
-    steps = (int(first) + (start + i * stride) % count for i in range(min(_TRIES, count)))
+    steps = (int(first) + (start + i * stride) % count for i in range(min(tries, count)))
     by = f"{PORTS}={text}" if env.get(PORTS) else f"{text}; {PORTS} is not set"
     return Decision(
         what="port",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
+from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting, Placement
 from shoal.distributed.outages import Probes, address_towards
 from shoal.distributed.passing_faults import RENDEZVOUS, note_cause
 from shoal.util.clock import CLOCK
@@ -141,6 +141,26 @@ def _not_come(missing: Sequence[int], size: int, calls: Probes | None) -> Launch
         fix=f"check the link between {here} and {dead[0].host} (ping {dead[0].host}; ip -s link), "
         f"or leave that machine out (sbatch --exclude={dead[0].host})",
     )
+
+
+def variables_of_tasks(placement: Placement, store: Store | None, host: str) -> dict[str, str]:
+    """Return the variables that `idr_torch`, the module of Jean Zay, sets and reads. Collective.
+
+    A launcher without a port gets one that is free now on rank 0, whose address is `host` there: for a
+    store of the script's own. Empty without a store.
+    """
+    if store is None:
+        return {}
+    address, port = placement.address, str(placement.port)
+    if placement.meeting is not None:
+        if placement.rank == 0:
+            with _listen(placement.meeting, (*placement.meeting.ports, 0)) as server:
+                store.set("master", f"{host} {server.getsockname()[1]}")
+        address, port = store.get("master").decode().split()
+    variables = {"MASTER_ADDR": address, "MASTER_PORT": port}
+    if placement.launcher == "srun":
+        variables["SLURM_CPUS_PER_TASK"] = str(placement.cores)
+    return variables
 
 
 def _listen(meeting: Meeting, ports: Iterable[int]) -> socket.socket:

@@ -341,17 +341,18 @@ class World:
         """
         seed_all(self.seed_for(purpose, by_rank=by_rank))
 
-    def print(self, *parts: object) -> None:
+    def print(self, *parts: object, **options: Any) -> None:
         """Print on rank 0 only.
 
         Errors of the output, such as a full disk, are ignored and do not end training.
 
         Args:
             parts: Values to print, as for Python's `print`.
+            options: Its `sep`, `end`, `file` and `flush`. Default of `flush`: True.
         """
         if self.is_rank_zero:
             with contextlib.suppress(OSError):
-                print(*parts, flush=True)
+                print(*parts, **{"flush": True, **options})
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the current step in the open Run, such as losses and learning rates.
@@ -444,7 +445,7 @@ class World:
         self.watchdog.leave()
         if self.group is not None and dist.is_initialized():
             teardown.leave_groups(error, exiting=exiting)
-        env_vars.write_variables(dict.fromkeys(self._variables))
+        env_vars.remove_defaults(self._variables)
         self.group = None
 
     def _renumber(self, members: Sequence[int], lost: Sequence[int]) -> None:

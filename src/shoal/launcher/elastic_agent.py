@@ -34,6 +34,9 @@ from torch.distributed.elastic.rendezvous import (
 from shoal._torch.elastic import ElasticAgent
 from shoal.distributed.cluster_env import RUN_ID
 from shoal.distributed.env_vars import worker_variables
+from shoal.distributed.placement import PORTS
+from shoal.launcher.nodes import listen, listen_on_any
+from shoal.util.errors import LaunchError
 
 _ADDRESS = "127.0.0.1"
 
@@ -62,14 +65,15 @@ class LocalRendezvous(RendezvousHandler):
     and no restart succeeds.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, processes: int) -> None:
         self._port = port
+        self._processes = processes
         self._server: TCPStore | None = None
 
     @property
     def use_agent_store(self) -> bool:
         """Whether ranks connect to the launcher's store, which survives the death of any rank."""
-        return True
+        return self._processes > 1
 
     def get_backend(self) -> str:
         """Return the name of this rendezvous."""
@@ -83,8 +87,18 @@ class LocalRendezvous(RendezvousHandler):
         """Open the next attempt's store."""
         # First close the previous store, which holds the port.
         self._server = None
-        self._server = serve(socket.create_server((_ADDRESS, self._port)), _ADDRESS, LONGEST)
-        meeting = RendezvousStoreInfo(_ADDRESS, self._server.port)
+        server = listen(_ADDRESS, self._port) if self._port else listen_on_any(_ADDRESS)
+        if isinstance(server, str):
+            raise LaunchError(
+                given=f"a rendezvous of {self._processes} process(es) at {_ADDRESS}",
+                found=server,
+                fix=f"leave --port out; or give more ports: export {PORTS}=10001-20000",
+            )
+        meeting = RendezvousStoreInfo(_ADDRESS, server.getsockname()[1])
+        if self._processes == 1:
+            server.close()  # a single rank needs no store, and may create its own there
+        else:
+            self._server = serve(server, _ADDRESS, LONGEST)
         return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=meeting)
 
     def is_closed(self) -> bool:
@@ -157,6 +171,7 @@ class Agent(ElasticAgent):
                 port=cast(int, worker_group.master_port),
                 attempt=self.attempt_number,
                 restarts=spec.max_restarts,
+                store=spec.rdzv_handler.use_agent_store,
             )
             for worker in worker_group.workers
         ]
@@ -195,8 +210,12 @@ class Agent(ElasticAgent):
 
 def supervise(orders: Connection, *, processes: int, restarts: int, port: int) -> None:
     """Order attempts until one succeeds or the restarts are used up."""
-    with quiet():
-        Agent(LocalRendezvous(port), orders, processes=processes, restarts=restarts).run()
+    handler = LocalRendezvous(port, processes=processes)
+    try:
+        with quiet():
+            Agent(handler, orders, processes=processes, restarts=restarts).run()
+    except LaunchError as error:
+        Agent.order(orders, "refuse", error.texts)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, TextIO, TypeVar, TypeVarTuple, cast
 
-from shoal.distributed.env_vars import placement
+from shoal.distributed.env_vars import placement, warn_alone
 from shoal.distributed.failure import Failure, decode, reason
 from shoal.launcher.signals import SIGNALS
 from shoal.util import pickling
@@ -131,6 +131,8 @@ def _check(function: object, processes: object, restarts: object, given: str) ->
             found=f"this process is already rank {here.rank} of {here.size} of {here.launcher}",
             fix=f"call {_name(function)}(…) directly on each rank, since the launcher has started them",
         )
+    if here.launcher == "none":
+        warn_alone()  # raises on one of several hosts, where each would train alone
 
 
 def _path() -> list[str]:

@@ -20,7 +20,6 @@ from shoal.launcher.nodes import (
     Nodes,
     choose_nodes,
     choose_numbers,
-    choose_processes,
     describe_script,
 )
 from shoal.launcher.signals import Interrupted, Interrupts
@@ -35,7 +34,7 @@ def run(
     script: str,
     args: Sequence[str] = (),
     *,
-    processes: int | None = None,
+    processes: int,
     module: bool = False,
     restarts: int = 0,
     preemptions: int = 0,
@@ -63,7 +62,7 @@ def run(
     makes the same call. They join the rendezvous at `rendezvous` (`HOST:PORT`; default: as the
     scheduler says). A node waits `wait` seconds for others, and has left after `silence` seconds
     without a sign of life. In a job whose environment names its nodes (`JOB_ENVIRONMENTS`), it has the
-    defaults of `processes`, `nodes` and `rendezvous`.
+    defaults of `nodes` and `rendezvous`.
 
     The exit code is 0, that of the first rank that failed, REQUEUE if ranks left with it, or 128 + n
     for a rank or launcher ended by signal n. Processes that ranks leave running are ended too. Call it
@@ -71,7 +70,8 @@ def run(
     invalid.
     """
     there = nodes_of_job()
-    processes = choose_processes(processes, there)
+    if there is not None and there.nodes == "1" and nodes is not None:
+        there = None  # a job of one node says nothing about the others of this command
     nodes = choose_numbers(nodes, there)
     _check(script, processes=processes, restarts=restarts, preemptions=preemptions, port=port)
     _check_nodes(nodes, rendezvous, port)

@@ -6,13 +6,17 @@ import errno
 import hashlib
 import os
 import re
+import secrets
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.distributed.cluster_env import Placement
 from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes
+from shoal.distributed.env_vars import ports
 from shoal.distributed.outages import address_towards
+from shoal.distributed.placement import PORTS
 from shoal.util.arguments import check_number
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
@@ -130,13 +134,8 @@ def choose_numbers(nodes: str | None, there: JobNodes | None) -> str | None:
     return nodes
 
 
-def choose_processes(processes: int | None, there: JobNodes | None) -> int | None:
-    """Return `-n`, or the number for one node of the job: as its environment says, or one per GPU.
-
-    Without GPUs, it is 1 there. None outside of a job.
-    """
-    if processes is not None or there is None:
-        return processes
+def choose_processes(there: JobNodes) -> int:
+    """Return the processes of one node of a job: as its environment says, or one per GPU, or 1."""
     if there.processes:
         return there.processes
     from shoal.util import accelerator
@@ -149,17 +148,21 @@ def _await_name(host: str, there: JobNodes, wait: float) -> None:
 
     Raises LaunchError after `wait` seconds.
     """
-    deadline = CLOCK.now() + wait
+    deadline, told = CLOCK.now() + wait, False
     while True:
         try:
             socket.getaddrinfo(host, there.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            if CLOCK.now() > deadline:
+        except (OSError, UnicodeError) as error:
+            if CLOCK.now() > deadline or isinstance(error, UnicodeError):
                 raise LaunchError(
                     given=f"{there.reason}, with the rendezvous at {host}",
-                    found=f"the name can't be resolved after {wait:g} s ({error})",
+                    found=f"the name can't be resolved ({error})",
                     fix="check the service of the job, or give --rendezvous with an address",
                 ) from None
+            if not told:
+                told = True
+                text = f"shoal run: waiting up to {wait:g} s until the name {host} can be resolved"
+                print(text, file=sys.stderr, flush=True)
             CLOCK.sleep(_PAUSE)
         else:
             return
@@ -251,6 +254,16 @@ def listen(host: str, port: int) -> socket.socket | str:
             return f"{host} is not an address of {socket.gethostname()}"
         return f"port {port}: {error.strerror}"
     return server
+
+
+def listen_on_any(host: str) -> socket.socket | str:
+    """Return a socket that listens at `host` on a free port of SHOAL_PORTS, or why there is none."""
+    found: socket.socket | str = ""
+    for port in ports(secrets.token_hex(8)):
+        found = listen(host, port)
+        if not (isinstance(found, str) and found.startswith(f"port {port}:")):
+            return found
+    return f"no port of {PORTS} is free; the last one tried is {found}"
 
 
 def why_silent(host: str, port: int) -> str:

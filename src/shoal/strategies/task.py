@@ -16,6 +16,8 @@ from shoal.data.batch import Count
 from shoal.data.micro import CURRENT_DRAWS, CURRENT_MICRO, Drawing, Draws, MicroBatch
 from shoal.util.errors import DataError, StepError
 
+_LOSSES_OF_TORCH = ("torch.nn.functional", "torch.nn.modules.loss")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -38,7 +40,7 @@ class Task:
             error for such a loss.
 
     Raises:
-        StepError: If an argument is not callable.
+        StepError: If an argument is not callable, or `loss` is a loss of PyTorch itself.
 
     Examples:
         >>> from torch.nn.functional import mse_loss
@@ -59,6 +61,15 @@ class Task:
                     found=f"{name} must be a function",
                     fix="use shoal.Task(loss), where loss(output, batch) returns (sum, count)",
                 )
+        if getattr(self.loss, "__module__", None) in _LOSSES_OF_TORCH:
+            name = getattr(self.loss, "__name__", type(self.loss).__name__)
+            raise StepError(
+                given=f"shoal.Task({name})",
+                found="it takes (output, target) and returns a loss; the loss function of a Task takes "
+                "(output, batch) and returns (sum, count)",
+                fix="def loss(output, batch): return F.cross_entropy(output, batch[1], "
+                "reduction='sum'), len(batch[1])",
+            )
 
     def forward(self, model: Callable[..., Any], micro: MicroBatch, seed: int) -> Any:
         """Call `model` on a micro-batch and return its output.

@@ -282,11 +282,14 @@ def default_targets(value: Any) -> Any:
         return value["labels"]
     if isinstance(value, tuple | list) and len(value) > 1:
         return value[1]
+    if isinstance(value, Mapping):
+        target = "batch['y']"
+    else:
+        target = "batch" if isinstance(value, Tensor) else "batch.y"
     raise DataError(
         given=f"metrics over batches of type {type(value).__name__}",
         found="the batch has neither a second element nor an entry 'labels'",
-        fix="evaluate(step, data, metrics=…, targets=lambda batch: "
-        + ("batch['y'])" if isinstance(value, Mapping) else "batch.y)"),
+        fix=f"evaluate(step, data, metrics=…, targets=lambda batch: {target})",
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal._torch.modules import bare
 from shoal.checkpoint import Agreement
 from shoal.checkpoint.collective_errors import explained
-from shoal.checkpoint.inspect.extract import save_pickled
+from shoal.checkpoint.inspect.extract import PICKLED, save_pickled
 from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.to_device import move, tensors_in
 from shoal.distributed.world import World
@@ -53,10 +53,10 @@ def export(
 
     Args:
         source: Parallelized model, a Step, or a Run. Of a Run, the first model is written.
-        path: File to write. The extension sets the format: `.safetensors` and `.pt` (by torch.save)
-            hold the state_dict, `.ts` is TorchScript and `.pt2` a torch.export program, both in eval
-            mode. Entries of the state_dict that are not tensors are kept in `.pt` if `torch.load(…,
-            weights_only=True)` can read them; rank 0 prints the names of the others.
+        path: File to write. The extension sets the format: `.safetensors` and `.pt` or `.pth` (by
+            torch.save) hold the state_dict, `.ts` is TorchScript and `.pt2` a torch.export program,
+            both in eval mode. Entries of the state_dict that are not tensors are kept in `.pt` if
+            `torch.load(…, weights_only=True)` can read them; rank 0 prints the names of the others.
         example: Positional arguments of the model, for tracing. Required for `.pt2`; without it,
             TorchScript compiles the code. A `.pt2` program takes any batch size, the first dimension of
             each tensor, unless the model's code fixes it. Default: None.
@@ -152,13 +152,13 @@ def _held(state: dict[str, Any], path: Path, world: World) -> dict[str, Any]:
     kept = {
         name: value
         for name, value in state.items()
-        if isinstance(value, Tensor) or (path.suffix == ".pt" and _readable(value))
+        if isinstance(value, Tensor) or (path.suffix in PICKLED and _readable(value))
     }
     left = [name for name in state if name not in kept]
     if left:
         why = (
             "not a tensor"
-            if path.suffix != ".pt"
+            if path.suffix not in PICKLED
             else "not readable by torch.load with weights_only=True"
         )
         world.print(
@@ -334,7 +334,7 @@ def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
 
 _STATES: dict[str, Callable[[dict[str, Any], Path], object]] = {
     ".safetensors": _save_file,
-    ".pt": save_pickled,
+    **dict.fromkeys(PICKLED, save_pickled),
 }
 _PROGRAMS: dict[str, Callable[[nn.Module, tuple[Any, ...] | None, Path], None]] = {
     ".ts": _script,

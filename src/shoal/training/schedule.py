@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -187,3 +188,31 @@ def _is_fraction(value: object) -> bool:
 
 def _factor(step: int, *, schedule: LRSchedule, total: int) -> float:
     return schedule.factor(step, total)
+
+
+_stepped: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
+"""How often Steps have stepped a schedule, which several Steps may share."""
+
+
+def step_schedule(schedule: LRScheduler) -> None:
+    """Step the schedule of a Step."""
+    schedule.step()
+    _stepped[schedule] = _stepped.get(schedule, 0) + 1
+
+
+def script_steps(schedule: LRScheduler | None) -> int | None:
+    """Return how many steps of a schedule no Step has taken; None if it does not count its steps."""
+    last = getattr(schedule, "last_epoch", None)  # ChainedScheduler has none
+    return None if schedule is None or last is None else last - _stepped.get(schedule, 0)
+
+
+def check_script_steps(schedule: LRScheduler | None, before: int | None) -> None:
+    """Raise StepError if the script has stepped the schedule of a Step too, since `before`."""
+    now = script_steps(schedule)
+    if now is not None and before is not None and now > before:
+        raise StepError(
+            given=f"shoal.Step(…, schedule={type(schedule).__name__}) and schedule.step()",
+            found="the Step steps the schedule itself; the script has called schedule.step() "
+            f"{now - before} more times",
+            fix="remove schedule.step() from the script, or schedule= from the Step",
+        )

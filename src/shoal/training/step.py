@@ -41,7 +41,12 @@ from shoal.training.first_batch import check_first_batch
 from shoal.training.loss_scale import LossScale
 from shoal.training.nonfinite import find_nonfinite
 from shoal.training.pending_step import PendingStep, result_mode
-from shoal.training.schedule import steps_by_epoch
+from shoal.training.schedule import (
+    check_script_steps,
+    script_steps,
+    step_schedule,
+    steps_by_epoch,
+)
 from shoal.training.several import kind_of
 from shoal.training.train_state import TrainState
 from shoal.util.arguments import check_choice
@@ -293,7 +298,11 @@ class Step(TrainState):
     def _follow_schedule(self, batch: Batch, *, taken: bool = True) -> None:
         """Step the schedule after an optimizer step that was `taken`, or after an epoch."""
         if self.schedule is not None and (batch.ends_epoch if self._by_epoch else taken):
-            self.schedule.step()
+            step_schedule(self.schedule)
+
+    def _follow_schedule_from_here(self) -> None:
+        super()._follow_schedule_from_here()
+        self._script_steps = script_steps(self.schedule)
 
     def skip_bad_steps(self, rule: BadStepRule) -> BadStepRule:
         """Let `rule` decide which steps to skip. Raises StepError where no step can be skipped."""
@@ -375,7 +384,8 @@ class Step(TrainState):
             )
 
     def check_schedule(self, *, epoch_ended: bool) -> None:
-        """Do nothing: the Step itself steps its schedule."""
+        """Raise StepError if the script has stepped the schedule too. The Step itself steps it."""
+        check_script_steps(self.schedule, self._script_steps)
 
     def try_loss(self, batch: Batch, *, coupling: bool = False) -> None:
         """Try the Task's loss function on `batch`, once, and with `coupling` the model. Collective.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeGuard
 
@@ -42,11 +43,12 @@ def check_choice(
     *,
     fix: str = "",
 ) -> None:
-    """Raise `error` unless `value` is one of `choices`, of which the first is the usual one."""
+    """Raise `error` unless `value` is one of `choices`, and show the most similar one, or the first."""
     if value not in tuple(choices):  # the value may have no hash
         option = name.startswith("-")
         listed = ", ".join(str(each) if option else repr(each) for each in choices)
-        raise _unfit(error, call, name, value, f"one of {listed}", next(iter(choices)), fix)
+        near = get_close_matches(str(value), [each for each in choices if isinstance(each, str)], 1)
+        raise _unfit(error, call, name, value, f"one of {listed}", [*near, *choices][0], fix)
 
 
 def check_integer(

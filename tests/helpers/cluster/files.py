@@ -49,7 +49,8 @@ KillWait=5
 MailProg=/bin/true
 GresTypes=gpu
 {settings}
-NodeName=node[01-{nodes:02d}] NodeAddr={network}.[11-{last}] CPUs=8 RealMemory=4096 Gres=gpu:{gpus}
+NodeName=DEFAULT CPUs=8 RealMemory=4096 Gres=gpu:{gpus} Feature=a100
+NodeName=node[01-{nodes:02d}] NodeAddr={network}.[11-{last}]
 PartitionName=main Nodes=ALL Default=YES State=UP
 """
 

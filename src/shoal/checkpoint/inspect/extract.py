@@ -15,7 +15,8 @@ from shoal.checkpoint.state_tree import safetensors_header
 from shoal.util.errors import CheckpointError
 from shoal.util.regular_file import appearing
 
-ENDINGS = (".safetensors", ".pt")
+PICKLED = (".pt", ".pth")
+ENDINGS = (".safetensors", *PICKLED)
 
 _BLOCK = 1 << 26
 
@@ -40,17 +41,17 @@ def extract(
 ) -> ExtractedModel:
     """Write the tensors of a model under the user's names, as `shoal.export` does.
 
-    The extension of `path` sets the format: `.safetensors` is written block by block, `.pt` needs as
-    much memory as the model. `step` is the name of one of several Steps. Default: the first. `ema` is
-    the name of an EMA in the user's state, whose averages replace the parameters. The file is complete
-    when it appears.
+    The extension of `path` sets the format: `.safetensors` is written block by block, `.pt` and `.pth`
+    need as much memory as the model. `step` is the name of one of several Steps. Default: the first.
+    `ema` is the name of an EMA in the user's state, whose averages replace the parameters. The file is
+    complete when it appears.
 
     Raises CheckpointError for another extension, or if the checkpoint has no such model.
     """
     if path.suffix not in ENDINGS:
         raise CheckpointError(
             given=f"shoal checkpoint export … {path}",
-            found=f"the extensions are {' and '.join(ENDINGS)}; other formats need the model's code",
+            found=f"the extensions are {', '.join(ENDINGS)}; other formats need the model's code",
             fix="use OUT.safetensors; for .ts and .pt2 load that file into the model, then call "
             "shoal.export",
         )
@@ -67,7 +68,7 @@ def extract(
     if not model:
         raise _without(contents, "the Step has a model without tensors")
     with TensorFiles(contents) as values, appearing(path) as partial:
-        if path.suffix == ".pt":
+        if path.suffix in PICKLED:
             save_pickled({name: values.whole(of).clone() for name, of in model.items()}, partial)
         else:
             _write(model, contents, values, partial)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 from shoal.distributed.cluster_env.host_lists import expand_hosts, expand_tasks
 from shoal.distributed.cluster_env.mpirun import Commands, hydra, jsrun, open_mpi
-from shoal.distributed.cluster_env.slurm import idle_tasks, is_task, srun
+from shoal.distributed.cluster_env.slurm import idle_tasks, is_copy, is_task, srun
 from shoal.distributed.cluster_env.torchrun import (
     NODES_RUN_ID,
     RUN_ID,
     by_hand,
     check_agreement,
+    check_outer,
     torchrun,
 )
 from shoal.distributed.cluster_env.untested import flux, pals
@@ -46,6 +47,7 @@ null when it joins them again.
 """
 
 __all__ = [
+    "ADDED",
     "DIRECTORY",
     "LAUNCHERS",
     "LEFT",
@@ -58,6 +60,7 @@ __all__ = [
     "ClusterEnvironment",
     "Meeting",
     "Placement",
+    "check_outer",
     "detect",
     "expand_hosts",
     "expand_tasks",
@@ -85,6 +88,8 @@ class ClusterEnvironment:
         """Return whether this launcher started the process with this environment."""
         if self.marks == _SLURM:
             return is_task(env)
+        if self.marks == _TORCHRUN and not env.get("TORCHELASTIC_RUN_ID") and is_copy(env):
+            return False
         return any(env.get(name) for name in self.marks)
 
     def why_not(self, env: Mapping[str, str], chosen: str) -> str:
@@ -99,11 +104,12 @@ class ClusterEnvironment:
 
 
 _SLURM = ("SLURM_STEP_ID", "SLURM_PROCID")
+_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 
 LAUNCHERS = (
     ClusterEnvironment(
         name="torchrun, shoal run",
-        marks=("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+        marks=_TORCHRUN,
         why_here="first: others start its agents, and workers inherit their variables",
         source="torch.distributed.run; torch 2.13, recorded",
         read=lambda env, cpus, _: torchrun(env, cpus),
@@ -163,6 +169,13 @@ LAUNCHERS = (
 If several have left their variables, the launcher closest to the process must win.
 """
 
+ADDED: list[ClusterEnvironment] = []
+"""The launchers of `shoal.add_launcher`."""
+
+
+def _table() -> tuple[ClusterEnvironment, ...]:
+    return (LAUNCHERS[0], *ADDED, *LAUNCHERS[1:])
+
 
 def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
     """Return the placement of a process with environment `env` and `cpus` in its affinity.
@@ -170,7 +183,8 @@ def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
     Without a launcher, the world size is 1. Raises LaunchError if variables are missing or contradict
     each other.
     """
-    chosen = next((one for one in LAUNCHERS if one.started(env)), None)
+    table = _table()
+    chosen = next((one for one in table if one.started(env)), None)
     if chosen is None:
         placement, reason = _alone(env, cpus), ""
     else:
@@ -178,14 +192,14 @@ def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
         if chosen is not LAUNCHERS[0]:
             check_agreement(env, placement)
         reason = f"{spell(env, chosen.marks)}; checked {chosen.why_here}"
-    earlier = LAUNCHERS if chosen is None else LAUNCHERS[: LAUNCHERS.index(chosen)]
+    earlier = table if chosen is None else table[: table.index(chosen)]
     launcher = Decision(
         what="launcher",
         value=placement.launcher,
         reason=reason or placement.reason,
         rejected={
             one.name: one.why_not(env, "" if one in earlier else placement.launcher)
-            for one in LAUNCHERS
+            for one in table
             if one is not chosen
         },
     )
@@ -194,7 +208,7 @@ def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
 
 def marks_found(env: Mapping[str, str]) -> dict[str, str]:
     """Return each launcher, in the order of detection, with those of its variables that are set."""
-    return {launcher.name: spell(env, launcher.marks) for launcher in LAUNCHERS}
+    return {launcher.name: spell(env, launcher.marks) for launcher in _table()}
 
 
 def order_of_detection() -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.distributed.placement import integer, parse, spell
+from shoal.distributed.placement import LAST_PORT, integer, parse, spell
 from shoal.util.errors import LaunchError
 
 ALONE = "SHOAL_ALONE"
@@ -17,6 +18,8 @@ ALONE = "SHOAL_ALONE"
 
 PORT = 29400
 """Port of the rendezvous if the environment has none; torchrun's default."""
+
+_BY_HAND = "do not edit these variables, or unset them and give --nodes and --rendezvous"
 
 Env = Mapping[str, str]
 
@@ -86,13 +89,16 @@ def _most(text: str) -> int:
 
 
 def _json(text: str) -> list[str]:
-    return list(dict.fromkeys(map(str, json.loads(text))))
+    names = json.loads(text)
+    if not isinstance(names, list):
+        raise ValueError("not a list")
+    return list(dict.fromkeys(map(str, names)))
 
 
 def _file(text: str) -> list[str]:
     """Return the hosts of a file with a line for each slot, or one for each host and then its slots."""
     lines = Path(text).read_text().splitlines()
-    return list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))
+    return _distinct([line.split()[0] for line in lines if line.strip()])
 
 
 def _number_or_file(text: str) -> int | list[str]:
@@ -100,7 +106,14 @@ def _number_or_file(text: str) -> int | list[str]:
 
 
 def _pairs(text: str) -> list[str]:
-    return list(dict.fromkeys(text.split()[::2]))
+    return _distinct(text.split()[::2])
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Return each host once, in order, even if it is listed both with and without its domain."""
+    names = [name.lower() for name in names]
+    short = [name.partition(".")[0] for name in names]
+    return list(dict.fromkeys(b if b in names else a for a, b in zip(names, short, strict=True)))
 
 
 def _index(name: str) -> Callable[[Env], int]:
@@ -118,22 +131,36 @@ def _first_ip(env: Env) -> str:
         raise LaunchError(
             given=spell(env, ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS")),
             found=f"{len(addresses)} addresses",
-            fix="do not edit these variables, or unset them and give --nodes and --rendezvous",
+            fix=_BY_HAND,
         )
     return addresses[0] if addresses else ""
 
 
 def _main_node(env: Env) -> str:
     """Return the address of AWS Batch's main node, which has no variable with its own."""
-    index, main = (f"AWS_BATCH_JOB_{name}_INDEX" for name in ("NODE", "MAIN_NODE"))
-    if integer(env, index, 0) == integer(env, main, 0):
+    index = integer(env, "AWS_BATCH_JOB_NODE_INDEX", 0)
+    if index == integer(env, "AWS_BATCH_JOB_MAIN_NODE_INDEX", 0):
         return socket.gethostname()
     return env.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "")
 
 
 def _current_host(env: Env) -> int:
     hosts, here = _json(env["SM_HOSTS"]), env.get("SM_CURRENT_HOST", "")
-    return hosts.index(here) if here in hosts else -len(here)
+    if here and here not in hosts:
+        raise LaunchError(
+            given=spell(env, ("SM_CURRENT_HOST", "SM_HOSTS")),
+            found=f"{here} is not one of {len(hosts)} host(s)",
+            fix=_BY_HAND,
+        )
+    return hosts.index(here) if here else 0
+
+
+def _split_address(text: str, port: int) -> tuple[str, int]:
+    """Return the host and the port of `HOST`, `HOST:PORT`, `IPV6`, `[IPV6]` or `[IPV6]:PORT`."""
+    match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(\d{1,5}))?", text.strip())
+    if match is None:
+        return text.strip(), port
+    return match[1] or match[2], int(match[3] or port)
 
 
 JOB_ENVIRONMENTS = (
@@ -142,7 +169,7 @@ JOB_ENVIRONMENTS = (
         hosts={"PET_NNODES": _most},
         nodes=NodeVariables(
             index=_index("PET_NODE_RANK"),
-            address=_value("PET_MASTER_ADDR"),
+            address=lambda env: env.get("PET_MASTER_ADDR") or env.get("PET_RDZV_ENDPOINT", ""),
             port="PET_MASTER_PORT",
             processes="PET_NPROC_PER_NODE",
         ),
@@ -212,6 +239,13 @@ JOB_ENVIRONMENTS = (
         source="indexed Jobs and JobSets, with variables of their manifest",
     ),
     JobEnvironment(
+        name="Volcano (pytorch)",
+        hosts={"WORLD_SIZE": int},
+        also=("RANK", "VC_TASK_INDEX", "MASTER_ADDR"),
+        nodes=NodeVariables(index=_index("RANK"), address=_value("MASTER_ADDR"), port="MASTER_PORT"),
+        source="Volcano, job plugin pytorch; its master is not among VC_WORKER_NUM",
+    ),
+    JobEnvironment(
         name="Volcano",
         hosts={"VC_WORKER_NUM": int},
         nodes=NodeVariables(
@@ -269,11 +303,11 @@ def check_alone(env: Env) -> str:
         if count < 2:
             continue
         if job.nodes is None and not _elsewhere(job, env, hosts):
-            return f"one process in a job of {job.name} with {count} hosts: `{job.command}` starts them"
+            return f"one process in a job of {job.name} with {count} hosts: `{job.command}` uses all"
         raise LaunchError(
             given=spell(env, (variable,)),
             found=f"no launcher has started ranks, and this is one of {count} hosts ({job.name}): each "
-            "process would train alone",
+            "would train alone",
             fix=f"{job.command}; if each process is to train alone: shoal.init(alone=True) or export "
             f"{ALONE}=1; outside of such a job: unset {variable}",
         )
@@ -286,32 +320,39 @@ def _elsewhere(job: JobEnvironment, env: Env, hosts: int | list[str]) -> bool:
         return True
     if isinstance(hosts, int):
         return False
-    here, *names = (name.partition(".")[0] for name in (socket.gethostname(), *hosts))
+    here, *names = (name.partition(".")[0] for name in (socket.gethostname().lower(), *hosts))
     return here in names[1:] and here != names[0]
 
 
 def read_nodes(env: Env) -> JobNodes | None:
     """Return the nodes of this process's job; None if the environment names none.
 
-    A rank of another launcher inherits the variables, but is no node. Raises LaunchError for variables
+    Ranks of a launcher inherit the variables; for them it is None too. Raises LaunchError for variables
     that can't be read or contradict each other.
     """
     if env.get(ALONE) == "1" or env.get("LOCAL_RANK"):
         return None
     for job in JOB_ENVIRONMENTS:
-        variable, hosts = job.found(env)
+        variable, hosts = ("", 1) if job.nodes is None else job.found(env)
         if job.nodes is None or not variable:
             continue
         count = hosts if isinstance(hosts, int) else len(hosts)
-        index, address = job.nodes.index(env), job.nodes.address(env)
+        index = job.nodes.index(env)
         reason = f"{job.name}: {spell(env, (variable,))}"
         if not 0 <= index < count:
             raise LaunchError(
                 given=reason,
                 found=f"the number of this node is {index}, of {count} node(s)",
-                fix="do not edit these variables, or unset them and give --nodes and --rendezvous",
+                fix=_BY_HAND,
             )
         port = integer(env, job.nodes.port, PORT) if job.nodes.port else PORT
+        address, port = _split_address(job.nodes.address(env), port)
+        if not 1 <= port <= LAST_PORT:
+            raise LaunchError(
+                given=reason,
+                found=f"port {port}; ports are numbers from 1 to {LAST_PORT}",
+                fix=_BY_HAND,
+            )
         processes = env.get(job.nodes.processes, "")
         return JobNodes(
             name=job.name,

@@ -38,6 +38,12 @@ def is_task(env: Mapping[str, str]) -> bool:
     return bool(env.get("SLURM_PROCID")) and integer(env, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
 
 
+def is_copy(env: Mapping[str, str]) -> bool:
+    """Return whether RANK and WORLD_SIZE are those of a task, as `idr_torch` sets them for `env://`."""
+    numbers = (env.get("SLURM_PROCID"), env.get("SLURM_STEP_NUM_TASKS"))
+    return is_task(env) and (env.get("RANK"), env.get("WORLD_SIZE")) == numbers
+
+
 def srun(env: Mapping[str, str], cpus: int) -> Placement:
     """Return the placement of a task under `srun`."""
     require(env, _NAMES + _LISTS)

@@ -148,8 +148,8 @@ def _pod(env: Mapping[str, str]) -> str:
         raise LaunchError(
             given=spell(env, ("RANK", "WORLD_SIZE", *_PROCESSES)),
             found=f"this node should run {processes} processes, but RANK is the number of the node",
-            fix="start the script with `shoal run train.py`, which reads these variables. If RANK is "
-            "the number of the process: set LOCAL_RANK too",
+            fix="start the script with `shoal run train.py` (PET_*: or `torchrun train.py`), which "
+            "reads these variables. If RANK is the rank of the process, set LOCAL_RANK too",
         )
     return spell(env, names)
 
@@ -160,7 +160,11 @@ def check_agreement(env: Mapping[str, str], placement: Placement) -> None:
     The same values, as after `RANK=$SLURM_PROCID`, are allowed.
     """
     told = dict(zip(_PLACE, (placement.rank, placement.size, placement.local_rank), strict=True))
-    wrong = [name for name, value in told.items() if integer(env, name, value) != value]
+    wrong = [
+        name
+        for name, value in told.items()
+        if name.lower() not in placement.unsettled and integer(env, name, value) != value
+    ]
     if wrong:
         names = " ".join(name for name in (*_PLACE, "LOCAL_WORLD_SIZE") if env.get(name))
         said = f"rank {placement.rank} of {placement.size}, local rank {placement.local_rank}"

@@ -5,6 +5,6 @@ one tensor, which FSDP needs, no 16-bit sums, and no record of collectives for t
 So this process group is used for every `backend="mpi"`.
 """
 
-from shoal.distributed.mpi.library import leaving, require, serve
+from shoal.distributed.mpi.library import leaving, provide, require, serve
 
-__all__ = ["leaving", "require", "serve"]
+__all__ = ["leaving", "provide", "require", "serve"]

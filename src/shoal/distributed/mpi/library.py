@@ -8,6 +8,7 @@ import atexit
 import os
 import sys
 import zlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shoal._torch import c10d
 from shoal.distributed import env_vars
 from shoal.distributed.cluster_env import Placement
 from shoal.util.clock import PollBackoff
@@ -182,25 +184,51 @@ def serve(placement: Placement) -> tuple[str, str]:
     Raises LaunchError if MPI's world is not that of the launcher.
     """
     mpi = begin(placement)
+    create = _maker(mpi)
+
+    def make(options: Any, _: Any) -> Group:
+        ranks = options.global_ranks_in_group
+        _await_members(options.store, len(ranks) or placement.size, options.timeout)
+        return create(ranks, str(options.group_id), options.timeout)
+
+    dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
+    return BACKEND, describe(mpi)
+
+
+def provide() -> None:
+    """Let `init_process_group("mpi")` use this backend, with MPI's ranks and torch's time limit."""
+    create: Callable[[Sequence[int], str, timedelta], Group] | None = None
+
+    def make(ranks: Sequence[int]) -> Group:
+        nonlocal create
+        if create is None or not ranks:  # a new default group
+            require(torch.device("cpu"))
+            create = _maker(begin(env_vars.placement()))
+        return create(ranks, str(ranks), dist.default_pg_timeout)
+
+    c10d.provide_mpi(make)
+
+
+def _maker(mpi: Any) -> Callable[[Sequence[int], str, timedelta], Group]:
+    """Return the function that makes the groups of one world.
+
+    All members call it with their ranks (none: all ranks), a name for the group and its time limit.
+    """
     from shoal.distributed.mpi.base_group import SharedState
     from shoal.distributed.mpi.process_group import (
         Group,  # imports mpi4py.MPI, which must be the launcher's
     )
 
-    shared = SharedState()
+    shared, world = SharedState(), mpi.COMM_WORLD.group
 
-    def make(options: Any, _: Any) -> Group:
-        """Return a group of the ranks that call this, which are all of its members."""
-        world = mpi.COMM_WORLD.group
-        ranks = list(options.global_ranks_in_group) or list(range(world.size))
-        _await_members(options.store, len(ranks), options.timeout)
-        tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
-        collectives = mpi.COMM_WORLD.Create_group(world.Incl(ranks), tag)
-        limit = options.timeout.total_seconds()
-        return Group(shared, collectives, collectives.Dup(), limit=limit)
+    def create(ranks: Sequence[int], name: str, timeout: timedelta) -> Group:
+        tag = zlib.crc32(name.encode()) % _TAGS
+        collectives = mpi.COMM_WORLD.Create_group(
+            world.Incl(list(ranks) or list(range(world.size))), tag
+        )
+        return Group(shared, collectives, collectives.Dup(), limit=timeout.total_seconds())
 
-    dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
-    return BACKEND, describe(mpi)
+    return create
 
 
 def _await_members(store: Any, size: int, timeout: timedelta) -> None:

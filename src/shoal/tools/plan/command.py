@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.distributed.env_vars import job_nodes
+from shoal.distributed.env_vars import job_nodes, on_this_node
 from shoal.tools.bench.scaling.jobs import LOG, end_job_on_signals, execute, reason_of
 from shoal.tools.plan.check import RunCheck, check_document, check_run
 from shoal.tools.plan.device_numbers import numbers_document, search_numbers
@@ -209,7 +209,7 @@ def _run(
     print_line(plain_console(stderr=True), f"Trying {plan.layout} …")
     folder = directory.with_suffix(".log")
     folder.mkdir()
-    with end_job_on_signals():
+    with end_job_on_signals(), on_this_node():
         done = execute(_command(plan.layout.size, machine, program, arguments), folder, LIMIT)
     if done.code is None:
         return None, f"it took longer than {duration(LIMIT)}"

@@ -89,7 +89,7 @@ def render(job: Job, site: Site, place: JobContext) -> str:
         directives=[Shell(line) for line in scheduler.directives(job, place.folder)],
         folder=place.folder,
         directory=place.directory,
-        setup=[Shell(line) for line in site.setup],
+        setup=[Shell(line) for line in job.setup],
         variables=[(Shell(name), value) for name, value in variables],
         chain=job.chain,
         requeue=job.requeue,

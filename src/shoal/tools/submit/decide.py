@@ -62,6 +62,7 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
         multithread=site.multithread,
         mpirun=site.mpirun,
         parallel_environment=partition.parallel_environment,
+        setup=site.setup if partition.setup is None else partition.setup,
         lead=lead.value,
         requeue=site.requeue and request.chain == 1 and not request.turns,
         choices={"cpus": cpus, "qos": qos, "lead": lead},

@@ -78,8 +78,8 @@ class Job(JobRequest):
 
     A job gets its signal to save `lead` seconds before its end. With `requeue` it may then requeue
     itself, even after `restarts` failures. `per_node` is the number of processes on each node, or on
-    most. `mpirun` are the site's words for the launcher of that name. `choices` has Shoal's decisions
-    by name: cpus, qos and lead.
+    most. The batch script begins with the lines of `setup`, unquoted. `mpirun` are the site's words for
+    the launcher of that name. `choices` has Shoal's decisions by name: cpus, qos and lead.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Job(JobRequest):
     per_node: int
     gpu_resource: str | None
     multithread: bool
+    setup: tuple[str, ...]
     lead: int
     launcher: str
     mpirun: tuple[str, ...]
@@ -177,8 +178,9 @@ class Scheduler(Protocol):
     def directives(self, job: Job, folder: str) -> Iterator[str]:
         """Yield the lines of the batch script that the scheduler reads, such as `#SBATCH --nodes=2`.
 
-        `folder` is for the logs: `log.txt`, or `log-N.txt` for element N. Times are in the scheduler's
-        own format. Raises LaunchError for a value that is invalid in such a line.
+        `folder` is for the logs: `log.txt`, or `log-N.txt` for element N, unless a directive of the
+        user names another file. Times are in the scheduler's own format. Raises LaunchError for a value
+        that is invalid in such a line.
         """
 
     def launch_command(self, job: Job, *, step: bool) -> str:

@@ -35,15 +35,17 @@ class Partition:
 
     Schedulers other than Slurm call it a queue. `option` is the name that the scheduler gets, None if
     it needs none. `qos` are in the order in which they are tried; a job without one gets the first.
-    `account` is appended to an account. `gpu_resource` is the scheduler's name for the GPUs of these
-    nodes, None for its usual one. `parallel_environment` is what Grid Engine needs for several
-    processes. A number that is None is not known.
+    `account` is appended to an account. `setup` is used in place of the site's, unless it is None.
+    `gpu_resource` is the scheduler's name for the GPUs of these nodes, None for its usual one.
+    `parallel_environment` is what Grid Engine needs for several processes. A number that is None is not
+    known.
     """
 
     name: str
     option: str | None = None
     constraint: str | None = None
     account: str = ""
+    setup: tuple[str, ...] | None = None
     gpu_resource: str | None = None
     parallel_environment: str | None = None
     gpus: int | None = None
@@ -58,9 +60,9 @@ class Partition:
 class Site:
     """A cluster.
 
-    `setup` are the lines of the site file with which each batch script begins, unquoted. `scheduler` is
-    a name in `schedulers.SCHEDULERS`. `tried` describes the tests of the site file, and is empty if
-    there were none. `hosts` are patterns of the names of login nodes. `launcher` is None for the
+    `setup` are the lines with which each batch script begins, unquoted. `scheduler` is a name in
+    `schedulers.SCHEDULERS`. `tried` describes the tests of the site file, and is empty if there were
+    none. `hosts` are patterns of the names of login nodes. `launcher` is None for the
     scheduler's own. Without `multithread`, processes get physical cores. `container` are the words
     before an image. `local` is a directory on a disk of the node, with variables of the shell, None for
     the scheduler's. `options` are further directives of the scheduler.

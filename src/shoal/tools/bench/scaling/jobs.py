@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from shoal.distributed.env_vars import THREADS, set_variables
+from shoal.distributed.env_vars import THREADS, on_this_node, set_variables
 from shoal.tools.bench.scaling.aggregate import FEWEST, Repeat, StepTimes, summarize
 from shoal.tools.bench.scaling.configurations import (
     Configuration,
@@ -67,7 +67,7 @@ def run_job(study: Study, configuration: Configuration, number: int, mpirun: str
     folder = prepare_job(study, configuration, number)
     command = command_of(study, configuration, folder, mpirun)
     threads = str(study.options.threads) if study.options.threads else None
-    with set_variables({THREADS: threads} if threads else {}):
+    with on_this_node(), set_variables({THREADS: threads} if threads else {}):
         done = execute(command, folder, study.options.limit)
     return read_job_result(study, configuration, number, done)
 

@@ -28,7 +28,7 @@ class SimulatedWorld(World):
         """Return this rank's value."""
         return value
 
-    def print(self, *parts: object) -> None:
+    def print(self, *parts: object, **options: Any) -> None:
         """Do nothing: numbers are not those of a training."""
 
     def barrier(self) -> None:

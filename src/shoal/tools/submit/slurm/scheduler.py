@@ -24,16 +24,17 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def options(job: Job, folder: str) -> Iterator[str]:
-    """Yield options for sbatch, which splits a line as a shell does, but reads a `$` literally."""
+    """Yield options for sbatch, which splits a line as a shell does, but reads a `$` literally.
+
+    A directive of the user replaces Shoal's own option of the same name.
+    """
+    lines = (*_own_options(job, folder), *map(_given_option, job.options))
+    yield from {re.split("[= ]", line)[0]: line for line in lines}.values()
+
+
+def _own_options(job: Job, folder: str) -> Iterator[str]:
+    """Yield the options of the job itself, then those that Shoal adds to save and requeue it."""
     yield _option("job-name", job.name)
-    for name, value in (
-        ("account", job.account),
-        ("partition", job.partition),
-        ("constraint", job.constraint),
-        ("qos", job.qos),
-    ):
-        if value is not None:
-            yield _option(name, value)
     yield _option("nodes", job.nodes)
     torchrun = job.launcher == "torchrun"
     each = 1 if torchrun else job.per_node
@@ -50,6 +51,17 @@ def options(job: Job, folder: str) -> Iterator[str]:
     if job.memory is not None:
         yield _option("mem", job.memory)
     yield _option("time", spell_time(job.time))
+    # Slurm replaces patterns that begin with a percent sign; two of them are one.
+    log = f"{folder}/log".replace("%", "%%")
+    yield _option("output", log + ("-%a.txt" if job.elements else ".txt"))
+    for name, value in (
+        ("C", job.constraint),
+        ("account", job.account),
+        ("partition", job.partition),
+        ("qos", job.qos),
+    ):
+        if value is not None:
+            yield _option(name, value)
     if job.elements:
         at_once = "" if job.at_once is None else f"%{job.at_once}"
         yield _option("array", f"0-{job.elements - 1}{at_once}")
@@ -57,11 +69,6 @@ def options(job: Job, folder: str) -> Iterator[str]:
         yield _option("signal", f"{'B:' if job.to_batch else ''}{job.signal}@{job.lead}")
     yield "--requeue" if job.requeue else "--no-requeue"
     yield "--open-mode=append"
-    # Slurm replaces patterns that begin with a percent sign; two of them are one.
-    log = f"{folder}/log".replace("%", "%%")
-    yield _option("output", log + ("-%a.txt" if job.elements else ".txt"))
-    for option in job.options:
-        yield _given_option(option)
 
 
 def launch_command(job: Job, *, step: bool) -> str:
@@ -78,13 +85,14 @@ def launch_command(job: Job, *, step: bool) -> str:
 
 def _option(name: str, value: object) -> str:
     text = str(value)
+    option = f"-{name} " if len(name) == 1 else f"--{name}="
     if _UNPRINTABLE.search(text) or "\\" in text:
         raise LaunchError(
-            given=f"--{name} {text!r}",
+            given=f"{option}{text!r}",
             found="a control character, or a backslash, which sbatch and shells read differently",
             fix="use --run DIR with a simpler name" if name == "output" else "leave it out",
         )
-    return f"--{name}={quote_word(text)}"
+    return f"{option}{quote_word(text)}"
 
 
 def _given_option(option: str) -> str:
@@ -144,8 +152,10 @@ class Slurm:
         return resources.files(__package__).joinpath("job.sh.jinja").read_text()
 
     def directives(self, job: Job, folder: str) -> Iterator[str]:
-        """Yield the lines that sbatch reads."""
-        return (f"#SBATCH {option}" for option in options(job, folder))
+        """Yield the lines that sbatch reads, and a comment on those that Shoal adds."""
+        yield from (f"#SBATCH {option}" for option in options(job, folder))
+        if not job.turns:
+            yield "# The signal asks ranks to save before the end; the next attempt appends to the log."
 
     def launch_command(self, job: Job, *, step: bool) -> str:
         """Return srun or mpirun with its options."""
