@@ -13,7 +13,7 @@ from shoal.distributed.placement import (
     divided,
     earlier_attempts,
     require,
-    slurm_job,
+    scheduler_job,
 )
 from shoal.util.decision import Decision
 from shoal.util.errors import LaunchError
@@ -132,7 +132,7 @@ def _place(
         port=port,
         launcher=launcher,
         attempt=earlier_attempts(env),
-        job=slurm_job(env),
+        job=scheduler_job(env),
         unsettled=unknown if size > 1 else (),
         reason=", ".join(map(str, values.values())),
         choices=(
