@@ -105,6 +105,7 @@ def test_every_port_of_the_range_is_tried(
         assert ended.code == 0, ended
     else:
         assert ended.code == 2
-        assert "no port of SHOAL_PORTS is free" in ended.err
+        assert f"none of {count} ports is free; the last one tried is port " in ended.err
+        assert "export SHOAL_PORTS=" in ended.err
         assert "Traceback" not in ended.err
         assert "agent" not in ended.err
