@@ -144,7 +144,7 @@ def test_variables_that_are_missing_or_contradict(changes: dict[str, str], said:
 
 def test_ranks_that_it_does_not_number_on_a_node_may_be_numbered_by_hand() -> None:
     add(local_rank="")
-    assert read({**ENV, "LOCAL_RANK": "1"}).unsettled[-1] == "local_rank"
+    assert read({**ENV, "LOCAL_RANK": "1"}).unsettled[0] == "local_rank"
 
 
 @pytest.mark.parametrize(

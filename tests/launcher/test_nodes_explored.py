@@ -138,6 +138,7 @@ class RunOfNodes:
         handler: Any = object.__new__(self.meeting.NodesRendezvous)
         handler._members = Members(self.world, f"node {node}", self.state)
         handler._store = SharedStore(self.world)
+        handler._nodes = SimpleNamespace(index=-node)  # against the order of torch's ranks
         handler._processes, handler._left, handler.again = 1, [], False
         handler._open_ranks_store = lambda: 1
         handler._address, handler.attempt = "host", None

@@ -6,16 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shoal.distributed.cluster_env import ADDED, LAUNCHERS, ClusterEnvironment, check_outer
-from shoal.distributed.placement import (
-    LAST_PORT,
-    Placement,
-    divided,
-    earlier_attempts,
-    require,
-    scheduler_job,
-)
-from shoal.util.decision import Decision
+from shoal.distributed.cluster_env import ADDED, LAUNCHERS, ClusterEnvironment, place_rank
+from shoal.distributed.placement import LAST_PORT, Placement, require
 from shoal.util.errors import LaunchError
 
 Source = str | Callable[[Mapping[str, str]], object]
@@ -114,32 +106,17 @@ def _place(
     require(env, tuple(each for each in sources.values() if isinstance(each, str)))
     values = {what: _find(launcher, what, source, env) for what, source in sources.items()}
     rank, size = values["rank"].integer(0), values["size"].integer(1)
-    local_rank = values["local_rank"].integer(0) if "local_rank" in values else 0
-    address, port = values["address"].text, values["port"].integer(1, LAST_PORT)
-    if size == 1:
-        check_outer(env, size)
-    unknown = ("local_size", "node", "nodes", *({"local_rank"} - values.keys()))
-    cores = divided(cpus, 1)
-    return Placement(
+    return place_rank(
+        env,
+        cpus,
+        launcher=launcher,
         rank=rank,
         size=size,
-        local_rank=local_rank,
-        local_size=local_rank + 1,
-        node=rank,
-        nodes=size,
-        cores=cores.value,
-        address=address,
-        port=port,
-        launcher=launcher,
-        attempt=earlier_attempts(env),
-        job=scheduler_job(env),
-        unsettled=unknown if size > 1 else (),
+        local_rank=values["local_rank"].integer(0) if "local_rank" in values else None,
+        address=values["address"].text,
+        port=values["port"].integer(1, LAST_PORT),
+        sources=(str(values["address"]), str(values["port"])),
         reason=", ".join(map(str, values.values())),
-        choices=(
-            cores,
-            Decision(what="address", value=(address,), reason=f"{launcher}: {values['address']}"),
-            Decision(what="port", value=(port,), reason=f"{launcher}: {values['port']}"),
-        ),
     )
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 from shoal.distributed.cluster_env import Commands, Placement, detect, marks_found
 from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes, check_alone, read_nodes
@@ -68,9 +69,9 @@ def nodes_of_job() -> JobNodes | None:
     return read_nodes(os.environ)
 
 
-def ports(job: str) -> tuple[int, ...]:
-    """Return all ports for a rendezvous that `job` alone looks for, in the order of the attempts."""
-    return ports_of(os.environ, job, tries=LAST_PORT).value
+def ports() -> tuple[int, ...]:
+    """Return all ports of SHOAL_PORTS in a random order, for a rendezvous whose address is sent."""
+    return ports_of(os.environ, token_hex(8), tries=LAST_PORT).value
 
 
 def _ancestors() -> list[str]:

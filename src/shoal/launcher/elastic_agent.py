@@ -33,9 +33,9 @@ from torch.distributed.elastic.rendezvous import (
 
 from shoal._torch.elastic import ElasticAgent
 from shoal.distributed.cluster_env import RUN_ID
-from shoal.distributed.env_vars import worker_variables
+from shoal.distributed.env_vars import ports, worker_variables
 from shoal.distributed.placement import PORTS
-from shoal.launcher.nodes import listen, listen_on_any
+from shoal.launcher.nodes import listen
 from shoal.util.errors import LaunchError
 
 _ADDRESS = "127.0.0.1"
@@ -87,7 +87,7 @@ class LocalRendezvous(RendezvousHandler):
         """Open the next attempt's store."""
         # First close the previous store, which holds the port.
         self._server = None
-        server = listen(_ADDRESS, self._port) if self._port else listen_on_any(_ADDRESS)
+        server = listen(_ADDRESS, *((self._port,) if self._port else ports()))
         if isinstance(server, str):
             raise LaunchError(
                 given=f"a rendezvous of {self._processes} process(es) at {_ADDRESS}",

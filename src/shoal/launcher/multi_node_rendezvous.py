@@ -24,9 +24,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 
 from shoal._torch.elastic import CheckedBackend, MonitoredRendezvous
 from shoal.distributed.cluster_env import NODES_RUN_ID
+from shoal.distributed.env_vars import ports
 from shoal.launcher.attempt_outcome import AttemptOutcome, Kind
 from shoal.launcher.elastic_agent import serve
-from shoal.launcher.nodes import Nodes, differences, listen, listen_on_any, way_to, why_silent
+from shoal.launcher.nodes import Nodes, differences, listen, way_to, why_silent
 from shoal.util.clock import CLOCK, local_time, run_within
 from shoal.util.errors import LaunchError
 
@@ -226,7 +227,7 @@ class NodesRendezvous(RendezvousHandler):
         return RendezvousStoreInfo(*found[0][2:])
 
     def _open_ranks_store(self) -> int:
-        server = listen_on_any(self._address)
+        server = listen(self._address, *ports())
         if isinstance(server, str):
             raise LaunchError(
                 given=f"{self._label}, whose ranks join the rendezvous at {self._address}",

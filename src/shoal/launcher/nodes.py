@@ -6,7 +6,6 @@ import errno
 import hashlib
 import os
 import re
-import secrets
 import socket
 import sys
 from collections.abc import Mapping
@@ -14,9 +13,7 @@ from dataclasses import dataclass, field
 
 from shoal.distributed.cluster_env import Placement
 from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes
-from shoal.distributed.env_vars import ports
 from shoal.distributed.outages import address_towards
-from shoal.distributed.placement import PORTS
 from shoal.util.arguments import check_number
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
@@ -226,44 +223,40 @@ def label() -> str:
     return f"{socket.gethostname()} (process {os.getpid()})"
 
 
-def listen(host: str, port: int) -> socket.socket | str:
-    """Return a socket that listens at `host` only (port 0: a free one), or why there can't be one.
+def listen(host: str, *ports: int) -> socket.socket | str:
+    """Return a socket that listens at `host` only, on the first free port, or why there is none.
 
-    If the name means a loopback address on this machine only (`127.0.1.1` in /etc/hosts), the socket
-    listens on all interfaces, because other machines know the name by another address. Raises
-    LaunchError for an unknown name.
+    Port 0 is any free one. If the name means a loopback address on this machine only (`127.0.1.1` in
+    /etc/hosts), the socket listens on all interfaces, because other machines know the name by another
+    address. Raises LaunchError for an unknown name.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise LaunchError(
-            given=f"--rendezvous {host}:{port}",
+            given=f"--rendezvous {host}:{ports[0]}",
             found=f"the name {host} can't be resolved ({error})",
             fix="use the name or the address of one of the nodes, as all of them know it",
         ) from None
     family, _, _, _, address = found[0]
     named_here = str(address[0]).startswith("127.") and host not in ("localhost", address[0])
-    server = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("" if named_here else str(address[0]), port))
-        server.listen(1024)
-    except OSError as error:
-        server.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            return f"{host} is not an address of {socket.gethostname()}"
-        return f"port {port}: {error.strerror}"
-    return server
-
-
-def listen_on_any(host: str) -> socket.socket | str:
-    """Return a socket that listens at `host` on a free port of SHOAL_PORTS, or why there is none."""
-    found: socket.socket | str = ""
-    for port in ports(secrets.token_hex(8)):
-        found = listen(host, port)
-        if not (isinstance(found, str) and found.startswith(f"port {port}:")):
-            return found
-    return f"no port of {PORTS} is free; the last one tried is {found}"
+    why = ""
+    for port in ports:
+        server = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("" if named_here else str(address[0]), port))
+            server.listen(1024)
+        except OSError as error:
+            server.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                return f"{host} is not an address of {socket.gethostname()}"
+            why = f"port {port}: {error.strerror}"
+        else:
+            return server
+    return (
+        why if len(ports) == 1 else f"none of {len(ports)} ports is free; the last one tried is {why}"
+    )
 
 
 def why_silent(host: str, port: int) -> str:

@@ -39,8 +39,6 @@ def main(
     A failure is sent too, and not printed here. All output on stdout and stderr is appended to the file
     `log`, if there is one.
     """
-    from shoal._torch.c10d import host_stores_except  # the launcher imports this file without torch
-
     bind_to_launcher()
     if log is not None:
         _write_to(log)
@@ -50,6 +48,8 @@ def main(
     _be_called(f"{os.path.basename(command)[:11]} {rank}")
     write_variables({**variables, SAFE_PATH: "1" if job.safe_path else None})
     write_variables({REPORTS: f"{os.getpid()}:{reports.fileno()}"})
+    from shoal._torch.c10d import host_stores_except  # the launcher imports this file without torch
+
     host_stores_except(int(variables["MASTER_PORT"]))
     _take_cores(int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"]))
     try:

@@ -16,7 +16,7 @@ from shoal.distributed.cluster_env.torchrun import (
     RUN_ID,
     by_hand,
     check_agreement,
-    check_outer,
+    place_rank,
     torchrun,
 )
 from shoal.distributed.cluster_env.untested import flux, pals
@@ -60,12 +60,12 @@ __all__ = [
     "ClusterEnvironment",
     "Meeting",
     "Placement",
-    "check_outer",
     "detect",
     "expand_hosts",
     "expand_tasks",
     "marks_found",
     "order_of_detection",
+    "place_rank",
 ]
 
 

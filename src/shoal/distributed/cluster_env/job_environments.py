@@ -101,10 +101,6 @@ def _file(text: str) -> list[str]:
     return _distinct([line.split()[0] for line in lines if line.strip()])
 
 
-def _number_or_file(text: str) -> int | list[str]:
-    return int(text) if text.isdecimal() else _file(text)
-
-
 def _pairs(text: str) -> list[str]:
     return _distinct(text.split()[::2])
 

@@ -6,6 +6,7 @@ The latter are set by hand, or by a job controller of Kubernetes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shoal.distributed.placement import (
     Placement,
@@ -109,33 +110,62 @@ def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
         env = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **env}
     require(env, (*_BY_HAND, *(["LOCAL_RANK"] if env.get("LOCAL_RANK") else [])))
     rank, size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
-    local_rank = integer(env, "LOCAL_RANK", 0)
+    address, port = env["MASTER_ADDR"], master_port(env, least=0 if size == 1 else 1)
+    placed = place_rank(
+        env,
+        cpus,
+        launcher="env://",
+        rank=rank,
+        size=size,
+        local_rank=integer(env, "LOCAL_RANK") if env.get("LOCAL_RANK") else None,
+        address=address,
+        port=port,
+        sources=(f"MASTER_ADDR={address}", f"MASTER_PORT={port}"),
+        reason=spell(env, (*_BY_HAND, "LOCAL_RANK")) + (f"; one process per pod: {pod}" if pod else ""),
+    )
+    return replace(placed, unsettled=()) if pod else placed
+
+
+def place_rank(
+    env: Mapping[str, str],
+    cpus: int,
+    *,
+    launcher: str,
+    rank: int,
+    size: int,
+    local_rank: int | None,
+    address: str,
+    port: int,
+    sources: tuple[str, str],
+    reason: str,
+) -> Placement:
+    """Return the placement of a rank whose launcher does not report which ranks share its node.
+
+    `sources` say where the address and the port are from.
+    """
     if size == 1:
         check_outer(env, size)
-    unsettled: tuple[str, ...] = ("local_rank", "local_size", "node", "nodes")
-    if env.get("LOCAL_RANK"):
-        unsettled = unsettled[1:]
+    unsettled = (*(["local_rank"] if local_rank is None else []), "local_size", "node", "nodes")
     cores = divided(cpus, 1)
-    address, port = env["MASTER_ADDR"], master_port(env, least=0 if size == 1 else 1)
     return Placement(
         rank=rank,
         size=size,
-        local_rank=local_rank,
-        local_size=local_rank + 1,
+        local_rank=local_rank or 0,
+        local_size=(local_rank or 0) + 1,
         node=rank,
         nodes=size,
         cores=cores.value,
         address=address,
         port=port,
-        launcher="env://",
+        launcher=launcher,
         attempt=earlier_attempts(env),
         job=scheduler_job(env),
-        unsettled=() if pod or size == 1 else unsettled,
-        reason=spell(env, (*_BY_HAND, "LOCAL_RANK")) + (f"; one process per pod: {pod}" if pod else ""),
+        unsettled=unsettled if size > 1 else (),
+        reason=reason,
         choices=(
             cores,
-            Decision(what="address", value=(address,), reason=f"env://: MASTER_ADDR={address}"),
-            Decision(what="port", value=(port,), reason=f"env://: MASTER_PORT={port}"),
+            Decision(what="address", value=(address,), reason=f"{launcher}: {sources[0]}"),
+            Decision(what="port", value=(port,), reason=f"{launcher}: {sources[1]}"),
         ),
     )
 
