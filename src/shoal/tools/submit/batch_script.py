@@ -29,7 +29,7 @@ _FIRST_PORT, _PORTS = 10001, 10000
 MARK = "# Written by `shoal submit`"
 """The comment by which Shoal recognizes its batch scripts."""
 
-_TEMPLATE = "job.sh.jinja"
+_TEMPLATES = ("job.sh.jinja", "timed_job.sh.jinja")
 
 
 _KEEPING = (Shell('"$around"'), Shell('"$first"'))
@@ -63,9 +63,9 @@ def render(job: Job, site: Site, place: JobContext) -> str:
     """
     scheduler = site_scheduler(site)
     shell = {name: Shell(text) for name, text in scheduler.shell.items()}
-    base = resources.files(__package__).joinpath(_TEMPLATE).read_text()
+    bases = {name: resources.files(__package__).joinpath(name).read_text() for name in _TEMPLATES}
     environment = Environment(
-        loader=DictLoader({_TEMPLATE: base, "scheduler": scheduler.template}),
+        loader=DictLoader({**bases, "scheduler": scheduler.template}),
         finalize=quote_word,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -98,7 +98,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
         check_job(request, site, job)
         if not options.dry and options.out is None:
             _check_alone(run)
-            scheduler.check_nodes(job)
+            scheduler.check_queue(job)
     source = find_source(script, without=run) if options.copy else None
     made = missing_folders(run)
     jobs: tuple[str, ...] = ()
