@@ -59,7 +59,7 @@ sys.exit(int(code))
 SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
 CODES = ("75,75", "75,1", "75,124", "kill,75", "1,stays", "75,stays", "0,stays")
 START = 100.0
-"""Seconds in which a launcher must have started the ranks."""
+"""Seconds in which a launcher must have started the ranks, or ended after they have left."""
 
 
 def command(launcher: str, folder: Path) -> list[str]:
@@ -176,7 +176,7 @@ def signalled(limit: float, launcher: str, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ranks = started(launcher, folder, stays=False)
         ranks.tell(name)
-        code = ranks.end(limit)
+        code = ranks.end(START)
         ranks.close()
     killed = f"{lived:.1f} s" if lived < limit - 1 else "not"
     return {"launcher": Path(launcher).name, "signal": name, "reaches ranks as": heard,
@@ -189,7 +189,7 @@ def coded(limit: float, launcher: str, codes: str) -> dict[str, Any]:
         ranks = started(launcher, folder, codes=codes)
         (Path(folder) / "go").touch()
         gone = time.monotonic()
-        code = ranks.end(limit)
+        code = ranks.end(limit if "stays" in codes else START)
         lived = ranks.alive() - gone
         ranks.close()
         heard = ranks.words(1)
