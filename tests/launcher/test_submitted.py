@@ -304,6 +304,23 @@ def test_a_drafted_site_keeps_limits_and_what_slurm_refuses_is_passed_on(jobs: J
         assert told in done.stderr
 
 
+def test_more_than_a_partition_allows_is_refused(jobs: Jobs) -> None:
+    """Slurm itself accepts the job, and never starts it."""
+    jobs.command("scontrol", "create", "PartitionName=short", "Nodes=ALL", "MaxTime=5")
+    arguments = ("submit", "--run", "run", "--time", "10:00", "-p", "short")
+    try:
+        done = jobs.try_shoal(*arguments, "train.py")
+        assert done.returncode == 2, done.stdout
+        assert "the queue short ends jobs after 00:05:00" in done.stderr
+        assert not (jobs.folder / "run").exists()
+        jobs.shoal(*arguments, "--force", "train.py")
+        assert "can never start: it requests more time" in jobs.shoal("status", "run")
+    finally:
+        jobs.command("scancel", "--partition=short")
+        jobs.wait(jobs.gone)
+        jobs.command("scontrol", "delete", "PartitionName=short")
+
+
 SHORT = """
 import os, sys
 import torch, shoal
