@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from helpers.cluster.slurm import Cluster
-from helpers.submitted_jobs import Jobs, loss_of_one_process, losses
+from helpers.scripts import trained, trained_alone
+from helpers.submitted_jobs import Jobs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -54,19 +55,19 @@ def jobs(cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
 
 def test_a_job_that_is_told_to_save_continues_as_a_new_one(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
-    alone = loss_of_one_process(tmp_path / "alone")
-    number = jobs.submit("-p", "main", "--nodes=2", "-n", "4", "train.py", "--", "run", "4", "0.4")
+    alone = trained_alone(tmp_path / "alone")
+    number = jobs.submit("-p", "main", "--nodes=2", "-n", "4", "train.py", "--", "4", "2", "run")
     jobs.wait_for_step(3)
     jobs.command("scancel", "--batch", "--signal=USR1", number)
     jobs.wait_for_codes(75, 0)
-    assert losses(jobs.log()) == [alone], jobs.log()
+    assert trained(jobs.log()) == [alone], jobs.log()
     assert "resumed at sample" in jobs.log()
     assert [job for job, _ in jobs.ends()] == [f"{number}.mini", f"{int(number) + 1}.mini"]
     assert "finished" in jobs.shoal("status", "run")
 
 
 def test_a_job_that_is_cancelled_sees_the_mark(jobs: Jobs) -> None:
-    jobs.submit("-p", "main", "--nodes=2", "-n", "2", "train.py", "--", "run", "2", "0.5")
+    jobs.submit("-p", "main", "--nodes=2", "-n", "2", "train.py", "--", "2", "2", "run")
     jobs.wait_for_step(2)
     jobs.shoal("cancel", "run")
     jobs.wait_for_codes(75)
