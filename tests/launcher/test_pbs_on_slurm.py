@@ -14,7 +14,7 @@ from helpers.cluster.slurm import Cluster
 from helpers.scripts import trained, trained_alone
 from helpers.submitted_jobs import Jobs
 
-pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(900)]
 
 SITE = """
 scheduler = "pbs"

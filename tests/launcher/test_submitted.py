@@ -15,7 +15,7 @@ from helpers.scripts import AGREEING, trained, trained_alone
 from helpers.submitted_jobs import Jobs
 from shoal.telemetry import events
 
-pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_signal_to_one_rank_requeues_one_element(jobs: Jobs, alone: list[float
 def test_the_time_limit_is_a_requeue(jobs: Jobs, alone: list[float]) -> None:
     """Slurm tells the ranks ahead of it, to within half a minute."""
     jobs.submit("--time", "1", "-n", "2", "train.py", "--", "2", "30", "run")
-    jobs.wait_for_codes(75, 0, timeout=200)
+    jobs.wait_for_codes(75, 0)
     assert trained(jobs.log()) == [alone]
 
 
@@ -205,7 +205,7 @@ def test_a_save_after_the_time_limit_counts_too(jobs: Jobs) -> None:
     """Slurm gives a job a few seconds from SIGTERM to SIGKILL, and calls it timed out."""
     (jobs.folder / "late.py").write_text(LATE)
     jobs.submit("--time", "1", "-n", "2", "late.py")
-    jobs.wait_for_codes(75, 0, timeout=200)
+    jobs.wait_for_codes(75, 0)
     assert "DUE TO TIME LIMIT" in jobs.log()
 
 
