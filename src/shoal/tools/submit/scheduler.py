@@ -81,9 +81,8 @@ class Job(JobRequest):
     A job gets its signal to save `lead` seconds before its end. With `requeue` it may then requeue
     itself, even after `restarts` failures. `per_node` is the number of processes on each node, or on
     most. The batch script begins with the lines of `setup`, unquoted. `mpirun` are the site's words for
-    the launcher of that name, with `{per_node}`, `{cpus}` and
-    variables of the shell. `choices` has Shoal's decisions by name:
-    cpus, qos and lead.
+    the launcher of that name, with `{per_node}`, `{cpus}` and variables of the shell. `choices` has
+    Shoal's decisions by name: cpus, qos and lead.
     """
 
     name: str
