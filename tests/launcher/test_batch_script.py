@@ -377,10 +377,34 @@ def test_the_disk_of_a_node_is_one_word(name: str, fakes: Fakes, tmp_path: Path)
 def test_the_ranks_record_whether_all_have_saved(
     launcher: str, code: str, ranks: list[str], expected: int, fakes: Fakes, tmp_path: Path
 ) -> None:
+    assert end_with_records(fakes, tmp_path / "run", launcher, code, ranks) == expected
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+@pytest.mark.parametrize(
+    ("program", "killed"), [('kill -TERM $$; kill -USR1 $$; exec "$@"', False), ("exit 127", True)]
+)
+def test_no_answer_about_the_ranks_changes_nothing(
+    program: str, killed: bool, launcher: str, fakes: Fakes, tmp_path: Path
+) -> None:
+    """Schedulers send signals to all processes of a job, also to `shoal last-exit`."""
+    command = python(tmp_path, program.replace('"$@"', f'{sys.executable} "$@"'))
+    code = "1" if launcher == "torchrun" else "75"
+    ended = end_with_records(fakes, tmp_path / "run", launcher, code, ["preempted"] * 2, command)
+    assert ended == (int(code) if killed else 75)
+
+
+def end_with_records(
+    fakes: Fakes,
+    folder: Path,
+    launcher: str,
+    code: str,
+    ranks: list[str],
+    command: str = sys.executable,
+) -> int:
     """The launcher's stand-in keeps the exit code of a rank and writes what the ranks would."""
-    folder = tmp_path / "run"
     (folder / "events").mkdir()
-    where = place(folder, python=sys.executable)
+    where = place(folder, python=command)
     text = write(request(launcher=launcher, nodes=2, processes=2), PLAIN, where)
     program = fakes.path / ("mpirun" if launcher == "mpirun" else "srun")
     lines = [f"echo '{code}' > {folder}/jobs/1/first-42-0"]
@@ -396,7 +420,7 @@ def test_the_ranks_record_whether_all_have_saved(
     kept = program.read_text()
     program.write_text(kept.replace("#!/bin/bash\n", "\n".join(["#!/bin/bash", *lines, ""])))
     fakes.set("scontrol", out="node01\nJobState=RUNNING\n")
-    assert run_script(text, fakes).returncode == expected
+    return run_script(text, fakes).returncode
 
 
 def test_the_command_of_torchrun(fakes: Fakes, tmp_path: Path) -> None:

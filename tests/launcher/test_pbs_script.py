@@ -63,13 +63,20 @@ def fakes(tmp_path: Path) -> Fakes:
 
 
 def end(
-    fakes: Fakes, tmp_path: Path, launcher: str | None = None, *, site: Site = SITE, **changes: object
+    fakes: Fakes,
+    tmp_path: Path,
+    launcher: str | None = None,
+    *,
+    site: Site = SITE,
+    shell: str = "",
+    **changes: object,
 ) -> tuple[int, str]:
     """Run the batch script of a job whose mpirun is the bash text `launcher`: exit code, log."""
     if launcher is not None:
         (fakes.path / "mpirun").write_text(f"#!/bin/bash\n{launcher}\n")
     asked = request(nodes=2, processes=4, **changes)
     variables = {"PBS_JOBID": "7.pbs", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    variables |= {"BASH_ENV": shell}
     if asked.sweep:
         variables |= {"PBS_JOBID": "7[1].pbs", "PBS_ARRAY_INDEX": "1"}
     where = place(tmp_path, sweep=asked.sweep, stage=asked.stage)
@@ -119,6 +126,22 @@ def test_the_script_tells_the_ranks_before_the_time_limit(fakes: Fakes, tmp_path
     code, log = end(fakes, tmp_path, TOLD, time=5)
     assert (code, "told\n" in log, "is requeued" in log) == (75, True, True)
     assert len(fakes.calls("qsub")) == 1
+
+
+# In a shell that keeps the time, SIGTERM comes after a sleep and before the next one.
+BETWEEN = """
+[() {
+    if builtin [ "$2" = -lt ]; then touch looks; until builtin [ -e told ]; do /bin/sleep 0.01; done; fi
+    builtin [ "$@"
+}
+kill() { builtin kill "$@"; touch told; }
+"""
+
+
+def test_the_timer_ends_with_the_launcher(fakes: Fakes, tmp_path: Path) -> None:
+    (tmp_path / "between").write_text(BETWEEN)
+    waits = "until [ -e looks ]; do /bin/sleep 0.01; done"
+    assert end(fakes, tmp_path, waits, shell=str(tmp_path / "between"))[0] == 0
 
 
 def test_cancel_is_a_mark_that_the_script_looks_for(fakes: Fakes, tmp_path: Path) -> None:
