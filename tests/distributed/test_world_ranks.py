@@ -354,7 +354,7 @@ def wait_begun_during_check(world: shoal.World) -> None:
         def begun(lines: Any) -> Any:
             checked.set()
             wait_for(lambda: watch._counts() != before)
-            return original(stacks.main_stack())
+            return original(stacks.thread_stack(threading.main_thread()))
 
         watch._waits = begun
         assert checked.wait(100)
