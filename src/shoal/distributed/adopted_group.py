@@ -73,21 +73,27 @@ def find_group() -> AdoptedGroup | None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    rank, group = dist.get_rank(), dist.group.WORLD
-    groups = c10d.process_groups()
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    groups, config = c10d.process_groups(), str(dist.get_backend_config(group))
     if any(each in _FORMED for each in groups):
         raise LaunchError(
-            given=f"shoal.init() on rank {rank} of {dist.get_world_size()}",
+            given=f"shoal.init() on rank {rank} of {size}",
             found="an earlier World of this process is still open",
             fix="close it before: `with shoal.init() as world:`, or world.close()",
+        )
+    if "fake" in config:
+        raise LaunchError(
+            given=f"shoal.init() on rank {rank} of {size} of a process group with {config}",
+            found="its other ranks do not exist",
+            fix=f"leave init_process_group out and use a launcher: shoal run -n {size} script.py",
         )
     store = c10d.default_store()
     # Counted in the store, since processes of a pool may have had different numbers of worlds before.
     number = store.add(f"shoal/worlds/{rank}", 1)
     return AdoptedGroup(
         rank=rank,
-        size=dist.get_world_size(),
-        config=str(dist.get_backend_config(group)),
+        size=size,
+        config=config,
         assigned=_assigned(getattr(group, "bound_device_id", None)),
         kept={each: c10d.timeout_of(each) for each in groups},
         store=PrefixStore(f"shoal/world/{number}", store),

@@ -451,11 +451,12 @@ class World:
         self.watchdog.leave()
         if self.group is not None and dist.is_initialized():
             teardown.leave_groups(error, exiting=exiting, kept=self._kept)
-            for group, limit in self._kept.items():
-                if limit is not None:
+            for group in c10d.process_groups():
+                if limit := self._kept.get(group):
                     c10d.set_timeout(group, limit)
         env_vars.remove_defaults(self._variables)
-        self.group = None
+        self.group = self._store = None
+        self._kept = {}
 
     def _renumber(self, members: Sequence[int], lost: Sequence[int]) -> None:
         """Continue with `members`, given by their original ranks, and without the `lost` ranks."""

@@ -8,7 +8,6 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shoal._torch.simulation import form_fake_group
-from shoal.distributed.adopted_group import note_formed
 from shoal.distributed.initialize import JoinedWorld
 from shoal.distributed.layout import Layout
 from shoal.distributed.placement import Placement
@@ -61,7 +60,7 @@ def simulated_world(layout: Layout, rank: int, devices: int) -> SimulatedWorld:
         layout=layout,
         device=device,
         devices=(device,),
-        group=note_formed(form_fake_group(rank, size)) if size > 1 else None,
+        group=form_fake_group(rank, size) if size > 1 else None,
         store=HashStore(),
         choices=(),
         told="",
