@@ -288,18 +288,18 @@ def _address(placement: Placement) -> str:
 @contextmanager
 def _explained(placement: Placement) -> Iterator[None]:
     """Raise LaunchError in place of torch's errors if ranks can't join the rendezvous."""
-    address = _address(placement)
+    at = f" at {_address(placement)}" if placement.address else ""
     try:
         yield
     except (dist.DistError, RuntimeError, ValueError) as error:
         in_use = "EADDRINUSE" in str(error)
         explained = LaunchError(
-            given=f"rank {placement.rank} of {placement.size} at {address} ({placement.launcher})",
+            given=f"rank {placement.rank} of {placement.size}{at} ({placement.launcher})",
             found=f"port {placement.port} is in use" if in_use else str(error).splitlines()[0],
             fix="export MASTER_PORT=N with a free port N (ss -ltn lists those in use)"
             if in_use
             else "check that the launcher started every rank, and that rank 0's host can be reached: "
-            f"ping {placement.address}",
+            f"ping {placement.address or 'HOST'}",
         )
         late = isinstance(error, dist.DistError) and not in_use
         raise note_cause(explained, RENDEZVOUS if late else "") from None
