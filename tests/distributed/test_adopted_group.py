@@ -15,12 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 import shoal
 from helpers.ranks import PRELOADED
 from helpers.small_training import sgd, squared_error
 from shoal._torch import c10d
+from shoal.distributed.adopted_group import AdoptedGroup
+from shoal.distributed.device import backends, choose_device
+from shoal.distributed.env_vars import placement
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -201,6 +205,26 @@ def test_refused(
     for text, whole in spawned(2, refusal, options, twice):
         assert all(each in text for each in ["given: ", "found: ", "fix: ", *said]), text
         assert whole
+
+
+@pytest.mark.parametrize(
+    ("config", "made"),
+    [
+        ("cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("cpu:gloo,cuda:gloo", "gloo"),
+    ],
+)
+def test_the_second_group_serves_the_host_too(config: str, made: str) -> None:
+    existing = AdoptedGroup(rank=0, size=2, config=config, assigned=None, kept={}, store=HashStore())
+    device = torch.device("cuda", 0)
+    assert backends(existing.choose_backend(None, device).value, device) == made
+
+
+def test_an_assigned_device_is_taken_and_said() -> None:
+    assigned = (torch.device("cpu"), "ACCELERATE_TORCH_DEVICE=cpu")
+    chosen = choose_device(None, placement({}), assigned=assigned)
+    assert (chosen.value.type, chosen.reason) == ("cpu", "assigned by ACCELERATE_TORCH_DEVICE=cpu")
 
 
 def fail_on_one() -> tuple[str, bool]:

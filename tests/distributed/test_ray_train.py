@@ -156,6 +156,9 @@ def test_ray_train_ends_as_one_process(case: str, tmp_path: Path) -> None:
     covered = shoal.coverage(tmp_path / "ray" / "run")
     assert (covered.end, covered.missed, covered.repeated) == (202, [], [])
     result = json.loads((tmp_path / "ray" / "result.json").read_text())
-    assert sorted(result["all"]) == ["step-10", "step-20"]
+    reported = set(result["all"])
+    # Ray forgets a report that its controller has not read when a worker dies.
+    assert {"step-20"} <= reported <= {"step-10", "step-20"}
+    assert case != "plain" or reported == {"step-10", "step-20"}
     assert Path(result["checkpoint"]).parent.parent == tmp_path / "ray" / "storage"
     assert (Path(result["checkpoint"]) / "manifest.json").is_file()
