@@ -29,7 +29,7 @@ _FIRST_PORT, _PORTS = 10001, 10000
 MARK = "# Written by `shoal submit`"
 """The comment by which Shoal recognizes its batch scripts."""
 
-_TEMPLATE = "job.sh.jinja"
+_TEMPLATES = ("job.sh.jinja", "timed_job.sh.jinja")
 
 
 _KEEPING = (Shell('"$around"'), Shell('"$first"'))
@@ -63,9 +63,9 @@ def render(job: Job, site: Site, place: JobContext) -> str:
     """
     scheduler = site_scheduler(site)
     shell = {name: Shell(text) for name, text in scheduler.shell.items()}
-    base = resources.files(__package__).joinpath(_TEMPLATE).read_text()
+    bases = {name: resources.files(__package__).joinpath(name).read_text() for name in _TEMPLATES}
     environment = Environment(
-        loader=DictLoader({_TEMPLATE: base, "scheduler": scheduler.template}),
+        loader=DictLoader({**bases, "scheduler": scheduler.template}),
         finalize=quote_word,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -104,6 +104,12 @@ def render(job: Job, site: Site, place: JobContext) -> str:
         events=str(path_of(place.run, 0)),
         local=quote_expression(site.local or scheduler.shell["local"]),
         stage=[os.path.split(path) for path in place.stage],
+        last_exit=quote_words(
+            [
+                *_container(site, place),
+                *module_command("shoal", "last-exit", place.run, python=_staged(place.python, place)),
+            ]
+        ),
         program=quote_words(_around(_program(job, site, place, scheduler))),
         turns=[(turn.log, _turn(turn, job, site, place, scheduler)) for turn in job.turns],
         limit=job.limit,
@@ -127,13 +133,7 @@ def _around(program: Sequence[str]) -> Sequence[str]:
 
 def _program(job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> Sequence[str]:
     """Return the words of the command of each rank, or agent of torchrun."""
-    words: list[str] = []
-    if place.image is not None:
-        words += [*site.container]
-        for path in dict.fromkeys((place.directory, place.folder)):
-            words += ["--bind", path]
-        words += ["--bind", Shell('"$staged"')] if place.stage else []
-        words += [place.image]
+    words = _container(site, place)
     python = _staged(place.python, place)
     script = [place.script, *(_staged(word, place) for word in place.args)]
     if job.launcher == "torchrun":
@@ -147,6 +147,17 @@ def _program(job: Job, site: Site, place: JobContext, scheduler: Scheduler) -> S
     else:
         words += script_command(*script, python=python)
     return words
+
+
+def _container(site: Site, place: JobContext) -> list[str]:
+    """Return the words before a command that runs it in the job's container, if there is one."""
+    if place.image is None:
+        return []
+    words = [*site.container]
+    for path in dict.fromkeys((place.directory, place.folder)):
+        words += ["--bind", path]
+    words += ["--bind", Shell('"$staged"')] if place.stage else []
+    return [*words, place.image]
 
 
 def _staged(word: str, place: JobContext) -> str:

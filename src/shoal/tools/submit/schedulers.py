@@ -27,5 +27,5 @@ def find_scheduler(name: str, given: str) -> Scheduler:
 
 def scheduler_here() -> Scheduler:
     """Return the first scheduler whose commands this machine has, or the default one."""
-    there = (each for each in SCHEDULERS.values() if shutil.which(each.profile.submit_program))
+    there = (each for each in SCHEDULERS.values() if shutil.which(each.profile.own_program))
     return next(there, next(iter(SCHEDULERS.values())))

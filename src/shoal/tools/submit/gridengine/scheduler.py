@@ -103,7 +103,11 @@ class GridEngine:
 
     # A job's own script sends the signal before the time limit, which counts from a little earlier.
     profile = SchedulerProfile(
-        title="Grid Engine", submit_program="qsub", launchers=("mpirun",), signal_delay=5
+        title="Grid Engine",
+        submit_program="qsub",
+        own_program="qconf",
+        launchers=("mpirun",),
+        signal_delay=5,
     )
     shell: ClassVar[Mapping[str, str]] = {
         "job_id": "$JOB_ID",
@@ -142,7 +146,7 @@ class GridEngine:
         """Raise LaunchError if qmaster does not answer."""
         _COMMANDS.run(["qstat"])
 
-    def check_nodes(self, job: Job) -> None:
+    def check_queue(self, job: Job) -> None:
         """Raise LaunchError if the parallel environment places the slots on other nodes."""
         if job.parallel_environment is None or job.nodes * slots_on_node(job) == 1:
             return

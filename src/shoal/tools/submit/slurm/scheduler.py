@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
+from shoal.distributed import env_vars
 from shoal.tools.submit.scheduler import (
     Job,
     QueuedJob,
     SchedulerProfile,
+    check_limits,
     mpirun_command,
     quote_word,
 )
@@ -121,6 +124,7 @@ class Slurm:
     profile = SchedulerProfile(
         title="Slurm",
         submit_program="sbatch",
+        own_program="sbatch",
         launchers=("srun", "torchrun", "mpirun"),
         # Slurm documents a delay of up to one minute; 14 s were measured.
         signal_delay=60,
@@ -165,8 +169,24 @@ class Slurm:
         """Raise LaunchError if there is no sbatch."""
         run_command(["sbatch", "--version"])
 
-    def check_nodes(self, job: Job) -> None:
-        """Raise nothing: Slurm rejects or runs a job as it is."""
+    def check_queue(self, job: Job) -> None:
+        """Raise LaunchError for more time or nodes than each of its partitions allows.
+
+        With `EnforcePartLimits=NO`, the default, Slurm accepts such a job and never starts it.
+        """
+        if any(option.startswith("--partition") for option in job.options):
+            return
+        names = (job.partition or env_vars.variable("SBATCH_PARTITION")).split(",")
+        lines = run_command(["scontrol", "--oneliner", "show", "partition"]).splitlines()
+        every = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
+        used = [
+            each
+            for each in every
+            if each.get("PartitionName") in names or (names == [""] and each.get("Default") == "YES")
+        ]
+        times = [site_draft.parse_limit(each["MaxTime"]) or math.inf for each in used]
+        nodes = [float(each["MaxNodes"].replace("UNLIMITED", "inf")) for each in used]
+        check_limits(job, time=max(times, default=math.inf), nodes=max(nodes, default=math.inf))
 
     def submit(self, script: Path, *, after: str | None) -> str:
         """Submit a batch script with sbatch and return the job number."""
