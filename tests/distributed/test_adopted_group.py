@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import shoal
 from helpers.ranks import PRELOADED
+from helpers.scripts import AGREEING, Script, trained, trained_alone
 from helpers.small_training import sgd, squared_error
 from shoal._torch import c10d
 from shoal.distributed.adopted_group import AdoptedGroup
@@ -262,3 +264,21 @@ def hang_in_a_thread() -> None:
 
 def test_a_hang_outside_of_the_main_thread_ends_all_ranks(spawned: Callable[..., list[Any]]) -> None:
     assert spawned(2, hang_in_a_thread) == [124, 124]
+
+
+@pytest.mark.full
+def test_a_restart_of_a_script_with_its_own_group_resumes(
+    start: Callable[..., Script], tmp_path: Path
+) -> None:
+    """The launcher and its attempts are those of the variables, which agree with the group."""
+    (tmp_path / "alone").mkdir()
+    expected = trained_alone(tmp_path / "alone")
+    group = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    dies = "if (world.rank, step.number, first) == (1, 7, True): os._exit(3)"
+    text = AGREEING.replace("step(batch)\n", f"step(batch)\n                {dies}\n")
+    command = [sys.executable, "-m", "shoal", "run", "--restarts", "1", "-n", "2"]
+    ended = start(group + text.replace("tick()", "tick(every=2)"), command, "2", "0", "run").end()
+    assert ended.code == 0, ended.err
+    assert "launched by shoal run" in ended.err
+    assert "attempt 1 with" in ended.out
+    assert trained(ended.out) == [expected]
