@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -81,15 +82,18 @@ def find_group() -> AdoptedGroup | None:
             found="an earlier World of this process is still open",
             fix="close it before: `with shoal.init() as world:`, or world.close()",
         )
-    if "fake" in config:
+    store, number = c10d.default_store(), 0
+    if "fake" not in config:
+        with suppress(RuntimeError):  # MPI's groups have no store
+            # Processes of a pool may have had different numbers of worlds before: the store counts.
+            number = store.add(f"shoal/worlds/{rank}", 1)
+    if not number:
         raise LaunchError(
             given=f"shoal.init() on rank {rank} of {size} of a process group with {config}",
-            found="its other ranks do not exist",
-            fix=f"leave init_process_group out and use a launcher: shoal run -n {size} script.py",
+            found="that group has no store through which its ranks can exchange addresses",
+            fix=f"leave init_process_group out: shoal run -n {size} script.py, or under mpirun "
+            "shoal.init(backend='mpi')",
         )
-    store = c10d.default_store()
-    # Counted in the store, since processes of a pool may have had different numbers of worlds before.
-    number = store.add(f"shoal/worlds/{rank}", 1)
     return AdoptedGroup(
         rank=rank,
         size=size,
