@@ -118,13 +118,11 @@ class Launched:
 
     def heard(self) -> str:
         """The signals that both ranks have received; in brackets those of one."""
-        each = [
-            dict.fromkeys(word.removeprefix("SIG") for word in self.words(rank) if "SIG" in word)
-            for rank in (0, 1)
-        ]
-        both = [name for name in each[0] if name in each[1]]
-        one = [f"({name})" for name in dict.fromkeys([*each[0], *each[1]]) if name not in both]
-        return " ".join([*both, *one]) or "none"
+        first, second = (
+            {word.removeprefix("SIG") for word in self.words(rank) if "SIG" in word} for rank in (0, 1)
+        )
+        one = [f"({name})" for name in sorted(first ^ second)]
+        return " ".join([*sorted(first & second), *one]) or "none"
 
     def last_alive(self, limit: float) -> float:
         """The time of the last sign of life of a rank, which may survive its launcher."""

@@ -106,5 +106,6 @@ def test_the_same_command_after_a_requeue(
 
     wait_for(lambda: any((tmp_path / "run/checkpoints").glob("step-3")), every=0.1, told=told)
     assert cluster.run(["scontrol", "requeue", number]).returncode == 0
-    wait_for(lambda: "attempt 1" in told(), every=0.1, told=told)
+    wait_for(lambda: trained(told()) != [], every=0.1, told=told)
     assert trained(told()) == [alone]
+    assert "attempt 1 with" in told()

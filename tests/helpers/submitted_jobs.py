@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from helpers.cluster.nodes import NodeCluster
-from helpers.commands import wait_for
+from helpers.commands import GONE_WITHIN, wait_for
 from helpers.scripts import AGREEING
 from shoal.telemetry import events
 
@@ -55,7 +55,7 @@ class Jobs:
         lines = path.read_text().splitlines() if path.exists() else []
         return [(line.split()[0], int(line.split()[2])) for line in lines]
 
-    def wait(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+    def wait(self, condition: Callable[[], bool], timeout: float = GONE_WITHIN) -> None:
         def told() -> str:
             return f"{self.log()}\n{self.cluster.queue()}"
 
@@ -69,7 +69,7 @@ class Jobs:
     def wait_for_files(self, *names: str) -> None:
         self.wait(lambda: all((self.folder / name).exists() for name in names))
 
-    def wait_for_codes(self, *codes: int, timeout: float = 120) -> None:
+    def wait_for_codes(self, *codes: int, timeout: float = GONE_WITHIN) -> None:
         """Until the job has ended so often, each time with such an exit code."""
         self.wait(lambda: len(self.ends()) == len(codes), timeout)
         assert tuple(code for _, code in self.ends()) == codes, self.log()

@@ -14,7 +14,7 @@ from helpers.scripts import trained, trained_alone
 from helpers.submitted_jobs import Jobs
 from shoal.tools.submit.site_catalog import read_site
 
-pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(900)]
 PLACES = pytest.mark.parametrize(
     "place", ["-p one --nodes=2 -n 2", pytest.param("-p smp -n 2", marks=pytest.mark.long)]
 )
@@ -109,7 +109,7 @@ def test_the_time_limit_is_a_requeue(seconds: str, same: bool, jobs: Jobs, alone
     """The batch script tells the ranks 15 s before it; a step of 30 s ends after it."""
     place = ("--time", "1", "-p", "smp", "-n", "2")
     number = jobs.submit(*place, "train.py", "--", "2", seconds, "run")
-    jobs.wait_for_codes(75, 0, timeout=250)
+    jobs.wait_for_codes(75, 0)
     assert [job == number for job, _ in jobs.ends()] == [True, same]
     assert trained(jobs.log()) == [alone]
 
@@ -195,7 +195,7 @@ def test_a_node_dies(place: str, jobs: Jobs, cluster: GridEngine, alone: list[fl
     [lost] = set(used) - set(first) or first
     cluster.kill(lost)
     try:
-        jobs.wait(lambda: trained(jobs.log()) != [], 200)
+        jobs.wait(lambda: trained(jobs.log()) != [])
     finally:
         cluster.revive(lost)
     assert trained(jobs.log()) == [alone], jobs.log()

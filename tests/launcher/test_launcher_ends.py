@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(500)]
 # SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP; then the exit codes for ranks with 75 and 75, 75 and 1.
 FORWARDED = [("USR1", 75), ("USR2", 75)]
 SIGNALS = {
-    "shoal": [("TERM CONT", 75), *FORWARDED, ("TERM CONT", 75)],
+    "shoal": [("CONT TERM", 75), *FORWARDED, ("CONT TERM", 75)],
     "torchrun": [("TERM", 1), ("none", -10), ("none", -12), ("HUP", 1)],
     "mpirun.openmpi": [("CONT TERM", 1), *FORWARDED, ("CONT TERM", 1)],
     "mpirun.mpich": [("TERM", 75), ("USR1", 75), ("none", -12), ("none", -1)],

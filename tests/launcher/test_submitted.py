@@ -15,7 +15,7 @@ from helpers.scripts import AGREEING, trained, trained_alone
 from helpers.submitted_jobs import Jobs
 from shoal.telemetry import events
 
-pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_signal_to_one_rank_requeues_one_element(jobs: Jobs, alone: list[float
 def test_the_time_limit_is_a_requeue(jobs: Jobs, alone: list[float]) -> None:
     """Slurm tells the ranks ahead of it, to within half a minute."""
     jobs.submit("--time", "1", "-n", "2", "train.py", "--", "2", "30", "run")
-    jobs.wait_for_codes(75, 0, timeout=200)
+    jobs.wait_for_codes(75, 0)
     assert trained(jobs.log()) == [alone]
 
 
@@ -205,7 +205,7 @@ def test_a_save_after_the_time_limit_counts_too(jobs: Jobs) -> None:
     """Slurm gives a job a few seconds from SIGTERM to SIGKILL, and calls it timed out."""
     (jobs.folder / "late.py").write_text(LATE)
     jobs.submit("--time", "1", "-n", "2", "late.py")
-    jobs.wait_for_codes(75, 0, timeout=200)
+    jobs.wait_for_codes(75, 0)
     assert "DUE TO TIME LIMIT" in jobs.log()
 
 
@@ -302,6 +302,23 @@ def test_a_drafted_site_keeps_limits_and_what_slurm_refuses_is_passed_on(jobs: J
         done = jobs.try_shoal("submit", "--time", "10:00", *arguments, "train.py")
         assert done.returncode == 2, done.stdout
         assert told in done.stderr
+
+
+def test_more_than_a_partition_allows_is_refused(jobs: Jobs) -> None:
+    """Slurm itself accepts the job, and never starts it."""
+    jobs.command("scontrol", "create", "PartitionName=short", "Nodes=ALL", "MaxTime=5")
+    arguments = ("submit", "--run", "run", "--time", "10:00", "-p", "short")
+    try:
+        done = jobs.try_shoal(*arguments, "train.py")
+        assert done.returncode == 2, done.stdout
+        assert "the queue short ends jobs after 00:05:00" in done.stderr
+        assert not (jobs.folder / "run").exists()
+        jobs.shoal(*arguments, "--force", "train.py")
+        assert "can never start: it requests more time" in jobs.shoal("status", "run")
+    finally:
+        jobs.command("scancel", "--partition=short")
+        jobs.wait(jobs.gone)
+        jobs.command("scontrol", "delete", "PartitionName=short")
 
 
 SHORT = """

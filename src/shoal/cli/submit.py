@@ -171,7 +171,7 @@ def submit(
     copy: _Copy = True,
     force: Force = False,
 ) -> None:
-    """Submit a script to Slurm or Grid Engine.
+    """Submit a script to Slurm, Grid Engine or PBS.
 
     Shoal checks the job against the cluster profile and runs a copy of the source. Before the time
     limit or a preemption, the job saves a checkpoint and returns to the queue.

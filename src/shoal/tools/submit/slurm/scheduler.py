@@ -19,7 +19,7 @@ from shoal.tools.submit.scheduler import (
     quote_word,
 )
 from shoal.tools.submit.slurm import site_draft
-from shoal.tools.submit.slurm.queue import FORMAT, parse_queue, run_command
+from shoal.tools.submit.slurm.queue import FORMAT, SLURM, parse_queue, run_command
 from shoal.tools.submit.times import spell_time
 from shoal.util.errors import LaunchError
 
@@ -115,9 +115,6 @@ def _cpus_per_task(job: Job) -> int | None:
     return job.cpus * job.per_node
 
 
-_NUMBER = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
-
-
 class Slurm:
     """Slurm, by its commands."""
 
@@ -192,14 +189,7 @@ class Slurm:
         """Submit a batch script with sbatch and return the job number."""
         order = [] if after is None else [f"--dependency=afterany:{after}"]
         printed = run_command(["sbatch", "--parsable", *order, str(script)])
-        found = _NUMBER.findall(printed)
-        if not found:
-            raise LaunchError(
-                given="sbatch --parsable",
-                found=f"it succeeded, but printed no job number: {printed.strip()[:200]!r}",
-                fix="find the job with `squeue --me` and cancel it, since its files have been removed",
-            )
-        return str(found[-1])  # a site's wrapper of sbatch may print more before it
+        return SLURM.find_job(printed, r"^(\d+)(?:;.*)?$")
 
     def queued(self, jobs: Sequence[str]) -> list[QueuedJob]:
         """Return the jobs that squeue lists, which it does for some minutes after their end."""
