@@ -128,7 +128,7 @@ def test_process_groups_and_store(group: Any) -> None:
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     assert c10d.has_rpc_agent() is False
     dist.new_group([0])
-    c10d.abort_process_groups()
+    c10d.end_process_groups((), abort=True)
     assert (dist.is_initialized(), list(c10d.process_groups())) == (False, [])
 
 

@@ -61,6 +61,7 @@ RECORDED = {
     "slurm-by-hand": ("srun", "0120", "3331", "0001"),
     "slurm-one-task-of-four": ("srun", "0", "1", "0"),
     "env-by-hand": ("env://", "00", "11", "01"),  # until the ranks have met
+    "ray-train": ("Ray", "01", "12", "01"),  # until then too
 }
 
 
@@ -90,6 +91,14 @@ def test_all_recordings_are_used_and_names_of_jobs_differ() -> None:
     jobs = {name: read_all(name)[0].meeting for name in RECORDED}
     met = [meeting.job for meeting in jobs.values() if meeting is not None]
     assert len(set(met)) == len(met)
+
+
+def test_an_actor_of_ray_is_alone_whatever_started_its_raylet() -> None:
+    raylet = {"RAY_RAYLET_PID": "7"}
+    found = read({**change("slurm-cyclic", 2), **raylet})
+    assert (found.rank, found.size, found.launcher, found.job) == (0, 1, "Ray", "")
+    # A `shoal run` in it is nearer.
+    assert read({**change("torchrun"), **raylet}).launcher == "torchrun"
 
 
 @pytest.mark.parametrize("name", ["open-mpi-4-in-salloc", "mpich-4-in-salloc"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
@@ -177,7 +178,7 @@ def test_reports_and_tables() -> None:
 
 
 def test_where_the_main_thread_is() -> None:
-    lines = stacks.main_stack()
+    lines = stacks.thread_stack(threading.main_thread())
     assert stacks.own_line(lines).function == "test_where_the_main_thread_is"
     assert stacks.busy(lines) == stacks.communication(lines) == ""
 

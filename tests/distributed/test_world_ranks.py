@@ -354,7 +354,7 @@ def wait_begun_during_check(world: shoal.World) -> None:
         def begun(lines: Any) -> Any:
             checked.set()
             wait_for(lambda: watch._counts() != before)
-            return original(stacks.main_stack())
+            return original(stacks.thread_stack(threading.main_thread()))
 
         watch._waits = begun
         assert checked.wait(100)
@@ -426,14 +426,14 @@ def test_the_default_dtype_and_device_are_those_of_all_ranks(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_process_group_that_no_launcher_knows_of_is_not_ignored(size: int) -> None:
+def test_a_simulated_process_group_is_not_adopted(size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
     try:
         if size == 1:
             with shoal.init() as world:
                 assert world.size == 1
         else:
-            with pytest.raises(LaunchError, match="would train alone") as raised:
+            with pytest.raises(LaunchError, match="has no store through which") as raised:
                 shoal.init()
             assert f"rank {size - 1} of {size}" in raised.value.given
             assert f"shoal run -n {size} script.py" in raised.value.fix

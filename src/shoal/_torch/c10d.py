@@ -6,7 +6,7 @@ The default store, process groups, their records, RPC's agent, the all-gather of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +30,19 @@ def all_gather_tensor(output: Tensor, part: Tensor, **options: Any) -> Any:
 def default_store() -> Any:
     """Return the store that formed the default process group. torch has no public access to it."""
     return required(distributed_c10d, "_get_default_store", "a world of several ranks")()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the time limit of collectives of `group`, which torch lets one set only.
+
+    None where torch lacks the name, or the group has no limit.
+    """
+    try:
+        backend: Any = group._get_backend(group._device_types[0])
+        limit: timedelta = backend.options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    return limit
 
 
 def host_stores_except(port: int) -> None:
@@ -59,13 +72,19 @@ def process_groups() -> dict[dist.ProcessGroup, str]:
     return dict(getattr(world, "pg_names", ()))
 
 
-def abort_process_groups() -> None:
-    """End all process groups of this process without waiting for collectives that they have begun.
+def end_process_groups(kept: Collection[dist.ProcessGroup], *, abort: bool) -> None:
+    """End all process groups of this process but those in `kept`.
 
-    A backend that can't be aborted is left as it is. Where torch lacks the name, groups are destroyed,
-    which may wait.
+    With `abort`, it does not wait for collectives that they have begun. A backend that can't be aborted
+    is left as it is. Where torch lacks the name, groups are destroyed, which may wait.
     """
-    getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)()
+    destroy = dist.destroy_process_group
+    end = getattr(distributed_c10d, "_abort_process_group", destroy) if abort else destroy
+    if not kept:
+        end()
+        return
+    for group in reversed([each for each in process_groups() if each not in kept]):
+        end(group)
 
 
 def operator_group(arguments: Sequence[Any]) -> dist.ProcessGroup | None:

@@ -126,7 +126,11 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch:_C._current_graph_task_id",
     ),
     "torch's dispatch modes see how collectives are compared": (f"{_DISPATCH}_disable_current_modes",),
-    "a world of several ranks stops with an error when it is made": (f"{_C10D}_get_default_store",),
+    "a process group that exists can't be adopted": (f"{_C10D}_get_default_store",),
+    "the time limit of an adopted process group stays changed": (
+        "torch.distributed:ProcessGroup._get_backend",
+        "torch.distributed:ProcessGroupGloo._Options._timeout",
+    ),
     "a script under `shoal run` that sets a port of its own waits for its store": (
         "torch.distributed.rendezvous:_create_c10d_store",
     ),

@@ -46,12 +46,16 @@ class RankDevice(NamedTuple):
 
 
 def choose_device(
-    device: str | torch.device | None, placement: Placement, count: int = 1
+    device: str | torch.device | None,
+    placement: Placement,
+    count: int = 1,
+    assigned: tuple[torch.device, str] | None = None,
 ) -> Decision[torch.device]:
     """Return the device of this rank, or the first if it has several.
 
-    It is `device` if given, else the one that the script has set in torch before, else the visible GPU
-    with the number of the local rank, else the CPU.
+    It is `device` if given, else the one that was `assigned`, as by a call or a variable, else the one
+    that the script has set in torch before, else the visible GPU with the number of the local rank,
+    else the CPU.
     A type without a number, such as "cuda", is the GPU of the local rank too; with `count` devices per
     rank, it is the first of them. If each task sees only `count` GPUs, these are its devices for any
     local rank.
@@ -60,8 +64,9 @@ def choose_device(
     kind, by, given = accelerator.current()[0] or "cuda", GIVEN, f"device={str(device)!r}"
     cpu = "pass device='cpu'"
     if device is None:
-        device, given = _set_before()
-        by, cpu = f"the script has called {given}", "torch.set_default_device('cpu')"
+        device, given = assigned or _set_before()
+        by = f"assigned by {given}" if assigned else f"the script has called {given}"
+        cpu = "torch.set_default_device('cpu')"
     elif (default := default_device()) is not None:
         _check_default(default, device, given)
     if device is not None:

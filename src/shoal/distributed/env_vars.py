@@ -8,7 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from secrets import token_hex
 
-from shoal.distributed.cluster_env import Commands, Placement, detect, kill_times, marks_found
+from shoal.distributed.cluster_env import (
+    Commands,
+    Placement,
+    adopt,
+    detect,
+    kill_times,
+    marks_found,
+)
 from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes, check_alone, read_nodes
 from shoal.distributed.placement import LAST_PORT, integer, ports_of
 from shoal.util.safe_text import is_secret, passwords
@@ -24,6 +31,9 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 TENSORPIPE = "TP_SOCKET_IFNAME"
 """Sets the network interface of torch's RPC."""
+
+ASSIGNED_DEVICE = "ACCELERATE_TORCH_DEVICE"
+"""The device that Ray Train has assigned to a worker."""
 
 SITE = "SHOAL_SITE"
 """Sets the site of `shoal submit` if its command line has none."""
@@ -57,6 +67,12 @@ def placement(
         len(os.sched_getaffinity(0)) if cpus is None else cpus,
         _ancestors if commands is None else commands,
     )
+
+
+def adopted_placement(rank: int, size: int) -> Placement:
+    """Return the placement of this process as a rank of a process group that exists; see `adopt`."""
+    cpus = len(os.sched_getaffinity(0))
+    return adopt(os.environ, cpus, _ancestors, rank=rank, size=size)
 
 
 def warn_alone() -> str:

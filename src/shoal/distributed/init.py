@@ -32,7 +32,7 @@ def init(
     virtual_ranks: int = VIRTUAL_RANKS,
     alone: bool = False,
 ) -> World:
-    """Join the process group that a launcher started, or create a world of size 1.
+    """Join the ranks that a launcher started, or those of a process group, or create a world of size 1.
 
     Use the result as a context manager: at the end of its block, this process leaves the process group
     and Shoal restores the settings that `init` changed. With several ranks, `init` sets the number of
@@ -40,6 +40,9 @@ def init(
     (torchrun's OMP_NUM_THREADS=1 does not count). Rank 0 prints the number on stderr;
     `torch.set_num_threads` changes it afterwards. While a world of several ranks exists, MASTER_ADDR,
     MASTER_PORT and, under srun, SLURM_CPUS_PER_TASK are in the environment.
+
+    A default process group of several ranks that exists, as in Ray Train, is adopted: the world has its
+    ranks and its backend, and closing the world leaves it usable.
 
     `World.decisions` lists every decision with its reason, and `shoal info` prints them.
 
@@ -78,8 +81,8 @@ def init(
 
     Raises:
         LaunchError: If the environment variables contradict each other, the device or backend is not
-            available, torch has another default device, the process group can't form, or torch already
-            has one.
+            available, torch has another default device, the process group can't form, it contradicts an
+            argument, or an earlier World is open.
         LayoutError: If the layout does not fit the number of processes, or does not allow
             `exact="bits"`.
 

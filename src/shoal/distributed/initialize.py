@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from shoal._torch.names import note_untested
 from shoal.distributed import cpu_affinity, env_vars, interfaces, mpi, objects
 from shoal.distributed import rendezvous as meeting
+from shoal.distributed.adopted_group import AdoptedGroup, check_group_of_one, find_group, note_formed
 from shoal.distributed.cluster_env import Placement
 from shoal.distributed.device import (
     MPI,
@@ -53,7 +54,8 @@ class JoinedWorld:
 
     `told` is the line that rank 0 prints about it; empty elsewhere. `host` is the address by which
     other ranks reach this one. `variables` are the environment variables that were set, for the
-    backends and for scripts.
+    backends and for scripts. `store` is the ranks' common store, None for a single process. `kept` are
+    the process groups that existed before, with their time limits.
     """
 
     placement: Placement
@@ -66,6 +68,8 @@ class JoinedWorld:
     host: str = "127.0.0.1"
     variables: Mapping[str, str] = field(default_factory=dict)
     virtual_ranks: VirtualRanks | None = None
+    store: Store | None = None
+    kept: Mapping[dist.ProcessGroup, timedelta | None] = field(default_factory=dict)
 
 
 def join(
@@ -80,20 +84,21 @@ def join(
     alone: bool = False,
 ) -> JoinedWorld:
     """Join the process group that a launcher started; see `shoal.init` for the arguments."""
-    placement = _place(alone=alone)
+    existing = find_group()
+    placement = _place(existing, alone=alone)
     division = choose_layout(layout, placement.size)
-    limits = check_limits(timeout, prepare_timeout)
+    limits = check_limits(timeout, prepare_timeout, existing)
     virtual, numbers = choose_virtual_ranks(division.value, placement.rank, virtual_ranks)
-    store = None
+    store = None if existing is None else existing.store
     if placement.unsettled:  # the device depends on the local rank, which ranks exchange
-        store = _meet(placement, prepare_timeout)
+        store = store or _meet(placement, prepare_timeout)
         placement = _settle(placement, store, prepare_timeout)
-    place = choose_device(device, placement, devices_per_rank)
+    assigned = None if existing is None else existing.assigned
+    place = choose_device(device, placement, devices_per_rank, assigned)
     accelerator.select(place.value)
     if store is None and placement.size > 1:
         store = _meet(placement, prepare_timeout)
-    lacking = _what_nccl_lacks(placement, place.value, backend, store, prepare_timeout)
-    means = choose_backend(backend, place.value, lacking)
+    means = _choose_backend(backend, existing, placement, place.value, store, prepare_timeout)
     group, told = None, placement.warning if placement.size == 1 else ""
     way: interfaces.ChosenInterface | None = None
     written: dict[str, str] = {}
@@ -102,7 +107,7 @@ def join(
         count = _choose_threads(placement, now, variable, virtual)
     else:
         name = means.value
-        if name == MPI:
+        if name == MPI and existing is None:
             name, stands_on = mpi.serve(placement)
             means = dataclasses.replace(means, reason=f"{means.reason}; {stands_on}")
         way, written = _choose_way(placement, store, name, prepare_timeout)
@@ -113,7 +118,8 @@ def join(
             told = _tell(placement, machines, count.value, variable)
             told += "".join(f"; {name}={value}" for name, value in written.items())
     host = "127.0.0.1" if way is None else way.address
-    written |= env_vars.write_defaults(meeting.variables_of_tasks(placement, store, host))
+    if existing is None:
+        written |= env_vars.write_defaults(meeting.variables_of_tasks(placement, store, host))
     unused = "" if device is not None or alone else _unused(placement, place.value, devices_per_rank)
     untested = note_untested(torch.__version__)
     return JoinedWorld(
@@ -132,40 +138,21 @@ def join(
         host=host,
         variables=written,
         virtual_ranks=virtual,
+        store=store,
+        kept={} if existing is None else existing.kept,
     )
 
 
-def _place(*, alone: bool) -> Placement:
+def _place(existing: AdoptedGroup | None, *, alone: bool) -> Placement:
     """Return the placement of this process. Raises LaunchError if it must not form a world."""
+    if existing is not None:
+        return env_vars.adopted_placement(existing.rank, existing.size)
     placement = env_vars.placement()
     if placement.launcher == "none" and not alone:
         hint = env_vars.warn_alone()
         placement = dataclasses.replace(placement, warning=placement.warning or hint)
-    _check_no_group(placement)
+    check_group_of_one(placement)
     return placement
-
-
-def _check_no_group(placement: Placement) -> None:
-    """Raise LaunchError, before ranks wait for each other, if torch has a process group already.
-
-    A group of one is a world of one.
-    """
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if placement.size == 1 < size:
-        raise LaunchError(
-            given=f"shoal.init() on rank {dist.get_rank()} of {size} of init_process_group",
-            found="no launcher has set RANK and WORLD_SIZE, so that each process would train alone",
-            fix=f"leave init_process_group out and use a launcher: shoal run -n {size} script.py, or "
-            "shoal.launch; or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT instead",
-        )
-    if placement.size > 1 and dist.is_initialized():
-        raise LaunchError(
-            given=f"shoal.init() on rank {placement.rank} of {placement.size} ({placement.launcher})",
-            found="torch.distributed already has a default process group, which Accelerator, "
-            "TrainingArguments, init_process_group or an earlier shoal.init() has created",
-            fix="call shoal.init() before TrainingArguments, Accelerator or init_process_group; close "
-            "an earlier World before you call shoal.init() again",
-        )
 
 
 def choose_layout(layout: str | Layout, size: int) -> Decision[Layout]:
@@ -184,7 +171,9 @@ def choose_layout(layout: str | Layout, size: int) -> Decision[Layout]:
     return Decision(what="layout", value=resolved, reason=reason)
 
 
-def check_limits(timeout: float, prepare_timeout: float) -> Decision[tuple[float, float]]:
+def check_limits(
+    timeout: float, prepare_timeout: float, existing: AdoptedGroup | None = None
+) -> Decision[tuple[float, float]]:
     """Return the time limits in seconds, of a step and before the first one. Raises LaunchError."""
     if not all(is_number(limit) and 0 < limit <= LONGEST for limit in (timeout, prepare_timeout)):
         raise LaunchError(
@@ -194,11 +183,10 @@ def check_limits(timeout: float, prepare_timeout: float) -> Decision[tuple[float
         )
     limits = (timeout, prepare_timeout)
     reason = "the default" if limits == (TIMEOUT, PREPARE_TIMEOUT) else GIVEN
-    return Decision(
-        what="time limits",
-        value=limits,
-        reason=f"{reason}: {timeout:g} s for a collective, {prepare_timeout:g} s before the first step",
-    )
+    reason += f": {timeout:g} s for a collective, {prepare_timeout:g} s before the first step"
+    if existing is not None:
+        reason += f"; {existing.limit}"
+    return Decision(what="time limits", value=limits, reason=reason)
 
 
 _WORLDS = itertools.count()
@@ -241,21 +229,21 @@ def _exchange(
         return [json.loads(each) for each in store.multi_get(keys)]
 
 
-def _what_nccl_lacks(
+def _choose_backend(
+    backend: str | None,
+    existing: AdoptedGroup | None,
     placement: Placement,
     device: torch.device,
-    backend: str | None,
     store: Store | None,
     timeout: float,
-) -> str:
-    """Return why NCCL can't connect the ranks, such as a shared GPU, unless `backend` is given.
-
-    Empty if it can. Collective.
-    """
+) -> Decision[str]:
+    """Return the backend: the given one, that of the existing group, or one for all. Collective."""
+    if existing is not None:
+        return existing.choose_backend(backend, device)
     if store is None or backend is not None:
-        return ""
+        return choose_backend(backend, device)
     everyone = _exchange(placement, "device", list(RankDevice.of(device)), store, timeout)
-    return why_shared([RankDevice(*each) for each in everyone])
+    return choose_backend(None, device, why_shared([RankDevice(*each) for each in everyone]))
 
 
 def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> LaunchError:
@@ -282,18 +270,14 @@ def _choose_way(
 
 
 def _form(placement: Placement, store: Store, backend: str, timeout: float) -> dist.ProcessGroup:
+    """Return the group of all ranks: the default group, or a second one if there is one already."""
+    limit = timedelta(seconds=timeout)
     with _explained(placement):
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=placement.rank,
-            world_size=placement.size,
-            timeout=timedelta(seconds=timeout),
-        )
-    group = dist.group.WORLD
-    if group is None:  # pragma: no cover - init_process_group has just set it
-        raise RuntimeError("torch.distributed has no default group after init_process_group")
-    return group
+        if dist.is_initialized():
+            return note_formed(dist.new_group(backend=backend, timeout=limit))
+        rank, size = placement.rank, placement.size
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    return note_formed(dist.group.WORLD)
 
 
 def _address(placement: Placement) -> str:
@@ -304,18 +288,18 @@ def _address(placement: Placement) -> str:
 @contextmanager
 def _explained(placement: Placement) -> Iterator[None]:
     """Raise LaunchError in place of torch's errors if ranks can't join the rendezvous."""
-    address = _address(placement)
+    at = f" at {_address(placement)}" if placement.address else ""
     try:
         yield
     except (dist.DistError, RuntimeError, ValueError) as error:
         in_use = "EADDRINUSE" in str(error)
         explained = LaunchError(
-            given=f"rank {placement.rank} of {placement.size} at {address} ({placement.launcher})",
+            given=f"rank {placement.rank} of {placement.size}{at} ({placement.launcher})",
             found=f"port {placement.port} is in use" if in_use else str(error).splitlines()[0],
             fix="export MASTER_PORT=N with a free port N (ss -ltn lists those in use)"
             if in_use
             else "check that the launcher started every rank, and that rank 0's host can be reached: "
-            f"ping {placement.address}",
+            f"ping {placement.address or 'HOST'}",
         )
         late = isinstance(error, dist.DistError) and not in_use
         raise note_cause(explained, RENDEZVOUS if late else "") from None

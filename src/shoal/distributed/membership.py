@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from shoal._torch import c10d
 from shoal.distributed.watchdog.abort import may_die_alone
 from shoal.distributed.watchdog.world_watchdog import Watchdog
 from shoal.util.clock import CLOCK
@@ -113,7 +112,7 @@ class Membership:
     """The ranks that take part in a world: all of them or, after `survive`, those that are alive.
 
     `survivors` is None until then. If ranks are lost, `renumber` is called with the remaining members
-    and the lost ones, before the next collective.
+    and the lost ones, before the next collective. `store` returns a part of the ranks' common store.
     """
 
     def __init__(
@@ -123,9 +122,11 @@ class Membership:
         rank: int,
         size: int,
         renumber: Callable[[Sequence[int], Sequence[int]], None],
+        store: Callable[[str], Store],
     ) -> None:
         self.survivors: Survivors | None = None
         self._watchdog = watchdog
+        self._store = store
         self._rank, self._size = rank, size
         self._renumber = renumber
 
@@ -138,7 +139,7 @@ class Membership:
         if not self._watchdog.active or self.survivors is not None:
             return
         self._watchdog.stop_comparing()
-        store = PrefixStore("shoal/survivors", c10d.default_store())
+        store = self._store("shoal/survivors")
         self.survivors = Survivors(store, rank=self._rank, size=self._size, gone=self._watchdog.gone)
         self.meet()
         if not essential:

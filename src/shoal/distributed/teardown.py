@@ -10,7 +10,9 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import signal
+from collections.abc import Collection
 from concurrent.futures import Future
+from functools import partial
 
 import torch.distributed as dist
 
@@ -37,16 +39,18 @@ def exit_code(error: BaseException | None) -> int:
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
-def leave_groups(error: BaseException | None, *, exiting: bool) -> None:
-    """Leave all process groups of this process, because of `error` if it is not a clean end.
+def leave_groups(
+    error: BaseException | None, *, exiting: bool, kept: Collection[dist.ProcessGroup] = ()
+) -> None:
+    """Leave all process groups but `kept`, because of `error` if it is not a clean end.
 
     If the groups do not end in time, the process continues, and ends without them when Python exits,
     which `exiting` says it does.
     """
     code = exit_code(error)
-    end = c10d.abort_process_groups if code else dist.destroy_process_group
+    end = partial(c10d.end_process_groups, kept, abort=bool(code))
     if any(recording_groups()):  # through MPI, all calls are those of one thread
-        dist.destroy_process_group()
+        c10d.end_process_groups(kept, abort=False)
     elif exiting:
         # Python 3.12 starts no thread when it exits, but this one of C ends the process.
         faulthandler.dump_traceback_later(GIVE_UP_SECONDS, exit=True, file=2)

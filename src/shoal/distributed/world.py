@@ -102,6 +102,8 @@ class World:
         self.rank = placement.rank
         self.size = placement.size
         self._variables = joined.variables
+        self._store: Any = joined.store
+        self._kept = joined.kept
         self.data_rank = layout.data_rank(placement.rank)
         self.data_size = layout.data_size
         self.virtual_ranks = joined.virtual_ranks
@@ -122,7 +124,11 @@ class World:
             directory=lambda: self.run_log.directory,
         )
         self.membership: Final = Membership(
-            self.watchdog, rank=self.rank, size=self.size, renumber=self._renumber
+            self.watchdog,
+            rank=self.rank,
+            size=self.size,
+            renumber=self._renumber,
+            store=self.store,
         )
         self.seed = start_generators(seed, self.broadcast)
         atexit.register(self._close_at_exit)
@@ -302,7 +308,7 @@ class World:
 
     def store(self, prefix: str) -> dist.PrefixStore:  # type: ignore[name-defined]
         """Return the part of the ranks' common store whose keys begin with `prefix`."""
-        return dist.PrefixStore(prefix, c10d.default_store())  # type: ignore[attr-defined]
+        return dist.PrefixStore(prefix, self._store)  # type: ignore[attr-defined]
 
     def generator(self, purpose: str, *, by_rank: bool = True) -> torch.Generator:
         """Return a new random generator for one purpose, on the device of this rank.
@@ -444,9 +450,13 @@ class World:
         self._deterministic_mode.restore()
         self.watchdog.leave()
         if self.group is not None and dist.is_initialized():
-            teardown.leave_groups(error, exiting=exiting)
+            teardown.leave_groups(error, exiting=exiting, kept=self._kept)
+            for group in c10d.process_groups():
+                if limit := self._kept.get(group):
+                    c10d.set_timeout(group, limit)
         env_vars.remove_defaults(self._variables)
-        self.group = None
+        self.group = self._store = None
+        self._kept = {}
 
     def _renumber(self, members: Sequence[int], lost: Sequence[int]) -> None:
         """Continue with `members`, given by their original ranks, and without the `lost` ranks."""

@@ -17,10 +17,10 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, rpc  # type: ignore[attr-defined]
+from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from shoal._torch.c10d import default_store, has_rpc_agent
+from shoal._torch.c10d import has_rpc_agent
 from shoal.distributed import env_vars, interfaces
 from shoal.distributed.watchdog.world_watchdog import MARGIN_SECONDS
 from shoal.distributed.world import World
@@ -61,7 +61,7 @@ class RPCAgent:
         self.hosts: list[str] = world.gather(socket.gethostname())
         self._rank, self._size = world.rank, world.size
         self._answered = world.watchdog.answered
-        self._store = world.store(_PREFIX)
+        self._store = _TARGETS[_PREFIX] = world.store(_PREFIX)
         self._closed = False
         self._kept: list[object] = []
         limits = world.watchdog.limits
@@ -203,5 +203,4 @@ def _interface(world: World) -> dict[str, str]:
 
 def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """Yield store, rank and world size: RPC finds the other ranks through the world's store."""
-    store = default_store()
-    yield PrefixStore(_PREFIX, store), dist.get_rank(), dist.get_world_size()
+    yield _TARGETS[_PREFIX], dist.get_rank(), dist.get_world_size()

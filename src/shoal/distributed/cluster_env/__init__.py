@@ -6,6 +6,7 @@ Only lists of hosts are read from files; all else is computed from the environme
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from shoal.distributed.cluster_env.host_lists import expand_hosts, expand_tasks
@@ -31,6 +32,7 @@ from shoal.distributed.placement import (
     spell,
 )
 from shoal.util.decision import Decision
+from shoal.util.errors import LaunchError
 
 REQUEUE = 75
 """Exit code of a rank that received a signal to stop, has saved, and asks to be restarted: EX_TEMPFAIL
@@ -60,6 +62,7 @@ __all__ = [
     "ClusterEnvironment",
     "Meeting",
     "Placement",
+    "adopt",
     "detect",
     "expand_hosts",
     "expand_tasks",
@@ -88,8 +91,9 @@ class ClusterEnvironment:
         """Return whether this launcher started the process with this environment."""
         if self.marks == _SLURM:
             return is_task(env)
-        if self.marks == _TORCHRUN and not env.get("TORCHELASTIC_RUN_ID") and is_copy(env):
-            return False
+        if self.marks == _TORCHRUN and not env.get("TORCHELASTIC_RUN_ID"):
+            # Without it, Ray Train or the variables of a Slurm task set LOCAL_WORLD_SIZE.
+            return bool(env.get("LOCAL_WORLD_SIZE")) and not (is_copy(env) or env.get(_RAY[0]))
         return any(env.get(name) for name in self.marks)
 
     def why_not(self, env: Mapping[str, str], chosen: str) -> str:
@@ -105,6 +109,7 @@ class ClusterEnvironment:
 
 _SLURM = ("SLURM_STEP_ID", "SLURM_PROCID")
 _TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+_RAY = ("RAY_RAYLET_PID",)
 
 LAUNCHERS = (
     ClusterEnvironment(
@@ -113,6 +118,13 @@ LAUNCHERS = (
         why_here="first: others start its agents, and workers inherit their variables",
         source="torch.distributed.run; torch 2.13, recorded",
         read=lambda env, cpus, _: torchrun(env, cpus),
+    ),
+    ClusterEnvironment(
+        name="Ray",
+        marks=_RAY,
+        why_here="before others: Ray's workers inherit the variables of what started their raylet",
+        source="Ray 2.60, recorded",
+        read=lambda env, cpus, _: _in_ray(env, cpus),
     ),
     ClusterEnvironment(
         name="jsrun (LSF)",
@@ -206,6 +218,43 @@ def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
     return replace(placement, choices=(launcher, *placement.choices))
 
 
+def adopt(env: Mapping[str, str], cpus: int, commands: Commands, *, rank: int, size: int) -> Placement:
+    """Return the placement of a rank of a process group that exists, which counts more than variables.
+
+    The launcher, its attempt and its job are those of the variables if these agree with the group.
+    """
+    found, warning = None, ""
+    with suppress(LaunchError):  # variables that are incomplete do not matter
+        found = detect(env, cpus, commands)
+    if found is not None and (found.rank, found.size) != (rank, size):
+        if found.size > 1:
+            said = f"rank {found.rank} of {found.size} by {found.launcher}"
+            warning = f"{said} is rank {rank} of {size} of the process group that exists"
+        found = None
+    placed = place_rank(
+        env,
+        cpus,
+        launcher="init_process_group" if found is None else found.launcher,
+        rank=rank,
+        size=size,
+        local_rank=None,
+        address="",
+        port=0,
+        sources=("", ""),
+        reason=f"rank {rank} of {size} of the process group that exists",
+    )
+    why = placed.reason if found is None else f"{placed.reason}; {found.reason}"
+    launcher = Decision(what="launcher", value=placed.launcher, reason=why)
+    cores = [choice for choice in placed.choices if choice.what == "cores"]
+    return replace(
+        placed,
+        attempt=placed.attempt if found is None else found.attempt,
+        job=placed.job if found is None else found.job,
+        warning=warning,
+        choices=(launcher, *cores),
+    )
+
+
 def marks_found(env: Mapping[str, str]) -> dict[str, str]:
     """Return each launcher, in the order of detection, with those of its variables that are set."""
     return {launcher.name: spell(env, launcher.marks) for launcher in _table()}
@@ -216,6 +265,13 @@ def order_of_detection() -> str:
     return "\n".join(
         f"{' or '.join(one.marks)}: {one.name}; {one.why_here} [{one.source}]" for one in LAUNCHERS
     )
+
+
+def _in_ray(env: Mapping[str, str], cpus: int) -> Placement:
+    """Return the placement of a task or an actor: by RANK and WORLD_SIZE, if set, or alone."""
+    if env.get("RANK"):
+        return by_hand(env, cpus, launcher="Ray")
+    return replace(_alone({}, cpus), launcher="Ray", reason=f"{spell(env, _RAY)}; RANK is not set")
 
 
 def _alone(env: Mapping[str, str], cpus: int) -> Placement:

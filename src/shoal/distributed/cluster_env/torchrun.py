@@ -98,7 +98,7 @@ def check_outer(env: Mapping[str, str], size: int) -> None:
             )
 
 
-def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
+def by_hand(env: Mapping[str, str], cpus: int, launcher: str = "env://") -> Placement:
     """Return the placement by the variables that `init_process_group(init_method="env://")` reads.
 
     The rendezvous determines which ranks share a node. In a pod with one process, the local rank is 0
@@ -114,7 +114,7 @@ def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
     placed = place_rank(
         env,
         cpus,
-        launcher="env://",
+        launcher=launcher,
         rank=rank,
         size=size,
         local_rank=integer(env, "LOCAL_RANK") if env.get("LOCAL_RANK") else None,

@@ -43,7 +43,7 @@ def tell_left() -> None:
     """
     error = sys.exception()
     if error is None:
-        lines = stacks.main_stack()
+        lines = stacks.stack(sys._getframe())
     elif isinstance(error, SystemExit) and not error.code:
         lines = stacks.traced(error)
     else:

@@ -69,15 +69,17 @@ _LONGEST = 300
 class CollectiveMatcher:
     """Compares each collective of CPU tensors with those of the other ranks, until `stop`.
 
-    It skips threads other than the main one: their calls have no fixed order relative to its calls, nor
-    to the end of the check. A mismatch is an AgreementError on all ranks of the group, before any data
-    is sent. `current` is the collective that is being checked, `found` is set after a mismatch.
+    It skips threads other than the one that created it: their calls have no fixed order relative to the
+    calls of that one, nor to the end of the check. A mismatch is an AgreementError on all ranks of the
+    group, before any data is sent. `current` is the collective that is being checked, `found` is set
+    after a mismatch.
     """
 
     def __init__(self, rank: int) -> None:
         self.current: Collective | None = None
         self.found = False
         self._comparing = True
+        self._main = threading.get_ident()
         self._rank = rank
         checks = {name: functools.partial(self._before, call) for name, call in _CALLS.items()}
         self._stop_intercepting = intercept("c10d", checks, _KEY)
@@ -103,8 +105,7 @@ class CollectiveMatcher:
 
     def _compares(self) -> bool:
         # current_thread() would make autograd's threads known to Python.
-        main = threading.get_ident() == threading.main_thread().ident
-        return self._comparing and self.current is None and main
+        return self._comparing and self.current is None and threading.get_ident() == self._main
 
     def _before(self, call: _ComparedCollective, *arguments: Any) -> None:
         if self._compares() and all(tensor.device.type == "cpu" for tensor in _flat(arguments)):

@@ -36,9 +36,9 @@ class StackLine:
         return f"{self.file}:{self.number}"
 
 
-def main_stack() -> list[StackLine]:
-    """Return the stack of the main thread, innermost last."""
-    return stack(sys._current_frames().get(threading.main_thread().ident or 0))
+def thread_stack(thread: threading.Thread) -> list[StackLine]:
+    """Return the stack of a thread, innermost last."""
+    return stack(sys._current_frames().get(thread.ident or 0))
 
 
 def stack(frame: FrameType | None) -> list[StackLine]:
@@ -99,24 +99,22 @@ def communication(lines: Sequence[StackLine]) -> str:
     return last.function if torchs or last.file.endswith(_INBOX) else ""
 
 
-def background_threads() -> set[str]:
-    """Return the ids of the threads that Python has started.
+def background_threads(main: threading.Thread) -> set[str]:
+    """Return the ids of the threads that Python has started, except `main`.
 
     Autograd's threads for GPUs, which begin the collectives of a backward pass, are none of them.
     Python learns of such a thread when it calls `threading.current_thread`, and names it "Dummy-1".
     """
-    main = threading.main_thread()
     others = [thread for thread in threading.enumerate() if thread is not main]
     return {str(thread.ident) for thread in others if not thread.name.startswith("Dummy-")}
 
 
-def all_stacks() -> str:
-    """Return the stacks of all threads as text, the main thread's first, innermost lines last."""
+def all_stacks(main: threading.Thread) -> str:
+    """Return the stacks of all threads as text, that of `main` first, innermost lines last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
-    main = threading.main_thread().ident
     parts = []
-    for ident in sorted(frames, key=lambda ident: (ident != main, ident)):
+    for ident in sorted(frames, key=lambda ident: (ident != main.ident, ident)):
         parts.append(f"  thread {names.get(ident, ident)}\n")
         parts += [f"    {line} in {line.function}\n" for line in stack(frames[ident])]
     return "".join(parts)

@@ -68,7 +68,8 @@ class Watch:
     `limit` is the number of seconds that a wait may last now; it begins with that of preparation.
     `directory` returns where a report is written, or None for the temporary directory.
     `checked` returns the collective that waits for a check, if any. Others reach this rank at
-    `address`. The constructor is collective.
+    `address`. The constructor is collective, and its thread is the one that trains: in Ray Train it is
+    not Python's main thread.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Watch:
         clock: Clock = CLOCK,
     ) -> None:
         self._clock = clock
+        self._main = threading.current_thread()
         self.limit = limits.prepare
         self._limits = limits
         self._directory = directory
@@ -169,7 +171,7 @@ class Watch:
             asyncio.run_coroutine_threadsafe(told, self._loop).result()
         absent = [self._understand(rank, ConnectionError()) for rank in self._first_gone]
         if not during:
-            place = stacks.own_line([*stacks.main_stack(), *stacks.traced(error)])
+            place = stacks.own_line([*stacks.thread_stack(self._main), *stacks.traced(error)])
             calls = flight_recorder.recorded_collectives(self._before)
             during = f"{calls[-1]} at {place}" if calls else str(place)
         left = [one for one in absent if isinstance(one, SilentRank)]
@@ -216,7 +218,7 @@ class Watch:
 
         Each member asks one, so that a group of thousands detects ranks that left with few messages.
         """
-        waits = self._waits(stacks.main_stack())
+        waits = self._waits(stacks.thread_stack(self._main))
         members = [] if waits is None else flight_recorder.group_ranks().get(waits.group, [])
         if self._rank not in members or len(members) == 1:
             return False
@@ -226,7 +228,7 @@ class Watch:
 
     def _still_waits(self, counts: tuple[int, ...]) -> bool:
         """Return whether this rank waits in an operation that it began before it had these counts."""
-        return self._waits(stacks.main_stack()) is not None and self._counts() == counts
+        return self._waits(stacks.thread_stack(self._main)) is not None and self._counts() == counts
 
     def _counts(self) -> tuple[int, ...]:
         return (self._answers, *flight_recorder.operation_counts())
@@ -307,7 +309,7 @@ class Watch:
         abort.exit_process([] if abort.launched() else [(peer.pid, peer.born) for peer in here])
 
     def _see(self) -> RankReport:
-        lines = stacks.main_stack()
+        lines = stacks.thread_stack(self._main)
         own = stacks.own_line(lines)
         return RankReport(
             rank=self._rank,
@@ -319,13 +321,13 @@ class Watch:
             limit=self.limit,
             recent=tuple(flight_recorder.recorded_collectives(self._before)[-_RECENT:]),
             groups=flight_recorder.group_ranks(),
-            stacks=stacks.all_stacks()[:_LONGEST_STACKS],
+            stacks=stacks.all_stacks(self._main)[:_LONGEST_STACKS],
         )
 
     def _waits(self, lines: Sequence[stacks.StackLine]) -> Collective | None:
         """Return what this rank waits in. Its background threads do not count."""
         recorded = self._checked() or flight_recorder.oldest_outstanding(
-            self._before, stacks.background_threads()
+            self._before, stacks.background_threads(self._main)
         )
         called = stacks.communication(lines)
         if recorded is not None or not called:

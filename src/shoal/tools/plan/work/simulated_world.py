@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shoal._torch.simulation import form_fake_group
 from shoal.distributed.initialize import JoinedWorld
@@ -60,6 +61,7 @@ def simulated_world(layout: Layout, rank: int, devices: int) -> SimulatedWorld:
         device=device,
         devices=(device,),
         group=form_fake_group(rank, size) if size > 1 else None,
+        store=HashStore(),
         choices=(),
         told="",
     )
