@@ -11,12 +11,13 @@ import pytest
 from helpers.cli import fake_slurm, refused, shoal
 from helpers.fake_slurm import Fakes, place, request, run_script, write
 from helpers.stub_scheduler import COMMANDS, SITE, Pool
+from shoal.tools.submit import schedulers
 from shoal.tools.submit.schedulers import SCHEDULERS
 from shoal.tools.submit.site_catalog import Site
 
 ABOVE = ("tools/submit/*.py", "tools/submit/*.jinja", "cli/submit*.py", "tools/bench/scaling/**/*.py")
 OF_SCHEDULERS = re.compile(
-    r"\bs(batch|queue|control|acct|cancel|info|bcast|run)\b|\bq(sub|stat|del|conf|mod|rsh)\b|SLURM|SGE_"
+    r"\bs(batch|queue|control|acct|cancel|info|bcast|run)\b|\bq(sub|stat|del|conf|mod|rsh)\b|SLURM|SGE_|\bkubectl\b"
 )
 
 
@@ -76,8 +77,7 @@ def test_what_the_scheduler_does_not_have_is_an_error(pool: Fakes) -> None:
 def test_a_site_is_drafted_by_the_scheduler_that_is_installed(
     pool: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for other in ("slurm", "gridengine"):
-        monkeypatch.delitem(SCHEDULERS, other)
+    monkeypatch.setattr(schedulers, "SCHEDULERS", {"pool": Pool()})
     pool.set("pool-info", out="Pool 3, blue\n")
     done("sites", "new", "drafted")
     assert 'about = "Pool 3, blue"\nscheduler = "pool"\n' in done("sites", "show", "drafted")

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
+from shoal.tools.submit.batch_script import BatchScheduler
 from shoal.tools.submit.scheduler import (
     Job,
     QueuedJob,
@@ -115,7 +116,7 @@ def _cpus_per_task(job: Job) -> int | None:
 _NUMBER = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
 
 
-class Slurm:
+class Slurm(BatchScheduler):
     """Slurm, by its commands."""
 
     profile = SchedulerProfile(
