@@ -225,7 +225,8 @@ class JobSet:
         missing = sorted(set(range(self._job["completions"])) - there)
         new = [Pod(self, index, self.cluster.free_host()) for index in missing]
         self.pods += new
-        self._name_hosts()
+        if new:
+            self._name_hosts()
         for pod in new:
             pod.start()
 
@@ -334,14 +335,14 @@ class Kubernetes:
         )
         return "".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in paths)
 
-    def wait(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+    def wait(self, condition: Callable[[], bool]) -> None:
         """Run the cluster until a condition holds."""
 
         def holds() -> bool:
             self.look()
             return condition()
 
-        wait_for(holds, timeout, every=0.05, told=self.output)
+        wait_for(holds, every=0.05, told=self.output)
 
     def run(
         self, command: Sequence[str], *, folder: Path, **variables: str

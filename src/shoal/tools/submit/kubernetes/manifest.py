@@ -20,7 +20,7 @@ _NODE, _DIGEST, _LONGEST, _WAIT = "node", "abcdef", 63, 86400
 _LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
 _VALUE = r"(?:[A-Za-z0-9](?:[-\w.]{0,61}[A-Za-z0-9])?)"
 _KEY = rf"(?:{_LABEL}(?:\.{_LABEL})*/)?{_VALUE}"
-_CLAIM = re.compile(rf"({_LABEL}(?:\.{_LABEL})*):(/[^:]*)", re.ASCII)
+_VOLUME = rf"{_LABEL}(?:\.{_LABEL})*:/[^:\x00-\x1f]*"
 
 # A rank that got a signal to end before it could save ends with 143.
 _TERMINATED = 128 + 15
@@ -91,7 +91,7 @@ def _pod(job: Job, place: JobContext, name: str) -> dict[str, Any]:
     shared = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     claims = [
         {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}
-        for number, claim in enumerate(mounts)
+        for number, claim in enumerate(mounts.values())
     ]
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -128,7 +128,7 @@ def _container(job: Job, place: JobContext, name: str, mounts: dict[str, str]) -
             found="pods run the programs of an image",
             fix='pass --container IMAGE, or add image = "IMAGE" to the site\'s file',
         )
-    paths = {"shm": "/dev/shm", **{f"volume-{n}": path for n, path in enumerate(mounts.values())}}
+    paths = {"shm": "/dev/shm", **{f"volume-{number}": path for number, path in enumerate(mounts)}}
     return {
         "name": "train",
         "image": _checked("--container", job.container, r"\S+", "the name of an image"),
@@ -145,9 +145,8 @@ def _resources(job: Job) -> dict[str, Any]:
     limits: dict[str, str] = {}
     if job.gpus:
         resource = job.gpu_resource or "nvidia.com/gpu"
-        limits[_checked("gpu_resource", resource, _KEY, "a resource, as in nvidia.com/gpu")] = str(
-            job.gpus
-        )
+        _checked("gpu_resource", resource, _KEY, "a resource, as in nvidia.com/gpu")
+        limits[resource] = str(job.gpus)
     if job.memory is not None:
         quantity = r"\d+(\.\d+)?([mkMGTPE]|[KMGTPE]i)?"
         limits["memory"] = _checked("--mem", job.memory, quantity, "a quantity, as in 64Gi")
@@ -156,18 +155,18 @@ def _resources(job: Job) -> dict[str, Any]:
 
 
 def _mounts(job: Job, place: JobContext) -> dict[str, str]:
-    """Return the path of each claim. Raises LaunchError if a path of the job is in none of them."""
+    """Return the claim at each path. Raises LaunchError if a path of the job is in none of them."""
     mounts: dict[str, str] = {}
     for volume in job.volumes:
-        _checked("volumes", volume, _CLAIM, "a claim and an absolute path, as in data:/mnt/data")
+        _checked("volumes", volume, _VOLUME, "a claim and an absolute path, as in data:/mnt/data")
         claim, _, path = volume.partition(":")
-        mounts[claim] = path
+        mounts[path] = claim
     for path in (place.folder, place.script, place.directory):
-        if not any(Path(path).is_relative_to(mount) for mount in mounts.values()):
+        if not any(Path(path).is_relative_to(mount) for mount in mounts):
             raise LaunchError(
                 given=path,
                 found=f"pods have only the volumes of the site {job.site}: "
-                f"{', '.join(mounts.values()) or 'it has none'}",
+                f"{', '.join(mounts) or 'it has none'}",
                 fix="submit from a directory on a volume that this machine mounts at the same path, or "
                 'add the volume to the site\'s file: volumes = ["CLAIM:/PATH"]',
             )
@@ -193,8 +192,9 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _checked(given: str, value: str, pattern: str | re.Pattern[str], what: str) -> str:
-    if not re.fullmatch(pattern, value, 0 if isinstance(pattern, re.Pattern) else re.ASCII):
+def _checked(given: str, value: str, pattern: str, what: str) -> str:
+    """Return a value. Raises LaunchError unless all of it matches."""
+    if not re.fullmatch(pattern, value, re.ASCII):
         raise LaunchError(
             given=f"{given} {value!r}",
             found="Kubernetes would reject this value",
