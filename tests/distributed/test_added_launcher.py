@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shoal
 from helpers.ranks import free_port
-from helpers.scripts import AGREEING, Script
+from helpers.scripts import AGREEING, Script, trained, trained_alone
 from shoal.distributed.cluster_env import ADDED
 from shoal.distributed.env_vars import launcher_variables, placement
 from shoal.distributed.placement import Placement
@@ -58,14 +58,16 @@ def no_launchers() -> Iterator[None]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("local", ["", pytest.param("local_rank='ACME_SLOT'", marks=pytest.mark.long)])
-def test_ranks_of_a_launcher_that_was_made_up_train(local: str, start: Callable[..., Script]) -> None:
+def test_ranks_of_a_launcher_that_was_made_up_train(
+    local: str, start: Callable[..., Script], tmp_path: Path
+) -> None:
     script = ADD.replace("LOCAL", local) + AGREEING.replace(
         "        inputs =", f"{SHOWN}        inputs ="
     )
     ranks = [sys.executable, "-c", ACME, "2", str(free_port()), sys.executable]
     ended = start(script, ranks, "2", "0", "run").end()
     assert ended.code == 0, ended.err
-    assert re.findall(r"^loss (.*) attempt 0$", ended.out, re.MULTILINE) == ["5.103561961"]
+    assert trained(ended.out) == [trained_alone(tmp_path)]
     assert "acme ACME_INDEX=0; checked after torchrun and shoal run, which it may start" in ended.out
     assert ", and before all others 0 2\n" in ended.out
     assert "shoal: world size 2 on 1 node, launched by acme; " in ended.err

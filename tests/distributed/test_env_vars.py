@@ -70,6 +70,7 @@ def read(text: str, *, cpus: int = 8, rank: dict[str, str] | None = None) -> Pla
             {"attempt": 3, "job": "sge-default-7.2"},
         ),
         ("JOB_ID=7 RESTARTED=3", {"attempt": 0, "job": ""}),
+        ("PBS_JOBID=7[1].pbs RESTARTED=3", {"attempt": 3, "job": "pbs-7[1].pbs"}),
         (
             f"{SRUN} MASTER_ADDR=node02-ib MASTER_PORT=12345",
             {"address": "node02-ib", "port": 12345},

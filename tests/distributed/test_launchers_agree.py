@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ast
 import os
-import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.mpirun import PROGRAMS, command
-from helpers.scripts import AGREEING, LAUNCHERS, Script
+from helpers.commands import Ended, wait_for
+from helpers.mpirun import PROGRAMS
+from helpers.mpirun import command as mpi
+from helpers.scripts import AGREEING, LAUNCHERS, Script, trained, trained_alone
+from shoal.distributed.cluster_env import REQUEUE
+from shoal.telemetry.events import path_of, read_events
+from shoal.tools.report.last_exit import last_exit
 
 pytestmark = pytest.mark.processes
 
@@ -38,29 +43,26 @@ def environment() -> Any:
         yield
 
 
-def final_loss(run: Script) -> str:
-    ended = run.end()
+def reached(ended: Ended) -> list[float]:
     assert ended.code == 0, ended.err
-    (found,) = re.findall(r"^loss (.*) attempt 0$", ended.out, re.MULTILINE)
-    return str(found)
+    (found,) = trained(ended.out)
+    return found
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, environment: None) -> str:
-    """The loss that one process reaches, started by nobody."""
-    run = Script(tmp_path_factory.mktemp("alone"), AGREEING, "alone", "1", "0", "run")
-    return final_loss(run)
+def alone(tmp_path_factory: pytest.TempPathFactory, environment: None) -> list[float]:
+    """What one process reaches, started by nobody."""
+    return trained_alone(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.full
-def test_shoal_run_and_torchrun(alone: str, start: Callable[..., Script]) -> None:
-    assert alone == "5.103561961"
+def test_shoal_run_and_torchrun(alone: list[float], start: Callable[..., Script]) -> None:
     for launcher in ("shoal run", "torchrun"):
-        assert final_loss(start(AGREEING, launcher, "2", "0", launcher)) == alone
+        assert reached(start(AGREEING, launcher, "2", "0", launcher).end()) == alone
 
 
 @pytest.mark.long
-def test_a_notebook(alone: str, tmp_path: Path) -> None:
+def test_a_notebook(alone: list[float], tmp_path: Path) -> None:
     """The same function, defined in one cell and launched in another."""
     import nbformat
     from nbclient import NotebookClient
@@ -78,28 +80,64 @@ def test_a_notebook(alone: str, tmp_path: Path) -> None:
     )
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     said = "".join(output.text for output in outputs if output.get("name") == "stdout")
-    assert said.endswith(f"loss {alone} attempt 0\n[None, None]\n")  # after lines of progress
+    assert trained(said) == [alone]
+    assert said.endswith("\n[None, None]\n")
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mpirun", PROGRAMS)
 def test_mpirun(
-    mpirun: str, processes: int, alone: str, start: Callable[..., Script], tmp_path: Path
+    mpirun: str, processes: int, alone: list[float], start: Callable[..., Script], tmp_path: Path
 ) -> None:
-    ranks = command(mpirun, processes, tmp_path)
-    assert final_loss(start(AGREEING, ranks, str(processes), "0", "run")) == alone
+    ranks = mpi(mpirun, processes, tmp_path)
+    assert reached(start(AGREEING, ranks, str(processes), "0", "run").end()) == alone
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("launcher", "no_time"),
+    [
+        ("shoal run", ["--grace", "0.001"]),
+        ("torchrun", ["--shutdown-timeout", "0"]),
+        ("mpirun.openmpi", ["--mca", "odls_base_sigkill_timeout", "0"]),
+        ("mpirun.mpich", []),
+    ],
+)
+def test_a_preemption_in_the_middle(
+    launcher: str,
+    no_time: list[str],
+    alone: list[float],
+    start: Callable[..., Script],
+    tmp_path: Path,
+) -> None:
+    """Whatever the launcher exits with, the ranks' records tell that the same command may go on.
+
+    It is said at the start if a save like the last one would take longer than the launcher waits.
+    """
+    command = [*LAUNCHERS[launcher], "2"] if launcher in LAUNCHERS else mpi(launcher, 2, tmp_path)
+    place = -2 if launcher in LAUNCHERS else -3  # before the number of processes
+    job = start(AGREEING, command, "2", "2", "run")
+    record = path_of(tmp_path / "run", 0)
+    wait_for(lambda: record.exists() and 2 in {event.get("step") for event in read_events(record)})
+    job.process.send_signal(signal.SIGTERM if launcher == "torchrun" else signal.SIGUSR1)
+    assert trained(job.end().out) == []
+    assert last_exit(tmp_path / "run").code == REQUEUE
+    ended = start(AGREEING, [*command[:place], *no_time, *command[place:]], "2", "0", "run").end()
+    assert reached(ended) == alone
+    assert ended.out.count("after SIGTERM, before they have saved: ") == bool(no_time)
+    assert last_exit(tmp_path / "run").code == 0
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("mpirun", [PROGRAMS[0], pytest.param(PROGRAMS[1], marks=pytest.mark.long)])
 def test_two_jobs_on_one_machine_do_not_clash(
-    mpirun: str, alone: str, start: Callable[..., Script], tmp_path: Path
+    mpirun: str, alone: list[float], start: Callable[..., Script], tmp_path: Path
 ) -> None:
     """FAILURES 16: even where there are hardly enough ports for both."""
-    ranks = command(mpirun, 2, tmp_path, "SHOAL_PORTS=17301-17304")
+    ranks = mpi(mpirun, 2, tmp_path, "SHOAL_PORTS=17301-17304")
     jobs = [start(AGREEING, ranks, "2", "0", name) for name in ("one", "two")]
-    assert [final_loss(job) for job in jobs] == [alone] * 2
+    assert [reached(job.end()) for job in jobs] == [alone] * 2
 
 
 CPUS = os.sched_getaffinity(0)

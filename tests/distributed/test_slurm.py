@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from helpers.cluster.slurm import Cluster
 from helpers.commands import wait_for
 from helpers.mpirun import AS_ROOT
-from helpers.scripts import AGREEING
+from helpers.scripts import AGREEING, trained, trained_alone
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -31,20 +30,9 @@ def script(tmp_path: Path) -> list[str]:
     return [sys.executable, str(tmp_path / "train.py")]
 
 
-def loss(text: str) -> str:
-    found = re.findall(r"loss (\d+\.\d+) attempt", text)
-    assert len(found) == 1, text
-    return str(found[0])
-
-
 @pytest.fixture(scope="module")
-def alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What one process reaches on the login node, where no task is."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "train.py").write_text(AGREEING)
-    done = cluster.run([sys.executable, "train.py", "1", "0", "run"], folder=folder)
-    assert done.returncode == 0, done.stderr
-    return loss(done.stdout)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return trained_alone(tmp_path_factory.mktemp("alone"))
 
 
 STARTED = {
@@ -62,14 +50,14 @@ STARTED = {
 @pytest.mark.parametrize(
     "how", [pytest.param(how, marks=[pytest.mark.long] * (how != "srun")) for how in STARTED]
 )
-def test_the_same_script_reaches_the_same_loss(
-    how: str, cluster: Cluster, alone: str, script: list[str], tmp_path: Path
+def test_the_same_script_reaches_the_same_parameters(
+    how: str, cluster: Cluster, alone: list[float], script: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "hosts").write_text("node03\nnode01\nnode03\n")
     command = STARTED[how].format(script=" ".join(script)).split()
     done = cluster.run(command, folder=tmp_path, variables=AS_ROOT)
     assert done.returncode == 0, done.stderr
-    assert loss(done.stdout) == alone
+    assert trained(done.stdout) == [alone]
 
 
 @pytest.mark.long
@@ -88,7 +76,7 @@ def test_srun_starts_ranks_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_two_steps_of_one_job_on_one_node_do_not_clash(
-    cluster: Cluster, alone: str, script: list[str], tmp_path: Path
+    cluster: Cluster, alone: list[float], script: list[str], tmp_path: Path
 ) -> None:
     """FAILURES 16: with four ports for both."""
     step = f"srun --exact -n2 {' '.join(script)} 2 0"
@@ -99,13 +87,14 @@ def test_two_steps_of_one_job_on_one_node_do_not_clash(
         variables={"SHOAL_PORTS": "17401-17404"},
     )
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"loss (\d+\.\d+) attempt", done.stdout) == [alone] * 2
+    assert trained(done.stdout) == [alone] * 2
 
 
 def test_the_same_command_after_a_requeue(
-    cluster: Cluster, alone: str, script: list[str], tmp_path: Path
+    cluster: Cluster, alone: list[float], script: list[str], tmp_path: Path
 ) -> None:
     """FAILURES 10: a job put back in the middle; its own text, run again, goes on where it was."""
+    (tmp_path / "train.py").write_text(AGREEING.replace("run.tick()", "run.tick(every=1)"))
     job = tmp_path / "job.sh"
     text = ["#!/bin/bash", "#SBATCH -N2 -n2 --requeue --open-mode=append -o log"]
     job.write_text("\n".join([*text, f"srun {' '.join(script)} 2 0.2 run", ""]))
@@ -117,5 +106,6 @@ def test_the_same_command_after_a_requeue(
 
     wait_for(lambda: any((tmp_path / "run/checkpoints").glob("step-3")), every=0.1, told=told)
     assert cluster.run(["scontrol", "requeue", number]).returncode == 0
-    wait_for(lambda: "attempt 1" in told(), every=0.1, told=told)
-    assert loss(told()) == alone
+    wait_for(lambda: trained(told()) != [], every=0.1, told=told)
+    assert trained(told()) == [alone]
+    assert "attempt 1 with" in told()

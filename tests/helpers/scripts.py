@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from helpers.commands import Command
 from helpers.ranks import free_port
@@ -17,7 +21,7 @@ LAUNCHERS = {
 
 
 AGREEING = """
-import sys, time
+import os, signal, sys, time
 import torch, shoal
 from torch import nn
 
@@ -25,29 +29,48 @@ def loss(output, batch):
     return (output - batch[1]).square().sum(), len(output)
 
 def main():
-    size, seconds = int(sys.argv[1]), float(sys.argv[2])
+    size, seconds, folder = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     torch.set_default_dtype(torch.float64)
     with shoal.init(seed=1) as world:
         assert world.size == size, world.placement.reason
+        world.print(f"attempt {world.placement.attempt} with {sys.argv[4:]}")
         inputs = torch.randn(101, 5)
         targets = inputs.sum(1, keepdim=True)
-        model = shoal.parallelize(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), world)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.2), nn.Linear(7, 1))
+        model = shoal.parallelize(model, world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
         data = shoal.Loader((inputs, targets), world, batch_size=16)
-        with shoal.Run(sys.argv[3], step, data) as run:
-            run.restore()
+        with shoal.Run(folder, step, data) as run:
+            first = run.restore() is None
             for batch in data.epochs(3):
                 step(batch)
-                run.tick(every=1)
-                if world.placement.attempt == 0:
+                run.tick()
+                if first:
                     time.sleep(seconds)
+            run.save()
         result = shoal.evaluate(step, (inputs, targets))
-        world.print(f"loss {result['loss']:.9f} attempt {world.placement.attempt}")
+        values = [value for each in model.parameters() for value in each.flatten().tolist()]
+        world.print("trained", result["loss"], *values)
 
 main()
 """
-"""It prints the same loss however many ranks train: SIZE, SECONDS per step, and a folder."""
+"""It reaches the same parameters however many ranks train: SIZE, SECONDS per step before the first
+restart, FOLDER.
+"""
+
+
+def trained(text: str) -> list[list[float]]:
+    """The loss and the parameters at the end of each training in what was printed."""
+    return [[*map(float, line.split())] for line in re.findall("^trained (.*)$", text, re.MULTILINE)]
+
+
+def trained_alone(folder: Path) -> list[float]:
+    """What one process reaches; others are equal to it if no number differs by more than 1e-12."""
+    (folder / "train.py").write_text(AGREEING)
+    command = [sys.executable, "train.py", "1", "0", "run"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return pytest.approx(trained(done.stdout)[0], rel=0, abs=1e-12)  # type: ignore[return-value]
 
 
 class Script(Command):

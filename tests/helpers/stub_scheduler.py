@@ -29,7 +29,11 @@ class Pool(BatchScheduler):
     """A scheduler that writes times in minutes and knows jobs as `pool:7`."""
 
     profile = SchedulerProfile(
-        title="Pool", submit_program="pool-submit", launchers=("pool-run", "mpirun"), signal_delay=10
+        title="Pool",
+        submit_program="pool-submit",
+        own_program="pool-info",
+        launchers=("pool-run", "mpirun"),
+        signal_delay=10,
     )
     shell: ClassVar[Mapping[str, str]] = {
         "job_id": "$POOL_ID",
@@ -61,7 +65,7 @@ class Pool(BatchScheduler):
     def check_available(self) -> None:
         _run("pool-list")
 
-    def check_nodes(self, job: Job) -> None:
+    def check_queue(self, job: Job) -> None:
         """Pool takes its nodes as they are requested."""
 
     def submit(self, script: Path, *, after: str | None) -> str:

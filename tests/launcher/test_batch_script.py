@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.fake_slurm import PLAIN, Fakes, place, request, run_script, write
+from shoal.telemetry.events import path_of
 from shoal.tools.submit.site_catalog import Site, find_entry, load
 from shoal.util.errors import LaunchError
 
@@ -354,39 +357,59 @@ def test_the_disk_of_a_node_is_one_word(name: str, fakes: Fakes, tmp_path: Path)
     assert not list(tmp_path.rglob("ran"))
 
 
-def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "code", "ranks", "expected"),
+    [
+        ("torchrun", "1", ["preempted", "preempted"], 75),
+        ("torchrun", "1", ["preempted", "save_failed"], 1),
+        ("torchrun", "1", ["preempted"], 1),  # the other rank never opened the run
+        ("mpirun", "143", ["preempted", "preempted"], 75),
+        ("mpirun", "75", ["preempted", "preempted"], 75),
+        ("mpirun", "75", ["preempted", "save_failed"], 1),
+        ("mpirun", "75", ["closed", "closed"], 75),  # the script's own
+        ("mpirun", "75 early", ["preempted"], 75),
+        ("mpirun", "3", ["preempted", "save_failed"], 3),
+        ("mpirun", "75", [], 75),
+        ("srun", "1", ["preempted", "preempted"], 75),
+        ("srun", "75", ["preempted", "save_failed"], 75),
+    ],
+)
+def test_the_ranks_record_whether_all_have_saved(
+    launcher: str, code: str, ranks: list[str], expected: int, fakes: Fakes, tmp_path: Path
+) -> None:
+    """The launcher's stand-in keeps the exit code of a rank and writes what the ranks would."""
     folder = tmp_path / "run"
     (folder / "events").mkdir()
-    record = folder / "events/rank-0.jsonl"
-    # The stand-in for srun writes what ranks would.
-    program = fakes.path / "srun"
+    where = place(folder, python=sys.executable)
+    text = write(request(launcher=launcher, nodes=2, processes=2), PLAIN, where)
+    program = fakes.path / ("mpirun" if launcher == "mpirun" else "srun")
+    lines = [f"echo '{code}' > {folder}/jobs/1/first-42-0"]
+    for rank, kind in enumerate(ranks):
+        reason = "error" if kind == "save_failed" else "closed"
+        record = [{"event": "start", "began": 1, "size": 2}, {"event": kind}]
+        for event in (*record, {"event": "end", "reason": reason}):
+            lines.append(f"echo '{json.dumps(event)}' >> {path_of(folder, rank)}")
+        lines.append(f"touch -d tomorrow {path_of(folder, rank)}")
+    before = path_of(folder, 0)  # an attempt before, whose ranks have saved
+    before.write_text('{"event": "start", "began": 0, "size": 1}\n{"event": "preempted"}\n')
+    os.utime(before, (1, 1))
     kept = program.read_text()
-    where = place(folder, script="argv.py", args=("--run", "--", "-n"))
-    text = write(request(launcher="torchrun", nodes=2, processes=4), PLAIN, where)
-    fakes.set("srun", code=1)
+    program.write_text(kept.replace("#!/bin/bash\n", "\n".join(["#!/bin/bash", *lines, ""])))
     fakes.set("scontrol", out="node01\nJobState=RUNNING\n")
-    for event, code in (("preempted", 75), ("save_failed", 1)):
-        program.write_text(kept.replace("#!/bin/bash\n", _RECORDS.format(event=event, path=record)))
-        assert run_script(text, fakes).returncode == code
-    program.write_text(kept)
-    record.write_text('{"event": "preempted"}\n{"event": "end"}\n')
-    os.utime(record, (1, 1))  # of an attempt before
-    assert run_script(text, fakes).returncode == 1
+    assert run_script(text, fakes).returncode == expected
+
+
+def test_the_command_of_torchrun(fakes: Fakes, tmp_path: Path) -> None:
+    where = place(tmp_path / "run", script="argv.py", args=("--run", "--", "-n"))
+    text = write(request(launcher="torchrun", nodes=2, processes=4), PLAIN, where)
+    fakes.set("scontrol", out="node01\nJobState=RUNNING\n")
+    assert run_script(text, fakes).returncode == 0
     call = fakes.calls("srun")[0]
     assert ranks(call)[:4] == ["python", "-P", "-m", "torch.distributed.run"]
     # Without the first dashes, torchrun takes options of the script for abbreviations of its own.
     assert ranks(call)[-5:] == ["--", "argv.py", "--run", "--", "-n"]
     assert call[call.index("--rdzv-endpoint") + 1] == "node01:10043"
     assert "--signal=TERM@300" in directives(text)
-
-
-_RECORDS = """#!/bin/bash
-for event in start {event} usage collectives end; do
-    echo '{{"event": "'$event'", "t": 1}}' >> {path}
-done
-touch -d tomorrow {path}
-"""
-"""As a run does, which tells what it used after it has saved; each time as one more attempt."""
 
 
 def test_mpirun_is_told_by_the_batch_script(fakes: Fakes, tmp_path: Path) -> None:

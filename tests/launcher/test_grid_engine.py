@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from helpers.cluster.grid_engine import SLOTS, GridEngine, missing
-from helpers.submitted_jobs import Jobs, loss_of_one_process, losses
+from helpers.scripts import trained, trained_alone
+from helpers.submitted_jobs import Jobs
 from shoal.tools.submit.site_catalog import read_site
 
-pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(900)]
 PLACES = pytest.mark.parametrize(
     "place", ["-p one --nodes=2 -n 2", pytest.param("-p smp -n 2", marks=pytest.mark.long)]
 )
@@ -29,8 +30,8 @@ SITE += '[partitions.gone]\noption = "gone.q"\n'
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return loss_of_one_process(tmp_path_factory.mktemp("alone"))
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return trained_alone(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="module")
@@ -66,24 +67,26 @@ def jobs(cluster: GridEngine, tmp_path: Path) -> Iterator[Jobs]:
         pytest.param("-p smp -n 1", 1, marks=pytest.mark.long),
     ],
 )
-def test_the_same_loss_as_one_process(arguments: str, size: int, jobs: Jobs, alone: str) -> None:
-    given = ("run", str(size), "0", "a b", "$HOME", "it's")
+def test_the_same_parameters_as_one_process(
+    arguments: str, size: int, jobs: Jobs, alone: list[float]
+) -> None:
+    given = (str(size), "0", "run", "a b", "$HOME", "it's")
     jobs.submit(*arguments.split(), "train.py", "--", *given)
     jobs.wait_for_codes(0)
-    assert losses(jobs.log()) == [alone], jobs.log()
+    assert trained(jobs.log()) == [alone], jobs.log()
     assert "['a b', '$HOME', \"it's\"]" in jobs.log()
     assert "finished" in jobs.shoal("status", "run")
 
 
 @PLACES
-def test_a_job_that_is_suspended_saves_and_goes_on(place: str, jobs: Jobs, alone: str) -> None:
+def test_a_job_that_is_suspended_saves_and_goes_on(place: str, jobs: Jobs, alone: list[float]) -> None:
     """On one node Grid Engine starts it again, on several a new job continues."""
-    number = jobs.submit(*place.split(), "train.py", "--", "run", "2", "0.5")
+    number = jobs.submit(*place.split(), "train.py", "--", "2", "2", "run")
     jobs.wait_for_step(3)
     assert "since" in jobs.shoal("status", "run")
     jobs.command("qmod", "-sj", number)
     jobs.wait_for_codes(75, 0)
-    assert losses(jobs.log()) == [alone], jobs.log()
+    assert trained(jobs.log()) == [alone], jobs.log()
     assert "USR1 on rank" in jobs.log()
     assert "resumed at sample" in jobs.log()
     again = int(jobs.ends()[1][0])
@@ -91,41 +94,41 @@ def test_a_job_that_is_suspended_saves_and_goes_on(place: str, jobs: Jobs, alone
     assert f"{again}  " in jobs.shoal("status", "run")
 
 
-def test_a_job_that_a_more_urgent_queue_preempts(jobs: Jobs, alone: str) -> None:
-    jobs.submit("-p", "one", "--nodes=3", "-n", "3", "train.py", "--", "run", "3", "0.5")
+def test_a_job_that_a_more_urgent_queue_preempts(jobs: Jobs, alone: list[float]) -> None:
+    jobs.submit("-p", "one", "--nodes=3", "-n", "3", "train.py", "--", "3", "2", "run")
     jobs.wait_for_step(3)
     urgent = ["qsub", "-terse", "-b", "y", "-q", "urgent.q", "-o", "/dev/null", "-j", "y", "sleep", "3"]
     jobs.command(*urgent)
     jobs.wait_for_codes(75, 0)
-    assert losses(jobs.log()) == [alone], jobs.log()
+    assert trained(jobs.log()) == [alone], jobs.log()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("seconds", "same"), [("4", True), ("30", False)])
-def test_the_time_limit_is_a_requeue(seconds: str, same: bool, jobs: Jobs, alone: str) -> None:
+def test_the_time_limit_is_a_requeue(seconds: str, same: bool, jobs: Jobs, alone: list[float]) -> None:
     """The batch script tells the ranks 15 s before it; a step of 30 s ends after it."""
     place = ("--time", "1", "-p", "smp", "-n", "2")
-    number = jobs.submit(*place, "train.py", "--", "run", "2", seconds)
-    jobs.wait_for_codes(75, 0, timeout=250)
+    number = jobs.submit(*place, "train.py", "--", "2", seconds, "run")
+    jobs.wait_for_codes(75, 0)
     assert [job == number for job, _ in jobs.ends()] == [True, same]
-    assert losses(jobs.log()) == [alone]
+    assert trained(jobs.log()) == [alone]
 
 
-def test_one_element_of_an_array_is_requeued(jobs: Jobs, alone: str) -> None:
-    (jobs.folder / "sweep").write_text("one 2 0.3\ntwo 2 0.3\n")
+def test_one_element_of_an_array_is_requeued(jobs: Jobs, alone: list[float]) -> None:
+    (jobs.folder / "sweep").write_text("2 0.3 one\n2 2 two\n")
     number = jobs.submit("-p", "smp", "-n", "2", "--sweep", "sweep", "--at-once", "2", "train.py")
     for run in ("one", "two"):
         jobs.wait_for_step(2, run)
     jobs.command("qmod", "-sj", f"{number}.2")
     jobs.wait(lambda: len(jobs.ends()) == 3)
     assert sorted(jobs.ends()) == [(f"{number}.1", 0), (f"{number}.2", 0), (f"{number}.2", 75)]
-    assert losses(jobs.log("-0")) == losses(jobs.log("-1")) == [alone]
+    assert trained(jobs.log("-0")) == trained(jobs.log("-1")) == [alone]
     assert "resumed" not in jobs.log("-0")
     assert "resumed" in jobs.shoal("logs", "--element", "1", "run")
 
 
 def test_a_job_that_is_cancelled_has_saved_and_does_not_come_back(jobs: Jobs) -> None:
-    jobs.submit("-p", "one", "--nodes=2", "-n", "2", "train.py", "--", "run", "2", "0.5")
+    jobs.submit("-p", "one", "--nodes=2", "-n", "2", "train.py", "--", "2", "2", "run")
     jobs.wait_for_step(2)
     assert "saves a checkpoint and ends" in jobs.shoal("cancel", "run")
     jobs.wait(jobs.gone)
@@ -136,13 +139,13 @@ def test_a_job_that_is_cancelled_has_saved_and_does_not_come_back(jobs: Jobs) ->
 
 
 @pytest.mark.long
-def test_qdel_saves_and_a_chain_goes_on(jobs: Jobs, alone: str) -> None:
-    first = jobs.submit("--chain", "3", "-p", "smp", "-n", "2", "train.py", "--", "run", "2", "0.3")
+def test_qdel_saves_and_a_chain_goes_on(jobs: Jobs, alone: list[float]) -> None:
+    first = jobs.submit("--chain", "3", "-p", "smp", "-n", "2", "train.py", "--", "2", "2", "run")
     jobs.wait_for_step(2)
     jobs.command("qdel", first)
     jobs.wait(jobs.gone)
     assert jobs.ends() == [(first, 75), (str(int(first) + 1), 0)]
-    assert losses(jobs.log()) == [alone]
+    assert trained(jobs.log()) == [alone]
 
 
 @pytest.mark.long
@@ -178,39 +181,39 @@ def test_a_rank_that_fails_ends_the_job(jobs: Jobs) -> None:
 
 
 @PLACES
-def test_a_node_dies(place: str, jobs: Jobs, cluster: GridEngine, alone: str) -> None:
+def test_a_node_dies(place: str, jobs: Jobs, cluster: GridEngine, alone: list[float]) -> None:
     """Grid Engine restarts a job whose first node is silent; for another one, the batch script does."""
     # The defaults take minutes: connections to a node without power stay open.
     train = (jobs.folder / "train.py").read_text().replace("seed=1", "seed=1, timeout=15")
     (jobs.folder / "train.py").write_text(train.replace("run.tick()", "run.tick(every=2)"))
     keepalive = {"time": "5", "intvl": "2", "probes": "2"}
     jobs.variables |= {f"OMPI_MCA_oob_tcp_keepalive_{name}": keepalive[name] for name in keepalive}
-    jobs.submit(*place.split(), "train.py", "--", "run", "2", "0.7")
+    jobs.submit(*place.split(), "train.py", "--", "2", "1.5", "run")
     jobs.wait_for_step(5)
     first = [node for node in cluster.nodes if cluster.running(node, "mpirun.openmpi -n")]
     used = [node for node in cluster.nodes if cluster.running(node, "train.py")]
     [lost] = set(used) - set(first) or first
     cluster.kill(lost)
     try:
-        jobs.wait(lambda: losses(jobs.log()) != [], 200)
+        jobs.wait(lambda: trained(jobs.log()) != [])
     finally:
         cluster.revive(lost)
-    assert losses(jobs.log()) == [alone], jobs.log()
+    assert trained(jobs.log()) == [alone], jobs.log()
     assert "resumed at sample" in jobs.log()
     jobs.wait(jobs.gone)
 
 
 @pytest.mark.long
 def test_a_daemon_that_dies_and_comes_back_changes_nothing(
-    jobs: Jobs, cluster: GridEngine, alone: str
+    jobs: Jobs, cluster: GridEngine, alone: list[float]
 ) -> None:
-    jobs.submit("-p", "one", "--nodes=3", "-n", "3", "train.py", "--", "run", "3", "0.3")
+    jobs.submit("-p", "one", "--nodes=3", "-n", "3", "train.py", "--", "3", "0.3", "run")
     jobs.wait_for_step(2)
     for node in cluster.nodes[:2]:
         cluster.kill_execd(node)
         cluster.revive_execd(node)
     jobs.wait_for_codes(0)
-    assert losses(jobs.log()) == [alone]
+    assert trained(jobs.log()) == [alone]
     assert "resumed" not in jobs.log()
 
 

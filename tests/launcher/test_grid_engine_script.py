@@ -86,6 +86,18 @@ def test_a_new_job_continues_one_on_several_nodes(fakes: Fakes, tmp_path: Path) 
     assert (tmp_path / "jobs/1/jobs").read_text() == "8\n"
 
 
+def test_each_element_of_an_array_has_a_log(fakes: Fakes, tmp_path: Path) -> None:
+    asked = request(sweep=(("a",), ("b",)))
+    fakes.set("mpirun", out="trained\n")
+    variables = {"JOB_ID": "7", "SGE_TASK_ID": "2", "HOSTNAME": "node01"}
+    with (tmp_path / "jobs/1/log.txt").open("a") as log:
+        where = place(tmp_path, sweep=asked.sweep)
+        done = run_script(write(asked, SITE, where), fakes, variables, stdout=log)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "jobs/1/log-1.txt").read_text() == "trained\n"
+    assert (tmp_path / "jobs/1/log.txt").read_text() == ""
+
+
 @pytest.mark.parametrize(("answers", "code"), [(True, 3), (False, 75)])
 def test_a_lost_node_is_no_failure(answers: bool, code: int, fakes: Fakes, tmp_path: Path) -> None:
     fakes.set("qrsh", code=0 if answers else 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.fake_slurm import place, request, write
+from shoal.telemetry.stop_time import stopping_seconds
 from shoal.tools.submit import site_catalog
 from shoal.tools.submit.check import (
     check_job,
@@ -24,7 +25,6 @@ from shoal.tools.submit.decide import decide
 from shoal.tools.submit.scheduler import Job, JobRequest
 from shoal.tools.submit.site_catalog import Partition, Qos, Site, read_site
 from shoal.tools.submit.slurm.site_draft import draft_text
-from shoal.tools.submit.status import stopping_seconds
 from shoal.tools.submit.times import gpu_hours, parse_time, spell_time
 from shoal.util.errors import LaunchError
 

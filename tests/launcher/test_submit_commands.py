@@ -32,7 +32,9 @@ def submitted(*arguments: str) -> str:
 
 def test_a_job_is_submitted_and_told_about(fakes: Fakes) -> None:
     said = submitted("--nodes", "2", "--gpus-per-node", "4", "train.py", "--", "--token", "hunter2")
-    assert fakes.calls() == [["sbatch", "--parsable", str(Path("runs/train/jobs/1/job.sh").resolve())]]
+    assert fakes.calls("sbatch") == [
+        ["sbatch", "--parsable", str(Path("runs/train/jobs/1/job.sh").resolve())]
+    ]
     assert "job 42: 2 nodes with 4 GPUs, 8 processes, 01:00:00, at most 8 GPU-hours" in said
     for command in ("shoal logs -f runs/train", "shoal status runs/train", "shoal cancel runs/train"):
         assert command in said
@@ -133,7 +135,7 @@ def test_what_can_not_work_is_refused_and_leaves_nothing(fakes: Fakes) -> None:
     assert "there is no file" in refused("submit", "--time=1:00:00", "none.py").found
     Path("taken").write_text("a file\n")
     assert "taken" in refused("submit", "--time=1:00:00", "--run", "taken", "train.py").given
-    assert (fakes.calls(), list(Path("runs").glob("*/jobs/*"))) == ([], [])
+    assert (fakes.calls("sbatch"), list(Path("runs").glob("*/jobs/*"))) == ([], [])
     # Where it is only objected to, it may be submitted all the same.
     submitted("--gpus-per-node", "4", "-n", "1", "--force", "train.py")
     assert len(fakes.calls("sbatch")) == 1
@@ -391,3 +393,36 @@ def test_a_job_is_submitted_from_within_another(fakes: Fakes, monkeypatch: pytes
     names = {line.partition("=")[0] for line in seen}
     kept = {"SLURM_CONF", "SBATCH_ACCOUNT"}
     assert names & {"SLURM_JOB_ID", "SLURM_NTASKS", *kept} == kept
+
+
+PARTITIONS = """\
+PartitionName=main Default=YES MaxNodes=UNLIMITED MaxTime=2-00:00:00 State=UP
+PartitionName=debug Default=NO MaxNodes=2 MaxTime=01:00:00 State=UP
+PartitionName=any Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED State=UP
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--time=2-01"], "the default queue ends jobs after 48:00:00"),
+        (["--time=2:00:00", "-p", "debug"], "the queue debug ends jobs after 01:00:00"),
+        (["--time=1:00:00", "--nodes=3", "-p", "debug"], "a job in the queue debug has at most 2"),
+        (["--time=3-00", "-p", "debug,main"], "the queue debug,main ends jobs after 48:00:00"),
+        (["--time=30-00", "-p", "any"], ""),
+        (["--time=30-00", "-p", "debug", "--directive=--partition=any"], ""),
+        (["--time=30-00", "-p", "debug", "--force"], ""),
+        (["--time=30-00", "-p", "unlisted"], ""),  # sbatch rejects it
+    ],
+)
+def test_more_than_a_partition_allows_is_refused(
+    arguments: list[str], found: str, fakes: Fakes
+) -> None:
+    """By default Slurm accepts such a job, and never starts it."""
+    fakes.set("scontrol", out=PARTITIONS)
+    if found:
+        assert found in refused("submit", *arguments, "train.py").found
+    else:
+        assert "job 42" in shoal("submit", *arguments, "train.py").output
+    assert len(fakes.calls("sbatch")) == (0 if found else 1)
+    assert Path("runs").exists() == (not found)

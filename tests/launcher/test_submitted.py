@@ -11,15 +11,16 @@ import pytest
 
 from helpers.cluster.slurm import Cluster
 from helpers.commands import wait_for
-from helpers.submitted_jobs import TRAIN, Jobs, loss_of_one_process, losses
+from helpers.scripts import AGREEING, trained, trained_alone
+from helpers.submitted_jobs import Jobs
 from shoal.telemetry import events
 
-pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return loss_of_one_process(tmp_path_factory.mktemp("alone"))
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return trained_alone(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture
@@ -45,11 +46,13 @@ def jobs(cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
         ("--nodes=2 --processes=4 --launcher=torchrun", 4),
     ],
 )
-def test_the_same_loss_as_one_process(arguments: str, size: int, jobs: Jobs, alone: str) -> None:
-    given = ("run", str(size), "0", "a b", "$HOME", "it's")
+def test_the_same_parameters_as_one_process(
+    arguments: str, size: int, jobs: Jobs, alone: list[float]
+) -> None:
+    given = (str(size), "0", "run", "a b", "$HOME", "it's")
     jobs.submit(*arguments.split(), "train.py", "--", *given)
     jobs.wait_for_codes(0)
-    assert losses(jobs.log()) == [alone], jobs.log()
+    assert trained(jobs.log()) == [alone], jobs.log()
     assert "['a b', '$HOME', \"it's\"]" in jobs.log()
     assert "finished" in jobs.shoal("status", "run")
 
@@ -76,22 +79,22 @@ def test_each_node_has_a_copy_of_its_own(jobs: Jobs) -> None:
     assert "shoal-" not in left
 
 
-def test_what_was_submitted_runs_after_a_requeue(jobs: Jobs, alone: str) -> None:
-    number = jobs.submit("--nodes", "2", "-n", "2", "train.py", "--", "run", "2", "0.5")
+def test_what_was_submitted_runs_after_a_requeue(jobs: Jobs, alone: list[float]) -> None:
+    number = jobs.submit("--nodes", "2", "-n", "2", "train.py", "--", "2", "2", "run")
     jobs.wait_for_step(3)
     (jobs.folder / "train.py").write_text("raise SystemExit('this was not submitted')\n")
     jobs.command("scontrol", "requeue", number)
-    jobs.wait(lambda: losses(jobs.log()) != [])
-    assert losses(jobs.log()) == [alone]
+    jobs.wait(lambda: trained(jobs.log()) != [])
+    assert trained(jobs.log()) == [alone]
     assert "resumed at sample" in jobs.log()
     jobs.wait(jobs.gone)
     assert jobs.ends()[-1] == (number, 0)
 
 
 @pytest.mark.long
-def test_a_signal_to_one_rank_requeues_one_element(jobs: Jobs, alone: str) -> None:
+def test_a_signal_to_one_rank_requeues_one_element(jobs: Jobs, alone: list[float]) -> None:
     """FAILURES 9: it saves and goes back into the queue; the other runs on."""
-    (jobs.folder / "sweep").write_text("one 2 0.3\ntwo 2 0.3\n")
+    (jobs.folder / "sweep").write_text("2 0.3 one\n2 2 two\n")
     number = jobs.submit("-n", "2", "--sweep", "sweep", "train.py")
     for run in ("one", "two"):
         jobs.wait_for_step(2, run)
@@ -99,31 +102,30 @@ def test_a_signal_to_one_rank_requeues_one_element(jobs: Jobs, alone: str) -> No
     jobs.command("scancel", "--signal=USR1", f"{number}_1")
     jobs.wait(lambda: len(jobs.ends()) == 3)
     assert sorted(jobs.ends()) == [(f"{number}_0", 0), (f"{number}_1", 0), (f"{number}_1", 75)]
-    assert losses(jobs.log("-0")) == losses(jobs.log("-1")) == [alone]
+    assert trained(jobs.log("-0")) == trained(jobs.log("-1")) == [alone]
     assert "resumed" not in jobs.log("-0")
     assert "USR1 on rank" in jobs.log("-1")
     assert "and is requeued" in jobs.log("-1")
 
 
 @pytest.mark.long
-def test_the_time_limit_is_a_requeue(jobs: Jobs, alone: str) -> None:
+def test_the_time_limit_is_a_requeue(jobs: Jobs, alone: list[float]) -> None:
     """Slurm tells the ranks ahead of it, to within half a minute."""
-    jobs.submit("--time", "1", "-n", "2", "train.py", "--", "run", "2", "30")
-    jobs.wait_for_codes(75, 0, timeout=200)
-    assert losses(jobs.log()) == [alone]
+    jobs.submit("--time", "1", "-n", "2", "train.py", "--", "2", "30", "run")
+    jobs.wait_for_codes(75, 0)
+    assert trained(jobs.log()) == [alone]
 
 
 # The first two attempts wait to be told to save; then a save waits: for SIGTERM, or without end.
-TWICE = TRAIN.replace(
-    "import torch, shoal\n",
+TWICE = AGREEING.replace(
+    "def main():\n",
     """
 from pathlib import Path
-import torch, shoal
 
 class Slow:
     def state_dict(self):
         if asked:
-            Path(f"saving-{attempt}-{world.rank}").touch()
+            Path(f"saving-{attempt}-{rank}").touch()
         while asked and (attempt == 1 or not told_again):
             time.sleep(0.01)
         return {}
@@ -132,42 +134,46 @@ class Slow:
 
 asked, told_again = [], []
 signal.signal(signal.SIGTERM, lambda *_: told_again.append(1))
+
+def main():
+    global attempt, rank
 """,
 )
 TWICE = TWICE.replace(
-    '    world.print(f"begins', '    attempt = world.placement.attempt\n    world.print(f"begins'
+    "        assert world",
+    "        attempt, rank = world.placement.attempt, world.rank\n        assert world",
 )
 TWICE = TWICE.replace("step, data) as run", "step, data, state={'slow': Slow()}) as run")
 TWICE = TWICE.replace(
-    "            run.tick()\n",
+    "                run.tick()\n",
     """
-            if attempt < 2 and step.number == 5 * (attempt + 1):
-                Path(f"ready-{attempt}-{world.rank}").touch()
-                while not run._stopping._asked:
-                    time.sleep(0.01)
-                asked.append(1)
-            run.tick()
+                if attempt < 2 and step.number == 5 * (attempt + 1):
+                    Path(f"ready-{attempt}-{rank}").touch()
+                    while not run._stopping._asked:
+                        time.sleep(0.01)
+                    asked.append(1)
+                run.tick()
 """,
 )
-TWICE = TWICE.replace("        run.save()\n", "")
+TWICE = TWICE.replace("            run.save()\n", "")
 
 
 @pytest.mark.long
-def test_a_second_preemption_during_the_save(jobs: Jobs, alone: str) -> None:
+def test_a_second_preemption_during_the_save(jobs: Jobs, alone: list[float]) -> None:
     """A save that ends between SIGTERM and SIGKILL is whole, one that does not never was.
 
     Either way Slurm puts the job back once, and no sample is lost or taken twice.
     """
     (jobs.folder / "twice.py").write_text(TWICE)
-    number = jobs.submit("--nodes", "2", "-n", "2", "twice.py", "--", "run", "2", "0")
+    number = jobs.submit("--nodes", "2", "-n", "2", "twice.py", "--", "2", "0", "run")
     for attempt in (0, 1):
         jobs.wait_for_files(f"ready-{attempt}-0", f"ready-{attempt}-1")
         jobs.command("scancel", "--signal=USR1", number)
         jobs.wait_for_files(f"saving-{attempt}-0", f"saving-{attempt}-1")
         jobs.command("scontrol", "requeue", number)
-    jobs.wait(lambda: losses(jobs.log()) != [])
+    jobs.wait(lambda: trained(jobs.log()) != [])
     jobs.wait(jobs.gone)
-    assert losses(jobs.log()) == [alone]
+    assert trained(jobs.log()) == [alone]
     (saved,) = re.findall(r"saved step (\d+)", jobs.log())
     assert re.findall(r"resumed at sample \d+ \(step (\d+)", jobs.log()) == [saved, saved]
     assert "and is requeued" not in jobs.log()
@@ -199,14 +205,14 @@ def test_a_save_after_the_time_limit_counts_too(jobs: Jobs) -> None:
     """Slurm gives a job a few seconds from SIGTERM to SIGKILL, and calls it timed out."""
     (jobs.folder / "late.py").write_text(LATE)
     jobs.submit("--time", "1", "-n", "2", "late.py")
-    jobs.wait_for_codes(75, 0, timeout=200)
+    jobs.wait_for_codes(75, 0)
     assert "DUE TO TIME LIMIT" in jobs.log()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["scancel", "shoal cancel"])
 def test_a_job_that_is_cancelled_has_saved_and_does_not_come_back(command: str, jobs: Jobs) -> None:
-    number = jobs.submit("-n", "2", "train.py", "--", "run", "2", "0.5")
+    number = jobs.submit("-n", "2", "train.py", "--", "2", "2", "run")
     jobs.wait_for_step(2)
     if command == "scancel":  # to which ranks save as on any SIGTERM
         jobs.command("scancel", number)
@@ -222,13 +228,13 @@ def test_a_job_that_is_cancelled_has_saved_and_does_not_come_back(command: str, 
 
 
 @pytest.mark.long
-def test_a_chain_goes_on_and_ends_early(jobs: Jobs, alone: str) -> None:
-    first = int(jobs.submit("--chain", "4", "-n", "2", "train.py", "--", "run", "2", "0.3"))
+def test_a_chain_goes_on_and_ends_early(jobs: Jobs, alone: list[float]) -> None:
+    first = int(jobs.submit("--chain", "4", "-n", "2", "train.py", "--", "2", "2", "run"))
     jobs.wait_for_step(2)
     jobs.command("scancel", "--signal=USR1", str(first))
     jobs.wait(jobs.gone)
     assert jobs.ends() == [(str(first), 75), (str(first + 1), 0)]
-    assert losses(jobs.log()) == [alone]
+    assert trained(jobs.log()) == [alone]
 
 
 def test_a_rank_that_fails_ends_the_job(jobs: Jobs) -> None:
@@ -273,16 +279,18 @@ def test_the_log_of_a_failure_ends_with_its_reason_also_after_a_restart(jobs: Jo
         ("--launcher=torchrun", ["--signal=TERM"]),
     ],
 )
-def test_other_launchers_pass_it_on(launcher: str, told: list[str], jobs: Jobs, alone: str) -> None:
+def test_other_launchers_pass_it_on(
+    launcher: str, told: list[str], jobs: Jobs, alone: list[float]
+) -> None:
     sites = jobs.folder / "config/shoal/sites"
     sites.mkdir(parents=True)
     _, _, name = launcher.partition("=")
     (sites / f"{name}.toml").write_text(f"launcher = 'mpirun'\nmpirun = ['{name}']\n")
-    number = jobs.submit(launcher, "--nodes=2", "-n", "4", "train.py", "--", "run", "4", "0.3")
+    number = jobs.submit(launcher, "--nodes=2", "-n", "4", "train.py", "--", "4", "2", "run")
     jobs.wait_for_step(2)
     jobs.command("scancel", *told, number)
     jobs.wait_for_codes(75, 0)
-    assert losses(jobs.log()) == [alone]
+    assert trained(jobs.log()) == [alone]
 
 
 def test_a_drafted_site_keeps_limits_and_what_slurm_refuses_is_passed_on(jobs: Jobs) -> None:
@@ -294,6 +302,23 @@ def test_a_drafted_site_keeps_limits_and_what_slurm_refuses_is_passed_on(jobs: J
         done = jobs.try_shoal("submit", "--time", "10:00", *arguments, "train.py")
         assert done.returncode == 2, done.stdout
         assert told in done.stderr
+
+
+def test_more_than_a_partition_allows_is_refused(jobs: Jobs) -> None:
+    """Slurm itself accepts the job, and never starts it."""
+    jobs.command("scontrol", "create", "PartitionName=short", "Nodes=ALL", "MaxTime=5")
+    arguments = ("submit", "--run", "run", "--time", "10:00", "-p", "short")
+    try:
+        done = jobs.try_shoal(*arguments, "train.py")
+        assert done.returncode == 2, done.stdout
+        assert "the queue short ends jobs after 00:05:00" in done.stderr
+        assert not (jobs.folder / "run").exists()
+        jobs.shoal(*arguments, "--force", "train.py")
+        assert "can never start: it requests more time" in jobs.shoal("status", "run")
+    finally:
+        jobs.command("scancel", "--partition=short")
+        jobs.wait(jobs.gone)
+        jobs.command("scontrol", "delete", "PartitionName=short")
 
 
 SHORT = """

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from secrets import token_hex
 
-from shoal.distributed.cluster_env import Commands, Placement, detect, marks_found
+from shoal.distributed.cluster_env import Commands, Placement, detect, kill_times, marks_found
 from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes, check_alone, read_nodes
 from shoal.distributed.placement import LAST_PORT, integer, ports_of
 from shoal.util.safe_text import is_secret, passwords
@@ -62,6 +62,16 @@ def placement(
 def warn_alone() -> str:
     """Return a warning for a world of one in a job with other hosts; see `check_alone`."""
     return "" if os.environ.get(ALONE) == "1" else check_alone(os.environ)
+
+
+def warn_of_kill(launcher: str, seconds: float | None) -> str:
+    """Return a warning if a launcher would kill ranks before such a save is complete, or "".
+
+    A job of `shoal submit` gets its signal in time.
+    """
+    if seconds is None or os.environ.get(FAILURES):
+        return ""
+    return kill_times.warn_of_kill(launcher, seconds, os.environ, _ancestors)
 
 
 def nodes_of_job() -> JobNodes | None:

@@ -251,23 +251,24 @@ def ports_of(
 
 
 def scheduler_job(env: Mapping[str, str]) -> str:
-    """Return the name of a job of Slurm or Grid Engine, the same in all its attempts; empty outside.
+    """Return the name of a job of Slurm, Grid Engine or PBS, the same in all its attempts; else "".
 
-    Both restart a job when a node is silent, and its ranks there may still run and hold resources.
+    They restart a job when a node is silent, and its ranks there may still run and hold resources.
     """
     if env.get("SLURM_JOB_ID"):
         return f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{env['SLURM_JOB_ID']}"
     if env.get("SGE_TASK_ID"):
         return f"sge-{env.get('SGE_CELL', '')}-{env.get('JOB_ID', '')}.{env['SGE_TASK_ID']}"
-    return ""
+    return f"pbs-{env['PBS_JOBID']}" if env.get("PBS_JOBID") else ""
 
 
 def earlier_attempts(env: Mapping[str, str]) -> int:
     """Return how often the scheduler has started this job before."""
     aws = max(0, integer(env, "AWS_BATCH_JOB_ATTEMPT", 1) - 1)
-    # Grid Engine sets it to 0 or 1, the batch script of `shoal submit` to the number.
-    grid_engine = integer(env, "RESTARTED", 0) if env.get("SGE_TASK_ID") else 0
-    return integer(env, "SLURM_RESTART_COUNT", 0) + aws + grid_engine
+    # Grid Engine sets it to 0 or 1, the batch scripts of `shoal submit`, also for PBS, to the number.
+    named = env.get("SGE_TASK_ID") or env.get("PBS_JOBID")
+    restarted = integer(env, "RESTARTED", 0) if named else 0
+    return integer(env, "SLURM_RESTART_COUNT", 0) + aws + restarted
 
 
 def refuse_many_worlds(given: str, found: str, names: str) -> LaunchError:

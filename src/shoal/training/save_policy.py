@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.checkpoint import AnyPath, BackgroundSave, Checkpoints
 from shoal.distributed.deadline import Deadline
+from shoal.distributed.env_vars import warn_of_kill
 from shoal.distributed.failure import is_by_peer
 from shoal.distributed.world import World
 from shoal.telemetry.events import Events
@@ -125,6 +126,7 @@ class SavePolicy:
         self._every: Every | None = None
         self._deadline = Deadline(None, world, clock)
         self._cost, self._took = FIRST_COST, 0.0
+        self._warned = False
 
     def due(self, every: Every, step: int) -> bool:
         """Return whether to save after this optimizer step, the same on all ranks.
@@ -181,15 +183,25 @@ class SavePolicy:
                 self._world.print(f"shoal: {unsaved}: {error.found}; training continues ({error.fix})")
             return
         self._took = saving.job.seconds
+        seconds = saving.blocked + saving.job.seconds
+        self.warn(seconds)
         self._events.write(
             "save",
             {
                 "step": saving.step,
-                "seconds": saving.blocked + saving.job.seconds,
+                "seconds": seconds,
                 "blocked": saving.blocked,
                 "path": str(path),
             },
         )
+
+    def warn(self, seconds: float | None) -> None:
+        """Print on rank 0, once, that the launcher would kill ranks before they have saved."""
+        if self._world.is_rank_zero and not self._warned:
+            warning = warn_of_kill(self._world.placement.launcher, seconds)
+            self._warned = bool(warning)
+            if warning:
+                self._world.print(warning)
 
     def _join(self, saving: RunningSave, within: float | None) -> None:
         """Wait for a save for at most `within` seconds, and name its disk if that is slow."""

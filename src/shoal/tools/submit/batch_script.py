@@ -30,7 +30,7 @@ from shoal.util.errors import LaunchError
 from shoal.util.python import module_command, script_command
 
 _FIRST_PORT, _PORTS = 10001, 10000
-_TEMPLATE = "job.sh.jinja"
+_TEMPLATES = ("job.sh.jinja", "timed_job.sh.jinja")
 
 
 _KEEPING = (Shell('"$around"'), Shell('"$first"'))
@@ -62,7 +62,10 @@ class BatchScheduler(Protocol):
 
     @property
     def template(self) -> str:
-        """Its longer parts of the batch script: a Jinja template that extends `job.sh.jinja`."""
+        """Its longer parts of the batch script: a Jinja template that extends `job.sh.jinja`.
+
+        It extends `timed_job.sh.jinja` if the scheduler sends no signal before the time limit.
+        """
 
     def directives(self, job: Job, folder: str) -> Iterator[str]:
         """Yield the lines of the batch script that the scheduler reads, such as `#SBATCH --nodes=2`.
@@ -101,9 +104,9 @@ def render(scheduler: BatchScheduler, job: Job, place: JobContext) -> str:
     Raises LaunchError for a value that is invalid in a line that the scheduler reads.
     """
     shell = {name: Shell(text) for name, text in scheduler.shell.items()}
-    base = resources.files(__package__).joinpath(_TEMPLATE).read_text()
+    bases = {name: resources.files(__package__).joinpath(name).read_text() for name in _TEMPLATES}
     environment = Environment(
-        loader=DictLoader({_TEMPLATE: base, "scheduler": scheduler.template}),
+        loader=DictLoader({**bases, "scheduler": scheduler.template}),
         finalize=quote_word,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -142,6 +145,12 @@ def render(scheduler: BatchScheduler, job: Job, place: JobContext) -> str:
         events=str(path_of(place.run, 0)),
         local=quote_expression(job.local or scheduler.shell["local"]),
         stage=[os.path.split(path) for path in place.stage],
+        last_exit=quote_words(
+            [
+                *_container(job, place),
+                *module_command("shoal", "last-exit", place.run, python=_staged(place.python, place)),
+            ]
+        ),
         program=quote_words(_around(_program(job, place, scheduler))),
         turns=[(turn.log, _turn(turn, job, place, scheduler)) for turn in job.turns],
         limit=job.limit,
@@ -165,13 +174,7 @@ def _around(program: Sequence[str]) -> Sequence[str]:
 
 def _program(job: Job, place: JobContext, scheduler: BatchScheduler) -> Sequence[str]:
     """Return the words of the command of each rank, or agent of torchrun."""
-    words: list[str] = []
-    if place.image is not None:
-        words += [*job.container_command]
-        for path in dict.fromkeys((place.directory, place.folder)):
-            words += ["--bind", path]
-        words += ["--bind", Shell('"$staged"')] if place.stage else []
-        words += [place.image]
+    words = _container(job, place)
     python = _staged(place.python, place)
     script = [place.script, *(_staged(word, place) for word in place.args)]
     if job.launcher == "torchrun":
@@ -185,6 +188,17 @@ def _program(job: Job, place: JobContext, scheduler: BatchScheduler) -> Sequence
     else:
         words += script_command(*script, python=python)
     return words
+
+
+def _container(job: Job, place: JobContext) -> list[str]:
+    """Return the words before a command that runs it in the job's container, if there is one."""
+    if place.image is None:
+        return []
+    words = [*job.container_command]
+    for path in dict.fromkeys((place.directory, place.folder)):
+        words += ["--bind", path]
+    words += ["--bind", Shell('"$staged"')] if place.stage else []
+    return [*words, place.image]
 
 
 def _staged(word: str, place: JobContext) -> str:

@@ -75,3 +75,17 @@ class SchedulerCommands:
                 fix=f"change the option that {self.title} rejects{shown}",
             )
         return done.stdout + (done.stderr if errors else "")
+
+    def find_job(self, printed: str, pattern: str) -> str:
+        """Return the id of a job, the last line of `pattern` that `submit` printed.
+
+        A site's wrapper may print more before it. Raises LaunchError if there is none.
+        """
+        found = re.findall(pattern, printed, re.MULTILINE)
+        if not found:
+            raise LaunchError(
+                given=self.submit,
+                found=f"it succeeded, but printed no job number: {printed.strip()[:200]!r}",
+                fix="find the job in the queue and cancel it, since its files have been removed",
+            )
+        return str(found[-1])

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from shoal.tools.submit.times import spell_time
 from shoal.util.decision import Decision
+from shoal.util.errors import LaunchError
 
 REQUEUES = 100
 """Largest number of times that a job is requeued."""
@@ -82,8 +84,9 @@ class Job(JobRequest):
     A job gets its signal to save `lead` seconds before its end. With `requeue` it may then requeue
     itself, even after `restarts` failures. `per_node` is the number of processes on each node, or on
     most. The batch script begins with the lines of `setup`, unquoted. `mpirun` are the site's words for
-    the launcher of that name, `container_command` those before an image. `site`, `ports`, `local` and
-    `volumes` are the site's too. `choices` has Shoal's decisions by name: cpus, qos and lead.
+    the launcher of that name, with `{per_node}`, `{cpus}` and variables of the shell;
+    `container_command` are those before an image. `site`, `ports`, `local` and `volumes` are the
+    site's too. `choices` has Shoal's decisions by name: cpus, qos and lead.
     """
 
     name: str
@@ -167,12 +170,14 @@ class SchedulerProfile:
     """Facts about a scheduler for messages and decisions.
 
     `title` is its name for users, `submit_program` the command that takes a job's file, whose name is
-    `file`. `launchers` can start the processes of a job; the first one is the default. The signal
-    before the time limit may come up to `signal_delay` seconds late.
+    `file`, `own_program` one that no other scheduler has. `launchers` can start the processes of a job;
+    the first one is the default. The signal before the time limit may come up to `signal_delay` seconds
+    late.
     """
 
     title: str
     submit_program: str
+    own_program: str
     launchers: tuple[str, ...]
     signal_delay: int
     file: str = "job.sh"
@@ -194,8 +199,11 @@ class Scheduler(Protocol):
     def check_available(self) -> None:
         """Raise LaunchError if jobs can't be submitted on this machine."""
 
-    def check_nodes(self, job: Job) -> None:
-        """Raise LaunchError if the scheduler would run a job on other nodes than those requested."""
+    def check_queue(self, job: Job) -> None:
+        """Raise LaunchError for a job that its queue would never start, or start on other nodes.
+
+        What `submit` rejects itself need not be checked.
+        """
 
     def submit(self, script: Path, *, after: str | None) -> str:
         """Submit a job's file and return the id of the job, which starts when `after` has ended."""
@@ -215,7 +223,8 @@ class Scheduler(Protocol):
     def cancel_after_save(self, jobs: Sequence[str], *, signal: str, to_batch: bool) -> None:
         """Cancel the jobs that wait, and send `signal` to the processes of those that run.
 
-        With `to_batch` the batch script gets the signal instead.
+        With `to_batch` the batch script gets the signal instead. It also sends the signal itself if it
+        looks for the mark of `shoal cancel`, as those that extend `timed_job.sh.jinja` do.
         """
 
     def draft_site(self, name: str) -> str:
@@ -224,7 +233,28 @@ class Scheduler(Protocol):
 
 def mpirun_command(job: Job) -> str:
     """Return the command of the launcher mpirun, which gets the nodes from the scheduler."""
-    return quote_words([*job.mpirun, "-n", job.processes])
+    values = {"per_node": job.per_node, "cpus": job.cpus or 1}
+    words = [word.format(**values) for word in job.mpirun]
+    own = (quote_expression(word) if "$" in word else word for word in words)
+    return quote_words([*own, "-n", job.processes])
+
+
+def check_limits(job: Job, *, time: float, nodes: float) -> None:
+    """Raise LaunchError for a job with more than its queue allows, in seconds and nodes."""
+    queue = "the default queue" if job.partition is None else f"the queue {job.partition}"
+    if job.time > time:
+        longest = spell_time(int(time))
+        raise LaunchError(
+            given=f"--time {spell_time(job.time)}",
+            found=f"{queue} ends jobs after {longest}",
+            fix=f"use --time {longest} or another --partition (--force submits it anyway)",
+        )
+    if job.nodes > nodes:
+        raise LaunchError(
+            given=f"--nodes {job.nodes}",
+            found=f"a job in {queue} has at most {nodes:.0f} nodes",
+            fix=f"use --nodes {nodes:.0f} or another --partition (--force submits it anyway)",
+        )
 
 
 class Shell(str):

@@ -6,6 +6,7 @@ import shutil
 
 from shoal.tools.submit.gridengine.scheduler import GridEngine
 from shoal.tools.submit.kubernetes.scheduler import Kubernetes
+from shoal.tools.submit.pbs.scheduler import PBS
 from shoal.tools.submit.scheduler import Scheduler
 from shoal.tools.submit.slurm.scheduler import Slurm
 from shoal.util.errors import LaunchError
@@ -13,6 +14,7 @@ from shoal.util.errors import LaunchError
 SCHEDULERS: dict[str, Scheduler] = {
     "slurm": Slurm(),
     "gridengine": GridEngine(),
+    "pbs": PBS(),
     "kubernetes": Kubernetes(),
 }
 """Each scheduler under its name in site files; the first one is the default."""
@@ -32,6 +34,5 @@ def find_scheduler(name: str, given: str) -> Scheduler:
 
 def scheduler_here() -> Scheduler:
     """Return the first scheduler whose commands this machine has, or the default one."""
-    programs = {each.profile.submit_program.split()[0]: each for each in SCHEDULERS.values()}
-    there = (each for program, each in programs.items() if shutil.which(program))
+    there = (each for each in SCHEDULERS.values() if shutil.which(each.profile.own_program))
     return next(there, next(iter(SCHEDULERS.values())))

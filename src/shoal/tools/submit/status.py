@@ -1,16 +1,14 @@
 """The submitted jobs of a run: their folders `RUN/jobs/1` and so on, their state and cancellation.
 
-`stopping_seconds` is the time that a run takes to stop. A file lists the runs with jobs.
+A file lists the runs with jobs.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 
 from shoal.distributed import env_vars
 from shoal.distributed.cluster_env import REQUEUE
-from shoal.telemetry import events
+from shoal.telemetry.stop_time import last_events
 from shoal.tools.submit.scheduler import QueuedJob, Scheduler
 from shoal.tools.submit.schedulers import find_scheduler
 from shoal.util.clock import CLOCK
@@ -315,34 +313,3 @@ def outcome(code: int) -> str:
 
 def _scheduler(folder: Path, record: SubmittedJob) -> Scheduler:
     return find_scheduler(record.scheduler, str(folder / RECORD))
-
-
-_TAIL = 8 << 20
-_STEPS, _SAVES = 200, 5
-_PARTS = ("wait", "transfer", "forward", "backward", "communication", "update")
-
-
-def stopping_seconds(run: Path) -> float | None:
-    """Return the seconds of a step and a save, the longest of rank 0's last; None without a save."""
-    saves: deque[float] = deque(maxlen=_SAVES)
-    steps: deque[float] = deque(maxlen=_STEPS)
-    for event in last_events(run):
-        if event["event"] == "save":
-            saves += _number(event.get("seconds"))
-        elif event["event"] == "step":
-            steps.append(sum(second for part in _PARTS for second in _number(event.get(part))))
-    return None if not saves else max(saves) + max(steps, default=0.0)
-
-
-def last_events(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of rank 0, or the last megabytes of them; none if there is no record."""
-    try:
-        yield from events.read_events(events.path_of(run, 0), last=_TAIL)
-    except OSError:
-        return
-
-
-def _number(value: object) -> list[float]:
-    """Return the value if it can be a duration, since the file may come from another user."""
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return [float(value)] if valid and value >= 0 else []  # type: ignore[arg-type,operator]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shoal.distributed import env_vars
 from shoal.launcher.entry_point import find_script
+from shoal.telemetry.stop_time import stopping_seconds
 from shoal.tools.submit.check import check_interpreter, check_job, notes, without_secrets, workers_of
 from shoal.tools.submit.decide import decide
 from shoal.tools.submit.scheduler import MARK, Job, JobContext, JobRequest, Scheduler
@@ -24,7 +25,6 @@ from shoal.tools.submit.status import (
     next_folder,
     remove_folder,
     runs_file,
-    stopping_seconds,
     write_record,
 )
 from shoal.util.clock import CLOCK
@@ -95,7 +95,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
         check_job(request, site, job)
         if not options.dry and options.out is None:
             _check_alone(run)
-            scheduler.check_nodes(job)
+            scheduler.check_queue(job)
     source = find_source(script, without=run) if options.copy else None
     made = missing_folders(run)
     jobs: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from shoal.tools.submit.batch_script import BatchScheduler
 from shoal.tools.submit.commands import SchedulerCommands
 from shoal.tools.submit.gridengine import site_draft
 from shoal.tools.submit.gridengine.queue import parse_queue
+from shoal.tools.submit.qsub.options import given_options, qsub_word, refuse_options
 from shoal.tools.submit.scheduler import Job, QueuedJob, SchedulerProfile, mpirun_command
 from shoal.util.errors import LaunchError
 
@@ -24,50 +25,35 @@ _COMMANDS = SchedulerCommands(
     ),
     unknown=re.compile(r"^denied: job \S+ does not exist|is already in deletion"),
 )
-# In a file name, qsub replaces variables, separates hosts by colons and files by commas.
-_UNCLEAR = re.compile(r"""[\x00-\x1f\x7f"'\\$:,]""")
 
 
 def options(job: Job, folder: str) -> Iterator[str]:
     """Yield options for qsub, which splits a line at spaces outside of quotes."""
-    for option, value in (("--qos", job.qos), ("--mem", job.memory)):
-        if value is not None:
-            raise LaunchError(
-                given=f"{option} {value}",
-                found="Grid Engine has no such option",
-                fix="use --directive with an option of qsub, such as --directive='-l mem_free=4G'",
-            )
+    refuse_options("Grid Engine", qos=job.qos, mem=job.memory)
     yield "-S /bin/bash"
     yield "-V"
     yield "-cwd"
-    yield f"-N {_word('--name', job.name)}"
-    yield f"-o {_word('--run', f'{folder}/log.txt')}"
+    yield f"-N {qsub_word('--name', job.name)}"
+    yield f"-o {qsub_word('--run', f'{folder}/log.txt')}"
     yield "-j y"
     yield "-notify"
     yield f"-r {'y' if job.requeue else 'n'}"
     yield f"-l h_rt={job.time}"
     if job.gpus:
-        yield f"-l {_word('gpu_resource', job.gpu_resource or 'gpu')}={job.gpus}"
+        yield f"-l {qsub_word('gpu_resource', job.gpu_resource or 'gpu')}={job.gpus}"
     for option, given, value in (
         ("-l", "--constraint", job.constraint),
         ("-q", "--partition", job.partition),
         ("-P", "--account", job.account),
     ):
         if value is not None:
-            yield f"{option} {_word(given, value)}"
+            yield f"{option} {qsub_word(given, value)}"
     yield from _environment(job)
     if job.elements:
         yield f"-t 1-{job.elements}"
         if job.at_once is not None:
             yield f"-tc {job.at_once}"
-    for option in job.options:
-        if not re.fullmatch(r"-\w[^\x00-\x1f\x7f]*", option):
-            raise LaunchError(
-                given=f"--directive {option!r}",
-                found="it is not an option of qsub",
-                fix="write --directive='-l hostname=node01'",
-            )
-        yield option
+    yield from given_options(job, "-l hostname=node01")
 
 
 def slots_on_node(job: Job) -> int:
@@ -86,17 +72,7 @@ def _environment(job: Job) -> Iterator[str]:
             found="the site's file names no parallel environment for this queue",
             fix='add parallel_environment = "NAME" to it; `qconf -spl` lists the names',
         )
-    yield f"-pe {_word('parallel_environment', job.parallel_environment)} {slots}"
-
-
-def _word(given: str, value: str) -> str:
-    if _UNCLEAR.search(value):
-        raise LaunchError(
-            given=f"{given} {value!r}",
-            found="qsub gives a meaning to quotes, backslashes, dollars, colons and commas",
-            fix="use a name without them",
-        )
-    return f'"{value}"' if " " in value else value
+    yield f"-pe {qsub_word('parallel_environment', job.parallel_environment)} {slots}"
 
 
 class GridEngine(BatchScheduler):
@@ -104,7 +80,11 @@ class GridEngine(BatchScheduler):
 
     # A job's own script sends the signal before the time limit, which counts from a little earlier.
     profile = SchedulerProfile(
-        title="Grid Engine", submit_program="qsub", launchers=("mpirun",), signal_delay=5
+        title="Grid Engine",
+        submit_program="qsub",
+        own_program="qconf",
+        launchers=("mpirun",),
+        signal_delay=5,
     )
     shell: ClassVar[Mapping[str, str]] = {
         "job_id": "$JOB_ID",
@@ -143,7 +123,7 @@ class GridEngine(BatchScheduler):
         """Raise LaunchError if qmaster does not answer."""
         _COMMANDS.run(["qstat"])
 
-    def check_nodes(self, job: Job) -> None:
+    def check_queue(self, job: Job) -> None:
         """Raise LaunchError if the parallel environment places the slots on other nodes."""
         if job.parallel_environment is None or job.nodes * slots_on_node(job) == 1:
             return
@@ -164,14 +144,7 @@ class GridEngine(BatchScheduler):
         order = [] if after is None else ["-hold_jid", after]
         printed = _COMMANDS.run(["qsub", "-terse", "-w", "e", *order, str(script)])
         # Of an array, it prints the elements after the number.
-        found = re.findall(r"^(\d+)(?:\.\S+)?$", printed, re.MULTILINE)
-        if not found:
-            raise LaunchError(
-                given="qsub -terse",
-                found=f"it succeeded, but printed no job number: {printed.strip()[:200]!r}",
-                fix="find the job with `qstat` and delete it, since its files have been removed",
-            )
-        return str(found[-1])
+        return _COMMANDS.find_job(printed, r"^(\d+)(?:\.\S+)?$")
 
     def queued(self, jobs: Sequence[str]) -> list[QueuedJob]:
         """Return the jobs that qstat lists, which are those that have not ended."""

@@ -28,6 +28,7 @@ class Kubernetes:
     profile = SchedulerProfile(
         title="Kubernetes",
         submit_program="kubectl create -f",
+        own_program="kubectl",
         launchers=("shoal",),
         signal_delay=0,
         file="jobset.json",
@@ -41,8 +42,8 @@ class Kubernetes:
         """Raise LaunchError if the server does not answer, or has no JobSets."""
         _COMMANDS.run(["kubectl", "get", "jobsets", "--output=name"])
 
-    def check_nodes(self, job: Job) -> None:
-        """Raise nothing: pods are placed as requested."""
+    def check_queue(self, job: Job) -> None:
+        """Raise nothing: a queue of Kueue checks its own limits."""
 
     def submit(self, script: Path, *, after: str | None) -> str:
         """Create the JobSet."""

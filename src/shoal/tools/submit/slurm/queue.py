@@ -12,14 +12,15 @@ from shoal.tools.submit.commands import SchedulerCommands
 from shoal.tools.submit.scheduler import JobPhase, QueuedJob
 from shoal.util.errors import LaunchError
 
-_SLURM = SchedulerCommands(
+SLURM = SchedulerCommands(
     title="Slurm",
     submit="sbatch",
     ping="scontrol ping",
     unreached=re.compile("configuration source|unable to contact slurm|DNS SRV", re.IGNORECASE),
     unknown=re.compile("invalid job id", re.IGNORECASE),
 )
-run_command = _SLURM.run
+"""The commands of Slurm, and their failures."""
+run_command = SLURM.run
 """Runs a command of Slurm; see `SchedulerCommands.run`."""
 
 FORMAT = ["--noheader", "--array", "--states=all", "--format=%i|%T|%M|%l|%R"]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
+from shoal.distributed import env_vars
 from shoal.tools.submit.batch_script import BatchScheduler
 from shoal.tools.submit.scheduler import (
     Job,
     QueuedJob,
     SchedulerProfile,
+    check_limits,
     mpirun_command,
     quote_word,
 )
 from shoal.tools.submit.slurm import site_draft
-from shoal.tools.submit.slurm.queue import FORMAT, parse_queue, run_command
+from shoal.tools.submit.slurm.queue import FORMAT, SLURM, parse_queue, run_command
 from shoal.tools.submit.times import spell_time
 from shoal.util.errors import LaunchError
 
@@ -113,15 +116,13 @@ def _cpus_per_task(job: Job) -> int | None:
     return job.cpus * job.per_node
 
 
-_NUMBER = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
-
-
 class Slurm(BatchScheduler):
     """Slurm, by its commands."""
 
     profile = SchedulerProfile(
         title="Slurm",
         submit_program="sbatch",
+        own_program="sbatch",
         launchers=("srun", "torchrun", "mpirun"),
         # Slurm documents a delay of up to one minute; 14 s were measured.
         signal_delay=60,
@@ -166,21 +167,30 @@ class Slurm(BatchScheduler):
         """Raise LaunchError if there is no sbatch."""
         run_command(["sbatch", "--version"])
 
-    def check_nodes(self, job: Job) -> None:
-        """Raise nothing: Slurm rejects or runs a job as it is."""
+    def check_queue(self, job: Job) -> None:
+        """Raise LaunchError for more time or nodes than each of its partitions allows.
+
+        With `EnforcePartLimits=NO`, the default, Slurm accepts such a job and never starts it.
+        """
+        if any(option.startswith("--partition") for option in job.options):
+            return
+        names = (job.partition or env_vars.variable("SBATCH_PARTITION")).split(",")
+        lines = run_command(["scontrol", "--oneliner", "show", "partition"]).splitlines()
+        every = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
+        used = [
+            each
+            for each in every
+            if each.get("PartitionName") in names or (names == [""] and each.get("Default") == "YES")
+        ]
+        times = [site_draft.parse_limit(each["MaxTime"]) or math.inf for each in used]
+        nodes = [float(each["MaxNodes"].replace("UNLIMITED", "inf")) for each in used]
+        check_limits(job, time=max(times, default=math.inf), nodes=max(nodes, default=math.inf))
 
     def submit(self, script: Path, *, after: str | None) -> str:
         """Submit a batch script with sbatch and return the job number."""
         order = [] if after is None else [f"--dependency=afterany:{after}"]
         printed = run_command(["sbatch", "--parsable", *order, str(script)])
-        found = _NUMBER.findall(printed)
-        if not found:
-            raise LaunchError(
-                given="sbatch --parsable",
-                found=f"it succeeded, but printed no job number: {printed.strip()[:200]!r}",
-                fix="find the job with `squeue --me` and cancel it, since its files have been removed",
-            )
-        return str(found[-1])  # a site's wrapper of sbatch may print more before it
+        return SLURM.find_job(printed, r"^(\d+)(?:;.*)?$")
 
     def queued(self, jobs: Sequence[str]) -> list[QueuedJob]:
         """Return the jobs that squeue lists, which it does for some minutes after their end."""

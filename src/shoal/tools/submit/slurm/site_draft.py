@@ -43,7 +43,7 @@ def parse_node_kinds(text: str) -> list[NodeKind]:
         found.append(
             NodeKind(
                 partition=name,
-                time=_limit(limit),
+                time=parse_limit(limit),
                 cpus=count,
                 cores=form[0] * form[1] if len(form) == 3 else count,
                 gpus=int(gpu[2]) if gpu else 0,
@@ -106,7 +106,7 @@ def _partition(name: str, kinds: list[NodeKind]) -> Iterator[str]:
         yield f"time = {json.dumps(spell_time(max(times)))}"
 
 
-def _limit(text: str) -> int | None:
+def parse_limit(text: str) -> int | None:
     """Return the seconds of a limit as sinfo writes it, [D-]HH:MM:SS or MM:SS; None for infinite."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if found is None:

@@ -1,0 +1,1 @@
+"""The options of qsub, which Grid Engine and PBS have in common."""
