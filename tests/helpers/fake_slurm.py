@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from shoal.tools.submit.batch_script import JobContext, render
 from shoal.tools.submit.decide import decide
-from shoal.tools.submit.scheduler import JobRequest
-from shoal.tools.submit.site_catalog import Site
+from shoal.tools.submit.scheduler import JobContext, JobRequest
+from shoal.tools.submit.site_catalog import Site, site_scheduler
 
 _FAKE = """#!/bin/bash
 printf '%s\\0' "{name}" "$@" >> "{folder}/calls"
@@ -80,7 +79,7 @@ def request(**changes: object) -> JobRequest:
 
 def write(request: JobRequest, site: Site, where: JobContext, *, save: float | None = None) -> str:
     """The batch script of a request."""
-    return render(decide(request, site, save=save), site, where)
+    return site_scheduler(site).render(decide(request, site, save=save), where)
 
 
 def run_script(

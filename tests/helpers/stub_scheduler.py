@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from shoal.tools.submit.batch_script import BatchScheduler
 from shoal.tools.submit.scheduler import Job, JobPhase, QueuedJob, SchedulerProfile
 from shoal.util.errors import LaunchError
 
@@ -24,7 +25,7 @@ nodes = 2
 """
 
 
-class Pool:
+class Pool(BatchScheduler):
     """A scheduler that writes times in minutes and knows jobs as `pool:7`."""
 
     profile = SchedulerProfile(

@@ -17,7 +17,7 @@ from shoal.tools.submit.site_catalog import Site
 
 ABOVE = ("tools/submit/*.py", "tools/submit/*.jinja", "cli/submit*.py", "tools/bench/scaling/**/*.py")
 OF_SCHEDULERS = re.compile(
-    r"\bs(batch|queue|control|acct|cancel|info|bcast|run)\b|\bq(sub|stat|del|conf|mod|rsh)\b|SLURM|SGE_"
+    r"\bs(batch|queue|control|acct|cancel|info|bcast|run)\b|\bq(sub|stat|del|conf|mod|rsh)\b|SLURM|SGE_|\bkubectl\b"
 )
 
 

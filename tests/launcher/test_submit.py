@@ -224,7 +224,7 @@ def test_the_pages_show_a_site_and_a_refusal_as_they_are(repository: Path) -> No
     named = set(re.findall(r"^(\w+) = ", text, re.MULTILINE))
     known = {field.name for kind in (Site, Partition, Qos) for field in fields(kind)}
     others = {"name", "partitions", "qos", "tried", "mpirun", "container", "options"}
-    assert known - named == others | {"parallel_environment"}
+    assert known - named == others | {"parallel_environment", "image", "volumes"}
     asked = job(gpus=4, processes=1)
     with pytest.raises(LaunchError) as caught:
         check_job(asked, PLAIN, decide(asked, PLAIN, save=None))

@@ -92,7 +92,7 @@ def test_a_script_is_kept_and_not_submitted(fakes: Fakes) -> None:
     # No file of the user's is written over.
     Path("job.sh").write_text("#!/bin/bash\n# by hand\n")
     error = refused("submit", "--time", "1", "-o", "job.sh", "train.py")
-    assert "is not a batch script of `shoal submit`" in error.found
+    assert "`shoal submit` has not written it" in error.found
     assert Path("job.sh").read_text() == "#!/bin/bash\n# by hand\n"
     assert refused("submit", "--time", "1", "-o", "none/job.sh", "train.py").given == "-o none/job.sh"
     assert not Path("none").exists()
@@ -145,7 +145,7 @@ def test_what_slurm_refuses_leaves_nothing(fakes: Fakes) -> None:
     fakes.set("sbatch", code=1, err="sbatch: error: invalid partition specified: nope\n")
     error = refused("submit", "--time", "1:00:00", "-p", "nope", "train.py")
     assert "invalid partition specified: nope" in error.found
-    assert error.fix.endswith("`--dry-run` shows the batch script")
+    assert error.fix.endswith("`--dry-run` shows the job's file")
     assert os.listdir() == ["train.py"]
     Path("runs/train/events").mkdir(parents=True)  # of a run by hand
     refused("submit", "--time", "1:00:00", "-p", "nope", "train.py")

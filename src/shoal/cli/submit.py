@@ -107,7 +107,7 @@ _Launcher = Annotated[
     ),
 ]
 _Container = Annotated[
-    str | None, typer.Option(metavar="IMAGE", help="Run inside this image with Apptainer.")
+    str | None, typer.Option(metavar="IMAGE", help="Run inside this image (default: the site's).")
 ]
 _Python = Annotated[
     str | None, typer.Option(metavar="PATH", help="Python interpreter of the job (default: this one).")
@@ -119,7 +119,9 @@ _Stage = Annotated[
         help="Copy PATH to the local disk of each node, and pass the copy to the script.",
     ),
 ]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the batch script or manifest, and submit nothing.")
+]
 _Out = Annotated[
     Path | None,
     typer.Option(
@@ -171,7 +173,7 @@ def submit(
     copy: _Copy = True,
     force: Force = False,
 ) -> None:
-    """Submit a script to Slurm, Grid Engine or PBS.
+    """Submit a script to Slurm, Grid Engine, PBS or Kubernetes.
 
     Shoal checks the job against the cluster profile and runs a copy of the source. Before the time
     limit or a preemption, the job saves a checkpoint and returns to the queue.
@@ -247,23 +249,13 @@ def logs(
     ] = None,
 ) -> None:
     """Print the log of the latest job of a run."""
-    import shlex
     import subprocess
 
-    from shoal.tools.submit.status import log_files
+    from shoal.tools.submit.status import log_command
 
-    files = log_files(run, element)
-    how = ["-F"] if follow else []
-    there = [file for file in files if follow or file.exists()]
-    if not there:
-        quoted = shlex.quote(str(run))
-        raise LaunchError(
-            given=f"shoal logs {quoted}",
-            found=f"no {files[0].name} yet: the job has not started",
-            fix=f"run shoal status {quoted}, or shoal logs -f {quoted} to wait for it",
-        )
+    command = log_command(run, element, follow=follow)
     try:
-        done = subprocess.run(["tail", "-n", "+1", *how, "--", *map(str, there)], check=False)
+        done = subprocess.run(command, check=False)
     except KeyboardInterrupt:
         return
     raise typer.Exit(done.returncode)

@@ -30,6 +30,11 @@ def script_command(script: str, *arguments: str, python: str = sys.executable) -
     return [python, script, *arguments]
 
 
+def installed_shoal_command(*arguments: str, python: str) -> list[str]:
+    """Return the command that runs the `shoal` of another interpreter; not `-P`, as below."""
+    return [python, "-m", "shoal", *arguments]
+
+
 def shoal_command(*arguments: str) -> list[str]:
     """Return the command that runs `shoal` with these arguments.
 

@@ -17,9 +17,9 @@ _SECONDS = 60.0
 class SchedulerCommands:
     """The commands of a scheduler, whose name for users is `title`.
 
-    `submit` submits a batch script, and `ping` succeeds if the scheduler answers. Messages that contain
-    `unreached` mean that this machine belongs to no cluster, or is cut off from it, and those that
-    contain `unknown` that a job has never existed or has ended.
+    `submit` begins a command that submits a job, and `ping` succeeds if the scheduler answers. Messages
+    that contain `unreached` mean that this machine belongs to no cluster, or is cut off from it, and
+    those that contain `unknown` that a job has never existed or has ended.
     """
 
     title: str
@@ -34,7 +34,7 @@ class SchedulerCommands:
         Raises LaunchError if it is missing, reaches no cluster, or fails. If jobs need not be `known`,
         it may fail because the scheduler does not know a job, or no longer knows it.
         """
-        to_submit = command[0] == self.submit
+        to_submit = " ".join(command).startswith(f"{self.submit} ")
         elsewhere = "; `--dry-run` needs none" if to_submit else ""
         try:
             done = subprocess.run(
@@ -68,7 +68,7 @@ class SchedulerCommands:
             )
         unknown = all(self.unknown.search(line) for line in said.splitlines())
         if done.returncode and (known or not unknown):
-            shown = "; `--dry-run` shows the batch script" if to_submit else ""
+            shown = "; `--dry-run` shows the job's file" if to_submit else ""
             raise LaunchError(
                 given=" ".join(command),
                 found=said or f"exit code {done.returncode}",

@@ -1,14 +1,14 @@
 """A job, and the contract between `shoal submit` and a scheduler.
 
 All modules of this package, except the scheduler's own, use a scheduler only through this contract.
-CONTRIBUTING.md describes how to add one.
+Schedulers that take a batch script share `batch_script.py`. CONTRIBUTING.md describes how to add one.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,6 +19,9 @@ from shoal.util.errors import LaunchError
 
 REQUEUES = 100
 """Largest number of times that a job is requeued."""
+
+MARK = "# Written by `shoal submit`"
+"""The text by which Shoal recognizes the files that it writes for schedulers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +84,9 @@ class Job(JobRequest):
     A job gets its signal to save `lead` seconds before its end. With `requeue` it may then requeue
     itself, even after `restarts` failures. `per_node` is the number of processes on each node, or on
     most. The batch script begins with the lines of `setup`, unquoted. `mpirun` are the site's words for
-    the launcher of that name, with `{per_node}`, `{cpus}` and variables of the shell. `choices` has
-    Shoal's decisions by name: cpus, qos and lead.
+    the launcher of that name, with `{per_node}`, `{cpus}` and variables of the shell;
+    `container_command` are those before an image. `site`, `ports`, `local` and `volumes` are the
+    site's too. `choices` has Shoal's decisions by name: cpus, qos and lead.
     """
 
     name: str
@@ -95,6 +99,11 @@ class Job(JobRequest):
     launcher: str
     mpirun: tuple[str, ...]
     parallel_environment: str | None
+    site: str
+    ports: str | None
+    local: str | None
+    container_command: tuple[str, ...]
+    volumes: tuple[str, ...]
     requeue: bool
     requeues: int = REQUEUES
     choices: Mapping[str, Decision[Any]]
@@ -113,6 +122,27 @@ class Job(JobRequest):
     def to_batch(self) -> bool:
         """Whether the batch script forwards the signal: no scheduler knows the ranks of mpirun."""
         return self.launcher == "mpirun"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobContext:
+    """Where a job runs and what it runs: absolute paths, the command, variables to set.
+
+    `folder` is the job's own, `directory` the one in which the script runs, `run` the run directory.
+    Each node gets a copy of the paths in `stage`.
+    """
+
+    folder: str
+    directory: str
+    run: str
+    script: str
+    args: tuple[str, ...]
+    sweep: tuple[tuple[str, ...], ...]
+    python: str
+    image: str | None
+    python_path: tuple[str, ...] = ()
+    stage: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 JobPhase = Literal["waiting", "running", "ended"]
@@ -139,9 +169,10 @@ class QueuedJob:
 class SchedulerProfile:
     """Facts about a scheduler for messages and decisions.
 
-    `title` is its name for users, `submit_program` the command that takes a batch script, `own_program`
-    one that no other scheduler has. `launchers` can start the processes of a job; the first one is the
-    default. The signal before the time limit may come up to `signal_delay` seconds late.
+    `title` is its name for users, `submit_program` the command that takes a job's file, whose name is
+    `file`, `own_program` one that no other scheduler has. `launchers` can start the processes of a job;
+    the first one is the default. The signal before the time limit may come up to `signal_delay` seconds
+    late.
     """
 
     title: str
@@ -149,6 +180,7 @@ class SchedulerProfile:
     own_program: str
     launchers: tuple[str, ...]
     signal_delay: int
+    file: str = "job.sh"
 
 
 class Scheduler(Protocol):
@@ -158,43 +190,10 @@ class Scheduler(Protocol):
     def profile(self) -> SchedulerProfile:
         """Facts about it for messages and decisions."""
 
-    @property
-    def shell(self) -> Mapping[str, str]:
-        """Shell text of the batch script that differs between schedulers.
+    def render(self, job: Job, place: JobContext) -> str:
+        """Return the text of the file that `submit` takes. Each value in it is data.
 
-        Expressions for a job's environment: `job_id` as `submit` returned it, `job_number` an
-        arithmetic expression that differs between jobs, `element` the index in an array or nothing,
-        `queue_id` the name that `queued` returns, which may use `$task` for the element, `restarts` the
-        number of requeues so far, `nodes` and `first_node` the names of its nodes, `rank` the rank of a
-        process, `local` a directory on a disk of the node.
-
-        Commands: `each_node` runs its arguments once on each node, `broadcast` copies a file of the
-        first node to all nodes, `cancel` cancels the job whose id follows. `requeue` requeues the job
-        `$job`, or sets `$code` to the exit code that does, or submits a new job and appends its id to
-        `$folder/jobs`. `may_requeue` succeeds unless a user has ended the job `$job` or the scheduler
-        requeues it. `programs`, separated by `|`, write `PROGRAM: message` into the log.
-        """
-
-    @property
-    def template(self) -> str:
-        """Its longer parts of the batch script: a Jinja template that extends `job.sh.jinja`.
-
-        It extends `timed_job.sh.jinja` if the scheduler sends no signal before the time limit.
-        """
-
-    def directives(self, job: Job, folder: str) -> Iterator[str]:
-        """Yield the lines of the batch script that the scheduler reads, such as `#SBATCH --nodes=2`.
-
-        `folder` is for the logs: `log.txt`, or `log-N.txt` for element N, unless a directive of the
-        user names another file. Times are in the scheduler's own format. Raises LaunchError for a value
-        that is invalid in such a line.
-        """
-
-    def launch_command(self, job: Job, *, step: bool) -> str:
-        """Return the command that starts a program once per process of a job.
-
-        With torchrun it starts an agent on each node. A `step` has fewer processes than the job in
-        which it runs.
+        Raises LaunchError for a value that is invalid there, or that the scheduler has no form of.
         """
 
     def check_available(self) -> None:
@@ -207,10 +206,16 @@ class Scheduler(Protocol):
         """
 
     def submit(self, script: Path, *, after: str | None) -> str:
-        """Submit a batch script and return the id of the job, which starts when `after` has ended."""
+        """Submit a job's file and return the id of the job, which starts when `after` has ended."""
 
     def queued(self, jobs: Sequence[str]) -> list[QueuedJob]:
         """Return those jobs, or elements of them, that the scheduler still knows."""
+
+    def log_command(self, jobs: Sequence[str], files: Sequence[Path], *, follow: bool) -> list[str]:
+        """Return the command that prints the logs of jobs, which may be `files` of the job's folder.
+
+        Raises LaunchError if there are none yet. `follow` is to print what is added, until Ctrl-C.
+        """
 
     def cancel(self, jobs: Sequence[str]) -> None:
         """End jobs at once; jobs that have ended already are ignored."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 import shutil
 
 from shoal.tools.submit.gridengine.scheduler import GridEngine
+from shoal.tools.submit.kubernetes.scheduler import Kubernetes
 from shoal.tools.submit.pbs.scheduler import PBS
 from shoal.tools.submit.scheduler import Scheduler
 from shoal.tools.submit.slurm.scheduler import Slurm
 from shoal.util.errors import LaunchError
 
-SCHEDULERS: dict[str, Scheduler] = {"slurm": Slurm(), "gridengine": GridEngine(), "pbs": PBS()}
+SCHEDULERS: dict[str, Scheduler] = {
+    "slurm": Slurm(),
+    "gridengine": GridEngine(),
+    "pbs": PBS(),
+    "kubernetes": Kubernetes(),
+}
 """Each scheduler under its name in site files; the first one is the default."""
 
 

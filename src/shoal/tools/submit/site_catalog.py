@@ -64,8 +64,9 @@ class Site:
     `schedulers.SCHEDULERS`. `tried` describes the tests of the site file, and is empty if there were
     none. `hosts` are patterns of the names of login nodes. `launcher` is None for the
     scheduler's own. Without `multithread`, processes get physical cores. `container` are the words
-    before an image. `local` is a directory on a disk of the node, with variables of the shell, None for
-    the scheduler's. `options` are further directives of the scheduler.
+    before an image; `image` is the default one. `volumes` are claims of Kubernetes with their paths, as
+    in `data:/mnt/data`. `local` is a directory on a disk of the node, with variables of the shell, None
+    for the scheduler's. `options` are further directives of the scheduler.
     """
 
     name: str
@@ -83,6 +84,8 @@ class Site:
     python: str | None = None
     mpirun: tuple[str, ...] = ("mpirun",)
     container: tuple[str, ...] = ("apptainer", "exec", "--nv")
+    image: str | None = None
+    volumes: tuple[str, ...] = ()
     local: str | None = None
     setup: tuple[str, ...] = ()
     options: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ from shoal.tools.submit.schedulers import find_scheduler
 from shoal.util.clock import CLOCK
 from shoal.util.errors import LaunchError
 
-SCRIPT, RECORD, IDS, ENDS, CANCELLED = "job.sh", "job.json", "jobs", "ends", "cancelled"
+RECORD, IDS, ENDS, CANCELLED = "job.json", "jobs", "ends", "cancelled"
 _LINES = 2
 """Lines of a report: the exception and the place, with rank and host."""
 
@@ -90,7 +90,7 @@ def newest_folder(run: Path) -> Path:
     for number in sorted(_numbers(run), reverse=True):
         if (run / "jobs" / str(number) / RECORD).is_file():
             return run / "jobs" / str(number)
-    if any(not (run / "jobs" / str(number) / SCRIPT).exists() for number in _numbers(run)):
+    if not all(any((run / "jobs" / str(number)).glob("job*")) for number in _numbers(run)):
         raise LaunchError(
             given=str(run),
             found="-o wrote the script, and Shoal did not submit it, so it has no job number",
@@ -265,10 +265,14 @@ def active_jobs(run: Path) -> list[QueuedJob]:
     return [each for each in queued if each.phase != "ended"]
 
 
-def log_files(run: Path, element: int | None) -> list[Path]:
-    """Return the log of the newest submission: for an array, one element's log or all logs."""
+def log_command(run: Path, element: int | None, *, follow: bool) -> list[str]:
+    """Return the command that prints the log of the newest submission.
+
+    For an array, it prints one element's log or all logs.
+    """
     folder = newest_folder(run)
-    count = read_record(folder).elements
+    record = read_record(folder)
+    count = record.elements
     if element is not None and element not in range(count):
         there = f"has elements 0 to {count - 1}" if count else "is not an array"
         raise LaunchError(
@@ -276,7 +280,8 @@ def log_files(run: Path, element: int | None) -> list[Path]:
             found=f"the latest job of {run} {there}",
             fix="--element 0" if count else "leave --element out",
         )
-    return logs(folder, range(count) if element is None else [element])
+    files = logs(folder, range(count) if element is None else [element])
+    return _scheduler(folder, record).log_command(record.jobs, files, follow=follow)
 
 
 def cancel(run: Path, *, now: bool) -> tuple[SubmittedJob, bool]:

@@ -11,14 +11,12 @@ from pathlib import Path
 from shoal.distributed import env_vars
 from shoal.launcher.entry_point import find_script
 from shoal.telemetry.stop_time import stopping_seconds
-from shoal.tools.submit.batch_script import MARK, JobContext, render
 from shoal.tools.submit.check import check_interpreter, check_job, notes, without_secrets, workers_of
 from shoal.tools.submit.decide import decide
-from shoal.tools.submit.scheduler import Job, JobRequest, Scheduler
+from shoal.tools.submit.scheduler import MARK, Job, JobContext, JobRequest, Scheduler
 from shoal.tools.submit.site_catalog import Site, site_scheduler
 from shoal.tools.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
 from shoal.tools.submit.status import (
-    SCRIPT,
     SubmittedJob,
     active_jobs,
     add_submitted_run,
@@ -90,11 +88,10 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
         LaunchError, given=str(script), fix="make it readable for you by chmod u+r, or copy it"
     ):
         text = script.read_text(errors="replace")
-    if not options.force:
-        check_interpreter(request, text)
     request = replace(request, workers=workers_of(text, request.args))
     job = decide(request, site, save=stopping_seconds(run))
     if not options.force:
+        check_interpreter(job, text)
         check_job(request, site, job)
         if not options.dry and options.out is None:
             _check_alone(run)
@@ -109,13 +106,13 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
     ):
         folder = next_folder(run) if options.dry else make_folder(run)
         try:
-            text = render(job, site, _place(request, site, run, folder, source))
+            text = scheduler.render(job, _place(job, site, run, folder, source))
             if not options.dry and source is not None:
                 copy_source(source, folder)
             if not options.dry and options.out is not None:
                 _keep(text, options.out)
             elif not options.dry:
-                jobs = _submit_all(_write(text, folder / SCRIPT), job, scheduler)
+                jobs = _submit_all(_write(text, folder / scheduler.profile.file), job, scheduler)
                 write_record(folder, _record(jobs, request, site, job))
         except BaseException as error:
             if isinstance(error, OSError) and jobs:  # the user would not know of them
@@ -167,12 +164,12 @@ def _write(text: str, path: Path) -> Path:
 
 
 def _keep(text: str, path: Path) -> Path:
-    """Write a text where the user wants it, but overwrite only a batch script of Shoal."""
+    """Write a text where the user wants it, but overwrite only one of Shoal's own."""
     with raised_as(LaunchError, given=f"-o {path}", fix="pass -o FILE with a writable file"):
         if path.exists() and MARK.encode() not in path.read_bytes()[:_HEAD]:
             raise LaunchError(
                 given=f"-o {path}",
-                found="it exists already and is not a batch script of `shoal submit`",
+                found="it exists already, and `shoal submit` has not written it",
                 fix="choose another name; `shoal logs` prints the log of a job",
             )
         return _write(text, path)
@@ -191,29 +188,27 @@ def _submit_all(script: Path, job: Job, scheduler: Scheduler) -> tuple[str, ...]
     return tuple(jobs)
 
 
-def _place(
-    request: JobRequest, site: Site, run: Path, folder: Path, source: SourceFiles | None
-) -> JobContext:
-    script = Path(request.script).resolve()
+def _place(job: Job, site: Site, run: Path, folder: Path, source: SourceFiles | None) -> JobContext:
+    script = Path(job.script).resolve()
     paths: tuple[str, ...] = ()
     if source is not None:
         copy = folder / "source"
         script = copy / source.script.relative_to(source.root)
         paths = import_paths(source.root, copy, env_vars.python_path())
     # An image contains its own Python.
-    python = this_python() if request.container is None else "python"
+    python = this_python() if job.container is None else "python"
     return JobContext(
         folder=str(folder),
         directory=os.getcwd(),
         run=str(run),
         script=str(script),
-        args=request.args,
-        sweep=request.sweep,
-        python=request.python or site.python or python,
-        image=request.container,
+        args=job.args,
+        sweep=job.sweep,
+        python=job.python or site.python or python,
+        image=job.container,
         python_path=paths,
-        stage=staged(request.stage),
-        variables=request.variables,
+        stage=staged(job.stage),
+        variables=job.variables,
     )
 
 

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
+from shoal.tools.submit.batch_script import BatchScheduler
 from shoal.tools.submit.commands import SchedulerCommands
 from shoal.tools.submit.gridengine import site_draft
 from shoal.tools.submit.gridengine.queue import parse_queue
@@ -74,7 +75,7 @@ def _environment(job: Job) -> Iterator[str]:
     yield f"-pe {qsub_word('parallel_environment', job.parallel_environment)} {slots}"
 
 
-class GridEngine:
+class GridEngine(BatchScheduler):
     """Grid Engine, by its commands."""
 
     # A job's own script sends the signal before the time limit, which counts from a little earlier.

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
+from shoal.tools.submit.batch_script import BatchScheduler
 from shoal.tools.submit.commands import SchedulerCommands
 from shoal.tools.submit.pbs.text_output import draft_text, parse_objects, parse_queue, queue_limits
 from shoal.tools.submit.qsub.options import given_options, qsub_word, refuse_options
@@ -68,7 +69,7 @@ def _chunk(job: Job) -> Iterator[str]:
         yield qsub_word("--constraint", job.constraint, allowed=":")
 
 
-class PBS:
+class PBS(BatchScheduler):
     """PBS Professional and OpenPBS, by their commands."""
 
     # A job's own script sends the signal before the time limit, and looks for it every 5 s.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from shoal.distributed import env_vars
+from shoal.tools.submit.batch_script import BatchScheduler
 from shoal.tools.submit.scheduler import (
     Job,
     QueuedJob,
@@ -115,7 +116,7 @@ def _cpus_per_task(job: Job) -> int | None:
     return job.cpus * job.per_node
 
 
-class Slurm:
+class Slurm(BatchScheduler):
     """Slurm, by its commands."""
 
     profile = SchedulerProfile(

@@ -1,0 +1,1 @@
+"""Kubernetes, with the JobSet API."""
