@@ -18,7 +18,6 @@ from shoal.distributed.failure import note_step
 from shoal.distributed.world import World
 from shoal.telemetry.profiler.window import check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
-from shoal.telemetry.stop_time import stopping_seconds
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
 from shoal.training.guards.create import create_guards, loss_guards
 from shoal.training.guards.options import Guards
@@ -153,7 +152,7 @@ class Run:
             directory, self.world, checkpoints=checkpoints, keep=keep, keep_every=keep_every
         )
         self.directory, self.events = self.files.path, self.files.events
-        self._saves = SavePolicy(self.world, self.events, must=must_save)
+        self._saves = SavePolicy(self.world, self.events, self.directory, must=must_save)
         self._progress = ProgressBar.of(self.world)
         chosen = default_trackers() if trackers is None else trackers
         self._observer = RunMonitor(
@@ -494,7 +493,6 @@ class Run:
             self.files.checkpoints.check_state(self.contents.form(), self.contents.info())
         for each in self.train_states.values():
             each.tell_hints()
-        self._saves.warn(stopping_seconds(self.directory))
         self._begun = True
         self.world.watchdog.begin_step()
         # By rank 0's clock on all ranks: it identifies the attempt.

@@ -16,6 +16,7 @@ from shoal.distributed.env_vars import warn_of_kill
 from shoal.distributed.failure import is_by_peer
 from shoal.distributed.world import World
 from shoal.telemetry.events import Events
+from shoal.telemetry.stop_time import stopping_seconds
 from shoal.util.clock import CLOCK, Clock, run_within
 from shoal.util.errors import CheckpointError
 from shoal.util.mounts import mount_of
@@ -116,7 +117,9 @@ class SavePolicy:
     when the run is closed.
     """
 
-    def __init__(self, world: World, events: Events, *, must: bool, clock: Clock = CLOCK) -> None:
+    def __init__(
+        self, world: World, events: Events, directory: Path, *, must: bool, clock: Clock = CLOCK
+    ) -> None:
         self._world = world
         self._events = events
         self._clock = clock
@@ -127,6 +130,8 @@ class SavePolicy:
         self._deadline = Deadline(None, world, clock)
         self._cost, self._took = FIRST_COST, 0.0
         self._warned = False
+        if world.is_rank_zero:
+            self._warn(stopping_seconds(directory))
 
     def due(self, every: Every, step: int) -> bool:
         """Return whether to save after this optimizer step, the same on all ranks.
@@ -184,7 +189,7 @@ class SavePolicy:
             return
         self._took = saving.job.seconds
         seconds = saving.blocked + saving.job.seconds
-        self.warn(seconds)
+        self._warn(seconds)
         self._events.write(
             "save",
             {
@@ -195,7 +200,7 @@ class SavePolicy:
             },
         )
 
-    def warn(self, seconds: float | None) -> None:
+    def _warn(self, seconds: float | None) -> None:
         """Print on rank 0, once, that the launcher would kill ranks before they have saved."""
         if self._world.is_rank_zero and not self._warned:
             warning = warn_of_kill(self._world.placement.launcher, seconds)
