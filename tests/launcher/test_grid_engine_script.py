@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from helpers.fake_slurm import PLAIN, Fakes, place, request, run_script, write
+from shoal.tools.submit.decide import decide
 from shoal.tools.submit.gridengine.queue import parse_queue
+from shoal.tools.submit.gridengine.scheduler import GridEngine
 from shoal.tools.submit.gridengine.site_draft import draft_text
 from shoal.tools.submit.scheduler import QueuedJob
 from shoal.tools.submit.site_catalog import Partition, Site, read_site
@@ -115,6 +119,7 @@ def test_a_lost_node_is_no_failure(answers: bool, code: int, fakes: Fakes, tmp_p
         ({}, "/scratch/it's", "qsub gives a meaning to quotes"),
         ({}, "/scratch/$HOME", "qsub gives a meaning to quotes"),
         ({"name": "a\nb"}, "/scratch", "qsub gives a meaning to quotes"),
+        ({"name": "a b"}, "/scratch", "columns of qstat"),
         ({"qos": "long"}, "/scratch", "Grid Engine has no such option"),
         ({"options": ("--exclusive",)}, "/scratch", "it is not an option of qsub"),
         ({"nodes": 2, "partition": "other"}, "/scratch", "names no parallel environment"),
@@ -128,6 +133,31 @@ def test_what_qsub_reads_differently_is_refused(
         return
     with pytest.raises(LaunchError, match=found):
         write(request(**changes), SITE, place(folder))
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        ("slots 9\nuser_lists  a,b, \\\n            c\n\nallocation_rule    4\n", False),
+        ("pe_name\nallocation_rule $round_robin\n", True),
+        ("", False),  # qsub answers itself
+    ],
+)
+def test_the_rule_of_a_parallel_environment(
+    answer: str, refused: bool, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fakes.path / "qstat").rename(fakes.path / "qconf")
+    monkeypatch.setenv("PATH", fakes.variables()["PATH"])
+    fakes.set("qstat", out=answer)
+    job = decide(request(nodes=2, processes=8), SITE, save=None)
+    with pytest.raises(LaunchError, match="allocation rule") if refused else nullcontext():
+        GridEngine().check_queue(job)
+
+
+def test_a_queue_without_a_parallel_environment() -> None:
+    site = replace(SITE, partitions={"gpu": replace(QUEUE, parallel_environment="")})
+    with pytest.raises(LaunchError, match="names no parallel environment"):
+        write(request(nodes=2), site, place("/scratch"))
 
 
 QSTAT = """\
@@ -158,11 +188,13 @@ gpu.q@node02                   BIP   0/0/16         0.01     lx-amd64
 
 
 def test_a_site_is_drafted() -> None:
-    queue = "qname gpu.q\npe_list               make mpi-4 smp\nh_rt                  24:00:00\n"
+    queue = "qname gpu.q\npe_list               make mpi-4 \\\n           smp\nh_rt     24:00:00\n"
     site = read_site("lab", draft_text("lab", INSTANCES, {"gpu.q": queue}), "lab.toml")
     found = site.partition(None)
     assert found is not None
     assert (site.scheduler, found.nodes, found.cores, found.time) == ("gridengine", 2, 16, 86400)
     assert found.parallel_environment == "mpi-4"
+    assert "environments: mpi-4, smp." in draft_text("lab", INSTANCES, {"gpu.q": queue})
+    assert "nodes = 2" in draft_text("lab", INSTANCES, {"gpu.q": "qname\n"})
     with pytest.raises(LaunchError, match="no queue with nodes"):
         draft_text("lab", "", {})

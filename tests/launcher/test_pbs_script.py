@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ from helpers.cli import fake_slurm, refused, shoal
 from helpers.fake_slurm import PLAIN, Fakes, place, request, run_script, write
 from shoal.tools.submit import schedulers
 from shoal.tools.submit.pbs.scheduler import PBS
-from shoal.tools.submit.pbs.text_output import draft_text, parse_queue
+from shoal.tools.submit.pbs.text_output import draft_text, parse_queue, queue_limits
 from shoal.tools.submit.site_catalog import Partition, Site, read_site
 from shoal.util.errors import LaunchError
 
@@ -141,7 +142,7 @@ kill() { builtin kill "$@"; touch told; }
 def test_the_timer_ends_with_the_launcher(fakes: Fakes, tmp_path: Path) -> None:
     (tmp_path / "between").write_text(BETWEEN)
     waits = "until [ -e looks ]; do /bin/sleep 0.01; done"
-    assert end(fakes, tmp_path, waits, shell=str(tmp_path / "between"))[0] == 0
+    assert end(fakes, tmp_path, waits, shell=str(tmp_path / "between")) == (0, "")
 
 
 def test_cancel_is_a_mark_that_the_script_looks_for(fakes: Fakes, tmp_path: Path) -> None:
@@ -213,6 +214,7 @@ def test_each_node_copies_the_staged_files(fakes: Fakes, tmp_path: Path) -> None
         ({}, "/scratch/it's", "qsub gives a meaning to quotes"),
         ({}, "/scratch/a,b", "qsub gives a meaning to quotes"),
         ({}, "/scratch/a:b", "qsub gives a meaning to quotes"),
+        ({"name": "a b"}, "/scratch", "columns of qstat"),
         ({"qos": "long"}, "/scratch", "PBS has no such option"),
         ({"options": ("--exclusive",)}, "/scratch", "it is not an option of qsub"),
         ({"launcher": "srun"}, "/scratch", "--launcher is one of mpirun"),
@@ -249,6 +251,22 @@ def test_the_states_of_jobs() -> None:
     ]
     assert "no such resources" in elements[2].never_starts
     assert elements[2].reason.endswith("(R: 2 A: 1 T: 1)")
+
+
+def test_output_that_breaks_off_or_is_of_others() -> None:
+    """A job without a state has not ended, and what is no number is no limit."""
+    cut = recorded.JOBS[: recorded.JOBS.index("    job_state = R")]
+    *_, job = parse_queue(f"Warning:\n{cut}")
+    assert (job.job, job.phase, job.state) == ("4.pbs1.example.org", "waiting", "?")
+    assert [each.phase for each in parse_queue("Job Id: 7.pbs\n")] == ["waiting"]
+    assert queue_limits({"resources_max.walltime": "none", "resources_max.nodect": "8 (all)"}) == (
+        math.inf,
+        math.inf,
+    )
+    nodes = "Warning\n\nnode01\n     resources_available.ncpus = many\n"
+    text = draft_text("lab", "Queue: a\n    enabled = True\n\nQueue: b\n    queue_type", nodes)
+    assert "nodes = 1\ngpus = 0\ncores = 0" in text
+    assert '[partitions."b"]' not in text
 
 
 def test_a_site_is_drafted() -> None:
@@ -331,9 +349,10 @@ def test_what_can_never_run_is_refused(
     assert not Path("runs").exists()
 
 
-def test_bad_words_of_a_site_are_refused() -> None:
+@pytest.mark.parametrize("word", ["{nodes}", "{per_node[0]}", "{cpus:9}", "{}", "{{a}}", "${HOME}"])
+def test_bad_words_of_a_site_are_refused(word: str) -> None:
     with pytest.raises(LaunchError, match="mpirun"):
-        read_site("lab", 'mpirun = ["mpiexec", "--ppn", "{nodes}"]', "lab.toml")
+        read_site("lab", f'mpirun = ["mpiexec", "--ppn", "{word}"]', "lab.toml")
     with pytest.raises(LaunchError, match="Shoal supports"):
         read_site("lab", 'scheduler = "torque"', "lab.toml")
 

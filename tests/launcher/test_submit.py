@@ -128,8 +128,8 @@ def test_the_save_is_measured_from_what_rank_0_recorded(tmp_path: Path) -> None:
     assert stopping_seconds(tmp_path) is None
     step = {"event": "step", "wait": 0.5, "forward": 1.0, "backward": 2.0, "update": 0.5}
     saves = [{"event": "save", "seconds": seconds} for seconds in (90.0, 7.0, 8.0, 6.0, 5.0, 9.0)]
-    odd = [{"event": "save", "seconds": bad} for bad in ("1", None, True, -1, float("inf"))]
-    lines = [json.dumps(event) for event in (step, *odd, *saves)]
+    odd = [{"event": "save", "seconds": bad} for bad in ("1", None, True, -1, 1e308, float("inf"))]
+    lines = [json.dumps(event) for event in (step, *saves, *odd)]
     (tmp_path / "events").mkdir()
     record = tmp_path / "events/rank-0.jsonl"
     record.write_text("\n".join([*lines, '{"event": "st']))

@@ -12,6 +12,7 @@ from shoal.util.arguments import is_number
 
 _TAIL = 8 << 20
 _STEPS, _SAVES = 200, 5
+_LONGEST = 1e9  # seconds
 _PARTS = ("wait", "transfer", "forward", "backward", "communication", "update")
 
 
@@ -37,4 +38,4 @@ def last_events(run: Path) -> Iterator[dict[str, Any]]:
 
 def _duration(value: object) -> list[float]:
     """Return the value if it can be a duration, since the file may come from another user."""
-    return [float(value)] if is_number(value) and value >= 0 else []
+    return [float(value)] if is_number(value) and 0 <= value < _LONGEST else []

@@ -152,7 +152,7 @@ class Run:
             directory, self.world, checkpoints=checkpoints, keep=keep, keep_every=keep_every
         )
         self.directory, self.events = self.files.path, self.files.events
-        self._saves = SavePolicy(self.world, self.directory, self.events, must=must_save)
+        self._saves = SavePolicy(self.world, self.events, self.directory, must=must_save)
         self._progress = ProgressBar.of(self.world)
         chosen = default_trackers() if trackers is None else trackers
         self._observer = RunMonitor(

@@ -118,7 +118,7 @@ class SavePolicy:
     """
 
     def __init__(
-        self, world: World, run: Path, events: Events, *, must: bool, clock: Clock = CLOCK
+        self, world: World, events: Events, directory: Path, *, must: bool, clock: Clock = CLOCK
     ) -> None:
         self._world = world
         self._events = events
@@ -130,7 +130,8 @@ class SavePolicy:
         self._deadline = Deadline(None, world, clock)
         self._cost, self._took = FIRST_COST, 0.0
         self._warned = False
-        self._warn(stopping_seconds(run))
+        if world.is_rank_zero:
+            self._warn(stopping_seconds(directory))
 
     def due(self, every: Every, step: int) -> bool:
         """Return whether to save after this optimizer step, the same on all ranks.

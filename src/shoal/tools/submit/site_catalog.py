@@ -130,12 +130,8 @@ def read_site(name: str, text: str, file: str) -> Site:
     for key, words in (("mpirun", site.mpirun), ("container", site.container)):
         if not words:
             raise _wrong(file, f"{key} = []", "the words of a command, or leave it out")
-    try:
-        [word.format(per_node=1, cpus=1) for word in site.mpirun]
-    except (LookupError, ValueError, AttributeError):
-        raise _wrong(
-            file, f"mpirun = {list(site.mpirun)}", "no braces but {per_node} and {cpus}"
-        ) from None
+    if any(re.search("[{}]", re.sub(r"\{(per_node|cpus)\}", "", word)) for word in site.mpirun):
+        raise _wrong(file, f"mpirun = {list(site.mpirun)}", "no braces but {per_node} and {cpus}")
     if site.default is not None and site.default not in site.partitions:
         raise _wrong(file, f"default = {site.default!r}, which is not one of its partitions", "add it")
     return site

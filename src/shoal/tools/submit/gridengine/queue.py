@@ -1,4 +1,4 @@
-"""Grid Engine's queue: the states of jobs."""
+"""The output of Grid Engine's commands: the states of jobs, attributes of queues and environments."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ _LINE = re.compile(
 def parse_queue(text: str) -> list[QueuedJob]:
     """Return the jobs and elements in the output of `qstat -g d`."""
     return [_queued(*found) for found in _LINE.findall(text)]
+
+
+def parse_attributes(text: str) -> dict[str, str]:
+    """Return the attributes in the output of `qconf -sq` or `-sp`, which breaks long lines."""
+    return dict(re.findall(r"^(\w+) +(.*?) *$", re.sub(r" *\\\n *", " ", text), re.MULTILINE))
 
 
 def _queued(job: str, state: str, since: str, queue: str, element: str) -> QueuedJob:

@@ -11,8 +11,8 @@ from typing import ClassVar
 from shoal.tools.submit.batch_script import BatchScheduler
 from shoal.tools.submit.commands import SchedulerCommands
 from shoal.tools.submit.gridengine import site_draft
-from shoal.tools.submit.gridengine.queue import parse_queue
-from shoal.tools.submit.qsub.options import given_options, qsub_word, refuse_options
+from shoal.tools.submit.gridengine.queue import parse_attributes, parse_queue
+from shoal.tools.submit.qsub.options import given_options, qsub_name, qsub_word, refuse_options
 from shoal.tools.submit.scheduler import Job, QueuedJob, SchedulerProfile, mpirun_command
 from shoal.util.errors import LaunchError
 
@@ -33,7 +33,7 @@ def options(job: Job, folder: str) -> Iterator[str]:
     yield "-S /bin/bash"
     yield "-V"
     yield "-cwd"
-    yield f"-N {qsub_word('--name', job.name)}"
+    yield f"-N {qsub_name(job.name)}"
     yield f"-o {qsub_word('--run', f'{folder}/log.txt')}"
     yield "-j y"
     yield "-notify"
@@ -66,7 +66,7 @@ def _environment(job: Job) -> Iterator[str]:
     slots = job.nodes * slots_on_node(job)
     if slots == 1:
         return
-    if job.parallel_environment is None:
+    if not job.parallel_environment:
         raise LaunchError(
             given=f"{slots} slots: {job.nodes} node(s), {slots_on_node(job)} on each",
             found="the site's file names no parallel environment for this queue",
@@ -128,9 +128,9 @@ class GridEngine(BatchScheduler):
         if job.parallel_environment is None or job.nodes * slots_on_node(job) == 1:
             return
         said = _COMMANDS.run(["qconf", "-sp", job.parallel_environment])
-        rule = dict(line.split(None, 1) for line in said.splitlines())["allocation_rule"].strip()
+        rule = parse_attributes(said).get("allocation_rule")
         wanted = [str(slots_on_node(job)), *(["$pe_slots"] if job.nodes == 1 else [])]
-        if rule not in wanted:
+        if rule is not None and rule not in wanted:
             raise LaunchError(
                 given=f"{job.nodes} node(s) with {slots_on_node(job)} slots each",
                 found=f"the parallel environment {job.parallel_environment} has the allocation rule "

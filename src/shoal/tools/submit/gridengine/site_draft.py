@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
+from shoal.tools.submit.gridengine.queue import parse_attributes
 from shoal.util.errors import LaunchError
 
 
@@ -36,13 +37,15 @@ def _lines(name: str, slots: dict[str, list[int]], queues: Mapping[str, str]) ->
     if len(slots) == 1:
         yield f"default = {json.dumps(*slots)}"
     for queue, counts in slots.items():
-        said = dict(re.findall(r"^(\w+) +(.*?) *$", queues[queue], re.MULTILINE))
-        environments = [each for each in said["pe_list"].split() if each not in ("NONE", "make")]
+        said = parse_attributes(queues.get(queue, ""))
+        environments = [
+            each for each in said.get("pe_list", "").split() if each not in ("NONE", "make")
+        ]
         yield ""
         yield f"[partitions.{json.dumps(queue)}]"
         yield f"nodes = {len(counts)}"
         yield f"cores = {max(counts)}"
-        if re.fullmatch(r"\d+:\d+:\d+", said["h_rt"]):
+        if re.fullmatch(r"\d+:\d+:\d+", said.get("h_rt", "")):
             yield f"time = {json.dumps(said['h_rt'])}"
         if environments:
             yield f"# Its parallel environments: {', '.join(environments)}."

@@ -11,7 +11,7 @@ from typing import ClassVar
 from shoal.tools.submit.batch_script import BatchScheduler
 from shoal.tools.submit.commands import SchedulerCommands
 from shoal.tools.submit.pbs.text_output import draft_text, parse_objects, parse_queue, queue_limits
-from shoal.tools.submit.qsub.options import given_options, qsub_word, refuse_options
+from shoal.tools.submit.qsub.options import given_options, qsub_name, qsub_word, refuse_options
 from shoal.tools.submit.scheduler import (
     Job,
     QueuedJob,
@@ -35,7 +35,7 @@ def options(job: Job, folder: str) -> Iterator[str]:
     refuse_options("PBS", qos=job.qos)
     yield "-S /bin/bash"
     yield "-V"
-    yield f"-N {qsub_word('--name', job.name)}"
+    yield f"-N {qsub_name(job.name)}"
     # A directory gets a file for each job: the output before the batch script opens its log.
     yield f"-o {qsub_word('--run', f'{folder}/')}"
     yield "-j oe"

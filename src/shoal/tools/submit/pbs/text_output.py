@@ -37,7 +37,7 @@ def parse_queue(text: str) -> Iterator[QueuedJob]:
         if "[]" in name:  # an array, which is listed with its elements
             continue
         # qstat(1B), "Job States": E is exiting, U and S are suspended; others wait, are held or moved.
-        state, comment = job["job_state"], job.get("comment", "").strip()
+        state, comment = job.get("job_state", "?"), job.get("comment", "").strip()
         phase: JobPhase = "running" if state in "ERSU" else "ended" if state in "FX" else "waiting"
         yield QueuedJob(
             job=name,
@@ -52,9 +52,10 @@ def parse_queue(text: str) -> Iterator[QueuedJob]:
 
 def queue_limits(queue: dict[str, str]) -> tuple[float, float]:
     """Return the seconds and nodes that a queue allows a job; infinite if it has no limit."""
-    parts = queue.get("resources_max.walltime", "").split(":")
-    time = sum(int(part or 0) * 60**place for place, part in enumerate(reversed(parts)))
-    return time or math.inf, float(queue.get("resources_max.nodect", math.inf))
+    text, nodes = (queue.get(f"resources_max.{name}", "") for name in ("walltime", "nodect"))
+    parts = text.split(":") if re.fullmatch(r"\d+(:\d+)*", text) else []
+    time = sum(int(part) * 60**place for place, part in enumerate(reversed(parts)))
+    return time or math.inf, float(nodes) if nodes.isdecimal() else math.inf
 
 
 def draft_text(name: str, queues: str, nodes: str) -> str:
@@ -65,7 +66,7 @@ def draft_text(name: str, queues: str, nodes: str) -> str:
     usable = {
         queue: said
         for queue, said in parse_objects(queues, "Queue: ").items()
-        if said["enabled"] == "True" and said.get("from_route_only") != "True"
+        if said.get("enabled") == "True" and said.get("from_route_only") != "True"
     }
     if not usable:
         raise LaunchError(
@@ -89,10 +90,13 @@ def _lines(
     if len(queues) == 1:
         yield f"default = {json.dumps(*queues)}"
     for queue, said in queues.items():
-        there = [node for node in nodes.values() if node.get("queue", queue) == queue]
+        there = [node for node in nodes.values() if node and node.get("queue", queue) == queue]
         cores, gpus = (
-            max((int(node.get(f"resources_available.{key}", 0)) for node in there), default=0)
-            for key in ("ncpus", "ngpus")
+            max((int(number) for number in numbers if number.isdecimal()), default=0)
+            for numbers in (
+                [node.get(f"resources_available.{key}", "") for node in there]
+                for key in ("ncpus", "ngpus")
+            )
         )
         time, most = queue_limits(said)
         yield ""

@@ -24,6 +24,17 @@ def qsub_word(given: str, value: str, *, allowed: str = "") -> str:
     return f'"{value}"' if " " in value else value
 
 
+def qsub_name(name: str) -> str:
+    """Return a job's name as a word. Raises LaunchError for spaces, which separate columns of qstat."""
+    if " " in name:
+        raise LaunchError(
+            given=f"--name {name!r}",
+            found="it has spaces, which separate the columns of qstat",
+            fix="use a name without them",
+        )
+    return qsub_word("--name", name)
+
+
 def refuse_options(title: str, **options: str | None) -> None:
     """Raise LaunchError for a value of an option of Shoal that the scheduler does not have."""
     for option, value in options.items():

@@ -182,8 +182,9 @@ class Slurm(BatchScheduler):
             for each in every
             if each.get("PartitionName") in names or (names == [""] and each.get("Default") == "YES")
         ]
-        times = [site_draft.parse_limit(each["MaxTime"]) or math.inf for each in used]
-        nodes = [float(each["MaxNodes"].replace("UNLIMITED", "inf")) for each in used]
+        times = [site_draft.parse_limit(each.get("MaxTime", "")) or math.inf for each in used]
+        counts = [each.get("MaxNodes", "") for each in used]
+        nodes = [float(count) if count.isdecimal() else math.inf for count in counts]
         check_limits(job, time=max(times, default=math.inf), nodes=max(nodes, default=math.inf))
 
     def submit(self, script: Path, *, after: str | None) -> str:
