@@ -248,6 +248,23 @@ def test_a_failed_rank_is_named_and_the_group_is_left(spawned: Callable[..., lis
     assert also
 
 
+def init_on_one() -> tuple[str, bool]:
+    text = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(shoal.LaunchError) as caught:
+            shoal.init(device="cpu", prepare_timeout=0.5)
+        text = str(caught.value)
+    return text, is_whole()
+
+
+def test_a_rank_that_does_not_call_init_is_named(spawned: Callable[..., list[Any]]) -> None:
+    (text, whole), (_, also) = spawned(2, init_on_one)
+    assert "rank 1 did not join" in text
+    assert "calls shoal.init" in text
+    assert whole
+    assert also
+
+
 def hang_in_a_thread() -> None:
     """Train as Ray does, not in Python's main thread: one rank does not join a barrier."""
 

@@ -223,8 +223,10 @@ def _exchange(
         store.set(keys[placement.rank], json.dumps(mine))
         try:
             store.wait(keys, timedelta(seconds=timeout))
-        except dist.DistStoreError:
+        except RuntimeError:  # DistStoreError is one; stores in files and in memory raise no other
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if not missing:
+                raise
             raise _absent(placement, missing, timeout) from None
         return [json.loads(each) for each in store.multi_get(keys)]
 
@@ -250,7 +252,8 @@ def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> Launc
     late = LaunchError(
         given=f"rank {placement.rank} of {placement.size} ({placement.launcher}) waits for others",
         found=f"rank {spans(ranks)} did not join the rendezvous within {timeout:g} s",
-        fix="check that the launcher started every rank, and read the missing rank's error message",
+        fix="check that every rank has started and calls shoal.init, and read the missing rank's error "
+        "message",
     )
     return note_cause(late, RENDEZVOUS)
 

@@ -17,6 +17,7 @@ SET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 """The label of the pods of a JobSet, with its name."""
 
 _NODE, _DIGEST, _LONGEST, _WAIT = "node", "abcdef", 63, 86400
+_LETTERS = "of lowercase letters, digits and dashes"
 _LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
 _VALUE = r"(?:[A-Za-z0-9](?:[-\w.]{0,61}[A-Za-z0-9])?)"
 _KEY = rf"(?:{_LABEL}(?:\.{_LABEL})*/)?{_VALUE}"
@@ -52,9 +53,13 @@ def job_set(job: Job, place: JobContext) -> dict[str, Any]:
         "annotations": {"kubernetes.io/description": f"{MARK} for the site {job.site}."},
     }
     if job.account is not None:
-        metadata["namespace"] = _checked("--account", job.account, _LABEL, "the name of a namespace")
+        metadata["namespace"] = _checked(
+            "--account", job.account, _LABEL, f"the name of a namespace, {_LETTERS}"
+        )
     if job.partition is not None:
-        queue = _checked("--partition", job.partition, _LABEL, "the name of a queue of Kueue")
+        queue = _checked(
+            "--partition", job.partition, _LABEL, f"the name of a queue of Kueue, {_LETTERS}"
+        )
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": queue}
     ignored: list[dict[str, Any]] = [
         {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -131,7 +136,7 @@ def _container(job: Job, place: JobContext, name: str, mounts: dict[str, str]) -
     paths = {"shm": "/dev/shm", **{f"volume-{number}": path for number, path in enumerate(mounts)}}
     return {
         "name": "train",
-        "image": _checked("--container", job.container, r"\S+", "the name of an image"),
+        "image": _checked("--container", job.container, r"\S+", "the name of an image, without spaces"),
         "command": [_literal(word) for word in (*command, place.script, "--", *place.args)],
         "workingDir": place.directory,
         "env": [{"name": key, "value": _literal(value)} for key, value in variables.items()],
@@ -205,20 +210,25 @@ def _checked(given: str, value: str, pattern: str, what: str) -> str:
 
 def _check_supported(job: Job) -> None:
     """Raise LaunchError for what a JobSet has no form of."""
-    others = {
-        "--qos": job.qos,
-        "--sweep": job.sweep,
-        "--chain": job.chain > 1,
-        "--stage": job.stage,
-        "--directive": job.options,
-        "setup": job.setup,
-        "shoal bench scaling --submit": job.turns,
-        f"-n {job.processes} on {job.nodes} nodes": job.processes != job.nodes * job.per_node,
+    leave = "leave it out"
+    processes = f"-n {job.processes} on {job.nodes} nodes"
+    others: dict[str, tuple[object, str]] = {
+        "--qos": (job.qos, leave),
+        "--sweep": (job.sweep, leave),
+        "--chain": (job.chain > 1, f"{leave}; submit the same run again to resume it"),
+        "--stage": (job.stage, leave),
+        "--directive, or options in the site's file": (job.options, leave),
+        "setup in the site's file": (job.setup, "make it a part of the image"),
+        "shoal bench scaling --submit": (job.turns, leave),
+        processes: (
+            job.processes != job.nodes * job.per_node,
+            f"give each node as many processes: -n {job.nodes * job.per_node}",
+        ),
     }
-    for given, used in others.items():
+    for given, (used, fix) in others.items():
         if used:
             raise LaunchError(
                 given=given,
-                found="Kubernetes has one command, which is the same in each pod",
-                fix="leave it out, or give each node as many processes",
+                found="a job of Shoal on Kubernetes is one command, the same in each pod, without this",
+                fix=fix,
             )
