@@ -56,7 +56,7 @@ while code == "stays":
 sys.exit(int(code))
 """
 
-SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
+SIGNALS = ("TERM", "USR1", "USR2", "HUP")
 CODES = ("75,75", "75,1", "75,124", "kill,75", "1,stays", "75,stays", "0,stays")
 START = 100.0
 """Seconds in which a launcher must have started the ranks, or ended after they have left."""
