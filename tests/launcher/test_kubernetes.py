@@ -70,7 +70,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
     (folder / "train.py").write_text(TRAIN)
     command = [sys.executable, "train.py", "run", "go"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    found: list[torch.Tensor] = torch.load(folder / "run/parameters.pt", weights_only=False)
+    found: list[torch.Tensor] = torch.load(folder / "run/parameters.pt")
     return found
 
 
@@ -111,7 +111,7 @@ class Submitted:
 
     def check(self, alone: list[torch.Tensor]) -> None:
         """The numbers are those of one process, and each sample was used once."""
-        found = torch.load(self.run / "parameters.pt", weights_only=False)
+        found = torch.load(self.run / "parameters.pt")
         for mine, other in zip(found, alone, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
         seen = coverage(self.run)
