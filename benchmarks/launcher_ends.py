@@ -34,25 +34,29 @@ import os, signal, sys, time
 folder, stays, codes = sys.argv[1], sys.argv[2] == "stays", sys.argv[3].split(",")
 names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
 rank = int(next(os.environ[name] for name in names if name in os.environ))
-log = open(f"{folder}/{rank}", "a", buffering=1)
+log = os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+def note(*words):
+    # Not print, which raises if a signal comes while it writes, and the handler calls it too.
+    os.write(log, f"{' '.join(map(str, words))}\\n".encode())
 
 def hear(number, frame):
-    print(signal.Signals(number).name, time.monotonic(), file=log)
+    note(signal.Signals(number).name, time.monotonic())
     if not stays:
         sys.exit(75)
 
 for name in ("TERM", "HUP", "USR1", "USR2", "INT", "CONT"):
     signal.signal(getattr(signal, f"SIG{name}"), hear)
-print("ready", os.getpid(), file=log)
+note("ready", os.getpid())
 while not os.path.exists(f"{folder}/go"):
     time.sleep(0.02)
-    print("alive", time.monotonic(), file=log)
+    note("alive", time.monotonic())
 code = codes[rank]
 if code == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 while code == "stays":
     time.sleep(0.02)
-    print("alive", time.monotonic(), file=log)
+    note("alive", time.monotonic())
 sys.exit(int(code))
 """
 

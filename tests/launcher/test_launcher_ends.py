@@ -12,8 +12,7 @@ import pytest
 from helpers.cluster.slurm import Cluster
 from helpers.mpirun import AS_ROOT, PROGRAMS
 
-# Not in CI: a cell of the MPIs differs in about one run of five.
-pytestmark = [pytest.mark.long, pytest.mark.system, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(500)]
 
 # For each launcher, the signals that reach ranks and the exit code after all have left with 75, for
 # SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP; then the exit codes for ranks with 75 and 75, 75 and 1.
