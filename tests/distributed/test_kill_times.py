@@ -8,6 +8,7 @@ from shoal.distributed.cluster_env.kill_times import warn_of_kill
 
 TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SIGKILL = "OMPI_MCA_odls_base_sigkill_timeout"
+PRRTE = {"PMIX_NAMESPACE": "prterun-node01-4711@1"}  # of Open MPI 5
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,8 @@ SIGKILL = "OMPI_MCA_odls_base_sigkill_timeout"
         ("shoal run", 599, {}, "shoal run -n 2 train.py", "", ""),
         ("Open MPI", 1.5, {}, "mpirun train.py", "1 s", "--mca odls_base_sigkill_timeout 3"),
         ("Open MPI", 1.5, {SIGKILL: "12"}, "mpirun train.py", "", ""),
+        ("Open MPI", 0.5, {}, "mpirun train.py", "", ""),
+        ("Open MPI", 0.5, {**PRRTE, SIGKILL: "12"}, "mpirun train.py", "0.2 s", "have SIGUSR1 sent"),
         ("Hydra", 1e6, {}, "mpiexec train.py", "", ""),
         ("none", 1e6, {}, "", "", ""),
     ],

@@ -20,8 +20,9 @@ class _KillTime:
     advice: str
 
 
-# Measured by benchmarks/launcher_ends.py: torch 2.13, Open MPI 4.1.4. 5.0.11 kills after 0.2 s, by no
-# option of it. Others either wait (MPICH, Intel MPI), or the ranks do not know the time (Slurm).
+# Measured by benchmarks/launcher_ends.py: torch 2.13, Open MPI 4.1.4 and 5.0.11, which ignores version
+# 4's parameter. Others either wait (MPICH, Intel MPI), or the ranks do not know the time (Slurm).
+_BY_SIGUSR1 = "have SIGUSR1 sent to mpirun, after which it waits"
 _TABLE = {
     "torchrun": _KillTime(
         seconds=30,
@@ -36,14 +37,16 @@ _TABLE = {
         seconds=1,
         variable="OMPI_MCA_odls_base_sigkill_timeout",
         option="",
-        advice="have SIGUSR1 sent to mpirun, after which it waits, or, with Open MPI 4, use mpirun "
-        "--mca odls_base_sigkill_timeout {longer}",
+        advice=f"use mpirun --mca odls_base_sigkill_timeout {{longer}}, or {_BY_SIGUSR1}",
     ),
+    "Open MPI 5": _KillTime(seconds=0.2, variable="", option="", advice=_BY_SIGUSR1),
 }
 
 
 def warn_of_kill(launcher: str, seconds: float, env: Mapping[str, str], commands: Commands) -> str:
     """Return a warning if a launcher would kill ranks before such a save is complete, or ""."""
+    if launcher == "Open MPI" and env.get("PMIX_NAMESPACE", "").startswith("prterun"):
+        launcher = "Open MPI 5"
     known = _TABLE.get(launcher)
     if known is None:
         return ""
