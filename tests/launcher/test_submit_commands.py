@@ -269,7 +269,9 @@ def test_how_a_job_ended_that_never_ran(fakes: Fakes) -> None:
 
 def test_its_log_is_shown(fakes: Fakes, capfd: pytest.CaptureFixture[str]) -> None:
     submitted("train.py")
-    assert "has not started" in refused("logs", "runs/train").found
+    error = refused("logs", "runs/train")
+    assert "has not started" in error.found
+    assert error.fix == "run shoal status runs/train, or shoal logs -f runs/train to wait for it"
     assert "is not an array" in refused("logs", "--element", "0", "runs/train").found
     Path("runs/train/jobs/1/log.txt").write_text("epoch 1\n")
     assert shoal("logs", "runs/train").exit_code == 0

@@ -90,10 +90,11 @@ class BatchScheduler(Protocol):
         """Return the command that prints the log files in the job's folder."""
         there = [str(file) for file in files if follow or file.exists()]
         if not there:
+            run = shlex.quote(os.path.relpath(files[0].parents[2]))
             raise LaunchError(
-                given=f"the log of job {', '.join(jobs)}",
+                given=f"shoal logs {run} (job {', '.join(jobs)})",
                 found=f"no {files[0].name} yet: the job has not started",
-                fix="run shoal status, or shoal logs -f to wait for it",
+                fix=f"run shoal status {run}, or shoal logs -f {run} to wait for it",
             )
         return ["tail", "-n", "+1", *(["-F"] if follow else []), "--", *there]
 

@@ -20,7 +20,7 @@ from shoal.util.errors import LaunchError
 REQUEUES = 100
 """Largest number of times that a job is requeued."""
 
-MARK = "# Written by `shoal submit`"
+MARK = "Written by `shoal submit`"
 """The text by which Shoal recognizes the files that it writes for schedulers."""
 
 
