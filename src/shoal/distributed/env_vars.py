@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -87,7 +88,8 @@ def warn_of_kill(launcher: str, seconds: float | None) -> str:
     """
     if seconds is None or os.environ.get(FAILURES):
         return ""
-    return kill_times.warn_of_kill(launcher, seconds, os.environ, _ancestors)
+    script = Path(sys.argv[0]).name or "-"
+    return kill_times.warn_of_kill(launcher, seconds, os.environ, _ancestors, script)
 
 
 def nodes_of_job() -> JobNodes | None:

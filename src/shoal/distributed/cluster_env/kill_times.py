@@ -43,8 +43,13 @@ _TABLE = {
 }
 
 
-def warn_of_kill(launcher: str, seconds: float, env: Mapping[str, str], commands: Commands) -> str:
-    """Return a warning if a launcher would kill ranks before such a save is complete, or ""."""
+def warn_of_kill(
+    launcher: str, seconds: float, env: Mapping[str, str], commands: Commands, script: str
+) -> str:
+    """Return a warning if a launcher would kill ranks before such a save is complete, or "".
+
+    Options after the file name of the `script` are the script's own.
+    """
     if launcher == "Open MPI" and env.get("PMIX_NAMESPACE", "").startswith("prterun"):
         launcher = "Open MPI 5"
     known = _TABLE.get(launcher)
@@ -52,7 +57,8 @@ def warn_of_kill(launcher: str, seconds: float, env: Mapping[str, str], commands
         return ""
     given = env.get(known.variable, "")
     if known.option:
-        found = re.search(rf"{known.option}[= ](\S+)", " ".join(commands()))
+        lines = (re.split(rf"\s\S*{re.escape(script)}(?:\s|$)", line)[0] for line in commands())
+        found = re.search(rf"{known.option}[= ](\S+)", " ".join(lines))
         given = found[1] if found else given
     try:
         limit = float(given or known.seconds)
