@@ -15,7 +15,7 @@ from helpers.job_variables import ON_EACH, variables
 from helpers.ranks import free_port
 from shoal.distributed.cluster_env.job_environments import JobNodes
 from shoal.launcher import nodes as module
-from shoal.launcher.nodes import choose_nodes, choose_numbers, choose_processes
+from shoal.launcher.nodes import choose_nodes, choose_numbers, choose_processes, listen, way_to
 from shoal.util import accelerator
 from shoal.util.errors import LaunchError
 
@@ -50,8 +50,10 @@ def test_the_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
             choose_numbers(given, JOB)
 
 
-def test_a_name_that_comes_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = iter([False, False, True])
+def test_a_name_that_comes_late_or_is_unknown_for_a_moment_is_awaited(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = iter([False, False, True, False, True])
     resolve = socket.getaddrinfo
 
     def late(host: str, *args: object, **options: object) -> object:
@@ -61,16 +63,21 @@ def test_a_name_that_comes_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(socket, "getaddrinfo", late)
     monkeypatch.setattr(module, "_PAUSE", 0.0)
-    there = JobNodes(name="a", nodes="2", index=0, host="pod-0.job", port=1, processes=1, reason="a")
-    assert choose_nodes("2", None, None, {}, there=there) is not None
+    chosen = choose_nodes("2", None, None, {}, there=replace(JOB, host="pod-0.job"))
+    assert chosen is not None
+    server = listen(chosen.host, 0, unknown=chosen.unknown)
+    assert not isinstance(server, str)
+    server.close()
+    assert way_to(chosen) == "127.0.0.1"
+    assert capsys.readouterr().err.count("waiting up to 600 s until the name pod-0.job") == 2
     known = iter([False] * 10**6)
     with pytest.raises(LaunchError, match="can't be resolved"):
-        choose_nodes("2", None, None, {}, there=there, wait=1.0)
+        way_to(replace(chosen, unknown=1.0))
 
 
 def test_a_name_that_cannot_exist_is_not_awaited() -> None:
     with pytest.raises(LaunchError, match=r"can't be resolved .*label empty"):
-        choose_nodes("2", None, None, {}, there=replace(JOB, host="pod..job"))
+        listen("pod..job", 500, unknown=600.0)
 
 
 @pytest.mark.processes

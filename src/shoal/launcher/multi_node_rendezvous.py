@@ -115,7 +115,7 @@ class NodesRendezvous(RendezvousHandler):
         self._store, self.hosts = self._meet()
         name = self._store.compare_set(_NAME, "", f"{NODES_RUN_ID}-{secrets.token_hex(8)}")
         self._run_id = name.decode()
-        address = nodes.host if self.hosts else way_to(nodes.host, nodes.port)
+        address = nodes.host if self.hosts else way_to(nodes)
         self._members = MonitoredRendezvous.from_backend(
             self._run_id,
             self._store,
@@ -139,7 +139,7 @@ class NodesRendezvous(RendezvousHandler):
     def _meet(self) -> tuple[TCPStore, bool]:
         """Return the store, and whether this node hosts it: the first one at its address does."""
         nodes, patience = self._nodes, max(10.0, 3 * self._nodes.silence)
-        server = listen(nodes.host, nodes.port)
+        server = listen(nodes.host, nodes.port, unknown=nodes.unknown)
         if isinstance(server, socket.socket):
             store = serve(server, nodes.host, patience)
         else:

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.distributed.cluster_env import Placement
 from shoal.distributed.cluster_env.job_environments import ALONE, JobNodes
@@ -35,7 +36,8 @@ class Nodes:
     Each runs the same command. A node waits `wait` seconds for others, and has left after `silence`
     seconds without a sign of life. `job` has the facts that must be equal on all nodes, by name; a node
     that differs belongs to another job that reached this address by chance. Ranks follow the `index` of
-    their nodes; without one, it is 0 on all of them.
+    their nodes; without one, it is 0 on all of them. The name `host` may be unknown for `unknown`
+    seconds.
     """
 
     least: int
@@ -46,6 +48,7 @@ class Nodes:
     silence: float = SILENCE
     index: int = 0
     job: Mapping[str, str] = field(default_factory=dict)
+    unknown: float = 0.0
 
     @property
     def text(self) -> str:
@@ -80,6 +83,7 @@ def choose_nodes(
     check_number(LaunchError, "shoal run", "--wait", wait, 1.0, most=86400.0, usual=WAIT)
     check_number(LaunchError, "shoal run", "--silence", silence, 2.0, most=86400.0, usual=SILENCE)
     common = dict(job)
+    unknown = 0.0
     meeting = None if placement is None else placement.meeting
     if meeting is not None:
         common["job"] = meeting.job
@@ -88,8 +92,7 @@ def choose_nodes(
     elif placement is not None and meeting is not None and placement.address:
         host, port = placement.address, placement.port
     elif there is not None and there.host:
-        host, port = there.host, there.port
-        _await_name(host, there, wait)
+        host, port, unknown = there.host, there.port, wait
     else:
         raise LaunchError(
             given=f"--nodes {nodes}" if there is None else there.reason,
@@ -106,6 +109,7 @@ def choose_nodes(
         silence=silence,
         index=index,
         job=common,
+        unknown=unknown,
     )
 
 
@@ -138,31 +142,6 @@ def choose_processes(there: JobNodes) -> int:
     from shoal.util import accelerator
 
     return max(1, accelerator.count())
-
-
-def _await_name(host: str, there: JobNodes, wait: float) -> None:
-    """Wait until a name can be resolved: Kubernetes adds those of pods some seconds after their start.
-
-    Raises LaunchError after `wait` seconds.
-    """
-    deadline, told = CLOCK.now() + wait, False
-    while True:
-        try:
-            socket.getaddrinfo(host, there.port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            if CLOCK.now() > deadline or isinstance(error, UnicodeError):
-                raise LaunchError(
-                    given=f"{there.reason}, with the rendezvous at {host}",
-                    found=f"the name can't be resolved ({error})",
-                    fix="check the service of the job, or give --rendezvous with an address",
-                ) from None
-            if not told:
-                told = True
-                text = f"shoal run: waiting up to {wait:g} s until the name {host} can be resolved"
-                print(text, file=sys.stderr, flush=True)
-            CLOCK.sleep(_PAUSE)
-        else:
-            return
 
 
 def parse_numbers(text: str) -> tuple[int, int]:
@@ -223,22 +202,41 @@ def label() -> str:
     return f"{socket.gethostname()} (process {os.getpid()})"
 
 
-def listen(host: str, *ports: int) -> socket.socket | str:
+def _resolve(host: str, port: int, wait: float) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Return the family and the address of a name, which may be unknown for `wait` seconds.
+
+    Kubernetes adds the names of pods some seconds after their start, and removes them with the pods.
+    Raises LaunchError.
+    """
+    deadline, told = CLOCK.now() + wait, False
+    while True:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        except (OSError, UnicodeError) as error:
+            if CLOCK.now() >= deadline or isinstance(error, UnicodeError):
+                raise LaunchError(
+                    given=f"a rendezvous at {host}:{port}",
+                    found=f"the name {host} can't be resolved ({error})",
+                    fix="use the name or the address of one of the nodes, as all of them know it, for "
+                    "--rendezvous; in a cloud, check the service of the job",
+                ) from None
+            if not told:
+                told = True
+                text = f"shoal run: waiting up to {wait:g} s until the name {host} can be resolved"
+                print(text, file=sys.stderr, flush=True)
+            CLOCK.sleep(_PAUSE)
+        else:
+            return family, address
+
+
+def listen(host: str, *ports: int, unknown: float = 0.0) -> socket.socket | str:
     """Return a socket that listens at `host` only, on the first free port, or why there is none.
 
     Port 0 is any free one. If the name means a loopback address on this machine only (`127.0.1.1` in
     /etc/hosts), the socket listens on all interfaces, because other machines know the name by another
-    address. Raises LaunchError for an unknown name.
+    address. Raises LaunchError for a name that stays unknown for `unknown` seconds.
     """
-    try:
-        found = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise LaunchError(
-            given=f"--rendezvous {host}:{ports[0]}",
-            found=f"the name {host} can't be resolved ({error})",
-            fix="use the name or the address of one of the nodes, as all of them know it",
-        ) from None
-    family, _, _, _, address = found[0]
+    family, address = _resolve(host, ports[0], unknown)
     named_here = str(address[0]).startswith("127.") and host not in ("localhost", address[0])
     why = ""
     for port in ports:
@@ -268,6 +266,6 @@ def why_silent(host: str, port: int) -> str:
     return "the program that listens there does not answer"
 
 
-def way_to(host: str, port: int) -> str:
-    """Return the address by which this machine reaches `host`, and others reach this machine."""
-    return address_towards(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][4])
+def way_to(nodes: Nodes) -> str:
+    """Return the address by which this machine reaches the rendezvous, and others this machine."""
+    return address_towards(_resolve(nodes.host, nodes.port, nodes.unknown)[1])
