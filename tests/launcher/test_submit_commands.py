@@ -119,6 +119,7 @@ def test_a_sweep_is_an_array(fakes: Fakes) -> None:
     for lines, found in (("--lr '\n", "No closing quotation"), ("# nothing\n", "no line")):
         Path("sweep.txt").write_text(lines)
         assert found in refused("submit", "--time=1", "--sweep=sweep.txt", "train.py").found
+    assert "not an array" in refused("submit", "--time=1", "--at-once=1", "train.py").found
 
 
 def test_what_can_not_work_is_refused_and_leaves_nothing(fakes: Fakes) -> None:

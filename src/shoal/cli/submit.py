@@ -182,6 +182,12 @@ def submit(
     from shoal.tools.submit.submit import SubmitOptions
     from shoal.tools.submit.times import parse_time
 
+    if at_once is not None and sweep is None:
+        raise LaunchError(
+            given=f"--at-once {at_once}",
+            found="no --sweep: one job, not an array",
+            fix="add --sweep FILE, or leave --at-once out",
+        )
     request = JobRequest(
         script=script,
         args=tuple(script_arguments(args)),
