@@ -60,6 +60,9 @@ class SchedulerCommands:
                 fix=f"try again when `{self.ping}` gets an answer",
             ) from None
         said = done.stderr.strip() or done.stdout.strip()
+        if "Traceback (most recent call last)" in said:
+            # What follows the last line of code: the commands of Ray are Python's.
+            said = re.split(r"\n\s[^\n]*\n(?=\S)", said)[-1]
         if done.returncode and self.unreached.search(said):
             raise LaunchError(
                 given=" ".join(command[:2]),

@@ -7,6 +7,7 @@ import shutil
 from shoal.tools.submit.gridengine.scheduler import GridEngine
 from shoal.tools.submit.kubernetes.scheduler import Kubernetes
 from shoal.tools.submit.pbs.scheduler import PBS
+from shoal.tools.submit.ray.scheduler import Ray
 from shoal.tools.submit.scheduler import Scheduler
 from shoal.tools.submit.slurm.scheduler import Slurm
 from shoal.util.errors import LaunchError
@@ -16,6 +17,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "gridengine": GridEngine(),
     "pbs": PBS(),
     "kubernetes": Kubernetes(),
+    "ray": Ray(),
 }
 """Each scheduler under its name in site files; the first one is the default."""
 

@@ -1,0 +1,1 @@
+"""The implementation of `shoal.tools.submit.scheduler` for clusters of Ray."""
