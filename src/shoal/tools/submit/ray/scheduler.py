@@ -58,7 +58,7 @@ class Ray:
             and labels.items() <= node["labels"].items()
         ]
         if len(fitting) < job.nodes:
-            each = ", ".join(f"{name} {count}" for name, count in {**wanted, **labels}.items())
+            each = ", ".join(f"{name}={count}" for name, count in {**wanted, **labels}.items())
             raise LaunchError(
                 given=f"--nodes {job.nodes} with {each} each",
                 found=f"Ray has {len(fitting)} such node(s) now",
