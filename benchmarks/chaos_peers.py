@@ -35,8 +35,8 @@ from task import EPOCHS, EVERY, PER_EPOCH, RANKS, SAMPLES, STEPS
 SCRIPTS = ROOT / "benchmarks" / "peers"
 
 KILLS = 4
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
-SHOAL = ("-m", "shoal", "run", "-n", str(RANKS))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+SHOAL = ("-m", "shoal", "run", "-n")
 PEERS = {
     "Shoal": (SHOAL, "run_shoal.py", "shoal"),
     "torchrun + DCP": (TORCHRUN, "run_dcp.py", "torchdata"),
@@ -46,6 +46,7 @@ PEERS = {
     "HF Trainer": (TORCHRUN, "run_trainer.py", "transformers"),
     "HF Trainer JIT": (TORCHRUN, "run_trainer.py --jit", "transformers"),
     "Ray Train": ((), "run_ray.py", "ray"),
+    "Shoal in Ray Train": ((), "run_ray_shoal.py", "ray"),
 }
 LIMIT = 900.0
 GRACE = 30.0
@@ -79,7 +80,7 @@ class Peer:
         self._launcher, self._script, _ = PEERS[name]
         self._shim, self._folder, self._pace = shim, folder, pace
 
-    def train(self, name: str, kills: Sequence[str]) -> Ended:
+    def train(self, name: str, kills: Sequence[str], *, ranks: int = RANKS) -> Ended:
         """Start the script until it ends."""
         home, control = self._folder / name / "home", self._folder / name / "control"
         home.mkdir(parents=True)
@@ -87,19 +88,20 @@ class Peer:
         removed = 0
         for _ in range(MOST_STARTS):
             taken = count_lines(control)
-            code, output = self._start(home, control, kills)
+            code, output = self._start(home, control, kills, ranks)
             if code in (0, 124):
                 problem = f"exit code {code}: {output[-2000:]}" if code else ""
-                return summarize(control, kills, removed, problem)
+                return summarize(control, kills, removed, problem, ranks)
             written = sorted(home.glob("checkpoints/*"), key=lambda path: path.stat().st_mtime)
             if count_lines(control) > taken or not written:
                 continue
             print(f"removed {written[-1]} after: {output[-1500:]}", file=sys.stderr, flush=True)
             removed += 1
             shutil.rmtree(written[-1]) if written[-1].is_dir() else written[-1].unlink()
-        return summarize(control, kills, removed, f"it did not end in {MOST_STARTS} starts")
+        return summarize(control, kills, removed, f"it did not end in {MOST_STARTS} starts", ranks)
 
-    def _start(self, home: Path, control: Path, kills: Sequence[str]) -> tuple[int, str]:
+    def _start(self, home: Path, control: Path, kills: Sequence[str], ranks: int) -> tuple[int, str]:
+        launcher = (*self._launcher, str(ranks)) if self._launcher else ()
         variables = {
             "LD_PRELOAD": str(self._shim),
             "OMP_NUM_THREADS": "1",
@@ -107,10 +109,14 @@ class Peer:
             "STORM_DIR": f"{home}/",
             "STORM_KILLS": ",".join(kills),
             "STORM_PACE": str(self._pace),
+            "STORM_RANKS": str(ranks),
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_TMPDIR": tempfile.gettempdir(),
+            "RAY_USAGE_STATS_ENABLED": "0",
         }
         with (control / "output.txt").open("a") as output:
             process = subprocess.Popen(
-                [sys.executable, *self._launcher, *f"{SCRIPTS}/{self._script}".split()],
+                [sys.executable, *launcher, *f"{SCRIPTS}/{self._script}".split()],
                 cwd=home,
                 env=os.environ | variables,
                 stdout=output,
@@ -145,10 +151,10 @@ def count_lines(control: Path) -> int:
     return sum(len(file.read_text().splitlines()) for file in control.glob("steps-*.jsonl"))
 
 
-def summarize(control: Path, kills: Sequence[str], removed: int, problem: str) -> Ended:
+def summarize(control: Path, kills: Sequence[str], removed: int, problem: str, ranks: int) -> Ended:
     """Return the figures of a training that has ended."""
     lines: list[tuple[int, int, int, float, list[int]]] = []
-    for rank in range(RANKS):
+    for rank in range(ranks):
         text = (control / f"steps-{rank}.jsonl").read_text()
         lines += [(rank, *json.loads(line)) for line in text.splitlines()]
     last: dict[int, int] = {}
@@ -198,15 +204,23 @@ def draw_kills(seed: int, calm: Ended, *, sigterm: bool) -> list[str]:
     return [step, f"save:0:{draw.randrange(save, 3 * save)}"] * (KILLS // 2)
 
 
-def row(name: str, calm: Ended, storms: Sequence[Ended]) -> dict[str, Any]:
-    """Return the row of a library; samples in addition to those of its undisturbed run."""
+def largest(trainings: Sequence[Ended], other: Ended) -> str:
+    """Return the largest difference between the parameters of trainings and those of another one."""
+    found = [
+        max(abs(a - b) for a, b in zip(other.parameters, each.parameters, strict=True))
+        for each in trainings
+        if each.parameters
+    ]
+    return f"{max(found):.1e}" if found else ""
+
+
+def row(name: str, one: Ended, calm: Ended, storms: Sequence[Ended]) -> dict[str, Any]:
+    """Return the row of a library; samples in addition to those of its undisturbed run.
+
+    `one` is its undisturbed run on one process.
+    """
     restarts = [seconds for storm in storms for seconds in storm.restarts]
     ended = [storm for storm in storms if not storm.problem]
-    distances = [
-        max(abs(a - b) for a, b in zip(calm.parameters, storm.parameters, strict=True))
-        for storm in storms
-        if storm.parameters
-    ]
     return {
         "library": name,
         "storms": len(storms),
@@ -218,7 +232,8 @@ def row(name: str, calm: Ended, storms: Sequence[Ended]) -> dict[str, Any]:
         "samples skipped": sum(storm.skipped - calm.skipped for storm in ended),
         "checkpoints that did not load": sum(storm.removed for storm in storms),
         "equal ends": sum(storm.digest == calm.digest for storm in storms),
-        "largest difference": f"{max(distances):.1e}" if distances else "",
+        "largest difference": largest(storms, calm),
+        "from one process": largest(storms, one),
         "median restart, s": statistics.median(restarts) if restarts else None,
     }
 
@@ -232,12 +247,12 @@ def main() -> None:
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(shim), source, "-ldl"], check=True)
         for name in given.peers:
             peer = Peer(name, shim, Path(temporary, name), PACE if given.sigterm else 0.0)
-            calm = peer.train("calm", [])
-            if calm.problem:
-                raise SystemExit(f"{name} failed by itself: {calm.problem}")
+            one, calm = peer.train("one", [], ranks=1), peer.train("calm", [])
+            if problem := one.problem or calm.problem:
+                raise SystemExit(f"{name} failed by itself: {problem}")
             kills = {seed: draw_kills(seed, calm, sigterm=given.sigterm) for seed in given.seeds}
             storms = [peer.train(f"storm-{seed}", each) for seed, each in kills.items()]
-            rows.append(row(name, calm, storms))
+            rows.append(row(name, one, calm, storms))
             details = [{**asdict(each), "parameters": [], "operations": []} for each in storms]
             print(json.dumps(details), rows[-1], sep="\n", flush=True)
     packages = versions("shoal", "torch", *(PEERS[name][2] for name in given.peers))

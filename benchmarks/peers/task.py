@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 SAMPLES = 110
 BATCH = 20
 """Samples of a step on all ranks together; the last batch of an epoch has 10."""
-RANKS = 2
+RANKS = int(os.environ.get("STORM_RANKS", "2"))
 EPOCHS = 8
 PER_EPOCH = -(-SAMPLES // BATCH)
 STEPS = EPOCHS * PER_EPOCH

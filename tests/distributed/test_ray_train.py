@@ -1,4 +1,4 @@
-"""The same training function in Ray Train as on one process, also after a worker or a node was killed.
+"""The same training function in Ray Train as on one process, also if workers or nodes die or come.
 
 Ray's processes end with each test, and its files are in the test's folder.
 """
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ import pytest
 
 import shoal
 
-pytestmark = [pytest.mark.processes, pytest.mark.peers, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.peers,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+]
 
 SCRIPT = """
 import json, os, signal, sys, threading
@@ -67,6 +73,9 @@ def train(config):
                     if case == "node" and once(folder, "there"):
                         (folder / "node").write_text(os.environ["RAY_RAYLET_PID"])
                         threading.Event().wait()  # until its node has gone
+                if run.step == 11 and case == "more" and world.size == 1:
+                    (folder / "alone").touch()
+                    threading.Event().wait()  # until Ray starts more workers instead
             run.save()
         if world.rank == 0:
             values = [p.flatten().tolist() for p in model.parameters()]
@@ -87,6 +96,12 @@ def cut(cluster, nodes):
             cluster.remove_node(node, allow_graceful=False)
 
 
+def grow(cluster, small):
+    while not (folder / "alone").exists():
+        threading.Event().wait(0.1)
+    cluster.add_node(**small)
+
+
 def main():
     import ray
     from ray.cluster_utils import Cluster
@@ -97,15 +112,20 @@ def main():
     Path(os.environ["RAY_TMPDIR"], "ray").mkdir()
     head = {**small, "num_cpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(**small) for _ in range(2)]
+    nodes = [cluster.add_node(**small) for _ in range(1 if case == "more" else 2)]
     ray.init(address=cluster.address, log_to_driver=True)
     try:
         if case == "node":
             threading.Thread(target=cut, args=(cluster, nodes), daemon=True).start()
+        if case == "more":
+            threading.Thread(target=grow, args=(cluster, small), daemon=True).start()
         trainer = TorchTrainer(
             train,
             train_loop_config={"folder": str(folder), "case": case},
-            scaling_config=ScalingConfig(num_workers=(1, 2) if case == "node" else 2),
+            scaling_config=ScalingConfig(
+                num_workers=(1, 2) if case in ("node", "more") else 2,
+                elastic_resize_monitor_interval_s=1.0,
+            ),
             run_config=RunConfig(
                 name="a",
                 storage_path=str(folder / "storage"),
@@ -146,9 +166,8 @@ def ended(folder: Path, case: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["plain", "worker", "node"])
+@pytest.mark.parametrize("case", ["plain", "worker", "node", "more"])
 def test_ray_train_ends_as_one_process(case: str, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     expected = ended(tmp_path / "alone", "alone")["parameters"]
     found = ended(tmp_path / "ray", case)
     assert found["parameters"] == pytest.approx(expected, rel=0, abs=1e-12)

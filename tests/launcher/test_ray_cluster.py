@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,13 @@ import torch
 from helpers.ranks import free_port
 from shoal.tools.report.coverage import coverage
 
-pytestmark = [pytest.mark.processes, pytest.mark.peers, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.peers,
+    pytest.mark.timeout(900),
+    # Ray reads the variables of the fixture when it is imported.
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+]
 
 TRAIN = """
 import os, signal, sys, time
@@ -57,13 +64,13 @@ with shoal.init(seed=1, device="cpu") as world:
     if world.rank == 0:
         torch.save(list(model.parameters()), f"{directory}/parameters.pt")
 """
+READY = ("ray", "job", "submit", "--no-wait", "--", "true")
 SMALL = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head without processors, and two nodes with one."""
-    pytest.importorskip("ray")
     port = free_port()
     # The paths of Ray's sockets must be short.
     with tempfile.TemporaryDirectory(dir="/tmp") as place, pytest.MonkeyPatch.context() as patch:
@@ -83,6 +90,8 @@ def cluster() -> Iterator[Any]:
             found.add_node(**SMALL)
         patch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{port}")
         try:
+            while subprocess.run(READY, check=False).returncode:
+                threading.Event().wait(0.5)  # until Ray has an agent for jobs
             yield found
         finally:
             found.shutdown()

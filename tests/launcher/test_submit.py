@@ -172,7 +172,7 @@ def test_what_is_wrong_in_a_site_is_named() -> None:
     for text, found in (
         ("about = ", "it is not TOML"),
         ("colour = 'red'", "an unknown key, colour"),
-        ("scheduler = 'kubernetes'\nmpirun = ['mpiexec']", "is no launcher of it"),
+        ("scheduler = 'kubernetes'\nmpirun = ['mpiexec']", "which it never runs"),
         ("requeue = 'no'", "requeue = 'no', a str"),
         ("lead = 5", "lead = 5, a int"),
         ("lead = 'soon'", "it is not a duration"),

@@ -173,7 +173,7 @@ def submit(
     copy: _Copy = True,
     force: Force = False,
 ) -> None:
-    """Submit to Slurm, Grid Engine, PBS or Kubernetes.
+    """Submit to a batch system, Kubernetes or Ray.
 
     Shoal checks the job against the cluster profile and runs a copy of the source. Before the time
     limit or a preemption, the job saves a checkpoint and returns to the queue.

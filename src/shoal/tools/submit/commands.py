@@ -61,7 +61,7 @@ class SchedulerCommands:
             ) from None
         said = done.stderr.strip() or done.stdout.strip()
         if "Traceback (most recent call last)" in said:
-            # What follows the last line of code: the commands of Ray are Python's.
+            # Ray's commands are Python's: the message follows the last line of code.
             said = re.split(r"\n\s[^\n]*\n(?=\S)", said)[-1]
         if done.returncode and self.unreached.search(said):
             raise LaunchError(

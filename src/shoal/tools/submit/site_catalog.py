@@ -126,7 +126,7 @@ def read_site(name: str, text: str, file: str) -> Site:
     if site.launcher not in (None, *launchers):
         raise _wrong(file, f"launcher = {site.launcher!r}", f"one of {', '.join(launchers)}")
     if site.mpirun != Site.mpirun and "mpirun" not in launchers:
-        raise _wrong(file, f"mpirun = {list(site.mpirun)}, which is no launcher of it", "leave it out")
+        raise _wrong(file, f"mpirun = {list(site.mpirun)}, which it never runs", "leave it out")
     if site.ports is not None and not _is_range(site.ports):
         raise _wrong(file, f"ports = {site.ports!r}", 'two numbers, as in "10001-20000"')
     for key, words in (("mpirun", site.mpirun), ("container", site.container)):

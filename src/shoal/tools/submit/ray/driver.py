@@ -130,7 +130,7 @@ def run_node(
         launcher = subprocess.Popen(
             command,
             cwd=directory,
-            # What Ray kills must not go on with resources that Ray gives to others.
+            # Ray gives the resources of a task that it kills to others.
             preexec_fn=lambda: library.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0),  # noqa: PLW1509 - it takes no lock
         )
     asked = False
