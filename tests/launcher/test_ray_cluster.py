@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -125,12 +125,11 @@ class Submitted:
         given = ("--run", "run", "--time", "20:00", "--nodes", "2", "train.py")
         self.shoal("submit", *given, "--", "run")
 
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Wait until something is true. Fail if the job ends and it still is not."""
-        while not done():
-            if not re.search("running|pending", self.shoal("status", "run")):
-                assert done(), self.shoal("logs", "run")
-            threading.Event().wait(0.5)
+    def ended(self) -> str:
+        """Wait until the job has ended, and return its state."""
+        while re.search("running|pending", found := self.shoal("status", "run")):
+            threading.Event().wait(2)
+        return found
 
     def check(self) -> None:
         """The parameters are those of one process, and each sample was used once."""
@@ -147,7 +146,8 @@ class Submitted:
 def job(cluster: Any, tmp_path: Path) -> Submitted:
     submitted = Submitted(tmp_path)
     submitted.submit()
-    submitted.wait(lambda: len(list(submitted.run.glob("stays-*"))) == 2)
+    while len(list(submitted.run.glob("stays-*"))) < 2:
+        threading.Event().wait(0.5)
     return submitted
 
 
@@ -157,16 +157,16 @@ def test_a_node_is_killed_and_another_one_comes(rank: int, job: Submitted, clust
     [node] = [each for each in cluster.list_all_nodes() if raylet(each) == pid]
     cluster.remove_node(node, allow_graceful=False)
     cluster.add_node(**SMALL)
-    job.wait(lambda: "succeeded" in job.shoal("status", "run"))
+    assert "succeeded" in job.ended(), job.shoal("logs", "run")
     assert "all nodes start again" in job.shoal("logs", "run")
     job.check()
 
 
 def test_cancel_saves_and_a_second_job_resumes(job: Submitted) -> None:
     job.shoal("cancel", "run")
-    job.wait(lambda: "saved   " in job.shoal("status", "run"))
+    assert "submit it again to resume" in job.ended(), job.shoal("logs", "run")
     job.submit()
-    job.wait(lambda: "succeeded" in job.shoal("status", "run"))
+    assert "succeeded" in job.ended(), job.shoal("logs", "run")
     job.check()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from shoal.distributed import env_vars
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.util.clock import CLOCK
+from shoal.util.tables import plain_console, print_path
 
 _LOOK = 2.0
 """Seconds between two looks for the mark of `shoal cancel`."""
@@ -80,10 +81,12 @@ def _attempt(group: Any, job: dict[str, Any], place: Any, end: float) -> int | N
     except RayTaskError:
         raise
     except RayError as error:
-        codes.append(-1)
-        print(f"shoal: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        codes.append(-signal.SIGKILL)
+        why = f"Ray lost a node or its task: {type(error).__name__}"
+    else:
+        why = f"a launcher was killed by signal {-min(codes)}"
     if min(codes) < 0:
-        print("shoal: a node or its launcher was killed; all nodes start again", flush=True)
+        print_path(plain_console(), f"shoal: {why}; all nodes start again")
         for task in tasks:
             ray.cancel(task, force=True)
         ray.wait(tasks, num_returns=len(tasks))
