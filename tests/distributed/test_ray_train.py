@@ -156,7 +156,12 @@ def ended(folder: Path, case: str) -> dict[str, Any]:
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    options = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
+    options = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": os.urandom(20).hex(),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_V2_ENABLED": "1",
+    }
     command = [sys.executable, str(script), str(folder), case]
     with tempfile.TemporaryDirectory(dir="/tmp") as place:  # the paths of Ray's sockets must be short
         env = {**os.environ, **options, "RAY_TMPDIR": place}
