@@ -46,7 +46,7 @@ PEERS = {
     "HF Trainer": (TORCHRUN, "run_trainer.py", "transformers"),
     "HF Trainer JIT": (TORCHRUN, "run_trainer.py --jit", "transformers"),
     "Ray Train": ((), "run_ray.py", "ray"),
-    "Shoal in Ray Train": ((), "run_ray_shoal.py", "ray"),
+    "Shoal-on-Ray": ((), "run_ray_shoal.py", "ray"),
 }
 LIMIT = 900.0
 GRACE = 30.0

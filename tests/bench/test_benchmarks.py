@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,16 @@ def test_a_benchmark_with_ranks_runs(command: str, repository: Path, tmp_path: P
 @pytest.mark.parametrize("command", SYSTEM)
 def test_a_benchmark_with_namespaces_runs(command: str, repository: Path, tmp_path: Path) -> None:
     assert figures(command, repository, tmp_path)
+
+
+@pytest.mark.peers
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_shoal_in_ray_train_under_kills(repository: Path, tmp_path: Path) -> None:
+    [row] = figures("chaos_peers --peers Shoal-on-Ray --seeds 0", repository, tmp_path)["chaos_peers"]
+    assert (row["kills"], row["samples repeated"], row["samples skipped"]) == (4, 0, 0)
+    assert float(row["from one process"]) < 1e-5
 
 
 @pytest.mark.long

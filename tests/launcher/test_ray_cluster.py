@@ -79,12 +79,19 @@ def cluster() -> Iterator[Any]:
             "RAY_AUTH_TOKEN": os.urandom(20).hex(),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": place,
+            "RAY_worker_niceness": "0",  # on a busy machine, workers would wait for minutes
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }.items():
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster
 
-        board = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+        board = {
+            "include_dashboard": True,
+            "dashboard_host": "127.0.0.1",
+            "dashboard_port": port,
+            # Without an own port, only one cluster on a machine has an agent for jobs.
+            "dashboard_agent_listen_port": free_port(),
+        }
         found = Cluster(initialize_head=True, head_node_args={**SMALL, "num_cpus": 0, **board})
         for _ in range(2):
             found.add_node(**SMALL)
