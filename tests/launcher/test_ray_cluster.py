@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def cluster() -> Iterator[Any]:
         }
         found = Cluster(initialize_head=True, head_node_args={**SMALL, "num_cpus": 0, **board})
         for _ in range(2):
-            found.add_node(**SMALL)
+            add_node(found)
         patch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{port}")
         try:
             while subprocess.run(READY, check=False).returncode:
@@ -163,7 +164,7 @@ def test_a_node_is_killed_and_another_one_comes(rank: int, job: Submitted, clust
     pid = int((job.run / f"stays-{rank}").read_text())
     [node] = [each for each in cluster.list_all_nodes() if raylet(each) == pid]
     cluster.remove_node(node, allow_graceful=False)
-    cluster.add_node(**SMALL)
+    add_node(cluster)
     assert "succeeded" in job.ended(), job.shoal("logs", "run")
     assert "all nodes start again" in job.shoal("logs", "run")
     job.check()
@@ -180,3 +181,11 @@ def test_cancel_saves_and_a_second_job_resumes(job: Submitted) -> None:
 def raylet(node: Any) -> int:
     [found] = node.all_processes["raylet"]
     return int(found.process.pid)
+
+
+def add_node(cluster: Any) -> None:
+    """Add a node. Ray gives a raylet 30 s to start, which is not enough on a busy machine."""
+    before = len(cluster.list_all_nodes())
+    while len(cluster.list_all_nodes()) == before:
+        with suppress(Exception):
+            cluster.add_node(**SMALL)
