@@ -36,8 +36,11 @@ from shoal.strategies.random_draws.layouts import samples as samples
 from shoal.strategies.rpc_pipeline.options import RPCPipeline as RPCPipeline
 from shoal.strategies.task import Task as Task
 from shoal.strategies.tensor_parallel.options import TensorParallel as TensorParallel
-from shoal.telemetry.trackers import TensorBoard as TensorBoard
-from shoal.telemetry.trackers import WandB as WandB
+from shoal.telemetry.trackers.comet import Comet as Comet
+from shoal.telemetry.trackers.mlflow import MLflow as MLflow
+from shoal.telemetry.trackers.tensorboard import TensorBoard as TensorBoard
+from shoal.telemetry.trackers.trackio import Trackio as Trackio
+from shoal.telemetry.trackers.wandb import WandB as WandB
 from shoal.tools.report.coverage import coverage as coverage
 from shoal.training.bad_steps import BadSteps as BadSteps
 from shoal.training.early_stopping import Validation as Validation
