@@ -10,6 +10,7 @@ from shoal.data.coupling.layers import Coupled as Coupled
 from shoal.data.coupling.layers import SampleGroups as SampleGroups
 from shoal.data.gather import GatheredRows as GatheredRows
 from shoal.data.gather import gather as gather
+from shoal.data.local_batches import LocalBatches as LocalBatches
 from shoal.data.noise import Noise as Noise
 from shoal.data.step_result import StepResult as StepResult
 from shoal.distributed.added_launcher import add_launcher as add_launcher
