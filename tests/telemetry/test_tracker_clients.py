@@ -101,6 +101,7 @@ def test_a_run_that_mlflow_does_not_start_is_an_error(world: shoal.World, tmp_pa
     import mlflow
 
     directory = tmp_path / "run"
+    mlflow.set_experiment("tests")
     with mlflow.start_run(), pytest.raises(shoal.LaunchError, match="already active"):
         attempt(world, directory, 2, CLIENTS["mlflow"][0])
     attempt(world, directory, 2, CLIENTS["mlflow"][0])
