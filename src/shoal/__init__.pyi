@@ -10,6 +10,7 @@ from shoal.data.coupling.layers import Coupled as Coupled
 from shoal.data.coupling.layers import SampleGroups as SampleGroups
 from shoal.data.gather import GatheredRows as GatheredRows
 from shoal.data.gather import gather as gather
+from shoal.data.local_batches import LocalBatches as LocalBatches
 from shoal.data.noise import Noise as Noise
 from shoal.data.step_result import StepResult as StepResult
 from shoal.distributed.added_launcher import add_launcher as add_launcher
@@ -36,8 +37,11 @@ from shoal.strategies.random_draws.layouts import samples as samples
 from shoal.strategies.rpc_pipeline.options import RPCPipeline as RPCPipeline
 from shoal.strategies.task import Task as Task
 from shoal.strategies.tensor_parallel.options import TensorParallel as TensorParallel
-from shoal.telemetry.trackers import TensorBoard as TensorBoard
-from shoal.telemetry.trackers import WandB as WandB
+from shoal.telemetry.trackers.comet import Comet as Comet
+from shoal.telemetry.trackers.mlflow import MLflow as MLflow
+from shoal.telemetry.trackers.tensorboard import TensorBoard as TensorBoard
+from shoal.telemetry.trackers.trackio import Trackio as Trackio
+from shoal.telemetry.trackers.wandb import WandB as WandB
 from shoal.tools.report.coverage import coverage as coverage
 from shoal.training.bad_steps import BadSteps as BadSteps
 from shoal.training.early_stopping import Validation as Validation

@@ -19,8 +19,9 @@ import shoal
 from helpers.checkpoint_files import small_run
 from helpers.commands import wait_for
 from helpers.ranks import Ranks
+from shoal.telemetry.trackers.continued import SentSteps
 from shoal.util import regular_file
-from shoal.util.errors import LaunchError
+from shoal.util.errors import LaunchError, StepError
 
 pytestmark = pytest.mark.processes
 
@@ -122,13 +123,13 @@ def test_wandb_is_one_run_whose_steps_never_go_back(world: shoal.World, tmp_path
     options = (shoal.WandB(project="tests", mode="offline"),)
     train(world, tmp_path, 6, options)
     before = json.loads((tmp_path / "wandb.json").read_text())
-    assert before["sent"] == 6
+    assert (before["sent"], before["names"]) == (6, ["half", "loss"])
     train(world, tmp_path, 9, options)
     after = json.loads((tmp_path / "wandb.json").read_text())
-    assert after == {"id": before["id"], "sent": 9}
+    assert after == before | {"sent": 9}
     runs = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.stem for path in runs] == [f"run-{before['id']}"] * 2
-    wanted = [[(step, step / 2) for step in range(*ends)] for ends in ((1, 7), (6, 10))]
+    wanted = [[(step, step / 2) for step in range(*ends)] for ends in ((1, 7), (7, 10))]
 
     def attempts() -> list[list[tuple[int, float]]]:
         return sorted(recorded(path) for path in runs)
@@ -157,28 +158,81 @@ def test_a_kill_leaves_no_half_note_of_wandb(
     assert (tmp_path / "wandb.json").read_text() == before
 
 
-class Full:
-    """A tracker whose disk is full."""
+class Kept:
+    """A tracker that keeps what it is given, and raises `error` in the methods named in `fails`."""
 
-    def open(self, directory: Path, step: int) -> Full:
+    def __init__(self, fails: str = "", error: Exception | None = None) -> None:
+        self.fails = fails
+        self.error = error
+        self.calls: list[tuple[Any, ...]] = []
+
+    def _called(self, *call: Any) -> None:
+        assert not any(name == self.fails for name, *_ in self.calls), "it was left out"
+        self.calls.append(call)
+        if call[0] == self.fails and self.error is not None:
+            raise self.error
+
+    def open(self, directory: Path, step: int) -> Kept:
+        self._called("open", step)
         return self
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        pass
+        self._called("write", step)
 
     def flush(self) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._called("flush")
+
+    def saved(self, path: str, step: int) -> None:
+        self._called("saved", path, step)
 
     def close(self) -> None:
-        raise AssertionError("it was left out")
+        self._called("close")
 
 
-def test_a_full_disk_ends_its_curves_and_nothing_else(world: shoal.World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [
+        ("flush", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        ("write", RuntimeError("No space left")),
+        ("saved", ValueError("No space left")),
+        ("close", RuntimeError("No space left")),
+    ],
+)
+def test_a_tracker_that_fails_ends_its_curves_and_nothing_else(
+    world: shoal.World, tmp_path: Path, fails: str, error: Exception
+) -> None:
     """Of several ranks only the first has trackers: the others would wait for it."""
     with pytest.warns(UserWarning, match="tracker stopped.*No space left"):
-        train(world, tmp_path, 9, (Full(), shoal.TensorBoard()))
+        train(world, tmp_path, 9, (Kept(fails, error), shoal.TensorBoard()))
     assert (tmp_path / "checkpoints/step-8").is_dir()
     assert curve(tmp_path, "half") == [(step, step / 2) for step in range(1, 10)]
+
+
+def test_a_tracker_hears_of_each_complete_checkpoint(world: shoal.World, tmp_path: Path) -> None:
+    tracker = Kept()
+    train(world, tmp_path, 9, (tracker,))
+    saved = [call[1:] for call in tracker.calls if call[0] == "saved"]
+    checkpoints = tmp_path / "checkpoints"
+    assert [step for _, step in saved] == [4, 8]
+    assert [Path(path) for path, _ in saved] == [checkpoints / f"step-{n}" for n in (4, 8)]
+    assert tracker.calls[-1] == ("close",)
+
+
+def test_a_tracker_class_is_refused(world: shoal.World, tmp_path: Path) -> None:
+    with pytest.raises(StepError, match="trackers is a sequence of trackers"):
+        train(world, tmp_path, 1, (shoal.TensorBoard,))
+
+
+def test_values_that_a_tracker_has_are_not_sent_twice(tmp_path: Path) -> None:
+    sent = SentSteps(tmp_path / "note.json", 3)
+    assert sent.new({"loss": 1.0}, 3) == {"loss": 1.0}  # no tracker had it
+    sent.begin("abc")
+    sent.add({"loss": 1.0}, 5)
+    resumed = SentSteps(tmp_path / "note.json", 4)  # killed between two calls in step 5
+    assert resumed.id == "abc"
+    assert resumed.new({"loss": 1.0}, 4) == {}
+    assert resumed.new({"loss": 1.0, "other": 2.0}, 5) == {"other": 2.0}
+    assert resumed.new({"loss": 1.0}, 6) == {"loss": 1.0}
 
 
 def test_without_trackers_or_a_run_numbers_go_nowhere(world: shoal.World, tmp_path: Path) -> None:

@@ -24,6 +24,10 @@ def report(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the numbers as JSON; write no files.")
     ] = False,
+    prometheus: Annotated[
+        bool,
+        typer.Option("--prometheus", help="Print metrics in Prometheus's text format; write no files."),
+    ] = False,
     trace: Annotated[
         str | None,
         typer.Option(metavar="A:B", help="Write a timeline of steps A to B of all ranks instead."),
@@ -39,6 +43,11 @@ def report(
     from shoal.tools.report.run_page.document import run_document
     from shoal.util.tables import plain_console, print_line, print_path
 
+    if prometheus:
+        from shoal.tools.report.prometheus import prometheus_text
+
+        typer.echo(prometheus_text(run))
+        return
     if trace is not None:
         from shoal.tools.report.timeline import make_timeline
 

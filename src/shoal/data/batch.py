@@ -118,6 +118,7 @@ class Batch:
         "ends_epoch",
         "epoch",
         "first",
+        "loss_sum",
         "micros",
         "processed",
         "resumes_at",
@@ -155,6 +156,8 @@ class Batch:
         self.backwards: list[object] = []
         """The engines that `backward` has run on, once for each micro-batch."""
         self._noise: Noise | None = None
+        self.loss_sum: Tensor | float | None = None
+        """The sum of this rank's losses that `averaged` was called with; None before."""
 
     @property
     def share(self) -> tuple[int, int]:
@@ -195,6 +198,37 @@ class Batch:
             CURRENT_DRAWS.set(None)
             if step is not None:
                 step.begin(None)
+
+    def averaged(self, total: Tensor) -> Tensor:
+        """Return the loss whose gradients, averaged over ranks, are those of the global batch's mean.
+
+        For tools that average gradients over ranks and add those of micro-batches: DDP, FSDP2,
+        Accelerate, Lightning. Ranks may have different numbers of samples; a padding sample adds
+        nothing. A parallelized model uses `backward` instead.
+
+        Args:
+            total: Sum of the losses of the current micro-batch's samples, without dimensions.
+
+        Returns:
+            The loss to call `backward` on, without dimensions.
+
+        Raises:
+            StepError: If no loop over the batch is running.
+
+        Examples:
+            >>> import torch
+            >>> with shoal.init() as world:
+            ...     loader = shoal.Loader((torch.ones(8, 4),), world, batch_size=4)
+            ...     for batch in loader.epochs(1):
+            ...         for (x,) in batch:
+            ...             loss = batch.averaged(x.sum())
+            >>> loss
+            tensor(4.)
+        """
+        weight = self.micro.weight
+        self.loss_sum = (0.0 if self.loss_sum is None else self.loss_sum) + total.detach() * weight
+        ranks = 1 if self._world is None else self._world.data_size
+        return total * (weight * ranks / self.size)
 
     @property
     def micro(self) -> MicroBatch:

@@ -22,6 +22,7 @@ from shoal.strategies import engine_of
 from shoal.strategies.contracts import Engine
 from shoal.strategies.eval_mode import evaluation
 from shoal.strategies.held_parameters import as_scalar
+from shoal.strategies.other_tools import reading_engine
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import EVALUATION
 from shoal.training.step import Step
@@ -88,6 +89,7 @@ def evaluate(
     collate_fn: Collate | None = None,
     num_workers: int = 0,
     batches: int | None = None,
+    world: World | None = None,
 ) -> dict[str, Any]:
     """Return the loss and the metrics of a model over a dataset. Collective.
 
@@ -111,6 +113,8 @@ def evaluate(
             `default_collate`. Default: None.
         num_workers: Worker processes of this rank that load samples. Default: 0.
         batches: Number of global batches to visit. `None` visits all. Default: None.
+        world: World of a model that another tool trains, such as Accelerate or DDP. `None` for a
+            parallelized model, which has its own. Default: None.
 
     Returns:
         The mean "loss", the number of "samples" visited, and each metric by name; the same on all
@@ -134,7 +138,7 @@ def evaluate(
         >>> result["samples"], result["accuracy"]
         (4, 1.0)
     """
-    subject = _subject(model, task)
+    subject = _subject(model, task, world)
     engine, task = subject.engine, subject.task
     world = engine.world
     metrics = _checked({} if metrics is None else metrics)
@@ -209,11 +213,11 @@ class _Subject(NamedTuple):
     optimizer: torch.optim.Optimizer | None
 
 
-def _subject(model: Step | nn.Module, task: Task | None) -> _Subject:
+def _subject(model: Step | nn.Module, task: Task | None, world: World | None) -> _Subject:
     if isinstance(model, Step) and task is None:
         return _Subject(model.engine, model.task, model.infer, model.optimizer)
     if isinstance(model, nn.Module) and isinstance(task, Task):
-        engine = engine_of(model)
+        engine = engine_of(model) if world is None else reading_engine(model, world)
         return _Subject(engine, task, partial(engine.infer, task, autocast=None), None)
     raise StepError(
         given=f"shoal.evaluate({type(model).__name__}, …"

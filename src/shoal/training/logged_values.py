@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shoal.telemetry.events import Events
-from shoal.telemetry.trackers import Curves
+from shoal.telemetry.trackers.protocol import Curves
 from shoal.util.accelerator import record, streams
 from shoal.util.errors import StepError
 from shoal.util.safe_text import shown
@@ -117,13 +117,17 @@ def numbers_of(
 def check_trackers(trackers: Any) -> None:
     """Raise StepError if trackers are not a sequence of objects that a run can open."""
     several = isinstance(trackers, Sequence) and not isinstance(trackers, str)
-    if trackers is None or (several and all(hasattr(each, "open") for each in trackers)):
+    if trackers is None or (several and all(map(_is_tracker, trackers))):
         return
     raise StepError(
         given=f"shoal.Run(…, trackers={trackers!r})",
         found="trackers is a sequence of trackers",
         fix="pass trackers=(shoal.TensorBoard(),), or () for none",
     )
+
+
+def _is_tracker(given: object) -> bool:
+    return hasattr(given, "open") and not isinstance(given, type)
 
 
 def check_names(values: object, *, call: Callable[[], str], fix: str) -> None:

@@ -9,7 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.data import Loader
 from shoal.strategies import engine_of
+from shoal.strategies.other_tools import OtherToolEngine, reading_engine
+from shoal.training.other_tools import OtherToolState
 from shoal.training.step import Step
 from shoal.training.train_state import TrainState
 from shoal.util.errors import StepError
@@ -25,10 +28,12 @@ def train_states(
     model: Step | nn.Module | Mapping[str, Step | nn.Module],
     optimizer: Optimizers | Mapping[str, Optimizers] | None = None,
     schedule: Schedules | Mapping[str, Schedules] | None = None,
+    loader: object = None,
 ) -> dict[str, TrainState]:
     """Return the Steps and models of a Run by name, each model with its optimizer and schedule.
 
-    A single one has the name "step". Raises StepError for an object that a Run can't save and count.
+    A single one has the name "step". Another tool trains a model that was not parallelized, with the
+    batches of `loader`. Raises StepError for an object that a Run can't save and count.
     """
     models: dict[str, Step | nn.Module] = _by_name(model)
     optimizers: dict[str, Optimizers] = _by_name(optimizer)
@@ -42,7 +47,7 @@ def train_states(
             others = ", ".join(map(repr, sorted(names - alone)))
             raise _not_trainable(given, f"{what}= for {others}, which is not a model of this Run")
     return {
-        name: _train_state(name, each, optimizers.get(name), schedules.get(name))
+        name: _train_state(name, each, optimizers.get(name), schedules.get(name), loader)
         for name, each in models.items()
     }
 
@@ -54,7 +59,11 @@ def _by_name(given: Given | Mapping[str, Given] | None) -> dict[str, Given]:
 
 
 def _train_state(
-    name: str, model: Step | nn.Module, optimizer: Optimizers | None, schedule: Schedules | None
+    name: str,
+    model: Step | nn.Module,
+    optimizer: Optimizers | None,
+    schedule: Schedules | None,
+    loader: object,
 ) -> TrainState:
     if not (isinstance(name, str) and name.isprintable()):
         raise StepError(
@@ -67,9 +76,11 @@ def _train_state(
     given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
     if not isinstance(model, nn.Module):
         raise _not_trainable(given, "neither a Step nor a model")
-    engine = engine_of(model)
+    engine = reading_engine(model, loader.world) if isinstance(loader, Loader) else engine_of(model)
     if optimizer is None:
         raise _not_trainable(given, "a model without optimizer=, which a checkpoint has to hold")
+    if isinstance(engine, OtherToolEngine) and isinstance(loader, Loader):
+        return OtherToolState(engine, optimizer, schedule, loader)
     if engine.loop is None:
         raise StepError(
             given=given,

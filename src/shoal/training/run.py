@@ -15,10 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.checkpoint import AnyPath, BackgroundSave
 from shoal.data import Loader
 from shoal.distributed.failure import note_step
-from shoal.distributed.world import World
 from shoal.telemetry.profiler.window import check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
-from shoal.telemetry.trackers import Curves, Tracker, default_trackers
+from shoal.telemetry.trackers.protocol import Curves, Tracker
 from shoal.training.guards.create import create_guards, loss_guards
 from shoal.training.guards.options import Guards
 from shoal.training.logged_values import LogQueue, check_trackers, plain_values
@@ -138,10 +137,9 @@ class Run:
         call = f"shoal.Run(…, profile={profile})"
         window = None if profile is None else check_length(check_window(profile, call), call)
         local_path(directory)
-        self.train_states = train_states(model, optimizer, schedule)
+        self.train_states = train_states(model, optimizer, schedule, loader)
         check_options(loader, {} if state is None else state, {} if config is None else config)
-        self.loader = loader
-        self.world: World = loader.world
+        self.loader, self.world = loader, loader.world
         check_trackers(trackers)
         self.state = dict(state or {})
         loader.compare_ranks()
@@ -152,13 +150,14 @@ class Run:
             directory, self.world, checkpoints=checkpoints, keep=keep, keep_every=keep_every
         )
         self.directory, self.events = self.files.path, self.files.events
-        self._saves = SavePolicy(self.world, self.events, self.directory, must=must_save)
+        self._curves = Curves(self.directory.absolute(), trackers, first=self.world.is_rank_zero)
+        self._saves = SavePolicy(
+            self.world, self.events, self.directory, saved=self._curves.saved, must=must_save
+        )
         self._progress = ProgressBar.of(self.world)
-        chosen = default_trackers() if trackers is None else trackers
         self._observer = RunMonitor(
             self.world, self.directory, self.train_states, loader, self.events, window
         )
-        self._curves = Curves(self.directory.absolute(), chosen, first=self.world.is_rank_zero)
         self._logged = LogQueue(self.events, self._curves)
         self.world.run_log.attach(self.log, self.files.absolute)
         self._begun = self._closed = False

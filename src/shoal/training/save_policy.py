@@ -113,14 +113,22 @@ class RunningSave:
 class SavePolicy:
     """The saves of a run: at most one runs at a time, and its result is reported.
 
-    With `must`, a failed save ends the run: at a tick on which all ranks agree, at the next save, or
-    when the run is closed.
+    `saved` gets the path and the step of each complete checkpoint. With `must`, a failed save ends the
+    run: at a tick on which all ranks agree, at the next save, or when the run is closed.
     """
 
     def __init__(
-        self, world: World, events: Events, directory: Path, *, must: bool, clock: Clock = CLOCK
+        self,
+        world: World,
+        events: Events,
+        directory: Path,
+        *,
+        saved: Callable[[str, int], None],
+        must: bool,
+        clock: Clock = CLOCK,
     ) -> None:
         self._world = world
+        self._saved = saved
         self._events = events
         self._clock = clock
         self._must = must
@@ -199,6 +207,7 @@ class SavePolicy:
                 "path": str(path),
             },
         )
+        self._saved(str(path), saving.step)
 
     def _warn(self, seconds: float | None) -> None:
         """Print on rank 0, once, that the launcher would kill ranks before they have saved."""

@@ -105,9 +105,10 @@ def by_hand(env: Mapping[str, str], cpus: int, launcher: str = "env://") -> Plac
     of 1.
     """
     pod = "" if env.get("LOCAL_RANK") else _pod(env)
-    if env.get("RANK") == "0" and env.get("WORLD_SIZE") == "1":
-        # In a world of size 1 the rest is known.
-        env = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **env}
+    if env.get("RANK", "0") == "0" and env.get("WORLD_SIZE") == "1":
+        # In a world of size 1 the rest is known. Lightning sets no RANK.
+        known = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        env = {**known, **env}
     require(env, (*_BY_HAND, *(["LOCAL_RANK"] if env.get("LOCAL_RANK") else [])))
     rank, size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
     address, port = env["MASTER_ADDR"], master_port(env, least=0 if size == 1 else 1)
