@@ -73,6 +73,16 @@ def set_tables(
     vars(module).update(_parameters=parameters, _buffers=buffers, _modules=children)
 
 
+def loads_itself(model: nn.Module) -> bool:
+    """Return whether a module that is not torch's has its own code to load its state."""
+    default = nn.Module._load_from_state_dict
+    return any(
+        type(part)._load_from_state_dict is not default
+        and not type(part).__module__.startswith("torch.")
+        for part in model.modules()
+    )
+
+
 def copy_with_children(
     module: nn.Module, child: Callable[[nn.Module], nn.Module], **attributes: Any
 ) -> nn.Module:

@@ -6,15 +6,14 @@ import copy
 import io
 import os
 import re
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -26,17 +25,13 @@ from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.to_device import move, tensors_in
 from shoal.distributed.world import World
 from shoal.strategies import engine_of, known_engine
-from shoal.strategies.dtensor import divided, shared_like, whole
+from shoal.strategies.dtensor import divided, whole
 from shoal.strategies.eval_mode import evaluation
 from shoal.strategies.multi_device import span_of
 from shoal.training.run import Run
-from shoal.training.state_names import model_differences, shapes
 from shoal.training.step import Step
 from shoal.util.errors import CheckpointError, LaunchError
 from shoal.util.regular_file import appearing
-
-PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
-"""The prefixes of names by wrappers: DDP and DataParallel, torch.compile, FSDP1."""
 
 
 def export(
@@ -176,75 +171,6 @@ def _readable(value: object) -> bool:
         return all(map(_readable, value))  # type: ignore[call-overload]
     plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
     return value is None or isinstance(value, Tensor) or type(value) in plain
-
-
-def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
-    """Load a state_dict into a model, in place.
-
-    Prefixes that wrappers leave in names (`module.`, `_orig_mod.`) are dropped if the model has no such
-    names. Entries of the model's state_dict that are not tensors, and that `source` lacks, do not
-    change; Shoal warns of them, because safetensors files hold tensors only.
-
-    Args:
-        model: Module to change, parallelized or not.
-        source: Path of a safetensors file, or a mapping from names to tensors.
-
-    Raises:
-        CheckpointError: Before anything changes, if names or shapes differ, two names become the same,
-            or the file is not a complete safetensors file.
-
-    Examples:
-        >>> model = torch.nn.Linear(4, 1)
-        >>> shoal.load(model, {"module.weight": torch.zeros(1, 4), "module.bias": torch.ones(1)})
-        >>> model.bias.item()
-        1.0
-    """
-    if not isinstance(model, nn.Module) or not isinstance(source, str | os.PathLike | Mapping):
-        raise CheckpointError(
-            given=f"shoal.load({type(model).__name__}, {type(source).__name__})",
-            found="the first argument is the model, the second a file or a state_dict",
-            fix="shoal.load(model, 'model.safetensors')",
-        )
-    model = bare(model)
-    found = source if isinstance(source, Mapping) else _read(Path(source))
-    of = f"of {len(found)} entries" if isinstance(source, Mapping) else repr(str(source))
-    here = _of_all_ranks(model)
-    named = {_bare(name, here): tensor for name, tensor in found.items()}
-    if len(named) < len(found):
-        twice = sorted(name for name in found if name not in named)
-        raise CheckpointError(
-            given=f"shoal.load(model, …) of {len(found)} tensors",
-            found=f"several have the same name without its prefix, such as {twice[0]}",
-            fix="pass the entries of one model: "
-            "{k: v for k, v in state.items() if k.startswith('module.')}",
-        )
-    absent = [name for name, shape in here.items() if shape is None and name not in named]
-    expected = {name: shape for name, shape in here.items() if name not in absent}
-    differences = model_differences(expected, shapes(named))
-    if differences:
-        raise CheckpointError(
-            given=f"shoal.load(model, …) {of} into a {type(model).__name__} of {len(here)} entries",
-            found=f"it is the state of another model; {differences}",
-            fix="build the model that the file was written from, or pass a dict with the model's "
-            "names: shoal.load(model, {new_name(k): v for k, v in state.items()})",
-        )
-    if absent:
-        warnings.warn(
-            f"shoal.load(model, …) {of}: it lacks {', '.join(absent)}; the model keeps its own values",
-            stacklevel=2,
-        )
-    own = model.state_dict()  # of a pipeline, this rank's part
-    shares = {name: shared_like(named[name], v) if name in named else v for name, v in own.items()}
-    model.load_state_dict(shares)
-
-
-def _of_all_ranks(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes of the model's state, of which each rank of a pipeline holds a part."""
-    mine, engine = shapes(model.state_dict()), known_engine(model)
-    if engine is None or engine.world.layout.degree("pipeline") == 1:
-        return mine
-    parts = engine.world.gather(mine)
-    return {name: shape for part in parts for name, shape in part.items()}
 
 
 def _model(source: Run | Step | nn.Module) -> nn.Module:
@@ -390,41 +316,3 @@ def _sent(
     received = torch.empty(shape, dtype=dtype, device=world.device)
     dist.recv(received, source, group=world.group)
     return received
-
-
-def _bare(name: str, here: Mapping[str, object]) -> str:
-    bare = name
-    while bare not in here:
-        prefix = next((prefix for prefix in PREFIXES if bare.startswith(prefix)), None)
-        if prefix is None:
-            break
-        bare = bare.removeprefix(prefix)
-    # torch.compile may have wrapped only a part of the model.
-    inner = bare
-    for prefix in PREFIXES:
-        inner = inner.replace(f".{prefix}", ".")
-    return inner if inner in here else bare
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise CheckpointError(
-            given=f"shoal.load(model, {str(path)!r})",
-            found="there is no such file",
-            fix="pass the path of a safetensors file; shoal checkpoint export writes one from a run",
-        )
-    if path.suffix != ".safetensors":
-        raise CheckpointError(
-            given=f"shoal.load(model, {str(path)!r})",
-            found="it is not a safetensors file, and Shoal does not unpickle files",
-            fix=f"if you trust it, use shoal.load(model, torch.load({str(path)!r}, weights_only=True))",
-        )
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except Exception as error:  # safetensors raises OSError and its own errors
-        raise CheckpointError(
-            given=f"shoal.load(model, {str(path)!r})",
-            found=str(error),
-            fix="pass a complete safetensors file, such as one written by shoal.export",
-        ) from None
