@@ -75,11 +75,11 @@ def set_tables(
 
 def loads_itself(model: nn.Module) -> bool:
     """Return whether a module that is not torch's has its own code to load its state."""
-    default = nn.Module._load_from_state_dict
+    kinds = {type(part) for part in model.modules()}
     return any(
-        type(part)._load_from_state_dict is not default
-        and not type(part).__module__.startswith("torch.")
-        for part in model.modules()
+        kind._load_from_state_dict is not nn.Module._load_from_state_dict
+        for kind in kinds
+        if not kind.__module__.startswith("torch.")
     )
 
 

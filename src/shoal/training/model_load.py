@@ -171,14 +171,9 @@ def _compare(
 
     Entries in `accepted` may be missing. Without `strict`, rank 0 prints the names of one side only.
     """
-    missing_is_fine, unexpected_is_fine = (
-        ignored(model, unexpected=False),
-        ignored(model, unexpected=True),
-    )
-    missing = [
-        n for n in here if n not in there and n not in accepted and not _matches(missing_is_fine, n)
-    ]
-    unexpected = [n for n in there if n not in here and not _matches(unexpected_is_fine, n)]
+    may_miss, may_have = ignored(model, unexpected=False), ignored(model, unexpected=True)
+    missing = [n for n in here if n not in {*there, *accepted} and not _matches(may_miss, n)]
+    unexpected = [n for n in there if n not in here and not _matches(may_have, n)]
     both = {n: shape for n, shape in here.items() if n in there}
     if not strict:
         differences = model_differences(both, {n: there[n] for n in both})

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.modules import copy_with_children
-from shoal.training.weights.stored import Form
+from shoal.training.weights.stored import Form, on_meta
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -83,9 +83,8 @@ class Conversion:
     @property
     def by_row(self) -> bool:
         """Whether each row of the result comes from one tensor of each pattern, as with experts."""
-        steps = [
-            (type(each).__name__, getattr(each, "dim", None)) for each in self.converter.operations
-        ]
+        operations = self.converter.operations
+        steps = [(type(each).__name__, getattr(each, "dim", None)) for each in operations]
         return steps[0] == ("MergeModulelist", 0) and all(
             kind == "Concatenate" and dim not in (0, None) for kind, dim in steps[1:]
         )
@@ -161,10 +160,7 @@ class FileForms:
         ]
 
     def _on_meta(self, names: Iterable[str]) -> dict[str, Form]:
-        empty = {
-            name: torch.empty(*self._forms[name][:1], dtype=self._forms[name][1], device="meta")
-            for name in names
-        }
+        empty = {name: on_meta(*self._forms[name]) for name in names}
         return {name: (tuple(one.shape), one.dtype) for name, one in self.stored(empty).items()}
 
 

@@ -20,7 +20,7 @@ from shoal.training.weights.hugging_face import (
     plain_twin,
     tied_names,
 )
-from shoal.training.weights.stored import KINDS, StoredTensor, blocks
+from shoal.training.weights.stored import KINDS, StoredTensor, blocks, on_meta
 
 Shapes = dict[str, tuple[int, ...] | None]
 
@@ -67,9 +67,7 @@ def match(
     """
     unknown = sorted({one.kind for one in stored.values()} - KINDS.keys())
     if unknown:
-        raise UnfitError(
-            f"tensors of type {', '.join(unknown)}, which torch can't read: quantized weights"
-        )
+        raise UnfitError(f"quantized weights: tensors of type {', '.join(unknown)}")
     found = Match(stored)
     names = {name: bare(name) for name in stored}
     if is_pretrained(model):
@@ -97,7 +95,7 @@ def match(
 
 def _converted(each: Conversion, stored: Mapping[str, StoredTensor], twin: Any) -> dict[str, Tensor]:
     """Return the results of a conversion on the meta device."""
-    meta = {n: torch.empty(stored[n].shape, dtype=stored[n].dtype, device="meta") for n in each.names()}
+    meta = {n: on_meta(stored[n].shape, stored[n].dtype) for n in each.names()}
     try:
         return each.apply(meta, twin)
     except Exception as error:  # transformers raises many kinds
@@ -146,9 +144,7 @@ def _place(value: object) -> tuple[int, tuple[int, ...]] | None:
 def fill(own: Mapping[str, Any], found: Match) -> None:
     """Read this rank's part of each entry in `own`, the state of the module on this rank, in place."""
     done: set[object] = set()
-    for name, stored in sorted(
-        found.plain.items(), key=lambda item: (str(item[1].path), item[1].start)
-    ):
+    for name, stored in sorted(found.plain.items(), key=_place_in_files):
         target = own.get(name)
         if isinstance(target, Tensor) and _place(target) not in done:
             _read(stored, _slices(target), share(target).detach())
@@ -162,6 +158,10 @@ def fill(own: Mapping[str, Any], found: Match) -> None:
             made = conversion.apply(_whole(found, conversion.names()), found.twin)
             for name, target in targets.items():
                 share(target).copy_(made[name][_slices(target)])
+
+
+def _place_in_files(item: tuple[str, StoredTensor]) -> tuple[str, int]:
+    return str(item[1].path), item[1].start
 
 
 def _fill_rows(found: Match, conversion: Conversion, target: Tensor) -> None:

@@ -119,7 +119,8 @@ class Source:
         if not place.name.endswith(".safetensors"):
             raise self.error(
                 "it is not a safetensors file, and Shoal does not unpickle files",
-                f"if you trust it, use shoal.load(model, torch.load({self._text!r}, weights_only=True))",
+                f"if you trust it, use shoal.load(model, torch.load({self._text!r}, "
+                "weights_only=True))",
             )
 
     def _indexed(self, place: AnyPath) -> dict[str, StoredTensor]:
@@ -152,7 +153,7 @@ class Source:
         return found
 
     def check_not_quantized(self, place: AnyPath) -> None:
-        """Raise CheckpointError if the configuration next to the weights says that they are quantized."""
+        """Raise CheckpointError if config.json says that the weights are quantized."""
         config = place / CONFIG
         if not place.is_dir() or not config.is_file():
             return

@@ -37,6 +37,11 @@ KINDS = {name: dtype for dtype, name in DTYPES.items() if not dtype.is_complex} 
 """The dtypes by the names that the format has for them."""
 
 
+def on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of this form without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class FormatError(ValueError):
     """A file that is not a complete safetensors file."""
 
@@ -146,7 +151,8 @@ def _length(one: slice) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    place: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(place)
 
 
 def read_header(path: AnyPath) -> dict[str, StoredTensor]:
