@@ -30,8 +30,12 @@ from shoal.strategies.eval_mode import evaluation
 from shoal.strategies.multi_device import span_of
 from shoal.training.run import Run
 from shoal.training.step import Step
+from shoal.training.weights.exporting import bytes_in, export_directory
 from shoal.util.errors import CheckpointError, LaunchError
 from shoal.util.regular_file import appearing
+
+_EXTENSION = re.compile(r"\.[A-Za-z]+\d?")
+"""The end of the name of a file; names of models such as llama-3.2 have none."""
 
 
 def export(
@@ -39,29 +43,37 @@ def export(
     path: str | Path,
     *,
     example: tuple[Any, ...] | None = None,
+    max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Write the model to a file for use without Shoal, with the names of your module. Rank 0 writes.
+    """Write the model to a file or a directory for use without Shoal, with the names of your module.
 
-    Call it on all ranks. If each rank has the complete model (as under DDP), rank 0 may call it alone;
-    if the model is sharded or split (FSDP, TensorParallel, Pipeline, RPCPipeline), it is collective.
-    The write is atomic.
+    Call it on all ranks. If each rank has the complete model (as under DDP), rank 0 may export to a
+    file alone; directories, and models that are sharded or split (FSDP, TensorParallel, Pipeline,
+    RPCPipeline), are collective. The write is atomic: an earlier file or directory is replaced when the
+    new one is complete.
 
     Args:
         source: Parallelized model, a Step, or a Run. Of a Run, the first model is written.
-        path: File to write. The extension sets the format: `.safetensors` and `.pt` or `.pth` (by
-            torch.save) hold the state_dict, `.ts` is TorchScript and `.pt2` a torch.export program,
-            both in eval mode. Entries of the state_dict that are not tensors are kept in `.pt` if
-            `torch.load(…, weights_only=True)` can read them; rank 0 prints the names of the others.
+        path: File or directory to write. Without an extension, it is a directory in the format of
+            Hugging Face: `model.safetensors`, or `model.safetensors.index.json` and files, which the
+            ranks write in parallel. The directory of a transformers model also has the configuration,
+            and its tensors are those of `save_pretrained`. Of a file, the extension sets the
+            format: `.safetensors` and `.pt` or `.pth` (by torch.save) hold the state_dict, `.ts` is
+            TorchScript and `.pt2` a torch.export program, both in eval mode. Entries of the state_dict
+            that are not tensors are kept in `.pt` if `torch.load(…, weights_only=True)` can read them;
+            rank 0 prints the names of the others.
         example: Positional arguments of the model, for tracing. Required for `.pt2`; without it,
             TorchScript compiles the code. A `.pt2` program takes any batch size, the first dimension of
             each tensor, unless the model's code fixes it. Default: None.
+        max_shard_size: Bytes of the tensors in one file of a directory, or a text such as "500MB". A
+            larger tensor has a file for itself. Default: "5GB".
 
     Returns:
         The path, on all ranks once the file has been written.
 
     Raises:
-        CheckpointError: On all ranks, for another extension, a file that can't be written, or a program
-            of a sharded or split model.
+        CheckpointError: On all ranks, for another extension, a file that can't be written, a program of
+            a sharded or split model, or a directory with files that no export has written.
 
     Examples:
         >>> import tempfile
@@ -82,6 +94,9 @@ def export(
     model = _model(source)
     world = engine_of(model).world
     engine_of(model).settle()
+    if not _EXTENSION.fullmatch(path.suffix):
+        export_directory(model, path, world, bytes_in(max_shard_size))
+        return path
     if path.suffix not in (*_STATES, *_PROGRAMS):
         raise CheckpointError(
             given=f"shoal.export(…, {str(path)!r})",

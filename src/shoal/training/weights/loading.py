@@ -133,6 +133,14 @@ def aliases(own: Mapping[str, Any], names: Shapes) -> set[str]:
     return {name for name, value in own.items() if name not in names and _place(value) in known}
 
 
+def aliases_within(own: Mapping[str, Any]) -> set[str]:
+    """Return the entries that are the same tensor as one before them, such as tied weights."""
+    seen: dict[object, str] = {}
+    for name, value in own.items():
+        seen.setdefault(_place(value) or name, name)
+    return {*own} - {*seen.values()}
+
+
 def _place(value: object) -> tuple[int, tuple[int, ...]] | None:
     if not isinstance(value, Tensor) or not value.numel() or value.is_meta:
         return None

@@ -73,7 +73,7 @@ class StoredTensor:
         """
         if not target.numel():
             return
-        place = _bytes_of(target)
+        place = bytes_of(target)
         cut = [at for at, one in enumerate(slices) if _length(one) < self.shape[at]]
         inner = max(cut, default=0)
         with _Reader(self.path) as file:
@@ -101,7 +101,7 @@ class StoredTensor:
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         for begin, end in blocks(slices[0].start, slices[0].stop, row):
             rows = torch.empty((end - begin, *self.shape[1:]), dtype=self.dtype)
-            file.read(self.start + begin * row, _bytes_of(rows))
+            file.read(self.start + begin * row, bytes_of(rows))
             done = begin - slices[0].start
             target[done : done + end - begin].copy_(rows[(slice(None), *slices[1:])])
 
@@ -150,7 +150,8 @@ def _length(one: slice) -> int:
     return int(one.stop - one.start)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
     place: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(place)
 
