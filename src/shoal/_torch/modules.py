@@ -99,6 +99,11 @@ def copy_with_children(
     return twin
 
 
+def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace all tensors of `module` by the results of `change`, as `module.to` does."""
+    module._apply(change)
+
+
 def move_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Replace the direct tensors of `module` by the results of `change`, as `module.to` does.
 

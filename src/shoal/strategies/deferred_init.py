@@ -10,17 +10,20 @@ about twice the time.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from shoal._torch.autograd import storage_key
 from shoal._torch.dispatch import TorchDispatchMode, schema_of, tree_iter, tree_map
-from shoal._torch.modules import buffers, parameters
-from shoal.strategies.dtensor import copy_share
+from shoal._torch.modules import apply_to_tensors, buffers, parameters
+from shoal.strategies.dtensor import copy_share, is_divided, share
 
 RESIDENT = 2**30
 """Bytes of large tensors in memory at a time while a model is constructed."""
@@ -238,9 +241,43 @@ def construct(factory: Callable[[], nn.Module], *, resident: int = RESIDENT) -> 
     return Deferred(module, recorder.record, made)
 
 
+def construct_empty(factory: Callable[[], nn.Module]) -> nn.Module:
+    """Call `factory`; its parameters get no memory. Buffers are computed as usual."""
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta or is_lazy(parameter):
+            return parameter
+        return like(parameter, torch.device("meta"))
+
+    handle = register_module_parameter_registration_hook(without_memory)
+    try:
+        return factory()
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def mark_empty(module: nn.Module) -> None:
+    """Fill parameters with NaN, so that training without loading them fails; integers with zeros."""
+    for parameter in module.parameters():
+        share(parameter).fill_(math.nan if parameter.dtype.is_floating_point else 0)
+
+
 def give_memory(module: nn.Module, device: torch.device) -> None:
     """Replace tensors on the meta device by empty ones on `device`. Tied tensors stay tied."""
     _replace(module, lambda tensor: like(tensor, device) if tensor.is_meta else tensor)
+
+
+def move_allocated(module: nn.Module, device: torch.device) -> None:
+    """Move tensors to `device`, except those on the meta device."""
+    apply_to_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give all tensors of a module that FSDP2 has sharded memory on `device`."""
+    apply_to_tensors(
+        module, lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)
+    )
 
 
 def _to_meta(module: nn.Module) -> None:
@@ -261,6 +298,10 @@ def _replace(module: nn.Module, each: Callable[[Tensor], Tensor]) -> None:
 
 def like(tensor: Tensor, device: torch.device) -> Tensor:
     """Return an empty tensor, or parameter, of the same shape and strides on another device."""
+    if is_divided(tensor):
+        sharded = nn.Parameter(torch.empty_like(tensor.detach(), device=device), tensor.requires_grad)
+        sharded.__class__ = type(tensor)
+        return sharded
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)

@@ -15,6 +15,7 @@ from torch import nn
 
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
+from shoal.strategies.deferred_init import allocate
 from shoal.strategies.local import local_engine
 from shoal.strategies.module_patterns import find_units
 from shoal.util.arguments import check_choice
@@ -104,7 +105,7 @@ class FSDP:
 
         precision = self.divide(model, units, world)
         if any(p.is_meta for p in model.parameters()):
-            model.to_empty(device="cpu" if self.cpu_offload else world.device)
+            allocate(model, torch.device("cpu") if self.cpu_offload else world.device)
         whole, reshard = self.accumulate == "whole", self.reshard_after_forward
         engine = fsdp_engine(model, world, precision, whole=whole, reshard=reshard)
         engine.gathered_dtype = self._gathered_dtype
