@@ -52,7 +52,9 @@ class Pretrained(NamedTuple):
     def inputs(self) -> dict[str, Tensor]:
         words = torch.arange(12).reshape(2, 6) * 7 % WORDS
         if self.kind.startswith("ViT"):
-            return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).double().reshape(2, 3, 16, 16)}
+            return {
+                "pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).double().reshape(2, 3, 16, 16)
+            }
         if self.kind.startswith("T5"):
             return {"input_ids": words, "decoder_input_ids": words[:, :3]}
         return {"input_ids": words, "use_cache": False}
@@ -78,7 +80,11 @@ MODELS = {
         {**_TEXT, "tie_word_embeddings": True},
         {f"model.layers.*.self_attn.{name}": way for name, way in _ATTENTION.items()}
         | {"model.layers.*.mlp.gate_proj": "column", "model.layers.*.mlp.up_proj": "column"}
-        | {"model.layers.*.mlp.down_proj": "row", "model.embed_tokens": "vocabulary", "lm_head": "head"},
+        | {
+            "model.layers.*.mlp.down_proj": "row",
+            "model.embed_tokens": "vocabulary",
+            "lm_head": "head",
+        },
         "model.layers.1",
     ),
     "t5": Pretrained(

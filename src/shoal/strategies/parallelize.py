@@ -94,8 +94,9 @@ def parallelize(
 
     Raises:
         StepError: If `model` is not a module, or not a function with `empty`, `strategy` is not a
-            strategy, or the model shares parameters with one that was parallelized before; if `statistics` is neither a number nor
-            one of the words, or the strategy cannot exchange sums between ranks.
+            strategy, or the model shares parameters with one that was parallelized before; if
+            `statistics` is neither a number nor one of the words, or the strategy cannot exchange sums
+            between ranks.
         LayoutError: If no strategy uses an axis of the layout.
         AgreementError: If the ranks have models with different parameters.
 
