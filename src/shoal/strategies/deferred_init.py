@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from shoal._torch.autograd import storage_key
 from shoal._torch.dispatch import TorchDispatchMode, schema_of, tree_iter, tree_map
@@ -251,16 +252,33 @@ def construct_empty(factory: Callable[[], nn.Module]) -> nn.Module:
 
     handle = register_module_parameter_registration_hook(without_memory)
     try:
-        return factory()
+        with _WithoutValues():
+            return factory()
     finally:
         handle.remove()
 
 
+class _WithoutValues(TorchFunctionMode):
+    """Skips operations that only overwrite tensors on the meta device, which take long there."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in _OVERWRITING and args and args[0].is_meta:
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
 def mark_empty(module: nn.Module) -> None:
-    """Fill parameters with NaN, so that training without loading them fails; integers with zeros."""
+    """Set the first element of each shard to NaN, so that training without loading it fails.
+
+    Filling all of it would take as long as loading it.
+    """
     for parameter in module.parameters():
-        share(parameter).fill_(math.nan if parameter.dtype.is_floating_point else 0)
+        if parameter.is_floating_point():
+            local = share(parameter)
+            local[(slice(1),) * local.dim()].fill_(math.nan)
 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:

@@ -87,7 +87,7 @@ def parallelize(
             torch's DDP, which also accepts other modules whose buffers depend on it. Default: "batch".
         empty: Whether to create parameters without values, for `shoal.load`. `model` must be a
             function. No rank ever holds the complete model, unless its layout says so, and no time is
-            spent on initial values. Parameters are NaN until they are loaded. Default: False.
+            spent on initial values. Parameters have NaN in them until they are loaded. Default: False.
 
     Returns:
         The same module, with the same names; if `model` is a function, the module that it returned.

@@ -154,9 +154,10 @@ def fill(own: Mapping[str, Any], found: Match) -> None:
     done: set[object] = set()
     for name, stored in sorted(found.plain.items(), key=_place_in_files):
         target = own.get(name)
-        if isinstance(target, Tensor) and _place(target) not in done:
+        place = _place(target)
+        if isinstance(target, Tensor) and place not in done:
             _read(stored, _slices(target), share(target).detach())
-            done |= {_place(target)} - {None}
+            done |= {place} - {None}
     for conversion, results in found.converted:
         targets = {name: own[name] for name in results if isinstance(own.get(name), Tensor)}
         if conversion.by_row:
