@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -53,7 +53,8 @@ def with_shoal(world: shoal.World, folder: str) -> nn.Module:
 
 def with_from_pretrained(world: shoal.World, folder: str) -> nn.Module:
     """Read all weights on each rank, then shard."""
-    return _sharded(transformers.LlamaForCausalLM.from_pretrained(folder), world)
+    model: nn.Module = _sharded(transformers.LlamaForCausalLM.from_pretrained(folder), world)
+    return model
 
 
 def with_transformers(world: shoal.World, folder: str) -> nn.Module:
@@ -65,8 +66,9 @@ def with_transformers(world: shoal.World, folder: str) -> nn.Module:
 def with_dcp(world: shoal.World, folder: str) -> nn.Module:
     """Shard a model without values, and read the shards with torch.distributed.checkpoint."""
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder))
-    _sharded(model, world).to_empty(device="cpu")
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder))
+    model: nn.Module = _sharded(made, world)
+    model.to_empty(device="cpu")
     state = model.state_dict()
     load_dcp(state, storage_reader=HuggingFaceStorageReader(folder))
     return model
@@ -101,7 +103,7 @@ def measure(world: shoal.World, way: str, folder: str) -> dict[str, float]:
     transformers.logging.disable_progress_bar()
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, read = _status("VmRSS"), _bytes_read()
     world.barrier()
     start = time.perf_counter()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 import shoal
 from helpers.lazy import LazyModule
@@ -39,17 +38,17 @@ class Pretrained(NamedTuple):
     plan: Mapping[str, str]
     split: str
 
-    def model(self) -> nn.Module:
-        made: nn.Module = getattr(tf, self.kind)(getattr(tf, self.config)(**self.options))
+    def model(self) -> Any:
+        made = getattr(tf, self.kind)(getattr(tf, self.config)(**self.options))
         return _in_float64(made).eval()
 
-    def reference(self, folder: Path) -> nn.Module:
+    def reference(self, folder: Path) -> Any:
         """The model as transformers reads it."""
         with contextlib.redirect_stderr(io.StringIO()):
-            found: nn.Module = getattr(tf, self.kind).from_pretrained(folder)
+            found = getattr(tf, self.kind).from_pretrained(folder)
         return _in_float64(found).eval()
 
-    def inputs(self) -> dict[str, Tensor]:
+    def inputs(self) -> dict[str, Any]:
         words = torch.arange(12).reshape(2, 6) * 7 % WORDS
         if self.kind.startswith("ViT"):
             return {
@@ -66,11 +65,10 @@ class Pretrained(NamedTuple):
         return [*tensor, *([shoal.FSDP()] if "shard" in layout else [] if tensor else [shoal.DDP()])]
 
 
-def _in_float64(model: Any) -> nn.Module:
+def _in_float64(model: Any) -> Any:
     if hasattr(model.config, "num_local_experts"):
         model.set_experts_implementation("eager")  # the fast one has no float64
-    made: nn.Module = model.double()
-    return made
+    return model.double()
 
 
 MODELS = {

@@ -127,7 +127,7 @@ def test_stages_read_and_write_their_own_layers(
     assert all(torch.equal(one, state[f"body.{name}"]) for name, one in found.items())
     fresh = Stack()
     shoal.load(fresh, out)
-    assert torch.equal(fresh[1].weight, state["body.1.weight"])
+    assert torch.equal(fresh.get_parameter("1.weight"), state["body.1.weight"])
 
 
 PLAIN = nn.Linear(3, 2)
@@ -171,7 +171,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickled": (lambda f: index(f, weight="model.bin"), "refers to 'model.bin'"),
     "no name": (lambda f: index(f, weight=["x"]), "not the name"),
     "no map": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "no weight_map"),
-    "no json": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is no JSON file"),
+    "no json": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is not a JSON file"),
     "mixed": (lambda f: save_file(PLAIN.state_dict(), f / "model-1.safetensors"), "also has weight"),
     "lacks": (
         lambda f: index(f, weight="model-1.safetensors", bias="model-1.safetensors"),
@@ -265,10 +265,10 @@ def test_only_common_names_are_loaded_without_strict(
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"missing: 0\.weight"):
         shoal.load(model, written(tmp_path / "model"))
-    kept = model[1].weight.clone()
+    kept = model.get_parameter("1.weight").detach().clone()
     shoal.load(model, tmp_path / "model", rename="0.{}".format, strict=False)
-    assert torch.equal(model[0].weight, PLAIN.weight)
-    assert torch.equal(model[1].weight, kept)
+    assert torch.equal(model.get_parameter("0.weight"), PLAIN.weight)
+    assert torch.equal(model.get_parameter("1.weight"), kept)
     assert "not in the source, unchanged: 1.weight, 1.bias" in capsys.readouterr().out
 
 

@@ -317,7 +317,9 @@ def _replace(module: nn.Module, each: Callable[[Tensor], Tensor]) -> None:
 def like(tensor: Tensor, device: torch.device) -> Tensor:
     """Return an empty tensor, or parameter, of the same shape and strides on another device."""
     if is_divided(tensor):
-        sharded = nn.Parameter(torch.empty_like(tensor.detach(), device=device), tensor.requires_grad)
+        sharded: Any = nn.Parameter(
+            torch.empty_like(tensor.detach(), device=device), tensor.requires_grad
+        )
         sharded.__class__ = type(tensor)
         return sharded
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)

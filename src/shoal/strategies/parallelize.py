@@ -16,7 +16,6 @@ from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine, ModelTransform, Strategy
 from shoal.strategies.coupling.batch_norm import couple
 from shoal.strategies.data_parallel.ddp import DDP
-from shoal.strategies.deferred_init import construct, construct_empty, give_memory, mark_empty
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.manual_loop import EngineLoop
 from shoal.strategies.model_checks import check_bare, check_model
@@ -117,9 +116,13 @@ def parallelize(
     module: Any = model
     deferred = None
     if empty:
+        from shoal.strategies.deferred_init import mark_empty
+
         module = _without_values(model)
     elif not isinstance(model, nn.Module) and _makes(model):
         if world.size > 1 and len(strategies) == 1 and strategies[0].defers:
+            from shoal.strategies.deferred_init import construct  # rarely needed
+
             deferred = construct(model)
         module = model() if deferred is None else deferred.module
     compiler, module = compiler_of(module), bare(module)
@@ -157,8 +160,11 @@ def _apply(strategies: Sequence[Any], module: nn.Module, world: World) -> Engine
     for each in before:
         each.spread(module, world)
     check_strategies(module, strategies)  # only now may it be on several devices
-    if world.size == 1 or not (chosen.defers or isinstance(chosen, ModelTransform)):
-        give_memory(module, world.device)  # of parameters that have none yet
+    late = world.size > 1 and (chosen.defers or isinstance(chosen, ModelTransform))
+    if not late and any(p.is_meta for p in module.parameters()):
+        from shoal.strategies.deferred_init import give_memory
+
+        give_memory(module, world.device)
     engine: Engine = chosen.apply(module, world)
     engine.strategy = repr(strategies if before else chosen)
     return engine
@@ -209,6 +215,8 @@ def _without_values(model: object) -> nn.Module:
             found="the model has its values already",
             fix="pass a function that creates it: shoal.parallelize(Model, world, empty=True)",
         )
+    from shoal.strategies.deferred_init import construct_empty
+
     return construct_empty(model)
 
 

@@ -65,7 +65,7 @@ def export(
         example: Positional arguments of the model, for tracing. Required for `.pt2`; without it,
             TorchScript compiles the code. A `.pt2` program takes any batch size, the first dimension of
             each tensor, unless the model's code fixes it. Default: None.
-        max_shard_size: Bytes of the tensors in one file of a directory, or a text such as "500MB". A
+        max_shard_size: Bytes of the tensors in one file of a directory, or a string such as "500MB". A
             larger tensor has a file for itself. Default: "5GB".
 
     Returns:

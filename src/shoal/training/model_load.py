@@ -69,6 +69,7 @@ def load(
             damaged or of different saves.
 
     Examples:
+        >>> import torch
         >>> model = torch.nn.Linear(4, 1)
         >>> shoal.load(model, {"module.weight": torch.zeros(1, 4), "module.bias": torch.ones(1)})
         >>> model.bias.item()

@@ -15,7 +15,6 @@ from torch import nn
 
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
-from shoal.strategies.deferred_init import allocate
 from shoal.strategies.local import local_engine
 from shoal.strategies.module_patterns import find_units
 from shoal.util.arguments import check_choice
@@ -105,6 +104,8 @@ class FSDP:
 
         precision = self.divide(model, units, world)
         if any(p.is_meta for p in model.parameters()):
+            from shoal.strategies.deferred_init import allocate
+
             allocate(model, torch.device("cpu") if self.cpu_offload else world.device)
         whole, reshard = self.accumulate == "whole", self.reshard_after_forward
         engine = fsdp_engine(model, world, precision, whole=whole, reshard=reshard)

@@ -52,13 +52,13 @@ class Shard:
 
 
 def bytes_in(given: int | str) -> int:
-    """Return a size such as "5GB" in bytes. Raises CheckpointError."""
+    """Return a size like "5GB" in bytes. Raises CheckpointError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", str(given).strip(), re.IGNORECASE)
     size = 0 if found is None else int(float(found[1]) * _UNITS[(found[2] or "").upper()])
     if isinstance(given, bool) or size < 1:
         raise CheckpointError(
             given=f"shoal.export(…, max_shard_size={given!r})",
-            found="it is neither a number of bytes nor a text such as '5GB' or '500MB'",
+            found="it is neither a number of bytes nor a string such as '5GB' or '500MB'",
             fix="shoal.export(model, 'directory', max_shard_size='5GB')",
         )
     return size
@@ -93,13 +93,18 @@ def export_directory(model: nn.Module, folder: Path, world: World, largest: int)
     for first in range(0, len(shards), world.size):
         batch = shards[first : first + world.size]
         mine = batch[world.rank] if world.rank < len(batch) else None
-        files.append(_File(partial, mine, stored))
+        files.append(_ShardFile(partial, mine, stored))
         for row in zip_longest(*(shard.groups for shard in batch)):
             for writer, names in enumerate(row):
                 if names is not None:
                     files[-1].take(tensors.gathered(names, writer), writer == world.rank)
             files[-1].write()
-    together(given, lambda: [file.close() for file in files])
+
+    def close() -> None:
+        for file in files:
+            file.close()
+
+    together(given, close)
     together(given, end)
     tensors.say_left_out(folder)
 
@@ -151,7 +156,7 @@ class _Tensors:
             self._world.print(f"shoal: {folder} does not hold {', '.join(self._others)}, not tensors")
 
 
-class _File:
+class _ShardFile:
     """The file that this rank writes. An error is raised at the end, so that no other rank waits."""
 
     def __init__(self, folder: Path, shard: Shard | None, stored: FileForms | None) -> None:

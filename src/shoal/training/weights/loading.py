@@ -26,7 +26,7 @@ Shapes = dict[str, tuple[int, ...] | None]
 
 
 class UnfitError(ValueError):
-    """Tensors that can't be loaded into the model, whatever their names are."""
+    """Tensors that can't be loaded into the model under any names."""
 
 
 @dataclass

@@ -62,7 +62,7 @@ class Source:
             from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
         except ImportError:
             raise self.error(
-                "it is no path, and huggingface_hub, which finds names on the hub, is not installed",
+                "there is no such path, and huggingface_hub, which finds other names, is not installed",
                 "pip install huggingface_hub, or pass the path of a directory",
             ) from None
         patterns = [SINGLE, INDEX, "model-*.safetensors", CONFIG]
@@ -185,7 +185,7 @@ def read_json(path: AnyPath) -> Any:
         with path.open() as file:
             return json.loads(file.read())
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is no JSON file: {error}") from None
+        raise FormatError(f"{path} is not a JSON file: {error}") from None
 
 
 @contextmanager

@@ -193,7 +193,7 @@ def _stored(path: AnyPath, row: Mapping[str, Any], base: int) -> StoredTensor:
     shape = tuple(row["shape"])
     numbers = (begin, end, *shape)
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError("a shape or an offset is no integer")
+        raise ValueError("a shape or an offset is not an integer")
     stored = StoredTensor(path, str(row["dtype"]), shape, base + begin)
     known = KINDS.get(stored.kind)
     if end < begin or (known is not None and math.prod(shape) * known.itemsize != end - begin):
