@@ -317,10 +317,9 @@ def _replace(module: nn.Module, each: Callable[[Tensor], Tensor]) -> None:
 def like(tensor: Tensor, device: torch.device) -> Tensor:
     """Return an empty tensor, or parameter, of the same shape and strides on another device."""
     if is_divided(tensor):
-        sharded: Any = nn.Parameter(
-            torch.empty_like(tensor.detach(), device=device), tensor.requires_grad
-        )
-        sharded.__class__ = type(tensor)
+        values = torch.empty_like(tensor.detach(), device=device)
+        sharded: Tensor = nn.Parameter(values, tensor.requires_grad)
+        sharded.__class__ = type(tensor)  # that of a parameter of a plan
         return sharded
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
