@@ -53,7 +53,7 @@ from shoal.training.loop import TrainingStatus as TrainingStatus
 from shoal.training.loop import TrainResult as TrainResult
 from shoal.training.loop import train as train
 from shoal.training.model_export import export as export
-from shoal.training.model_export import load as load
+from shoal.training.model_load import load as load
 from shoal.training.run import Run as Run
 from shoal.training.save_policy import YoungDaly as YoungDaly
 from shoal.training.saved_plan import SavedPlan as SavedPlan

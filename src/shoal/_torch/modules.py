@@ -73,6 +73,16 @@ def set_tables(
     vars(module).update(_parameters=parameters, _buffers=buffers, _modules=children)
 
 
+def loads_itself(model: nn.Module) -> bool:
+    """Return whether a module that is not torch's has its own code to load its state."""
+    kinds = {type(part) for part in model.modules()}
+    return any(
+        kind._load_from_state_dict is not nn.Module._load_from_state_dict
+        for kind in kinds
+        if not kind.__module__.startswith("torch.")
+    )
+
+
 def copy_with_children(
     module: nn.Module, child: Callable[[nn.Module], nn.Module], **attributes: Any
 ) -> nn.Module:
@@ -87,6 +97,11 @@ def copy_with_children(
         name: None if part is None else child(part) for name, part in module._modules.items()
     }
     return twin
+
+
+def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace all tensors of `module` by the results of `change`, as `module.to` does."""
+    module._apply(change)
 
 
 def move_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -85,6 +85,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.nn:Module._call_impl",
         "torch.nn:Module._compiled_call_impl",
         "torch.nn:Module._apply",
+        "torch.nn:Module._load_from_state_dict",
     ),
     "models wrapped by torch.compile are not unwrapped": (
         "torch._dynamo.eval_frame:OptimizedModule()._orig_mod",

@@ -145,6 +145,11 @@ class RemotePath:
         with self.asking():
             return BufferedReader(RemoteFile(self, self._open("rb"), writes=False), 1 << 20)
 
+    def read_range(self, start: int, end: int) -> bytes:
+        """Return the bytes of a file from `start` up to `end`."""
+        with self.asking():
+            return bytes(self._system.fs.cat_file(self._key, start=start, end=end))
+
     def create(self) -> RemoteFile:
         """Open a new file with a unique name; it exists once it is finished."""
         with self.asking(writes=True):

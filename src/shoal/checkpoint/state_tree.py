@@ -48,14 +48,16 @@ DTYPES = {
 
 def safetensors_header(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int], int]],
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, dict[str, slice]]:
     """Return the header of a safetensors file, and the place of each tensor's data after it.
 
-    `tensors` has the dtype, the shape and the bytes of each. The format
+    `tensors` has the dtype, the shape and the bytes of each. Default of `metadata`: none. The format
     (https://huggingface.co/docs/safetensors): the length of the header in 8 bytes, the header, the data
     without gaps. Wide dtypes come first, so that all are aligned.
     """
-    described, places, end = {}, {}, 0
+    described: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    places, end = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
         dtype, shape, size = tensors[name]
         start, end = end, end + size

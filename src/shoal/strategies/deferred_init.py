@@ -10,17 +10,21 @@ about twice the time.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from shoal._torch.autograd import storage_key
 from shoal._torch.dispatch import TorchDispatchMode, schema_of, tree_iter, tree_map
-from shoal._torch.modules import buffers, parameters
-from shoal.strategies.dtensor import copy_share
+from shoal._torch.modules import apply_to_tensors, buffers, parameters
+from shoal.strategies.dtensor import copy_share, is_divided, share
 
 RESIDENT = 2**30
 """Bytes of large tensors in memory at a time while a model is constructed."""
@@ -238,9 +242,60 @@ def construct(factory: Callable[[], nn.Module], *, resident: int = RESIDENT) -> 
     return Deferred(module, recorder.record, made)
 
 
+def construct_empty(factory: Callable[[], nn.Module]) -> nn.Module:
+    """Call `factory`; its parameters get no memory. Buffers are computed as usual."""
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta or is_lazy(parameter):
+            return parameter
+        return like(parameter, torch.device("meta"))
+
+    handle = register_module_parameter_registration_hook(without_memory)
+    try:
+        with _WithoutValues():
+            return factory()
+    finally:
+        handle.remove()
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Skips operations that only overwrite tensors on the meta device, which take long there."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in _OVERWRITING and args and args[0].is_meta:
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def mark_empty(module: nn.Module) -> None:
+    """Set the first element of each shard to NaN, so that training without loading it fails.
+
+    Filling all of it would take as long as loading it.
+    """
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            local = share(parameter)
+            local[(slice(1),) * local.dim()].fill_(math.nan)
+
+
 def give_memory(module: nn.Module, device: torch.device) -> None:
     """Replace tensors on the meta device by empty ones on `device`. Tied tensors stay tied."""
     _replace(module, lambda tensor: like(tensor, device) if tensor.is_meta else tensor)
+
+
+def move_allocated(module: nn.Module, device: torch.device) -> None:
+    """Move tensors to `device`, except those on the meta device."""
+    apply_to_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give all tensors of a module that FSDP2 has sharded memory on `device`."""
+    apply_to_tensors(
+        module, lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)
+    )
 
 
 def _to_meta(module: nn.Module) -> None:
@@ -261,6 +316,11 @@ def _replace(module: nn.Module, each: Callable[[Tensor], Tensor]) -> None:
 
 def like(tensor: Tensor, device: torch.device) -> Tensor:
     """Return an empty tensor, or parameter, of the same shape and strides on another device."""
+    if is_divided(tensor):
+        values = torch.empty_like(tensor.detach(), device=device)
+        sharded: Tensor = nn.Parameter(values, tensor.requires_grad)
+        sharded.__class__ = type(tensor)  # that of a parameter of a plan
+        return sharded
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)

@@ -59,6 +59,7 @@ def parallelize(
     *,
     random: str = "samples",
     statistics: int | str = "batch",
+    empty: bool = False,
 ) -> Model:
     """Parallelize `model` over the ranks of `world`, in place.
 
@@ -83,14 +84,18 @@ def parallelize(
             of 64 consecutive positions, which are the same at any number of ranks and micro-batches
             (ghost batches, Hoffer et al. 2017); or "rank", the micro-batch of one rank, as in
             torch's DDP, which also accepts other modules whose buffers depend on it. Default: "batch".
+        empty: Whether to create parameters without values, for `shoal.load`. `model` must be a
+            function. No rank ever holds the complete model, unless its layout says so, and no time is
+            spent on initial values. Parameters have NaN in them until they are loaded. Default: False.
 
     Returns:
         The same module, with the same names; if `model` is a function, the module that it returned.
 
     Raises:
-        StepError: If `model` is not a module, `strategy` is not a strategy, or the model shares
-            parameters with one that was parallelized before; if `statistics` is neither a number nor
-            one of the words, or the strategy cannot exchange sums between ranks.
+        StepError: If `model` is not a module, or not a function with `empty`, `strategy` is not a
+            strategy, or the model shares parameters with one that was parallelized before; if
+            `statistics` is neither a number nor one of the words, or the strategy cannot exchange sums
+            between ranks.
         LayoutError: If no strategy uses an axis of the layout.
         AgreementError: If the ranks have models with different parameters.
 
@@ -110,10 +115,14 @@ def parallelize(
     strategies = _checked(strategy, world)
     module: Any = model
     deferred = None
-    if not isinstance(model, nn.Module) and _makes(model):
-        from shoal.strategies.deferred_init import construct  # rarely needed
+    if empty:
+        from shoal.strategies.deferred_init import mark_empty
 
+        module = _without_values(model)
+    elif not isinstance(model, nn.Module) and _makes(model):
         if world.size > 1 and len(strategies) == 1 and strategies[0].defers:
+            from shoal.strategies.deferred_init import construct  # rarely needed
+
             deferred = construct(model)
         module = model() if deferred is None else deferred.module
     compiler, module = compiler_of(module), bare(module)
@@ -129,6 +138,8 @@ def parallelize(
         engine.compile_with(compiler)
     if deferred is not None:
         deferred.fill()
+    if empty:
+        mark_empty(module)
     register(engine)
     world.provide(ManualLoop, EngineLoop(world))
     object.__setattr__(module, ATTRIBUTE, Attachment(engine))
@@ -149,6 +160,11 @@ def _apply(strategies: Sequence[Any], module: nn.Module, world: World) -> Engine
     for each in before:
         each.spread(module, world)
     check_strategies(module, strategies)  # only now may it be on several devices
+    late = world.size > 1 and (chosen.defers or isinstance(chosen, ModelTransform))
+    if not late and any(p.is_meta for p in module.parameters()):
+        from shoal.strategies.deferred_init import give_memory
+
+        give_memory(module, world.device)
     engine: Engine = chosen.apply(module, world)
     engine.strategy = repr(strategies if before else chosen)
     return engine
@@ -190,6 +206,18 @@ def _checked(strategy: Any, world: World) -> list[Any]:
 
 def _complete(strategy: object) -> bool:
     return hasattr(strategy, "apply") and hasattr(strategy, "axes")
+
+
+def _without_values(model: object) -> nn.Module:
+    if isinstance(model, nn.Module) or not _makes(model):
+        raise StepError(
+            given=f"parallelize({type(model).__name__}, …, empty=True)",
+            found="the model has its values already",
+            fix="pass a function that creates it: shoal.parallelize(Model, world, empty=True)",
+        )
+    from shoal.strategies.deferred_init import construct_empty
+
+    return construct_empty(model)
 
 
 def _makes(model: object) -> TypeGuard[Callable[[], nn.Module]]:

@@ -6,15 +6,14 @@ import copy
 import io
 import os
 import re
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -26,17 +25,17 @@ from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.to_device import move, tensors_in
 from shoal.distributed.world import World
 from shoal.strategies import engine_of, known_engine
-from shoal.strategies.dtensor import divided, shared_like, whole
+from shoal.strategies.dtensor import divided, whole
 from shoal.strategies.eval_mode import evaluation
 from shoal.strategies.multi_device import span_of
 from shoal.training.run import Run
-from shoal.training.state_names import model_differences, shapes
 from shoal.training.step import Step
+from shoal.training.weights.exporting import bytes_in, export_directory
 from shoal.util.errors import CheckpointError, LaunchError
 from shoal.util.regular_file import appearing
 
-PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
-"""The prefixes of names by wrappers: DDP and DataParallel, torch.compile, FSDP1."""
+_EXTENSION = re.compile(r"\.[A-Za-z]+\d?")
+"""The end of the name of a file; names of models such as llama-3.2 have none."""
 
 
 def export(
@@ -44,29 +43,37 @@ def export(
     path: str | Path,
     *,
     example: tuple[Any, ...] | None = None,
+    max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Write the model to a file for use without Shoal, with the names of your module. Rank 0 writes.
+    """Write the model to a file or a directory for use without Shoal, with the names of your module.
 
-    Call it on all ranks. If each rank has the complete model (as under DDP), rank 0 may call it alone;
-    if the model is sharded or split (FSDP, TensorParallel, Pipeline, RPCPipeline), it is collective.
-    The write is atomic.
+    Call it on all ranks. If each rank has the complete model (as under DDP), rank 0 may export to a
+    file alone; directories, and models that are sharded or split (FSDP, TensorParallel, Pipeline,
+    RPCPipeline), are collective. The write is atomic: an earlier file or directory is replaced when the
+    new one is complete.
 
     Args:
         source: Parallelized model, a Step, or a Run. Of a Run, the first model is written.
-        path: File to write. The extension sets the format: `.safetensors` and `.pt` or `.pth` (by
-            torch.save) hold the state_dict, `.ts` is TorchScript and `.pt2` a torch.export program,
-            both in eval mode. Entries of the state_dict that are not tensors are kept in `.pt` if
-            `torch.load(…, weights_only=True)` can read them; rank 0 prints the names of the others.
+        path: File or directory to write. Without an extension, it is a directory in the format of
+            Hugging Face: `model.safetensors`, or `model.safetensors.index.json` and files, which the
+            ranks write in parallel. The directory of a transformers model also has the configuration,
+            and its tensors are those of `save_pretrained`. Of a file, the extension sets the
+            format: `.safetensors` and `.pt` or `.pth` (by torch.save) hold the state_dict, `.ts` is
+            TorchScript and `.pt2` a torch.export program, both in eval mode. Entries of the state_dict
+            that are not tensors are kept in `.pt` if `torch.load(…, weights_only=True)` can read them;
+            rank 0 prints the names of the others.
         example: Positional arguments of the model, for tracing. Required for `.pt2`; without it,
             TorchScript compiles the code. A `.pt2` program takes any batch size, the first dimension of
             each tensor, unless the model's code fixes it. Default: None.
+        max_shard_size: Bytes of the tensors in one file of a directory, or a string such as "500MB". A
+            larger tensor has a file for itself. Default: "5GB".
 
     Returns:
         The path, on all ranks once the file has been written.
 
     Raises:
-        CheckpointError: On all ranks, for another extension, a file that can't be written, or a program
-            of a sharded or split model.
+        CheckpointError: On all ranks, for another extension, a file that can't be written, a program of
+            a sharded or split model, or a directory with files that no export has written.
 
     Examples:
         >>> import tempfile
@@ -87,6 +94,9 @@ def export(
     model = _model(source)
     world = engine_of(model).world
     engine_of(model).settle()
+    if not _EXTENSION.fullmatch(path.suffix):
+        export_directory(model, path, world, bytes_in(max_shard_size))
+        return path
     if path.suffix not in (*_STATES, *_PROGRAMS):
         raise CheckpointError(
             given=f"shoal.export(…, {str(path)!r})",
@@ -176,75 +186,6 @@ def _readable(value: object) -> bool:
         return all(map(_readable, value))  # type: ignore[call-overload]
     plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
     return value is None or isinstance(value, Tensor) or type(value) in plain
-
-
-def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
-    """Load a state_dict into a model, in place.
-
-    Prefixes that wrappers leave in names (`module.`, `_orig_mod.`) are dropped if the model has no such
-    names. Entries of the model's state_dict that are not tensors, and that `source` lacks, do not
-    change; Shoal warns of them, because safetensors files hold tensors only.
-
-    Args:
-        model: Module to change, parallelized or not.
-        source: Path of a safetensors file, or a mapping from names to tensors.
-
-    Raises:
-        CheckpointError: Before anything changes, if names or shapes differ, two names become the same,
-            or the file is not a complete safetensors file.
-
-    Examples:
-        >>> model = torch.nn.Linear(4, 1)
-        >>> shoal.load(model, {"module.weight": torch.zeros(1, 4), "module.bias": torch.ones(1)})
-        >>> model.bias.item()
-        1.0
-    """
-    if not isinstance(model, nn.Module) or not isinstance(source, str | os.PathLike | Mapping):
-        raise CheckpointError(
-            given=f"shoal.load({type(model).__name__}, {type(source).__name__})",
-            found="the first argument is the model, the second a file or a state_dict",
-            fix="shoal.load(model, 'model.safetensors')",
-        )
-    model = bare(model)
-    found = source if isinstance(source, Mapping) else _read(Path(source))
-    of = f"of {len(found)} entries" if isinstance(source, Mapping) else repr(str(source))
-    here = _of_all_ranks(model)
-    named = {_bare(name, here): tensor for name, tensor in found.items()}
-    if len(named) < len(found):
-        twice = sorted(name for name in found if name not in named)
-        raise CheckpointError(
-            given=f"shoal.load(model, …) of {len(found)} tensors",
-            found=f"several have the same name without its prefix, such as {twice[0]}",
-            fix="pass the entries of one model: "
-            "{k: v for k, v in state.items() if k.startswith('module.')}",
-        )
-    absent = [name for name, shape in here.items() if shape is None and name not in named]
-    expected = {name: shape for name, shape in here.items() if name not in absent}
-    differences = model_differences(expected, shapes(named))
-    if differences:
-        raise CheckpointError(
-            given=f"shoal.load(model, …) {of} into a {type(model).__name__} of {len(here)} entries",
-            found=f"it is the state of another model; {differences}",
-            fix="build the model that the file was written from, or pass a dict with the model's "
-            "names: shoal.load(model, {new_name(k): v for k, v in state.items()})",
-        )
-    if absent:
-        warnings.warn(
-            f"shoal.load(model, …) {of}: it lacks {', '.join(absent)}; the model keeps its own values",
-            stacklevel=2,
-        )
-    own = model.state_dict()  # of a pipeline, this rank's part
-    shares = {name: shared_like(named[name], v) if name in named else v for name, v in own.items()}
-    model.load_state_dict(shares)
-
-
-def _of_all_ranks(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes of the model's state, of which each rank of a pipeline holds a part."""
-    mine, engine = shapes(model.state_dict()), known_engine(model)
-    if engine is None or engine.world.layout.degree("pipeline") == 1:
-        return mine
-    parts = engine.world.gather(mine)
-    return {name: shape for part in parts for name, shape in part.items()}
 
 
 def _model(source: Run | Step | nn.Module) -> nn.Module:
@@ -390,41 +331,3 @@ def _sent(
     received = torch.empty(shape, dtype=dtype, device=world.device)
     dist.recv(received, source, group=world.group)
     return received
-
-
-def _bare(name: str, here: Mapping[str, object]) -> str:
-    bare = name
-    while bare not in here:
-        prefix = next((prefix for prefix in PREFIXES if bare.startswith(prefix)), None)
-        if prefix is None:
-            break
-        bare = bare.removeprefix(prefix)
-    # torch.compile may have wrapped only a part of the model.
-    inner = bare
-    for prefix in PREFIXES:
-        inner = inner.replace(f".{prefix}", ".")
-    return inner if inner in here else bare
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise CheckpointError(
-            given=f"shoal.load(model, {str(path)!r})",
-            found="there is no such file",
-            fix="pass the path of a safetensors file; shoal checkpoint export writes one from a run",
-        )
-    if path.suffix != ".safetensors":
-        raise CheckpointError(
-            given=f"shoal.load(model, {str(path)!r})",
-            found="it is not a safetensors file, and Shoal does not unpickle files",
-            fix=f"if you trust it, use shoal.load(model, torch.load({str(path)!r}, weights_only=True))",
-        )
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except Exception as error:  # safetensors raises OSError and its own errors
-        raise CheckpointError(
-            given=f"shoal.load(model, {str(path)!r})",
-            found=str(error),
-            fix="pass a complete safetensors file, such as one written by shoal.export",
-        ) from None

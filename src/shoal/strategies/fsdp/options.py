@@ -104,7 +104,9 @@ class FSDP:
 
         precision = self.divide(model, units, world)
         if any(p.is_meta for p in model.parameters()):
-            model.to_empty(device="cpu" if self.cpu_offload else world.device)
+            from shoal.strategies.deferred_init import allocate
+
+            allocate(model, torch.device("cpu") if self.cpu_offload else world.device)
         whole, reshard = self.accumulate == "whole", self.reshard_after_forward
         engine = fsdp_engine(model, world, precision, whole=whole, reshard=reshard)
         engine.gathered_dtype = self._gathered_dtype

@@ -21,6 +21,7 @@ from shoal.distributed.world import World
 from shoal.strategies.contracts import no_gradient
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.coupling.notice import say_draws
+from shoal.strategies.deferred_init import allocate
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.eval_mode import untouched
 from shoal.strategies.fsdp.engine import GatheredPrecision
@@ -227,7 +228,7 @@ class PipelineEngine(ReducerEngine):
                 own = [unit for unit in units if id(unit) in inside]
                 self._precisions.append(stage_strategy.divide(part, own, world))
                 if meta:
-                    part.to_empty(device=world.device)
+                    allocate(part, world.device)
             bring(module, kept, world.device)
         else:
             hold(module, kept, world.device)

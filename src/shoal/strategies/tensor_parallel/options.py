@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
+from shoal.strategies.deferred_init import give_memory, move_allocated
 from shoal.strategies.local import local_engine
 from shoal.strategies.tensor_parallel.plan import (
     KINDS,
@@ -67,7 +68,7 @@ class TensorParallel:
 
     def spread(self, model: nn.Module, world: World) -> None:
         """Shard the layers of the plan in place."""
-        model.to(world.device)
+        move_allocated(model, world.device)
         degree = world.layout.degree("tensor")
         plan = self.plan or carried_plan(model)
         if not plan:
@@ -84,6 +85,7 @@ class TensorParallel:
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Shard the layers, and return an engine that sums gradients over replicas."""
         self.spread(model, world)
+        give_memory(model, world.device)
         if world.size == 1:
             return local_engine(model, world)
         from shoal.strategies.tensor_parallel.engine import tensor_parallel_engine

@@ -1,0 +1,1 @@
+"""Pretrained weights: Hugging Face directories, read and written in shards."""
