@@ -1,0 +1,1 @@
+"""Import of training states that other tools saved: `shoal checkpoint import`."""
