@@ -63,11 +63,19 @@ def _tensor_of(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) ->
     return torch.as_strided(storage.view(dtype), tuple(size), tuple(stride), offset)
 
 
+def _subclass(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Rebuild a tensor that has attributes, without these."""
+    if not isinstance(rebuild, _Harmless):
+        raise ValueError("it has a tensor of an unknown kind")
+    return rebuild(*args)
+
+
 KNOWN: dict[str, Any] = {
     "torch._utils._rebuild_tensor": _Harmless(_tensor),
     "torch._utils._rebuild_tensor_v2": _Harmless(_tensor),
     "torch._utils._rebuild_tensor_v3": _Harmless(_tensor_of),
     "torch._utils._rebuild_parameter": _Harmless(lambda tensor, *_: tensor),
+    "torch._tensor._rebuild_from_type_v2": _Harmless(_subclass),
     "torch.Size": _Harmless(lambda sizes=(): tuple(sizes)),
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,
@@ -107,12 +115,16 @@ def read_torch_bytes(data: Bytes) -> Any:
 
 def plain_tree(value: Any) -> Any:
     """Return a value without InertObjects: their entries in dicts, lists and tuples are left out."""
-    if isinstance(value, dict):
-        items = ((key, plain_tree(item)) for key, item in value.items())
-        return {k: v for k, v in items if type(k) in (str, int) and not isinstance(v, InertObject)}
+    if isinstance(value, dict) and not isinstance(value, InertObject):
+        items = value.items()
+        return {
+            key: plain_tree(item)
+            for key, item in items
+            if type(key) in (str, int) and not isinstance(item, InertObject)
+        }
     if isinstance(value, list | tuple):
-        return type(value)(plain_tree(v) for v in value if not isinstance(v, InertObject))
-    return value
+        return type(value)(plain_tree(item) for item in value if not isinstance(item, InertObject))
+    return None if isinstance(value, InertObject) else value
 
 
 def _read(archive: zipfile.ZipFile, data: Bytes) -> Any:
