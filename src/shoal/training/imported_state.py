@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.importing import IMPORTED
@@ -66,6 +65,10 @@ def completed(
         state["schedule"] = _schedule(own["schedule"], found["schedule"], state["optimizer"], about)
     if "scale" in own and "scale" in found:
         state["scale"] = found["scale"]
+    if "schedule" in own and "schedule" not in found:
+        left.append("learning rates: the schedule of the script begins anew")
+        for group, mine in zip(state["optimizer"]["groups"], own["optimizer"]["groups"], strict=True):
+            group |= {key: mine[key] for key in ("lr", "initial_lr") if key in mine}
     if user:
         left.append(f"{', '.join(user)}: user state, which begins anew")
     position, epoch = _position(found["number"], loader)
@@ -98,7 +101,9 @@ def _model(model: nn.Module, found: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """
     own = model.state_dict()
     heads = ["", *(name[: -len(first)] for first in [next(iter(own), "")] for name in found)]
-    prefix = next((h for h in heads if any(h + name in found for name in own) and _all(h, own, found)), "")
+    prefix = next(
+        (h for h in heads if any(h + name in found for name in own) and _all(h, own, found)), ""
+    )
     named = {name: found[prefix + name] for name in own if prefix + name in found}
     aliases: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -219,12 +224,19 @@ def _schedule(
 ) -> dict[str, Any]:
     if "schedules" in own:
         raise _unfit(about, "a Step with several schedules", "the import has one", _ONE_MODEL)
-    state = {**own, **{key: value for key, value in found.items() if key in own}}
+    state = {**own, **{key: value for key, value in found.items() if _carries(own, key, value)}}
     if "_step_count" in own and "_step_count" not in found:
         state["_step_count"] = found["last_epoch"] + 1
     if "_last_lr" in own and "_last_lr" not in found:
         state["_last_lr"] = [group["lr"] for group in optimizer["groups"]]
     return state
+
+
+def _carries(own: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Return whether an entry of a schedule's state carries over; its functions do not."""
+    if key not in own or key == "lr_lambdas":
+        return False
+    return not isinstance(value, list) or len(value) == len(own[key])
 
 
 _ONE_MODEL = "import into a Run with one Step, one optimizer and one schedule"

@@ -96,6 +96,9 @@ class InertObject(dict[Any, Any]):
     """An object of a file whose class is not known: its name, arguments, state and items, as data."""
 
     name = ""
+    args: tuple[Any, ...]
+    state: Any
+    items_added: list[Any]
 
     def __new__(cls, *args: Any, **options: Any) -> InertObject:
         """Keep the arguments, of whatever would have been called."""

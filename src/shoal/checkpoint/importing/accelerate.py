@@ -13,9 +13,9 @@ from shoal.checkpoint.importing.foreign_state import (
     optimizer_of,
     read_file,
     read_model,
-    refuse,
     scale_of,
     steps_of,
+    unreadable,
 )
 
 _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
@@ -34,7 +34,7 @@ def read_accelerate(path: Path) -> ForeignState:
         found.tool = "Accelerate with DeepSpeed"
         return found
     if list(path.glob("optimizer_1.*")) or (path / "model_1.safetensors").exists():
-        refuse(
+        raise unreadable(
             path,
             "it has several models or optimizers",
             "save one model with one optimizer; of several, import the weights: shoal.load",

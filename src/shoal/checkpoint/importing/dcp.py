@@ -17,9 +17,9 @@ from shoal.checkpoint.importing.foreign_state import (
     ForeignState,
     optimizer_of,
     reading,
-    refuse,
     steps_of,
     tensors_of,
+    unreadable,
 )
 from shoal.checkpoint.importing.torch_file import (
     KNOWN,
@@ -103,7 +103,7 @@ class _Directory:
     def tree(self) -> dict[Any, Any]:
         """Return the saved state, with its tensors whole."""
         tree: dict[Any, Any] = {}
-        for name, described in self._described.items():
+        for name in self._described:
             value = self._tensor(name) if name in self._rows else self._value(name)
             if isinstance(value, InertObject):
                 continue
@@ -172,7 +172,9 @@ def _named(tree: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
 def _optimizer(path: Path, tree: Mapping[Any, Any]) -> dict[Any, Any] | None:
     found = [value for name, value in _named(tree) if name in _OPTIMIZERS and isinstance(value, dict)]
     if len(found) > 1:
-        refuse(path, "it has several optimizers", "of several models, import the weights: shoal.load")
+        raise unreadable(
+            path, "it has several optimizers", "of several models, import the weights: shoal.load"
+        )
     return found[0] if found else None
 
 
@@ -182,7 +184,7 @@ def _model(path: Path, tree: Mapping[Any, Any], optimizer: object) -> dict[str, 
             return tensors_of(path, value)
     if any(isinstance(value, Tensor) for value in tree.values()):  # as torchtitan saves
         return tensors_of(path, tree)
-    refuse(
+    raise unreadable(
         path,
         f"it has no entry of a model ({', '.join(_MODELS)}); it has {', '.join(map(str, tree)) or '-'}",
         "save {'model': …, 'optimizer': …}, as get_state_dict returns them",

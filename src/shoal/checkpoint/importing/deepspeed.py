@@ -23,7 +23,7 @@ from shoal.checkpoint.importing.foreign_state import (
     optimizer_of,
     read_file,
     reading,
-    refuse,
+    unreadable,
 )
 from shoal.checkpoint.importing.torch_file import plain_tree
 from shoal.util.pickling import InertObject
@@ -79,7 +79,7 @@ def read_deepspeed(path: Path) -> ForeignState:
                 raise ValueError(f"the file {_LATEST} names {tag!r}")
         path = path / tag
     if list(path.glob("mp_rank_01_*")) or list(path.glob("*expert_*")) or list(path.glob("layer_*")):
-        refuse(
+        raise unreadable(
             path,
             "it is of a model that several ranks hold in parts (tensor or pipeline parallel, experts)",
             "write a universal checkpoint: python -m deepspeed.checkpoint.ds_to_universal",
@@ -108,9 +108,9 @@ def _rank_files(path: Path) -> dict[str, list[Path]]:
             found[match[2]][int(match[1])] = each
     for files in found.values():
         if files and sorted(files) != [*range(len(files))]:
-            refuse(path, f"the file of a rank is missing: it has those of {sorted(files)}")
+            raise unreadable(path, f"the file of a rank is missing: it has those of {sorted(files)}")
     if not (path / _MODEL).exists() and not found["model"]:
-        refuse(path, f"{_MODEL} is missing")
+        raise unreadable(path, f"{_MODEL} is missing")
     return {kind: [files[rank] for rank in sorted(files)] for kind, files in found.items()}
 
 
@@ -133,7 +133,9 @@ def _common(state: Mapping[str, Any]) -> ForeignState:
     left = [RANDOM, ORDER]
     if isinstance(schedule, dict) and "last_epoch" not in schedule:
         schedule = {"last_epoch": step}
-        left.append(f"arguments of DeepSpeed's schedule: the one of the script continues at step {step}")
+        left.append(
+            f"arguments of DeepSpeed's schedule: the one of the script continues at step {step}"
+        )
     if others := [key for key in state if key not in _OWN and state[key]]:
         left.append(f"{', '.join(others)}: client_state and other state of DeepSpeed")
     module = state["module"]
@@ -159,9 +161,7 @@ def _read_zero(
         base, masters = "base_optimizer_state", "single_partition_of_fp32_groups"
         if not isinstance(first[base], dict):
             raise ValueError("its optimizer state is of elastic_checkpoint, which later versions lack")
-        groups = _groups(
-            models[0], first[base]["param_groups"], first.get("param_alignment_paddings")
-        )
+        groups = _groups(models[0], first[base]["param_groups"], first.get("param_alignment_paddings"))
         split = _cut_groups
     count = len(first[masters])
     state: dict[str, dict[str, Any]] = {name: {} for group in groups for name in group.shapes}
@@ -172,8 +172,8 @@ def _read_zero(
             for name, tensor in split(groups, parts):
                 state[name][key] = tensor
         else:
-            for name in state:
-                state[name][key] = value
+            for entry in state.values():
+                entry[key] = value
     found.model = _buffers(models, found.model, stage)
     found.model |= dict(split(groups, [[*rank[masters]] for rank in ranks]))
     _finish(found, models[0], groups, state)
@@ -241,11 +241,15 @@ def _universal(path: Path, models: Sequence[Mapping[str, Any]], stage: int) -> F
     common = {key: value for key, value in flat.items() if not _is_flat(value)}
     groups = _groups(models[0], options["param_groups"], None)
     state: dict[str, dict[str, Any]] = {}
-    for name in (name for group in groups for name in group.shapes):
+    for name, shape in (each for group in groups for each in group.shapes.items()):
         if Path(name).name != name:
             raise ValueError(f"it names the parameter {name!r}")
         files = sorted((folder / name).glob("*.pt"))
-        state[name] = common | {file.stem: read_file(file, _parameter) for file in files}
+        read = {file.stem: read_file(file, _parameter) for file in files}
+        for key, value in read.items():
+            if _is_flat(value):  # stage 3 leaves them flat
+                read[key] = _shaped(value.reshape(-1), 0, shape, name)
+        state[name] = common | read
         found.model[name] = state[name].pop("fp32")
     _finish(found, models[0], groups, state)
     return found

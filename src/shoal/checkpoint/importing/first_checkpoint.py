@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.checkpoint.disk_and_remote import store_in
 from shoal.checkpoint.filesystem import Files
+from shoal.checkpoint.importing import IMPORTED
 from shoal.checkpoint.importing.foreign_state import ForeignState, steps_of, unreadable
 from shoal.checkpoint.importing.sources import read_foreign
 from shoal.checkpoint.lock import Lock
@@ -23,9 +24,6 @@ from shoal.checkpoint.tensor_index import STATE
 from shoal.util.clock import CLOCK
 from shoal.util.errors import CheckpointError
 from shoal.util.packages import versions
-
-IMPORTED = "imported"
-"""The entry of a state that comes from another tool: a Run completes it when it restores it."""
 
 _FILE = "rank-0.safetensors"
 

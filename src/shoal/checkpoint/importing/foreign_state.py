@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -70,11 +70,6 @@ def unreadable(path: Path, found: str, fix: str = FIX) -> CheckpointError:
     return CheckpointError(given=f"the import of {path}", found=found, fix=fix)
 
 
-def refuse(path: Path, found: str, fix: str = FIX) -> NoReturn:
-    """Raise the error for a file or a directory that can't be imported."""
-    raise unreadable(path, found, fix)
-
-
 def read_file(path: Path, part: Callable[[Any], Any] = plain_tree) -> Any:
     """Return a part of the value in a file of `torch.save`. Raises CheckpointError."""
     with reading(path):
@@ -99,7 +94,7 @@ def read_model(directory: Path) -> dict[str, Tensor]:
         model: dict[str, Tensor] = {}
         for name in names:
             if Path(name).name != name:
-                refuse(index, f"it names a file outside of its directory: {name}")
+                raise unreadable(index, f"it names a file outside of its directory: {name}")
             model |= _read_safetensors(directory / name)
         return model
     if pickled.exists() and not whole.exists():
@@ -119,24 +114,27 @@ def tensors_of(path: Path, found: Any) -> dict[str, Tensor]:
     items = found.items() if isinstance(found, Mapping) else ()
     model = {key: value for key, value in items if isinstance(value, Tensor)}
     if not model:
-        refuse(path, "it has no state_dict of a model")
+        raise unreadable(path, "it has no state_dict of a model")
     return model
 
 
 def optimizer_of(path: Path, found: Any) -> dict[str, Any]:
     """Return the state of an optimizer, checked. Raises CheckpointError if it is none."""
     groups = found.get("param_groups") if isinstance(found, dict) else None
-    good = isinstance(groups, list) and isinstance(found.get("state"), dict)
-    if not good or not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
-        refuse(path, "it has no state_dict of an optimizer")
+    if (
+        not isinstance(groups, list)
+        or not isinstance(found.get("state"), dict)
+        or not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+    ):
+        raise unreadable(path, "it has no state_dict of an optimizer")
     return {"state": found["state"], "param_groups": groups}
 
 
 def steps_of(optimizer: Mapping[str, Any] | None) -> int | None:
-    """Return the number of steps that an optimizer has counted for its parameters; None if it doesn't."""
+    """Return the number of steps that an optimizer has counted; None if it counts none."""
     counted = [
         int(entry["step"])
-        for entry in (optimizer or {"state": {}})["state"].values()
+        for entry in (optimizer["state"].values() if optimizer else ())
         if isinstance(entry, dict) and "step" in entry
     ]
     return max(counted, default=None)

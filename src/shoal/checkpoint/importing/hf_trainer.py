@@ -12,8 +12,8 @@ from shoal.checkpoint.importing.foreign_state import (
     ForeignState,
     read_file,
     read_json,
-    refuse,
     scale_of,
+    unreadable,
 )
 
 _STATE = "trainer_state.json"
@@ -29,7 +29,7 @@ def read_hf_trainer(path: Path) -> ForeignState:
     state = read_json(path / _STATE)
     step, epoch = state.get("global_step"), state.get("epoch")
     if type(step) is not int or not isinstance(epoch, int | float | None):
-        refuse(path / _STATE, "it has no global_step")
+        raise unreadable(path / _STATE, "it has no global_step")
     if (path / "latest").exists():
         found = read_deepspeed(path)
         found.tool = "the Trainer with DeepSpeed"

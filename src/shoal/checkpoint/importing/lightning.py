@@ -12,9 +12,9 @@ from shoal.checkpoint.importing.foreign_state import (
     ForeignState,
     optimizer_of,
     read_file,
-    refuse,
     scale_of,
     tensors_of,
+    unreadable,
 )
 
 _OWN = {
@@ -40,10 +40,10 @@ def read_lightning(path: Path) -> ForeignState:
     """Return the state in a checkpoint of Lightning. Raises CheckpointError."""
     found = read_file(path)
     if not isinstance(found, Mapping) or "pytorch-lightning_version" not in found:
-        refuse(path, "it is not a checkpoint of Lightning")
+        raise unreadable(path, "it is not a checkpoint of Lightning")
     optimizers, schedules = (_list(found, name) for name in ("optimizer_states", "lr_schedulers"))
     if len(optimizers) > 1 or len(schedules) > 1:
-        refuse(
+        raise unreadable(
             path,
             f"it has {len(optimizers)} optimizers and {len(schedules)} schedules",
             "save one model with one optimizer; of several, import the weights: shoal.load",

@@ -8,7 +8,7 @@ from pathlib import Path
 from shoal.checkpoint.importing.accelerate import is_accelerate, read_accelerate
 from shoal.checkpoint.importing.dcp import is_dcp, read_dcp
 from shoal.checkpoint.importing.deepspeed import is_deepspeed, read_deepspeed
-from shoal.checkpoint.importing.foreign_state import ForeignState, bare_names, refuse
+from shoal.checkpoint.importing.foreign_state import ForeignState, bare_names, unreadable
 from shoal.checkpoint.importing.hf_trainer import is_hf_trainer, read_hf_trainer
 from shoal.checkpoint.importing.lightning import is_lightning, read_lightning
 
@@ -33,7 +33,7 @@ def read_foreign(path: Path) -> ForeignState:
             break
     else:
         what = "no such file or directory" if not path.exists() else "no checkpoint that Shoal knows"
-        refuse(
+        raise unreadable(
             path,
             f"there is {what}",
             "pass a directory of Accelerate's save_state, checkpoint-N of the Trainer, a directory of "
