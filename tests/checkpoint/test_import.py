@@ -1,0 +1,345 @@
+"""Trainings of other tools, imported: their files in small, harmed files, and what does not fit.
+
+Files are those of the tools, in the form that `test_import_peers.py` finds the tools themselves to use.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.optim import SGD, AdamW
+from typer.testing import CliRunner
+
+import shoal
+from helpers.half_trained import (
+    SmallNet,
+    assert_continued,
+    built,
+    cloned,
+    continued,
+    decaying,
+    half_trained,
+    named_states,
+    train_plainly,
+)
+from helpers.ranks import Ranks
+from shoal.checkpoint.importing.first_checkpoint import import_checkpoint
+from shoal.checkpoint.importing.torch_file import read_torch_file
+from shoal.cli.main import app
+from shoal.util.errors import CheckpointError
+
+Trained = tuple[SmallNet, AdamW, Any]
+
+
+def save_accelerate(path: Path, trained: Trained) -> None:
+    model, optimizer, schedule = trained
+    path.mkdir()
+    save_file(model.state_dict(), path / "model.safetensors")
+    torch.save(optimizer.state_dict(), path / "optimizer.bin")
+    torch.save(schedule.state_dict(), path / "scheduler.bin")
+    torch.save({"step": 0, "random_state": (3, (1, 2), None)}, path / "random_states_0.pkl")
+
+
+def save_trainer(path: Path, trained: Trained) -> None:
+    model, optimizer, schedule = trained
+    path.mkdir()
+    save_file(model.state_dict(), path / "model.safetensors")
+    torch.save(optimizer.state_dict(), path / "optimizer.pt")
+    torch.save(schedule.state_dict(), path / "scheduler.pt")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": 3, "epoch": 0.5}))
+
+
+class Callback:
+    """A class that only the old script has."""
+
+
+def save_lightning(path: Path, trained: Trained) -> None:
+    model, optimizer, schedule = trained
+    torch.save(
+        {
+            "pytorch-lightning_version": "2.6.6",
+            "epoch": 0,
+            "global_step": 3,
+            "state_dict": {f"net.{name}": value for name, value in model.state_dict().items()},
+            "optimizer_states": [optimizer.state_dict()],
+            "lr_schedulers": [schedule.state_dict()],
+            "callbacks": {"mine": Callback()},
+            "hyper_parameters": OrderedDict(width=6),
+        },
+        path,
+    )
+
+
+def save_dcp(path: Path, trained: Trained) -> None:
+    model, optimizer, schedule = trained
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states, "lr_scheduler": schedule.state_dict(), "step": 3}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def save_zero(path: Path, trained: Trained, stage: int) -> None:
+    """Of two ranks, with the flat tensors that ZeRO keeps."""
+    model, optimizer, schedule = trained
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    states = [optimizer.state[p] for p in parameters]
+    group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} | {"params": [0]}
+    masters = _parts([p.detach() for p in parameters], stage)
+    moments = {key: _parts([s[key] for s in states], stage) for key in ("exp_avg", "exp_avg_sq")}
+    folder = path / "global_step3"
+    folder.mkdir(parents=True)
+    (path / "latest").write_text("global_step3")
+    whole = model.state_dict()
+    kept = {n: v if n == "count" or stage < 3 else torch.empty(0) for n, v in whole.items()}
+    common = {
+        "module": OrderedDict(kept),
+        "buffer_names": ["count"],
+        "param_shapes": [OrderedDict((n, p.shape) for n, p in zip(names, parameters, strict=True))],
+        "lr_scheduler": schedule.state_dict(),
+        "global_steps": 3,
+    }
+    for rank in range(2):
+        base = {"state": {0: {"step": states[0]["step"]}}, "param_groups": [group]}
+        base["state"][0] |= {key: parts[rank] for key, parts in moments.items()}
+        own: dict[str, Any] = {"zero_stage": stage, "loss_scaler": Callback()}
+        if stage == 3:
+            own |= {"optimizer_state_dict": base, "fp32_flat_groups": [masters[rank]]}
+            torch.save(common, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        else:
+            own |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": [masters[rank]]}
+        file = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": own}, file)
+    if stage < 3:
+        torch.save(common, folder / "mp_rank_00_model_states.pt")
+
+
+def _parts(tensors: list[Tensor], stage: int) -> list[Tensor]:
+    """The parts of two ranks: of the flat tensor of all (stages 1 and 2), or of each (stage 3)."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    whole = [torch.cat(flat)] if stage < 3 else flat
+    padded = [torch.cat([each, each.new_zeros(len(each) % 2)]) for each in whole]
+    return [torch.cat([each.chunk(2)[rank] for each in padded]) for rank in range(2)]
+
+
+FORMS: dict[str, Callable[[Path, Trained], None]] = {
+    "accelerate": save_accelerate,
+    "trainer": save_trainer,
+    "lightning.ckpt": save_lightning,
+    "dcp": save_dcp,
+    "zero-1": lambda path, trained: save_zero(path, trained, 1),
+    "zero-3": lambda path, trained: save_zero(path, trained, 3),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_training_goes_on_as_in_its_tool(form: str, world: shoal.World, tmp_path: Path) -> None:
+    model, optimizer, schedule = half_trained()
+    FORMS[form](tmp_path / form, (model, optimizer, schedule))
+    at_save = cloned(model.state_dict()), named_states(model, optimizer)
+    train_plainly(model, optimizer, schedule, 3)
+    assert_continued(world, tmp_path / form, tmp_path / "run", at_save, model.state_dict())
+
+
+def train_sharded(world: shoal.World, path: Path, one: bool) -> Any:
+    """FSDP1 or FSDP2 for six steps, saved after three; the state at the save and the end."""
+    model: nn.Module = built()
+    if one:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    schedule = decaying(optimizer)
+    train_plainly(model, optimizer, schedule, 0, world.rank, world.size)
+    if one:
+        weights = model.state_dict()
+        states: Any = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    else:
+        weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states, "lr_scheduler": schedule}, checkpoint_id=path)
+    at_save = whole(weights), {name: whole(entry) for name, entry in states["state"].items()}
+    train_plainly(model, optimizer, schedule, 3, world.rank, world.size)
+    return at_save, whole(model.state_dict())
+
+
+def whole(state: dict[str, Any]) -> dict[str, Tensor]:
+    found = {}
+    for name, value in state.items():
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+        elif hasattr(value, "local_shards"):
+            out = torch.empty(value.size(), dtype=value.dtype) if dist.get_rank() == 0 else None
+            value.gather(0, out)
+            value = out if out is not None else torch.empty(0)
+        found[name] = value.detach().clone()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("one", [True, False], ids=["FSDP1", "FSDP2"])
+def test_shards_of_two_ranks(
+    one: bool, world: shoal.World, ranks_of: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    at_save, end = ranks_of(2).call(train_sharded, tmp_path / "dcp", one)[0]
+    assert_continued(world, tmp_path / "dcp", tmp_path / "run", at_save, end)
+
+
+def resume_sharded(world: shoal.World, run: Path) -> dict[str, Tensor]:
+    model = shoal.parallelize(built(seed=9), world, shoal.FSDP())
+    _, model = continued_in(world, run, model)
+    return whole(model.state_dict())
+
+
+def continued_in(world: shoal.World, run: Path, model: nn.Module) -> Any:
+    optimizer = AdamW(model.parameters(), lr=0.5)
+    task = shoal.Task(lambda output, batch: (output.sum(), len(output)))
+    step = shoal.Step(model, optimizer, task, schedule=decaying(optimizer))
+    inputs = torch.zeros(48, 4, dtype=torch.float64)
+    loader = shoal.Loader((inputs,), world, batch_size=8)
+    with shoal.Run(run, step, loader, trackers=()) as opened:
+        assert opened.restore() is not None
+    return step, model
+
+
+@pytest.mark.processes
+def test_an_import_is_restored_into_shards(ranks_of: Callable[[int], Ranks], tmp_path: Path) -> None:
+    trained = half_trained()
+    save_accelerate(tmp_path / "old", trained)
+    import_checkpoint(tmp_path / "old", tmp_path / "run")
+    found = ranks_of(2).call(resume_sharded, tmp_path / "run")[0]
+    for name, tensor in trained[0].state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
+class Trap:
+    """Runs a command when it is unpickled freely."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._file,)
+
+
+def files_of(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_harmed_files_are_refused_and_leave_no_run(form: str, tmp_path: Path) -> None:
+    FORMS[form](tmp_path / form, half_trained())
+    needed = [each for each in files_of(tmp_path / form) if not each.name.startswith("random_")]
+    for file in needed:
+        good = file.read_bytes()
+        trap = tmp_path / "executed"
+        for bad in (b"", good[: len(good) // 2], pickle.dumps(Trap(trap)), b"\x80\x02}q\x00."):
+            file.write_bytes(bad)
+            with pytest.raises(CheckpointError) as caught:
+                import_checkpoint(tmp_path / form, tmp_path / "run")
+            assert not trap.exists()
+            assert not (tmp_path / "run").exists()
+            assert len(str(caught.value)) < 1000
+        file.write_bytes(good)
+    import_checkpoint(tmp_path / form, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"it has checkpoints of a run \(the latest: step-3\)"):
+        import_checkpoint(tmp_path / form, tmp_path / "run")
+
+
+def test_objects_in_a_file_stay_data(tmp_path: Path) -> None:
+    trap = tmp_path / "executed"
+    torch.save({"trap": Trap(trap), "own": Callback(), "tensor": torch.ones(2)}, tmp_path / "file.pt")
+    found = read_torch_file(tmp_path / "file.pt")
+    assert not trap.exists()
+    assert found["own"].name.endswith("Callback")
+    assert torch.equal(found["tensor"], torch.ones(2))
+
+
+def test_outside_files_are_not_read(tmp_path: Path) -> None:
+    save_zero(tmp_path / "zero", half_trained(), 1)
+    (tmp_path / "zero" / "latest").write_text("../other")
+    with pytest.raises(CheckpointError, match=r"names '\.\./other'"):
+        import_checkpoint(tmp_path / "zero", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"optimizer": lambda model: SGD(model.parameters(), lr=0.1)}, "optimizer with betas, eps"),
+        (
+            {"optimizer": lambda m: AdamW([{"params": [p]} for p in m.parameters()])},
+            "groups of [8] parameters, which the tool numbers",
+        ),
+        ({"optimizer": lambda m: AdamW([*m.parameters()][::-1])}, "its exp_avg has shape (6, 4)"),
+        ({"model": nn.Linear(4, 3, dtype=torch.float64)}, ""),
+    ],
+    ids=["kind", "groups", "order", "model"],
+)
+def test_what_does_not_fit_is_refused(
+    options: dict[str, Any], found: str, world: shoal.World, tmp_path: Path
+) -> None:
+    save_accelerate(tmp_path / "old", half_trained())
+    import_checkpoint(tmp_path / "old", tmp_path / "run")
+    with pytest.raises(CheckpointError) as caught:
+        continued(world, tmp_path / "run", **options)
+    assert found in caught.value.found
+
+
+def test_what_is_lost_is_listed_by_the_command_and_before_the_first_step(
+    world: shoal.World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_lightning(tmp_path / "old.ckpt", half_trained())
+    command = ["checkpoint", "import", str(tmp_path / "old.ckpt"), str(tmp_path / "run")]
+    told = CliRunner().invoke(app, command)
+    assert told.exit_code == 0, told.output
+    continued(world, tmp_path / "run")
+    lost = "callbacks: state of Lightning"
+    assert f"Not carried over: {lost}" in told.output
+    said = capsys.readouterr().out
+    assert said.index(f"- {lost}") < said.index("step 4")
+
+
+def test_a_step_that_is_not_recorded_is_asked_for(tmp_path: Path) -> None:
+    model = built()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)
+    with pytest.raises(CheckpointError, match="does not record how many") as caught:
+        import_checkpoint(tmp_path / "old", tmp_path / "run")
+    assert "--step 1000" in caught.value.fix
+    assert import_checkpoint(tmp_path / "old", tmp_path / "run", step=7).path.name == "step-7"
+
+
+def test_torch_loads_an_exported_directory(world: shoal.World, tmp_path: Path) -> None:
+    save_trainer(tmp_path / "old", half_trained())
+    import_checkpoint(tmp_path / "old", tmp_path / "run")
+    _, model = continued(world, tmp_path / "run")
+    out = tmp_path / "exported"
+    told = CliRunner().invoke(
+        app, ["checkpoint", "export", "--format", "dcp", str(tmp_path / "run"), str(out)]
+    )
+    assert told.exit_code == 0, told.output
+    assert "no checksums" in told.output
+    other, optimizer, schedule = half_trained()
+    weights, states = get_state_dict(other, optimizer)
+    state = {"model": weights, "optimizer": states, "lr_scheduler": schedule, "step": 0}
+    dcp.load(state, checkpoint_id=out, no_dist=True)
+    set_state_dict(other, optimizer, model_state_dict=weights, optim_state_dict=states)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+    assert {float(entry["step"]) for entry in optimizer.state.values()} == {6.0}
+    assert (state["step"], schedule.last_epoch) == (6, 6)
+    again = CliRunner().invoke(
+        app, ["checkpoint", "export", "--format", "dcp", str(tmp_path / "run"), str(out)]
+    )
+    assert "it exists" in again.stderr
