@@ -77,7 +77,7 @@ def half_trained() -> tuple[SmallNet, AdamW, LambdaLR]:
 
 
 def continued(world: shoal.World, run: Path, **options: Any) -> tuple[dict[str, Any], nn.Module]:
-    """Restore a run and take three more steps; return the Step's state at the restore, and the model."""
+    """Restore a run and take three steps; return the Step's state at the restore, and the model."""
     model = shoal.parallelize(options.get("model") or built(seed=9), world)
     optimizer = options.get("optimizer", lambda m: AdamW(m.parameters(), lr=0.5))(model)
 

@@ -112,6 +112,10 @@ class InertObject(dict[Any, Any]):
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
+    def __call__(self, *args: Any) -> InertObject:
+        """Return another object that does nothing, for a method that would have been called."""
+        return InertObject(*args)
+
     def __hash__(self) -> int:  # type: ignore[override]  # as the key of a dict
         return id(self)
 
@@ -135,10 +139,13 @@ def read_inert(
     """Return a pickled value of a file; an object of another class becomes an InertObject.
 
     `known` has what the file may name, each harmless when called with any arguments. `persistent`
-    returns the value of a persistent id. Nothing else is imported or called. Raises UnpicklingError or
-    another error for data that are not a pickle.
+    returns the value of a persistent id. Nothing else is imported or called. Raises ValueError for data
+    that are not a pickle.
     """
-    return _Inert(data, known, persistent).load()
+    try:
+        return _Inert(data, known, persistent).load()
+    except Exception as error:  # forged bytes can raise any error
+        raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from None
 
 
 class _Inert(pickle.Unpickler):

@@ -16,6 +16,8 @@ from shoal.checkpoint.importing.foreign_state import (
     tensors_of,
     unreadable,
 )
+from shoal.checkpoint.importing.torch_file import plain_tree
+from shoal.util.pickling import InertObject
 
 _OWN = {
     "epoch",
@@ -38,7 +40,7 @@ def is_lightning(path: Path) -> bool:
 
 def read_lightning(path: Path) -> ForeignState:
     """Return the state in a checkpoint of Lightning. Raises CheckpointError."""
-    found = read_file(path)
+    found, others = read_file(path, _in_two)
     if not isinstance(found, Mapping) or "pytorch-lightning_version" not in found:
         raise unreadable(path, "it is not a checkpoint of Lightning")
     optimizers, schedules = (_list(found, name) for name in ("optimizer_states", "lr_schedulers"))
@@ -56,7 +58,7 @@ def read_lightning(path: Path) -> ForeignState:
         epoch=int(found["epoch"]),
         schedule=schedules[0] if schedules else None,
         scale=scale_of(found.get("MixedPrecision")),
-        left=[RANDOM, ORDER, *(f"{key}: state of Lightning" for key in found if _is_left(found, key))],
+        left=[RANDOM, ORDER, *(f"{key}: state of Lightning" for key in others)],
     )
 
 
@@ -65,5 +67,8 @@ def _list(found: Mapping[str, Any], name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _is_left(found: Mapping[str, Any], key: str) -> bool:
-    return key not in _OWN and bool(found[key])
+def _in_two(found: Any) -> tuple[Any, list[str]]:
+    """Return the plain values of a file, and the names of what only Lightning can use."""
+    items = found.items() if isinstance(found, Mapping) else ()
+    others = [str(k) for k, v in items if k not in _OWN and (v or isinstance(v, InertObject))]
+    return plain_tree(found), others
