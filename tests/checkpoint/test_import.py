@@ -217,11 +217,14 @@ def continued_in(world: shoal.World, run: Path, model: nn.Module) -> Any:
 
 
 @pytest.mark.processes
-def test_an_import_is_restored_into_shards(ranks_of: Callable[..., Ranks], tmp_path: Path) -> None:
+def test_an_import_is_restored_into_shards(ranks_of: Callable[[int], Ranks], tmp_path: Path) -> None:
     trained = half_trained()
     save_accelerate(tmp_path / "old", trained)
     import_checkpoint(tmp_path / "old", tmp_path / "run")
-    found = ranks_of(2, "shard=-1").call(resume_sharded, tmp_path / "run")[0]
+    ranks = ranks_of(2)
+    ranks.divide("shard=-1")
+    found = ranks.call(resume_sharded, tmp_path / "run")[0]
+    ranks.divide("replicate=-1")
     for name, tensor in trained[0].state_dict().items():
         assert torch.equal(found[name], tensor), name
 

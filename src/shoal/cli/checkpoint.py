@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli.options import examples, show_document
+from shoal.util.arguments import check_choice
 from shoal.util.errors import CheckpointError, raised_as
 
 if TYPE_CHECKING:
@@ -25,14 +25,6 @@ checkpoints = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
-
-
-class ExportForm(StrEnum):
-    """The forms of an export."""
-
-    FILE = "file"
-    DCP = "dcp"
-
 
 Directory = Annotated[
     str,
@@ -151,8 +143,11 @@ def export_checkpoint(
         str | None, typer.Option(metavar="NAME", help="Export the averaged parameters of this EMA.")
     ] = None,
     form: Annotated[
-        ExportForm, typer.Option("--format", help="One file, or a directory with optimizer state.")
-    ] = ExportForm.FILE,
+        str | None,
+        typer.Option(
+            "--format", metavar="FORMAT", help="dcp writes a directory, with the optimizer state."
+        ),
+    ] = None,
 ) -> None:
     """Export the model of a checkpoint to one file.
 
@@ -162,7 +157,8 @@ def export_checkpoint(
     from shoal.checkpoint.inspect import documents, locate
     from shoal.checkpoint.inspect import extract as extraction
 
-    if form is ExportForm.DCP:
+    check_choice(CheckpointError, "shoal checkpoint export", "--format", form, (None, "dcp"))
+    if form is not None:
         _export_dcp(path, out, step, ema)
         return
 
