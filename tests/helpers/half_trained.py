@@ -86,7 +86,9 @@ def continued(world: shoal.World, run: Path, **options: Any) -> tuple[dict[str, 
 
     schedule = options.get("schedule", decaying)(optimizer)
     step = shoal.Step(model, optimizer, shoal.Task(loss), schedule=schedule)
-    loader = shoal.Loader(samples(), world, batch_size=BATCH, shuffle=False)
+    inputs, classes = samples()
+    dtype = next(model.parameters()).dtype
+    loader = shoal.Loader((inputs.to(dtype), classes), world, batch_size=BATCH, shuffle=False)
     with shoal.Run(run, step, loader, trackers=()) as opened:
         restored = opened.restore()
         assert restored is not None
