@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,6 +58,8 @@ def completed(
     own = step.form()
     state = {**own, "number": found["number"]}
     state["model"], prefix = _model(step.model, found["model"])
+    if prefix and (others := [name for name in found["model"] if not name.startswith(prefix)]):
+        left.append(f"{first_names(others)}: not of the model {prefix.rstrip('.')}")
     state["optimizer"] = _optimizer(step, own["optimizer"], found["optimizer"], prefix, about)
     for part, lost in (("schedule", "the Run has none"), ("scale", "the Run has no fp16")):
         if part in found and part not in own:
@@ -69,6 +72,8 @@ def completed(
         left.append("learning rates: the schedule of the script begins anew")
         for group, mine in zip(state["optimizer"]["groups"], own["optimizer"]["groups"], strict=True):
             group |= {key: mine[key] for key in ("lr", "initial_lr") if key in mine}
+    if "scale" in own and "scale" not in found:
+        left.append(f"loss scale: the checkpoint has none, and it begins at {own['scale']['value']:g}")
     if user:
         left.append(f"{', '.join(user)}: user state, which begins anew")
     position, epoch = _position(found["number"], loader)
@@ -100,10 +105,7 @@ def _model(model: nn.Module, found: Mapping[str, Any]) -> tuple[dict[str, Any], 
     may be stored once.
     """
     own = model.state_dict()
-    heads = ["", *(name[: -len(first)] for first in [next(iter(own), "")] for name in found)]
-    prefix = next(
-        (h for h in heads if any(h + name in found for name in own) and _all(h, own, found)), ""
-    )
+    prefix = _prefix(own, found)
     named = {name: found[prefix + name] for name in own if prefix + name in found}
     aliases: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -122,8 +124,14 @@ def _model(model: nn.Module, found: Mapping[str, Any]) -> tuple[dict[str, Any], 
     return ordered | plain | others, prefix
 
 
-def _all(prefix: str, own: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    return not prefix or sum(prefix + name in found for name in own) == len(own)
+def _prefix(own: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Return what stands before all of the model's names in a saved state."""
+    first = next(iter(own), "")
+    for name in () if first in found else found:
+        head = name.removesuffix(first)
+        if all(head + each in found for each in own):
+            return head
+    return ""
 
 
 def _fits(value: Any, like: Any) -> bool:
@@ -171,8 +179,11 @@ def _optimizer(
                 f"missing in it: {first_names(missing)}; unexpected: {first_names(extra)}",
                 "give the optimizer the parameters that it had in the old script",
             )
-        firsts = [sum(sizes[:number]) for number in range(len(sizes))]
-        options = [group_of[of[names[first]]] for first in firsts]
+        ends = list(accumulate(sizes))
+        options = [
+            _common([group_of[of[name]] for name in names[end - size : end]], about)
+            for size, end in zip(sizes, ends, strict=True)
+        ]
     parameters = dict(step.model.named_parameters())
     state = {
         name: _entries(name, parameters[name], found["state"][key], about)
@@ -183,10 +194,27 @@ def _optimizer(
     return {**own, "state": state, "groups": merged}
 
 
+def _common(groups: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the saved groups of one group's parameters, which must be the same."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    if any(each != options[0] for each in options):
+        keys = [key for key in options[0] if len({repr(each.get(key)) for each in options}) > 1]
+        raise _unfit(
+            about,
+            f"a parameter group of {len(groups)} parameters",
+            f"they had different options: {', '.join(keys)}",
+            "build the groups of the old script",
+        )
+    return options[0] if options else {}
+
+
 def _options(
     step: TrainState, own: Mapping[str, Any], found: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     unknown = [key for key in found if key not in own and key not in _IMPLEMENTATION]
+    decoupled = "decoupled_weight_decay"
+    if decoupled in own and found.get(decoupled, own[decoupled]) != own[decoupled]:
+        unknown.append(f"{decoupled}={found[decoupled]}")
     if unknown:
         raise _unfit(
             about,
@@ -194,8 +222,9 @@ def _options(
             f"an optimizer with {', '.join(unknown)}, which {kind_of(step.optimizer)} lacks",
             "build the optimizer of the old script",
         )
-    kept = {k: v for k, v in found.items() if k == "initial_lr" or (k in own and k != "fused")}
-    return {**own, **{key: value for key, value in kept.items() if key != "foreach"}}
+    of_here = {"foreach", "fused"}  # how this machine computes the same
+    kept = {k: v for k, v in found.items() if k == "initial_lr" or k in own.keys() - of_here}
+    return {**own, **kept}
 
 
 def _entries(

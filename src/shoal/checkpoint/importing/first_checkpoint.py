@@ -24,6 +24,7 @@ from shoal.checkpoint.tensor_index import STATE
 from shoal.util.clock import CLOCK
 from shoal.util.errors import CheckpointError
 from shoal.util.packages import versions
+from shoal.util.safe_text import printable
 
 _FILE = "rank-0.safetensors"
 
@@ -122,7 +123,12 @@ def _state(found: ForeignState, number: int, source: Path) -> dict[str, Any]:
     for key, value in (("schedule", found.schedule), ("scale", found.scale)):
         if value is not None:
             step[key] = value
-    imported = {"tool": found.tool, "from": str(source), "epoch": found.epoch, "left": left}
+    imported = {
+        "tool": found.tool,
+        "from": str(source),
+        "epoch": found.epoch,
+        "left": [printable(each) for each in left],
+    }
     return {"steps": {"step": step}, "state": {}, "loader": {}, IMPORTED: imported}
 
 
