@@ -205,10 +205,10 @@ def resume_sharded(world: shoal.World, run: Path) -> dict[str, Tensor]:
     return cloned(get_model_state_dict(model, options=full))
 
 
-def continued_in(world: shoal.World, run: Path, model: nn.Module) -> Any:
+def continued_in(world: shoal.World, run: Path, model: nn.Module, **options: Any) -> Any:
     optimizer = AdamW(model.parameters(), lr=0.5)
     task = shoal.Task(lambda output, batch: (output.sum(), len(output)))
-    step = shoal.Step(model, optimizer, task, schedule=decaying(optimizer))
+    step = shoal.Step(model, optimizer, task, schedule=decaying(optimizer), **options)
     inputs = torch.zeros(48, 4, dtype=torch.float64)
     loader = shoal.Loader((inputs,), world, batch_size=8)
     with shoal.Run(run, step, loader, trackers=()) as opened:
@@ -314,6 +314,28 @@ def test_what_is_lost_is_listed_by_the_command_and_before_the_first_step(
     assert f"Not carried over: {lost}" in told.output
     said = capsys.readouterr().out
     assert said.index(f"- {lost}") < said.index("step 4")
+
+
+def test_a_loss_scale_and_a_prefix_carry_over(world: shoal.World, tmp_path: Path) -> None:
+    model, optimizer, schedule = half_trained()
+    save_accelerate(tmp_path / "old", (model, optimizer, schedule))
+    torch.save({"scale": 1024.0, "_growth_tracker": 5}, tmp_path / "old/scaler.pt")
+    names = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+    save_file(names, tmp_path / "old/model.safetensors")
+    import_checkpoint(tmp_path / "old", tmp_path / "run")
+    here = shoal.parallelize(built(seed=9), world)
+    step, _ = continued_in(world, tmp_path / "run", here, precision="fp16")
+    assert step.state_dict()["scale"] == {"value": 1024.0, "good": 5}
+    assert torch.equal(here.last.weight, model.last.weight)
+
+
+def test_groups_of_other_options_are_refused_by_name(world: shoal.World, tmp_path: Path) -> None:
+    model, _, schedule = half_trained()
+    groups = [{"params": [p], "weight_decay": 0.1 * n} for n, p in enumerate(model.parameters())]
+    save_dcp(tmp_path / "old", (model, AdamW(groups), schedule))
+    import_checkpoint(tmp_path / "old", tmp_path / "run", step=3)
+    with pytest.raises(CheckpointError, match="they had different options: weight_decay"):
+        continued(world, tmp_path / "run")
 
 
 def test_a_step_that_is_not_recorded_is_asked_for(tmp_path: Path) -> None:
