@@ -256,8 +256,9 @@ def _schedule(
     state = {**own, **{key: value for key, value in found.items() if _carries(own, key, value)}}
     if "_step_count" in own and "_step_count" not in found:
         state["_step_count"] = found["last_epoch"] + 1
-    if "_last_lr" in own and "_last_lr" not in found:
-        state["_last_lr"] = [group["lr"] for group in optimizer["groups"]]
+    for key, option in (("_last_lr", "lr"), ("base_lrs", "initial_lr")):
+        if key in own and key not in found:
+            state[key] = [group[option] for group in optimizer["groups"]]
     return state
 
 

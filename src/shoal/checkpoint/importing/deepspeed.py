@@ -54,7 +54,7 @@ _OWN = {
 }
 
 
-class _Group(NamedTuple):
+class FlatGroup(NamedTuple):
     """A group of an optimizer: shapes by name, the elements of padding after each, and its options."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -183,10 +183,10 @@ def _read_zero(
 
 def _groups(
     model: Mapping[str, Any], options: Sequence[Mapping[str, Any]], paddings: Any
-) -> list[_Group]:
+) -> list[FlatGroup]:
     shapes = [{n: tuple(size) for n, size in group.items()} for group in model["param_shapes"]]
     pads = paddings or [[0] * len(group) for group in shapes]
-    return [_Group(*each) for each in zip(shapes, pads, map(dict, options), strict=True)]
+    return [FlatGroup(*each) for each in zip(shapes, pads, map(dict, options), strict=True)]
 
 
 def _buffers(
@@ -202,7 +202,7 @@ def _buffers(
     return kept
 
 
-def _cut_groups(groups: Sequence[_Group], parts: Sequence[Sequence[Tensor]]) -> Iterator[Any]:
+def _cut_groups(groups: Sequence[FlatGroup], parts: Sequence[Sequence[Tensor]]) -> Iterator[Any]:
     """Yield each parameter's tensor from the parts of each group on each rank (stages 1 and 2)."""
     for number, group in enumerate(groups):
         flat = torch.cat([rank[number].reshape(-1) for rank in parts])
@@ -212,7 +212,7 @@ def _cut_groups(groups: Sequence[_Group], parts: Sequence[Sequence[Tensor]]) -> 
             offset += math.prod(shape) + padding
 
 
-def _cut_parameters(groups: Sequence[_Group], parts: Sequence[Sequence[Tensor]]) -> Iterator[Any]:
+def _cut_parameters(groups: Sequence[FlatGroup], parts: Sequence[Sequence[Tensor]]) -> Iterator[Any]:
     """Yield each parameter's tensor from its parts on each rank (stage 3)."""
     flats = [torch.cat([part.reshape(-1) for part in rank]) for rank in parts]
     offset = 0
@@ -258,7 +258,7 @@ def _universal(path: Path, models: Sequence[Mapping[str, Any]], stage: int) -> F
 def _finish(
     found: ForeignState,
     model: Mapping[str, Any],
-    groups: Sequence[_Group],
+    groups: Sequence[FlatGroup],
     state: Mapping[str, dict[str, Any]],
 ) -> None:
     for alias, name in (model.get("shared_params") or {}).items():
