@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -24,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_as_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.optim import SGD, AdamW
@@ -93,7 +94,7 @@ def save_dcp(path: Path, trained: Trained) -> None:
     model, optimizer, schedule = trained
     weights, states = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": states, "lr_scheduler": schedule.state_dict(), "step": 3}
-    dcp.save(state, checkpoint_id=path, no_dist=True)
+    save_as_dcp(state, checkpoint_id=path, no_dist=True)
 
 
 def save_zero(path: Path, trained: Trained, stage: int) -> None:
@@ -117,8 +118,8 @@ def save_zero(path: Path, trained: Trained, stage: int) -> None:
         "global_steps": 3,
     }
     for rank in range(2):
-        base = {"state": {0: {"step": states[0]["step"]}}, "param_groups": [group]}
-        base["state"][0] |= {key: parts[rank] for key, parts in moments.items()}
+        entry = {key: parts[rank] for key, parts in moments.items()} | {"step": states[0]["step"]}
+        base = {"state": {0: entry}, "param_groups": [group]}
         own: dict[str, Any] = {"zero_stage": stage, "loss_scaler": Callback()}
         if stage == 3:
             own |= {"optimizer_state_dict": base, "fp32_flat_groups": [masters[rank]]}
@@ -176,7 +177,7 @@ def train_sharded(world: shoal.World, path: Path, one: bool) -> None:
         else:
             weights, states = get_state_dict(model, optimizer)
         state = {"model": weights, "optim": states, "lr_scheduler": schedule}
-        dcp.save(state, checkpoint_id=path / f"step-{first + 3}")
+        save_as_dcp(state, checkpoint_id=path / f"step-{first + 3}")
 
 
 def read_with_torch(path: Path) -> Any:
@@ -202,7 +203,7 @@ def resume_sharded(world: shoal.World, run: Path) -> dict[str, Tensor]:
     model = shoal.parallelize(built(seed=9), world, shoal.FSDP())
     _, model = continued_in(world, run, model)
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return cloned(get_model_state_dict(model, options=full))
+    return dict(cloned(get_model_state_dict(model, options=full)))
 
 
 def continued_in(world: shoal.World, run: Path, model: nn.Module, **options: Any) -> Any:
@@ -340,7 +341,7 @@ def test_groups_of_other_options_are_refused_by_name(world: shoal.World, tmp_pat
 
 def test_a_step_that_is_not_recorded_is_asked_for(tmp_path: Path) -> None:
     model = built()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)
+    save_as_dcp({"model": model.state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)
     with pytest.raises(CheckpointError, match="does not record how many") as caught:
         import_checkpoint(tmp_path / "old", tmp_path / "run")
     assert "--step 1000" in caught.value.fix
@@ -360,7 +361,7 @@ def test_torch_loads_an_exported_directory(world: shoal.World, tmp_path: Path) -
     other, optimizer, schedule = half_trained()
     weights, states = get_state_dict(other, optimizer)
     state = {"model": weights, "optimizer": states, "lr_scheduler": schedule, "step": 0}
-    dcp.load(state, checkpoint_id=out, no_dist=True)
+    load_dcp(state, checkpoint_id=out, no_dist=True)
     set_state_dict(other, optimizer, model_state_dict=weights, optim_state_dict=states)
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name

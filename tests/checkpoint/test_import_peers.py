@@ -133,7 +133,11 @@ engine, _, _, _ = deepspeed.initialize(
     model=model, optimizer=optimizer, lr_scheduler=decaying(optimizer), config=config
 )
 
+stage = int(sys.argv[1])
+
 def weights():
+    if not stage:
+        return cloned(model.state_dict())
     found = {n: safe_get_full_fp32_param(p).clone() for n, p in model.named_parameters()}
     return found | {"count": torch.zeros(1)}
 
@@ -145,7 +149,7 @@ for number in range(6):
     engine.step()
     if number == 2:
         engine.save_checkpoint("old")
-        states = {
+        states = named_states(model, optimizer) if not stage else {
             name: {
                 key: safe_get_full_optimizer_state(parameter, key).clone()
                 for key in ("exp_avg", "exp_avg_sq")
@@ -168,7 +172,8 @@ def run_tool(folder: Path, text: str, *arguments: str, ranks: int = 1) -> Any:
 
 
 def environment() -> dict[str, str]:
-    more = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(TESTS)}
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    more = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
     return {**os.environ, **more, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -189,7 +194,7 @@ def test_trainer(world: shoal.World, tmp_path: Path) -> None:
 
     def optimizer(model: nn.Module) -> AdamW:
         named = list(model.named_parameters())
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for n, p in named if n in decay]},
             {"params": [p for n, p in named if n not in decay], "weight_decay": 0.0},
         ]
@@ -198,8 +203,8 @@ def test_trainer(world: shoal.World, tmp_path: Path) -> None:
     def schedule(optimizer: AdamW) -> LambdaLR:
         return LambdaLR(optimizer, lambda number: max(0, 6 - number) / 6)
 
-    options = {"optimizer": optimizer, "schedule": schedule}
-    assert_continued(world, tmp_path / "old", tmp_path / "run", at_save, end, **options)
+    old, run = tmp_path / "old", tmp_path / "run"
+    assert_continued(world, old, run, at_save, end, optimizer=optimizer, schedule=schedule)
 
 
 @pytest.mark.parametrize(
@@ -217,5 +222,5 @@ def test_deepspeed(stage: int, universal: bool, world: shoal.World, tmp_path: Pa
         more = ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
         subprocess.run([*command, *more], cwd=tmp_path, env=environment(), check=True)
         old = tmp_path / "universal"
-    options = {"model": built(seed=9).float()}
-    assert_continued(world, old, tmp_path / "run", at_save, end, within=1e-6, **options)
+    model = built(seed=9).float()
+    assert_continued(world, old, tmp_path / "run", at_save, end, within=1e-6, model=model)

@@ -32,7 +32,8 @@ class SmallNet(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the scores of three classes."""
-        return self.last(torch.tanh(self.middle(self.norm(torch.tanh(self.first(values))))))
+        scores: Tensor = self.last(torch.tanh(self.middle(self.norm(torch.tanh(self.first(values))))))
+        return scores
 
 
 def samples() -> tuple[Tensor, Tensor]:
