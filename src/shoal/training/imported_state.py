@@ -1,4 +1,4 @@
-"""Restoring of a training state that another tool saved: it is completed with what the Run has."""
+"""Restoring of a training state that another tool saved: the Run adds its own parts."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def completed(
     if "scale" in own and "scale" in found:
         state["scale"] = found["scale"]
     if "schedule" in own and "schedule" not in found:
-        left.append("learning rates: the schedule of the script begins anew")
+        left.append("learning rates: the schedule of the script begins at step 0")
         for group, mine in zip(state["optimizer"]["groups"], own["optimizer"]["groups"], strict=True):
             group |= {key: mine[key] for key in ("lr", "initial_lr") if key in mine}
     if "scale" in own and "scale" not in found:
         left.append(f"loss scale: the checkpoint has none, and it begins at {own['scale']['value']:g}")
     if user:
-        left.append(f"{', '.join(user)}: user state, which begins anew")
+        left.append(f"{', '.join(user)}: user state, which keeps the values of the script")
     position, epoch = _position(found["number"], loader)
     if about["epoch"] is not None and not epoch - 1 <= about["epoch"] <= epoch + 1:
         left.append(
