@@ -32,10 +32,10 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 class ForeignState:
     """The state that a tool saved.
 
-    `optimizer` has the form of `torch.optim.Optimizer.state_dict`; the keys of its parameters are names
-    or, as in torch, their numbers in the optimizer. `step` counts optimizer steps, `epoch` is that of
-    the tool. `schedule` is the state of a torch scheduler, or only its `last_epoch`. `scale` is the state of
-    a GradScaler. `left` says what is not carried over.
+    `optimizer` has the form of `torch.optim.Optimizer.state_dict`; the keys of its parameters are
+    names or, as in torch, their numbers in the optimizer. `step` counts optimizer steps, `epoch` is
+    that of the tool. `schedule` is the state of a torch scheduler, or only its `last_epoch`. `scale`
+    is the state of a GradScaler. `left` says what is not carried over.
     """
 
     tool: str
