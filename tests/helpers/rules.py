@@ -114,7 +114,7 @@ def assigned_worlds(package: Path) -> Iterator[str]:
 MAY_WRITE_PICKLES = {"checkpoint/inspect/extract.py"}
 """Where a `.pt` is written because the user names one; nothing ever reads it back."""
 MAY_PICKLE = "util/pickling.py"
-"""Calls and what they return cross by it between processes of one run, and never a file."""
+"""Calls and what they return cross by it between processes of one run; files are only data to it."""
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 MAY_READ_ENVIRONMENT = ("distributed/env_vars.py",)

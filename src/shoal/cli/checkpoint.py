@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.options import examples, show_document
+from shoal.util.arguments import check_choice
 from shoal.util.errors import CheckpointError, raised_as
 
 if TYPE_CHECKING:
     from shoal.checkpoint import AnyPath
+    from shoal.checkpoint.inspect.dcp_export import DCPExport
     from shoal.checkpoint.inspect.diff import Comparison
     from shoal.checkpoint.inspect.extract import ExtractedModel
     from shoal.checkpoint.inspect.manifest import CheckpointManifest
 
 checkpoints = typer.Typer(
     name="checkpoint",
-    help="List, verify, compare and export checkpoints.",
+    help="List, verify, compare, export, import checkpoints.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -124,11 +126,15 @@ def compare_checkpoints(
     epilog=examples(
         "shoal checkpoint export runs/a model.safetensors",
         "shoal checkpoint export --ema ema runs/a model.pt",
+        "shoal checkpoint export --format dcp runs/a exported",
     ),
 )
 def export_checkpoint(
     path: Directory,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="OUT.safetensors, OUT.pt or OUT.pth.")],
+    out: Annotated[
+        str,
+        typer.Argument(metavar="OUT", help="OUT.safetensors, OUT.pt, OUT.pth, or a directory for DCP."),
+    ],
     step: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Export the model of this Step (default: the first)."),
@@ -136,13 +142,25 @@ def export_checkpoint(
     ema: Annotated[
         str | None, typer.Option(metavar="NAME", help="Export the averaged parameters of this EMA.")
     ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format", metavar="FORMAT", help="dcp writes a directory, with the optimizer state."
+        ),
+    ] = None,
 ) -> None:
     """Export the model of a checkpoint to one file.
 
-    It needs neither the code of the model nor the processes that saved the checkpoint.
+    It needs neither the code of the model nor the processes that saved the checkpoint. With --format
+    dcp, it writes model and optimizer state for torch.distributed.checkpoint.
     """
     from shoal.checkpoint.inspect import documents, locate
     from shoal.checkpoint.inspect import extract as extraction
+
+    check_choice(CheckpointError, "shoal checkpoint export", "--format", form, (None, "dcp"))
+    if form is not None:
+        _export_dcp(path, out, step, ema)
+        return
 
     def extract(newest: list[CheckpointManifest]) -> tuple[AnyPath, ExtractedModel]:
         return newest[0].path, extraction.extract(newest[0], Path(out), step=step, ema=ema)
@@ -150,6 +168,53 @@ def export_checkpoint(
     with _readable(f"{path} {out}"):
         found, done = locate.read_newest([_place(path)], extract)
     show_document(documents.extracted_document(found, done))
+
+
+def _export_dcp(path: str, out: str, step: str | None, ema: str | None) -> None:
+    from shoal.checkpoint.inspect import dcp_export, documents, locate
+
+    if ema is not None:
+        raise CheckpointError(
+            given="shoal checkpoint export --format dcp --ema",
+            found="optimizer states belong to the parameters, not to their averages",
+            fix=f"shoal checkpoint export --ema {ema} {path} OUT.safetensors",
+        )
+
+    def write(newest: list[CheckpointManifest]) -> tuple[AnyPath, DCPExport]:
+        return newest[0].path, dcp_export.export_dcp(newest[0], Path(out), step=step)
+
+    with _readable(f"{path} {out}"):
+        found, done = locate.read_newest([_place(path)], write)
+    show_document(documents.dcp_document(found, done))
+
+
+@checkpoints.command(
+    "import",
+    epilog=examples(
+        "shoal checkpoint import out/checkpoint-500 runs/a",
+        "shoal checkpoint import --step 1000 epoch-3 runs/a",
+    ),
+)
+def import_foreign(
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="A checkpoint of another tool.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A new run directory.")],
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Optimizer steps taken (default: as recorded)."),
+    ] = None,
+) -> None:
+    """Import a training state of another tool.
+
+    It reads checkpoints of Accelerate, Lightning, the Trainer of transformers, DeepSpeed and
+    torch.distributed.checkpoint, and writes the first checkpoint of a run directory. No code of the
+    source is executed. It prints what is not carried over.
+    """
+    from shoal.checkpoint.importing.first_checkpoint import import_checkpoint
+    from shoal.checkpoint.inspect import documents
+
+    with _readable(f"{other} {run}"):
+        done = import_checkpoint(Path(other), Path(run), step=step)
+    show_document(documents.imported_document(other, done))
 
 
 def _place(text: str) -> AnyPath:

@@ -21,6 +21,7 @@ from shoal.checkpoint import (
     some,
     take_apart,
 )
+from shoal.checkpoint.importing import IMPORTED
 from shoal.data import Loader
 from shoal.distributed.rank_noise import RankNoise
 from shoal.distributed.seeds import random_state, set_random_state
@@ -28,6 +29,7 @@ from shoal.distributed.world import World
 from shoal.strategies.dtensor import divided, is_divided
 from shoal.strategies.random_draws.draws import is_registered
 from shoal.strategies.random_draws.philox import FORMAT
+from shoal.training.imported_state import completed
 from shoal.training.running_means import RunningMeans
 from shoal.training.state_names import check_parts, owner_of, storable
 from shoal.util.clock import CLOCK
@@ -193,26 +195,35 @@ class RunState:
 
         Raises CheckpointError, before anything changes, if the checkpoint is of other models.
         """
-        saved = loaded.state
-        self._check_names(saved, given)
+        saved, left = loaded.state, None
+        if IMPORTED in saved:
+            about = saved[IMPORTED]
+            saved, left = completed(saved, self._steps, self._loader, self._state)
+        else:
+            self._check_names(saved, given)
         # Check all of them before the first one changes.
         for name, step in self._steps.items():
             step.check_state(saved["steps"][name])
         self._loader.check_state(saved["loader"])
         for name, step in self._steps.items():
             step.load_state_dict(saved["steps"][name])
-        for name, item in self._state.items():
+        for name, item in self._state.items() if left is None else ():
             item.load_state_dict(present(saved["state"][name]))
         self._loader.load_state_dict(saved["loader"])
         self.means.load(saved.get("means", {}))
-        if loaded.info.get("random_format", 1) != FORMAT and any(
-            is_registered(step.model) for step in self._steps.values()
+        if (
+            left is None
+            and loaded.info.get("random_format", 1) != FORMAT
+            and any(is_registered(step.model) for step in self._steps.values())
         ):
             self._world.print(
                 f"shoal: {loaded.path} was saved by a version of Shoal with other random numbers; "
                 "dropout continues with those of this version"
             )
-        if loaded.rank_state is not None:
+        if left is not None:
+            listed = "".join(f"\n  - {each}" for each in left)
+            self._world.print(f"imported from {about['tool']}; not carried over:{listed}")
+        if loaded.rank_state:
             set_random_state(loaded.rank_state)
         else:
             self._world.reseed(f"noise from step {loaded.step}")

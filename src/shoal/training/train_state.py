@@ -136,9 +136,12 @@ class TrainState:
 
     def template(self) -> dict[str, Any]:
         """Return the tensors to read a state into, of which this rank holds shards."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # An imported state may number them.
+        numbered = {str(number): each for number, each in enumerate(parameters)}
         return {
             "model": divided(self.model.state_dict(), torch.empty_like),
-            "optimizer": {"state": divided(dict(self.model.named_parameters()))},
+            "optimizer": {"state": divided(numbered | dict(self.model.named_parameters()))},
         }
 
     def elsewhere(self) -> list[tuple[str, ...]]:

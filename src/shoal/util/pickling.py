@@ -1,7 +1,8 @@
 """Pickled data between the caller of `shoal.launch`, its launcher and the ranks, through pipes.
 
 No other module pickles. Only the caller and the ranks unpickle, and only data from each other, which is
-never in a file. If torch itself unpickles data of other nodes, `holds_only` checks it first.
+never in a file. If torch itself unpickles data of other nodes, `holds_only` checks it first. Files of
+other tools are read by `read_inert`, which neither imports nor calls what they name.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import inspect
 import io
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import IO, Any
 
 from shoal.util.errors import LaunchError
@@ -89,6 +90,87 @@ class _Restricted(pickle.Unpickler):
         if (module, name) not in self._classes:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return self._classes[module, name]
+
+
+class InertObject(dict[Any, Any]):
+    """An object of a file whose class is not known: its name, arguments, state and items, as data."""
+
+    name = ""
+    args: tuple[Any, ...]
+    state: Any
+    items_added: list[Any]
+
+    def __new__(cls, *args: Any, **options: Any) -> InertObject:
+        """Keep the arguments, of whatever would have been called."""
+        made = super().__new__(cls)
+        made.args, made.state, made.items_added = args, None, []
+        return made
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self, *args: Any) -> InertObject:
+        """Return another object that does nothing, for a method that would have been called."""
+        return InertObject(*args)
+
+    def __hash__(self) -> int:  # type: ignore[override]  # as the key of a dict
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def append(self, item: Any) -> None:
+        """Keep an item of a list or a set."""
+        self.items_added.append(item)
+
+    def extend(self, items: Any) -> None:
+        """Keep several items."""
+        self.items_added.extend(items)
+
+    add = append
+
+
+def read_inert(
+    data: bytes, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None
+) -> Any:
+    """Return a pickled value of a file; an object of another class becomes an InertObject.
+
+    `known` has what the file may name, each harmless when called with any arguments. `persistent`
+    returns the value of a persistent id. Nothing else is imported or called. Raises ValueError for data
+    that are not a pickle.
+    """
+    try:
+        return _Inert(data, known, persistent).load()
+    except Exception as error:  # forged bytes can raise any error
+        raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from None
+
+
+class _Inert(pickle.Unpickler):
+    """An unpickler that knows a few names, and puts inert classes in place of all others."""
+
+    def __init__(
+        self, data: bytes, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known = known
+        self._persistent = persistent
+        self._inert: dict[str, type[InertObject]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what is known by this name, or a class without effects."""
+        full = f"{module}.{name}"
+        if full in self._known:
+            return self._known[full]
+        return self._inert.setdefault(full, type("InertObject", (InertObject,), {"name": full}))
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the value of a persistent id. Raises UnpicklingError if there are none."""
+        if self._persistent is None:
+            raise pickle.UnpicklingError("a persistent id")
+        return self._persistent(pid)
 
 
 def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...]) -> str:

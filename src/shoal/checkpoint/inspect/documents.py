@@ -14,6 +14,8 @@ from shoal.util.document import Document, DocumentBlock, KeyNumbers, Section, Ta
 from shoal.util.units import age, counted, size
 
 if TYPE_CHECKING:
+    from shoal.checkpoint.importing.first_checkpoint import ImportedCheckpoint
+    from shoal.checkpoint.inspect.dcp_export import DCPExport
     from shoal.checkpoint.inspect.diff import Comparison
     from shoal.checkpoint.inspect.extract import ExtractedModel
     from shoal.checkpoint.inspect.locate import Examined
@@ -209,6 +211,28 @@ def extracted_document(source: AnyPath, found: ExtractedModel) -> Document:
     if found.left:
         lines.append(Text(text=f"Not written, because they are not tensors: {', '.join(found.left)}"))
     return _document("export", source, *lines)
+
+
+def dcp_document(source: AnyPath, found: DCPExport) -> Document:
+    """Return the directory of DCP that was written, and what it lacks."""
+    what = f"{found.path}: {counted(found.tensors, 'tensor')}, {size(found.bytes)}"
+    lines = (
+        f"{what}, of the Step {found.step}, from {source}; entries: {', '.join(found.entries)}",
+        f"Not written: {', '.join(found.left)}",
+        "DCP has no checksums, no mark of a complete save and no protection from an earlier attempt; "
+        "its readers unpickle. Keep the checkpoint of Shoal to resume from.",
+    )
+    return _document("export", source, *(Text(text=line, whole=True) for line in lines))
+
+
+def imported_document(source: object, found: ImportedCheckpoint) -> Document:
+    """Return the checkpoint that was written from another tool's, and what it lacks."""
+    what = f"{found.path}: {counted(found.tensors, 'tensor')}, {size(found.bytes)}"
+    optimizer = f"optimizer state of {found.optimizer}" if found.optimizer else "no optimizer state"
+    carried = ", ".join((f"step {found.step:,}", optimizer, *found.carried))
+    lines = [Text(text=f"{what}, from {found.tool} ({carried})", whole=True)]
+    lines += [Text(text=f"Not carried over: {each}", whole=True) for each in found.left]
+    return _document("import", source, *lines)
 
 
 def _document(command: str, path: object, *blocks: DocumentBlock) -> Document:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,18 @@ class ExtractedModel:
     left: tuple[str, ...]
 
 
+class SelectedModel(NamedTuple):
+    """The names of a model's tensors in a checkpoint, by the user's names, and its other entries.
+
+    `state` is the state of its Step.
+    """
+
+    step: str
+    state: dict[str, Any]
+    tensors: dict[str, str]
+    left: tuple[str, ...]
+
+
 def extract(
     contents: CheckpointManifest, path: Path, *, step: str | None, ema: str | None
 ) -> ExtractedModel:
@@ -55,25 +67,42 @@ def extract(
             fix="use OUT.safetensors; for .ts and .pt2 load that file into the model, then call "
             "shoal.export",
         )
-    steps = _section(contents.state, "steps")
-    chosen = _choose(contents, "Step", step, steps) if step or not steps else next(iter(steps))
-    entries = _section(steps[chosen], "model")
-    model = _tensors(entries)
-    left = tuple(str(name) for name in entries if str(name) not in model)
-    if ema is not None:
-        items = _section(contents.state, "state")
-        averaged = {name: item for name, item in items.items() if _section(item, "averages")}
-        averages = _tensors(averaged[_choose(contents, "EMA", ema, averaged)]["averages"])
-        model = {name: averages.get(name, own) for name, own in model.items()}
-    if not model:
-        raise _without(contents, "the Step has a model without tensors")
+    selected = select_model(contents, step=step, ema=ema)
+    model = selected.tensors
     with TensorFiles(contents) as values, appearing(path) as partial:
         if path.suffix in PICKLED:
             save_pickled({name: values.whole(of).clone() for name, of in model.items()}, partial)
         else:
             _write(model, contents, values, partial)
     size = sum(contents.tensors[of].bytes for of in model.values())
-    return ExtractedModel(path=path, step=chosen, ema=ema, tensors=len(model), bytes=size, left=left)
+    return ExtractedModel(
+        path=path,
+        step=selected.step,
+        ema=ema,
+        tensors=len(model),
+        bytes=size,
+        left=selected.left,
+    )
+
+
+def select_model(contents: CheckpointManifest, *, step: str | None, ema: str | None) -> SelectedModel:
+    """Return the model of the Step named `step`, or of the first one, as `extract` writes it.
+
+    Raises CheckpointError if the checkpoint has no such model.
+    """
+    steps = section(contents.state, "steps")
+    chosen = _choose(contents, "Step", step, steps) if step or not steps else next(iter(steps))
+    entries = section(steps[chosen], "model")
+    model = _tensors(entries)
+    left = tuple(str(name) for name in entries if str(name) not in model)
+    if ema is not None:
+        items = section(contents.state, "state")
+        averaged = {name: item for name, item in items.items() if section(item, "averages")}
+        averages = _tensors(averaged[_choose(contents, "EMA", ema, averaged)]["averages"])
+        model = {name: averages.get(name, own) for name, own in model.items()}
+    if not model:
+        raise _without(contents, "the Step has a model without tensors")
+    return SelectedModel(chosen, steps[chosen], model, left)
 
 
 def save_pickled(tensors: dict[str, Any], path: Path) -> None:
@@ -88,7 +117,8 @@ def save_pickled(tensors: dict[str, Any], path: Path) -> None:
         raise
 
 
-def _section(tree: Any, key: str) -> dict[str, Any]:
+def section(tree: Any, key: str) -> dict[str, Any]:
+    """Return the dict at `key`, or an empty one."""
     found = tree.get(key) if isinstance(tree, dict) else None
     return found if isinstance(found, dict) else {}
 
