@@ -14,7 +14,7 @@ from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals, Factor
 from shoal.strategies.dtensor import is_divided
-from shoal.strategies.parallelize import known_engine
+from shoal.strategies.parallelize import ATTRIBUTE, Attachment, known_engine
 from shoal.strategies.task import Task
 from shoal.util.errors import StepError
 
@@ -25,7 +25,11 @@ def reading_engine(model: nn.Module, world: World) -> Engine:
     Raises StepError if the tool keeps the parameters in a form of its own.
     """
     module = unwrapped(model)
-    return known_engine(module) or OtherToolEngine(module, world)
+    engine = known_engine(module)
+    if engine is None or (isinstance(engine, OtherToolEngine) and engine.world is not world):
+        engine = OtherToolEngine(module, world)
+        object.__setattr__(module, ATTRIBUTE, Attachment(engine))
+    return engine
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -122,6 +126,6 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def _bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of the elements' bits as integers, which differs if a bit does, but for chance."""
+    """Return the sum of the bits of all elements, which differs if a bit does, except by chance."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return plain.detach().view(_WORDS[plain.element_size()]).sum(dtype=torch.int64)

@@ -28,6 +28,7 @@ from shoal.strategies import engine_of, known_engine
 from shoal.strategies.dtensor import divided, whole
 from shoal.strategies.eval_mode import evaluation
 from shoal.strategies.multi_device import span_of
+from shoal.strategies.other_tools import reading_engine
 from shoal.training.run import Run
 from shoal.training.step import Step
 from shoal.training.weights.exporting import bytes_in, export_directory
@@ -44,6 +45,7 @@ def export(
     *,
     example: tuple[Any, ...] | None = None,
     max_shard_size: int | str = "5GB",
+    world: World | None = None,
 ) -> Path:
     """Write the model to a file or a directory for use without Shoal, with the names of your module.
 
@@ -67,6 +69,8 @@ def export(
             each tensor, unless the model's code fixes it. Default: None.
         max_shard_size: Bytes of the tensors in one file of a directory, or a string such as "500MB". A
             larger tensor has a file for itself. Default: "5GB".
+        world: World of a model that another tool trains, such as Accelerate or DDP. `None` for a
+            parallelized model, which has its own. Default: None.
 
     Returns:
         The path, on all ranks once the file has been written.
@@ -91,9 +95,10 @@ def export(
             fix="shoal.export(model, 'model.safetensors')",
         )
     path = Path(path)
-    model = _model(source)
-    world = engine_of(model).world
-    engine_of(model).settle()
+    model = _model(source, world)
+    engine = engine_of(model)
+    world = engine.world
+    engine.settle()
     if not _EXTENSION.fullmatch(path.suffix):
         export_directory(model, path, world, bytes_in(max_shard_size))
         return path
@@ -188,7 +193,9 @@ def _readable(value: object) -> bool:
     return value is None or isinstance(value, Tensor) or type(value) in plain
 
 
-def _model(source: Run | Step | nn.Module) -> nn.Module:
+def _model(source: Run | Step | nn.Module, world: World | None) -> nn.Module:
+    if world is not None and isinstance(source, nn.Module):
+        return reading_engine(source, world).module
     if isinstance(source, Run):
         return next(iter(source.train_states.values())).model
     return source.model if isinstance(source, Step) else bare(source)

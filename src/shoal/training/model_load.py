@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from shoal._torch.modules import bare, loads_itself
+from shoal._torch.modules import loads_itself
 from shoal.checkpoint import Agreement
 from shoal.strategies import known_engine
 from shoal.strategies.dtensor import shared_like
+from shoal.strategies.other_tools import unwrapped
 from shoal.training.state_names import first_names, model_differences, shapes
 from shoal.training.weights.hugging_face import ignored
 from shoal.training.weights.loading import (
@@ -51,7 +52,7 @@ def load(
     one name in the file. Floating-point values are converted to the dtype of the model.
 
     Args:
-        model: Module to change, parallelized or not.
+        model: Module to change, parallelized or not; also in a wrapper of DDP or Fabric.
         source: A safetensors file; a directory with `model.safetensors`, or with
             `model.safetensors.index.json` and its files; an fsspec URL of a file or a directory; the
             name of a model in the local Hugging Face cache, such as "org/name"; or a mapping from names
@@ -81,7 +82,7 @@ def load(
             found="the first argument is the model, the second a file, a directory or a state_dict",
             fix="shoal.load(model, 'model.safetensors')",
         )
-    model = bare(model)
+    model = unwrapped(model)
     if isinstance(source, Mapping):
         _load_mapping(model, source, rename, strict)
     else:

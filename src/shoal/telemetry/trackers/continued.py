@@ -1,4 +1,4 @@
-"""What trackers of remote runs share: the run's id, and the steps that it already has."""
+"""The id of a run at a tracker, and the steps that the tracker already has."""
 
 from __future__ import annotations
 
