@@ -334,6 +334,50 @@ def test_the_clocks_of_two_nodes_may_differ(
     assert not any("left" in each.err for each in nodes.stop())
 
 
+SAVES = """
+import signal, time
+from pathlib import Path
+
+import torch
+
+import shoal
+
+here, told = Path(__file__).parent, []
+signal.signal(signal.SIGTERM, lambda *given: told.append(1))  # the Run's own calls it
+with shoal.init(seed=0) as world:
+    model = shoal.parallelize(torch.nn.Linear(3, 1), world)
+    task = shoal.Task(lambda out, b: (out.square().sum(), len(out)))
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    data = shoal.Loader((torch.ones(8, 3),), world, batch_size=2)
+    with shoal.Run(here / "run", step, data) as run:
+        for batch in data.epochs(1):
+            step(batch)
+            run.tick()
+            if run.step == 2:
+                (here / f"waits-{world.rank}").write_text("here")
+                while not told:
+                    time.sleep(0.05)
+                (here / f"told-{world.rank}").write_text("here")
+                while not (here / "go").exists():
+                    time.sleep(0.05)
+"""
+
+
+@pytest.mark.full
+def test_nodes_that_get_a_signal_one_after_the_other_have_saved(nodes: Nodes) -> None:
+    """As if a cluster took both: the second signal comes while the ranks save because of the first."""
+    nodes.start_two(SAVES)
+    nodes.wait_for("waits-*", 2)
+    host, other = nodes.holder()
+    host.process.send_signal(signal.SIGTERM)
+    nodes.wait_for("told-*", 2)
+    other.process.send_signal(signal.SIGTERM)
+    other.process.send_signal(signal.SIGTERM)  # as schedulers repeat it
+    (nodes.folder / "go").touch()
+    assert [each.end().code for each in (host, other)] == [75, 75]
+    assert (nodes.folder / "run/checkpoints/step-3").is_dir()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]

@@ -48,8 +48,8 @@ class RunEnd:
 class Launcher:
     """Carries out the orders of one run's agent.
 
-    `logs`, if given, receive the output of the ranks. `undisturbed()` returns a context in which no
-    signal interrupts. With `nodes` this is one launcher of several, whose agents decide together.
+    `logs`, if given, receive the output of the ranks. `undisturbed(*signals)` returns a context in
+    which these signals, or all without arguments, do not interrupt. With `nodes` this is one launcher of several, whose agents decide together.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Launcher:
         port: int,
         grace: float | None,
         logs: Logs | None,
-        undisturbed: Callable[[], AbstractContextManager[None]],
+        undisturbed: Callable[..., AbstractContextManager[None]],
         nodes: Nodes | None = None,
     ) -> None:
         self._job = job
@@ -74,6 +74,8 @@ class Launcher:
         self._history = FailureHistory()
         self._begun = 0.0
         self._told = False
+        self._saved = False
+        """Whether the ranks of the last attempt left to be restarted when they were stopped."""
         self._resumes = False
         """Whether the next attempt, after a wait, resumes a Run: a signal then has nothing to save."""
         self._grace = grace
@@ -105,7 +107,7 @@ class Launcher:
             try:
                 self._leave(128 + interrupted.signum)
             finally:
-                saved = self._workers.stop(interrupted.passed_on, self._grace)
+                saved = self._workers.stop(interrupted.passed_on, self._grace) or self._saved
             if self._nodes is not None and self._agent.is_alive():
                 self._answer(None)  # it may end when the others have read it
                 self._agent.join(2 * self._nodes.silence)
@@ -208,7 +210,7 @@ class Launcher:
     def _start_workers(self, variables: list[dict[str, str]]) -> list[int]:
         with self._undisturbed():
             self._attempts += 1
-            self._resumes = False
+            self._resumes = self._saved = False
             self._begun = CLOCK.now()
             self._end = RunEnd()
             first, self._size = int(variables[0]["RANK"]), int(variables[0]["WORLD_SIZE"])
@@ -288,8 +290,10 @@ class Launcher:
             failure = None
         if failure is not None:
             text = report(failure, size=self._size) + text
-        left = self._stop_and_tell(self._grace if saving else self._short, failure, text)
-        self._end = RunEnd(code=REQUEUE if left and code else code, failure=failure)
+        # If this node gets a signal too, the ranks must still save: Interrupted would kill them.
+        with self._undisturbed(signal.SIGTERM, signal.SIGHUP):
+            self._saved = self._stop_and_tell(self._grace if saving else self._short, failure, text)
+        self._end = RunEnd(code=REQUEUE if self._saved and code else code, failure=failure)
 
     def _stop_and_tell(self, grace: float | None, failure: Failure | None, text: str) -> bool:
         """Stop the remaining ranks and report why; return whether ranks left to be restarted."""

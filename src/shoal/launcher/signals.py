@@ -58,7 +58,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._asked = False
         self._killed = False
-        self._held = False
+        self._held: tuple[int, ...] = ()
         self._pending = 0
 
     @contextmanager
@@ -78,19 +78,19 @@ class Interrupts:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Delay signals until the end of this context."""
-        self._held = True
+    def held(self, *signals: int) -> Iterator[None]:
+        """Delay these signals, or all without arguments, until the end of this context."""
+        self._held = signals or (*SIGNALS, *FORWARDED)
         try:
             yield
         finally:
-            self._held = False
+            self._held = ()
         if self._pending:
             signum, self._pending = self._pending, 0
             self._act(signum)
 
     def _handle(self, signum: int, _: object) -> None:
-        if self._held:
+        if signum in self._held:
             self._pending = signum
         else:
             self._act(signum)
