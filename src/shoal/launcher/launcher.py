@@ -49,7 +49,8 @@ class Launcher:
     """Carries out the orders of one run's agent.
 
     `logs`, if given, receive the output of the ranks. `undisturbed(*signals)` returns a context in
-    which these signals, or all without arguments, do not interrupt. With `nodes` this is one launcher of several, whose agents decide together.
+    which these signals, or all without arguments, do not interrupt. With `nodes` this is one launcher
+    of several, whose agents decide together.
     """
 
     def __init__(
