@@ -202,10 +202,12 @@ def through_shoal(
 
 
 @contextlib.contextmanager
-def quiet_run(world: shoal.World, step: shoal.Step, loader: shoal.Loader) -> Iterator[shoal.Run]:
+def quiet_run(
+    world: shoal.World, step: shoal.Step | nn.Module, loader: shoal.Loader, **options: Any
+) -> Iterator[shoal.Run]:
     """Open a Run in a temporary directory, which prints no progress between the figures."""
     with tempfile.TemporaryDirectory() as directory:
         with contextlib.redirect_stdout(io.StringIO()):
-            run = shoal.Run(world.broadcast(directory), step, loader)
+            run = shoal.Run(world.broadcast(directory), step, loader, **options)
         with run:
             yield run

@@ -5,8 +5,9 @@
 
 `tiny` and `wide` are stacks of linear layers, other names the models of `shoal bench scaling`. Loops:
 `plain` (DataLoader, forward, backward, clip, AdamW, zero_grad, as tutorials write it), `tuned` (batches
-fetched by one index from tensors, fused AdamW), and Shoal (Loader, Step, Run with events) with each of
-the two optimizers. The interval of a ratio is that of the median, with 95 % confidence.
+fetched by one index from tensors, fused AdamW), `around` (only a Loader and a Run around the loop and
+the DDP of `plain`), and Shoal (Loader, Step, Run with events) with each of the two optimizers. The
+interval of a ratio is that of the median, with 95 % confidence.
 
 Then, with the stacks, the cost of records: in one more loop of Shoal, every other turn does not record
 its steps: its timeline has no marks and its events keep none. It is one loop, since two identical loops
@@ -76,6 +77,25 @@ def in_torch(world: shoal.World, name: str, batch: int | None, *, tuned: bool) -
     return train(wrapped(model, world), batches, optimizer, objective=mean_loss, clip=1.0)
 
 
+def around_ddp(world: shoal.World, name: str, batch: int | None) -> Iterator[None]:
+    """Train with DDP in a loop of one's own that has only a Loader and a Run of Shoal."""
+    made, model, batch = build(name, batch)
+    inputs: Callable[[Any], Any] = made.task.inputs or (lambda drawn: drawn[0])
+    model = wrapped(model, world)
+    optimizer = adamw(model, fused=False)
+    data = shoal.Loader(made.dataset, world, batch_size=batch)
+    with quiet_run(world, model, data, optimizer=optimizer) as run:
+        for each in data.epochs(10**9):
+            for drawn in each:
+                total, _ = made.task.loss(model(inputs(drawn)), drawn)
+                each.averaged(total).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.tick()
+            yield
+
+
 class Unmarked(Timeline):
     """A timeline that ignores marks."""
 
@@ -123,6 +143,7 @@ def measure(given: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     with shoal.init() as world:
         loops = {
             "plain": in_torch(world, name, given.batch, tuned=False),
+            "around": around_ddp(world, name, given.batch),
             "shoal": through_shoal(world, name, given.batch, fused=False),
             "tuned": in_torch(world, name, given.batch, tuned=True),
             "shoal fused": through_shoal(world, name, given.batch, fused=True),
