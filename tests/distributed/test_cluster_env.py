@@ -93,6 +93,13 @@ def test_all_recordings_are_used_and_names_of_jobs_differ() -> None:
     assert len(set(met)) == len(met)
 
 
+def test_lightning_with_one_device_sets_no_rank() -> None:
+    """Its variables with `strategy="ddp", devices=1` in lightning 2.6.6."""
+    env = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    found = read({**env, "MASTER_PORT": "12910"})
+    assert (found.rank, found.size) == (0, 1)
+
+
 def test_an_actor_of_ray_is_alone_whatever_started_its_raylet() -> None:
     raylet = {"RAY_RAYLET_PID": "7"}
     found = read({**change("slurm-cyclic", 2), **raylet})
