@@ -78,7 +78,7 @@ def in_torch(world: shoal.World, name: str, batch: int | None, *, tuned: bool) -
 
 
 def around_ddp(world: shoal.World, name: str, batch: int | None) -> Iterator[None]:
-    """Train with DDP in a loop of one's own that has only a Loader and a Run of Shoal."""
+    """Train with DDP in a plain loop, with only a Loader and a Run of Shoal."""
     made, model, batch = build(name, batch)
     inputs: Callable[[Any], Any] = made.task.inputs or (lambda drawn: drawn[0])
     model = wrapped(model, world)

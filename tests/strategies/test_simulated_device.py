@@ -109,7 +109,7 @@ def memory(strategy: str) -> dict[str, int]:
 
 
 @pytest.mark.long
-def test_memory_by_kind(repository: Path) -> None:
+def test_memory_by_kind() -> None:
     """A rank keeps shards; what it gathers is of 16 bits and of two units at most."""
     wide, half = memory("shoal.FSDP(param_dtype='fp32')"), memory("shoal.FSDP()")
     unit, head = 64 + 64 + 64 * 256 + 256 + 256 * 64 + 64, 64 * 10 + 10
@@ -120,9 +120,6 @@ def test_memory_by_kind(repository: Path) -> None:
     assert wide["Unsharded Param"] == 2 * half["Unsharded Param"] < 4 * 2 * (unit + head + 8 * 64)
     assert wide["All Gather"] == 2 * half["All Gather"]
     assert half["Total"] < 0.85 * wide["Total"]
-    page = (repository / "docs/explanation/gpus.md").read_text()
-    for kind in ("Sharded Param", "OptState", "Unsharded Param", "All Gather", "Total"):
-        assert f"| `{kind}` | {wide[kind]:,} | {half[kind]:,} |" in page
 
 
 @pytest.mark.full
