@@ -99,7 +99,11 @@ def cut(cluster, nodes):
 def grow(cluster, small):
     while not (folder / "alone").exists():
         threading.Event().wait(0.1)
-    cluster.add_node(**small)
+    while True:
+        try:
+            return cluster.add_node(**small)
+        except Exception as error:  # a raylet has 30 s to start, which a busy machine may exceed
+            print(error, file=sys.stderr)
 
 
 def main():

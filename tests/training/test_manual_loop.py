@@ -204,7 +204,7 @@ def test_a_run_takes_several_models_by_name(world: shoal.World, tmp_path: Path) 
         (lambda p: ((p.model, p.data), {}), "without optimizer="),
         (lambda p: ((p.step(), p.data), {"optimizer": p.optimizer}), "'step', which is not a model"),
         (lambda p: (({"a": p.model}, p.data), {"optimizer": {"b": p.optimizer}}), "'b', which is no"),
-        (lambda p: ((nn.Linear(1, 1), p.data), {"optimizer": p.optimizer}), "no engine"),
+        (lambda p: ((nn.Linear(1, 1), p.data), {"optimizer": p.optimizer}), "not the model's"),
         (lambda p: (("model", p.data), {}), "neither a Step nor a model"),
     ],
 )

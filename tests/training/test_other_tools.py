@@ -159,6 +159,24 @@ def test_optimizers_and_parameters_in_parts_are_refused(tmp_path: Path, world: s
         shoal.evaluate(model, data(), task=shoal.Task(loss), world=world)
 
 
+def train_apart(world: shoal.World, directory: Path) -> None:
+    """A script that has forgotten DDP."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = shoal.Loader(data(), world, batch_size=16)
+    with shoal.Run(directory, model, loader, optimizer=optimizer):
+        for batch in loader.epochs(1):
+            for inputs, labels, _ in batch:
+                F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+
+
+def test_ranks_that_train_apart_are_told_after_one_step(tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        for error in ranks.errors(shoal.StepError, train_apart, tmp_path):
+            assert "0.weight differs between ranks" in str(error)
+
+
 def test_a_model_that_was_forgotten_is_still_an_error(world: shoal.World) -> None:
     model = network()
     with pytest.raises(shoal.StepError, match="not parallelized"):

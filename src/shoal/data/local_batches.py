@@ -47,9 +47,20 @@ class LocalBatches:
             yield from batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the Loader, which counts the samples of yielded batches."""
+        """Return the state of the Loader, which counts the samples of yielded batches.
+
+        Returns:
+            A dict of plain values, the same on all ranks.
+        """
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position, on any number of ranks."""
+        """Continue at a saved position, on any number of ranks.
+
+        Args:
+            state: State that `state_dict` returned.
+
+        Raises:
+            DataError: If the data or their order differ.
+        """
         self.loader.load_state_dict(state)

@@ -73,15 +73,16 @@ class OtherToolEngine(Engine):
         return task.forward(self.module, micro, seed)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Give all ranks the buffers of rank 0, as DDP does. Collective.
-
-        Raises StepError if a parameter that each rank has completely differs between ranks.
-        """
+        """Give all ranks the buffers of rank 0, as DDP does. Collective; see `check_same`."""
         if self.world.size == 1:
             return
         for buffer in self.module.buffers():
             if not is_divided(buffer):
                 torch.distributed.broadcast(buffer, 0, group=self.world.group)
+        self.check_same()
+
+    def check_same(self) -> None:
+        """Raise StepError if a parameter that each rank has completely differs. Collective."""
         whole = {n: p for n, p in self.module.named_parameters() if not is_divided(p)}
         if not whole:
             return

@@ -30,6 +30,7 @@ class OtherToolState(TrainState):
         schedule: LRScheduler | Sequence[LRScheduler] | None,
         loader: Loader,
     ) -> None:
+        self._checked = engine.world.size == 1
         super().__init__(engine, _each(optimizer, "optimizer"), _each(schedule, "scheduler"))
         for part in parts_of(self.optimizer):
             if hasattr(part, "consolidate_state_dict"):
@@ -39,6 +40,7 @@ class OtherToolState(TrainState):
                     fix="use the plain optimizer, or model = shoal.parallelize(model, world)",
                 )
         self._loader = loader
+        self._engine = engine
         self.optimizer.register_step_post_hook(self._stepped)
 
     def check_schedule(self, *, epoch_ended: bool) -> None:
@@ -50,6 +52,9 @@ class OtherToolState(TrainState):
         if batch is None:
             return
         world.watchdog.begin_step()
+        if not self._checked:  # a forgotten wrapper shows after the first step
+            self._engine.check_same()
+            self._checked = True
         batch.processed = True
         loss = math.nan  # the loop computes its loss without `batch.averaged`
         if batch.loss_sum is not None:
