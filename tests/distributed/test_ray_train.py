@@ -27,6 +27,8 @@ pytestmark = [
 
 SCRIPT = """
 import json, os, signal, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -99,11 +101,10 @@ def cut(cluster, nodes):
 def grow(cluster, small):
     while not (folder / "alone").exists():
         threading.Event().wait(0.1)
-    while True:
-        try:
-            return cluster.add_node(**small)
-        except Exception as error:  # a raylet has 30 s to start, which a busy machine may exceed
-            print(error, file=sys.stderr)
+    known = len(cluster.list_all_nodes())
+    while len(cluster.list_all_nodes()) == known:
+        with suppress(Exception):  # a raylet has 30 s to start, which a busy machine may exceed
+            cluster.add_node(**small)
 
 
 def main():
@@ -121,8 +122,6 @@ def main():
     try:
         if case == "node":
             threading.Thread(target=cut, args=(cluster, nodes), daemon=True).start()
-        if case == "more":
-            threading.Thread(target=grow, args=(cluster, small), daemon=True).start()
         trainer = TorchTrainer(
             train,
             train_loop_config={"folder": str(folder), "case": case},
@@ -136,7 +135,11 @@ def main():
                 failure_config=FailureConfig(max_failures=1),
             ),
         )
-        result = trainer.fit()
+        with ThreadPoolExecutor(1) as pool:
+            fitted = pool.submit(trainer.fit)
+            if case == "more":
+                grow(cluster, small)  # which works in the main thread only
+            result = fitted.result()
         facts = {
             "checkpoint": result.checkpoint.path,
             "all": [Path(each.path).name for each, _ in result.best_checkpoints],
