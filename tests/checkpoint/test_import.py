@@ -44,9 +44,10 @@ from helpers.half_trained import (
 )
 from helpers.ranks import Ranks
 from shoal.checkpoint.importing.first_checkpoint import import_checkpoint
-from shoal.checkpoint.importing.torch_file import read_torch_file
+from shoal.checkpoint.importing.torch_file import plain_tree, read_torch_file
 from shoal.cli.main import app
 from shoal.util.errors import CheckpointError
+from shoal.util.pickling import InertObject
 
 Trained = tuple[SmallNet, AdamW, Any]
 
@@ -371,3 +372,11 @@ def test_torch_loads_an_exported_directory(world: shoal.World, tmp_path: Path) -
         app, ["checkpoint", "export", "--format", "dcp", str(tmp_path / "run"), str(out)]
     )
     assert "it exists" in str(again.exception)
+
+
+def test_an_optimizer_with_an_object_in_its_state_is_refused() -> None:
+    """Left out, it would be missed at the first step."""
+    odd = InertObject()
+    with pytest.raises(ValueError, match="state of its optimizer has an object"):
+        plain_tree({"optimizer": {"state": {0: {"step": odd}}, "param_groups": []}})
+    assert plain_tree({"callbacks": {"a": odd}}) == {"callbacks": {}}

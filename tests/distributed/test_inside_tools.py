@@ -109,11 +109,20 @@ class Module(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = network()
+        self.position = None
 
     def train_dataloader(self):
         loader = shoal.Loader(data(), shoal.init(seed=0), batch_size=16)
         self.batches = shoal.LocalBatches(loader)
+        if self.position is not None:
+            self.batches.load_state_dict(self.position)
         return self.batches
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["position"] = self.batches.state_dict()
+
+    def on_load_checkpoint(self, checkpoint):
+        self.position = checkpoint["position"]
 
     def training_step(self, values, index):
         die(self.global_step)
@@ -123,7 +132,8 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-saves = ModelCheckpoint(dirpath=folder, every_n_train_steps=3, filename="{step}", save_top_k=-1)
+every = int(sys.argv[3])
+saves = ModelCheckpoint(dirpath=folder, every_n_train_steps=every, filename="{step}", save_top_k=-1)
 trainer = lightning.Trainer(
     accelerator="cpu",
     devices=int(os.environ["WORLD_SIZE"]),
@@ -135,7 +145,7 @@ trainer = lightning.Trainer(
     enable_progress_bar=False,
 )
 module = Module()
-last = folder / "step=3.ckpt"
+last = folder / f"step={every}.ckpt"
 trainer.fit(module, ckpt_path=last if last.exists() else None)
 end(module, trainer.global_rank)
 """,
@@ -229,18 +239,19 @@ def seen(folder: Path, steps: range) -> Counter[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(("tool", "saved"), [*((tool, 3) for tool in TOOLS), ("lightning", 7)])
 def test_killed_it_goes_on_with_other_ranks(
-    tool: str, start: Callable[..., Script], tmp_path: Path, plain: list[float]
+    tool: str, saved: int, start: Callable[..., Script], tmp_path: Path, plain: list[float]
 ) -> None:
-    """Two epochs of 101 samples: three ranks are killed after the save of step 3, two finish."""
-    first = start(TOOLS[tool], "torchrun", "out", "5", size=3).end()
+    """Two epochs of 101 samples: three ranks are killed after a save, two finish. Step 7 is the last
+    of an epoch."""
+    first = start(TOOLS[tool], "torchrun", "out", str(saved + 2), str(saved), size=3).end()
     assert first.code != 0
-    samples = seen(tmp_path / "out", range(3))
-    second = start(TOOLS[tool], "torchrun", "out", "-1", size=2).end()
+    samples = seen(tmp_path / "out", range(saved))
+    second = start(TOOLS[tool], "torchrun", "out", "-1", str(saved), size=2).end()
     assert second.code == 0, second.err
     assert trained(second.out) == plain
-    samples += seen(tmp_path / "out", range(3, 14))
+    samples += seen(tmp_path / "out", range(saved, 14))
     assert samples == Counter((epoch, number) for epoch in range(2) for number in range(101))
 
 
@@ -248,6 +259,6 @@ def test_killed_it_goes_on_with_other_ranks(
 def test_one_process_trains_as_plain_torch(
     tool: str, start: Callable[..., Script], plain: list[float]
 ) -> None:
-    done = start(TOOLS[tool], "torchrun", "out", "-1", size=1).end()
+    done = start(TOOLS[tool], "torchrun", "out", "-1", "3", size=1).end()
     assert done.code == 0, done.err
     assert trained(done.out) == plain

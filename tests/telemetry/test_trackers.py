@@ -223,6 +223,18 @@ def test_a_tracker_class_is_refused(world: shoal.World, tmp_path: Path) -> None:
         train(world, tmp_path, 1, (shoal.TensorBoard,))
 
 
+class Forgetful:
+    """A tracker whose open returns nothing."""
+
+    def open(self, directory: Path, step: int) -> Any:
+        return None
+
+
+def test_what_a_tracker_opens_is_checked(world: shoal.World, tmp_path: Path) -> None:
+    with pytest.raises(StepError, match="without write, flush, saved, close"):
+        train(world, tmp_path, 1, (Forgetful(),))
+
+
 def test_values_that_a_tracker_has_are_not_sent_twice(tmp_path: Path) -> None:
     sent = SentSteps(tmp_path / "note.json", 3)
     assert sent.new({"loss": 1.0}, 3) == {"loss": 1.0}  # no tracker had it

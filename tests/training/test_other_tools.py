@@ -206,3 +206,33 @@ def test_local_batches_go_on_within_an_epoch_with_other_ranks() -> None:
         second = ranks.call(local_numbers, first[0][1], -1)
     counts = Counter(each for seen, _ in [*first, *second] for each in seen)
     assert counts == Counter((epoch, number) for epoch in range(2) for number in range(SAMPLES))
+
+
+def test_local_batches_of_micro_batches_are_refused(world: shoal.World) -> None:
+    with pytest.raises(shoal.DataError, match=r"not a shoal\.Loader"):
+        shoal.LocalBatches([1, 2])  # type: ignore[arg-type]
+    loader = shoal.Loader(data(), world, batch_size=16, micro_batches=2)
+    with pytest.raises(shoal.DataError, match="a step after each"):
+        next(iter(shoal.LocalBatches(loader)))
+
+
+def test_a_batch_without_a_step_is_not_repeated(world: shoal.World, tmp_path: Path) -> None:
+    """As a GradScaler decides for gradients that overflow, here of the first and the third batch."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = shoal.Loader(data(), world, batch_size=16)
+    with shoal.Run(tmp_path, model, loader, optimizer=optimizer) as run:
+        for number, batch in enumerate(loader.epochs(1)):
+            for inputs, labels, _ in batch:
+                F.cross_entropy(model(inputs), labels).backward()
+            if number not in (0, 2):
+                optimizer.step()
+            optimizer.zero_grad()
+            run.tick()
+            if number == 2:
+                run.save()
+                break
+    again = shoal.Loader(data(), world, batch_size=16)
+    with shoal.Run(tmp_path, model, again, optimizer=optimizer) as run:
+        run.restore()
+        assert (run.step, again.position) == (1, 48)

@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.data.batch import Batch
 from shoal.data.loader import Loader
+from shoal.util.errors import DataError
 
 
 class LocalBatches:
@@ -18,6 +19,9 @@ class LocalBatches:
 
     Args:
         loader: Loader with one micro-batch.
+
+    Raises:
+        DataError: If `loader` is not a Loader; when iterating, if it has several micro-batches.
 
     Attributes:
         loader: The Loader.
@@ -33,6 +37,12 @@ class LocalBatches:
     """
 
     def __init__(self, loader: Loader) -> None:
+        if not isinstance(loader, Loader):
+            raise DataError(
+                given=f"shoal.LocalBatches({type(loader).__name__})",
+                found="it is not a shoal.Loader",
+                fix="shoal.LocalBatches(shoal.Loader(dataset, world, batch_size=64))",
+            )
         self.loader = loader
         self.batch: Batch | None = None
 
@@ -43,6 +53,12 @@ class LocalBatches:
     def __iter__(self) -> Iterator[Any]:
         """Yield the local batches up to the end of the current epoch."""
         for batch in self.loader.epochs(self.loader.epoch + 1):
+            if len(batch) > 1:
+                raise DataError(
+                    given=f"shoal.LocalBatches of a Loader with {len(batch)} micro-batches",
+                    found="the tool would take a step after each of them",
+                    fix="leave micro_batches out, and let the tool accumulate gradients",
+                )
             self.batch = batch
             yield from batch
 

@@ -136,6 +136,6 @@ def check_bare(model: object) -> None:
         raise StepError(
             given=f"a model in torch's {type(model).__name__}",
             found="its gradients would be reduced twice, and its names begin with 'module.'",
-            fix="call shoal.parallelize(model, world) with the bare model; shoal.DDP(…) takes the "
-            "options",
+            fix="call shoal.parallelize(model, world) with the bare model; or, if DDP trains "
+            "it, pass world=world to shoal.evaluate or shoal.export, and a shoal.Loader to shoal.Run",
         )

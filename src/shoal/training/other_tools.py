@@ -22,6 +22,7 @@ class OtherToolState(TrainState):
     """Counts the steps of the tool's optimizer, each with the batch that the Loader yielded last."""
 
     precision = "chosen by another tool"
+    may_skip = True
 
     def __init__(
         self,
@@ -44,7 +45,12 @@ class OtherToolState(TrainState):
         self.optimizer.register_step_post_hook(self._stepped)
 
     def check_schedule(self, *, epoch_ended: bool) -> None:
-        """Do nothing: some tools step the schedule once for each rank."""
+        """Count a batch as processed for which the loop took no step, as a GradScaler may decide.
+
+        The schedule is not checked: some tools step it once for each rank.
+        """
+        if self._loader.batch is not None:
+            self._loader.batch.processed = True
 
     def _stepped(self, *_: Any) -> None:
         """Count a step of the optimizer. Collective."""

@@ -117,7 +117,7 @@ class RunEvents:
 
     def check_steps(self) -> None:
         """Raise StepError if no step has been taken, though the Loader has yielded a batch."""
-        if all(each.last is None for each in self._steps.values()):
+        if all(each.last is None and not each.may_skip for each in self._steps.values()):
             raise StepError(
                 given="run.tick() after a batch",
                 found="no Step of this Run has processed a batch, and batch.finish(model) was not "

@@ -44,6 +44,8 @@ class TrainState:
 
     precision = "chosen in the loop"
     """The compute dtype in the events of a run."""
+    may_skip = False
+    """Whether the loop may end a batch without a step that is counted."""
 
     def __init__(
         self,

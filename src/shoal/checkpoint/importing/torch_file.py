@@ -114,8 +114,13 @@ def read_torch_bytes(data: Bytes) -> Any:
 
 
 def plain_tree(value: Any) -> Any:
-    """Return a value without InertObjects: their entries in dicts, lists and tuples are left out."""
+    """Return a value without InertObjects: their entries in dicts, lists and tuples are left out.
+
+    Raises ValueError if the state of an optimizer has one: it would be incomplete.
+    """
     if isinstance(value, dict) and not isinstance(value, InertObject):
+        if {"state", "param_groups"} <= value.keys() and (odd := _first_object(value)) is not None:
+            raise ValueError(f"the state of its optimizer has an object of the class {odd.name}")
         items = value.items()
         return {
             key: plain_tree(item)
@@ -125,6 +130,15 @@ def plain_tree(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(plain_tree(item) for item in value if not isinstance(item, InertObject))
     return None if isinstance(value, InertObject) else value
+
+
+def _first_object(value: Any) -> InertObject | None:
+    if isinstance(value, InertObject):
+        return value
+    items = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list | tuple):
+        return None
+    return next((odd for item in items if (odd := _first_object(item)) is not None), None)
 
 
 def _read(archive: zipfile.ZipFile, data: Bytes) -> Any:

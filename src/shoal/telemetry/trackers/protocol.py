@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.telemetry.trackers.tensorboard import default_trackers
+from shoal.util.errors import StepError
 
 
 class Writer(Protocol):
@@ -57,7 +58,7 @@ class Curves:
             self._writers = []
             for one in self._trackers:
                 with self._left_out(None):
-                    self._writers.append(one.open(self._directory, self.begins))
+                    self._writers.append(_checked(one, one.open(self._directory, self.begins)))
         for writer in [*self._writers]:
             with self._left_out(writer):
                 writer.write(values, step)
@@ -96,3 +97,15 @@ class Curves:
             warnings.warn(f"tracker stopped, events are still recorded: {reason}", stacklevel=4)
             if writer is not None and self._writers is not None:
                 self._writers = [kept for kept in self._writers if kept is not writer]
+
+
+def _checked(tracker: Tracker, writer: Writer) -> Writer:
+    """Return what a tracker has opened. Raises StepError if it lacks a method."""
+    lacking = [name for name in ("write", "flush", "saved", "close") if not hasattr(writer, name)]
+    if lacking:
+        raise StepError(
+            given=f"trackers=[{type(tracker).__name__}()]",
+            found=f"its open returned a {type(writer).__name__} without {', '.join(lacking)}",
+            fix="return an object with write, flush, saved and close from open, such as self",
+        )
+    return writer
