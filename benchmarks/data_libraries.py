@@ -1,12 +1,12 @@
 """Samples repeated and lost in an epoch after SIGKILL, by the ways of data libraries and of Shoal.
 
-    python benchmarks/data_libraries.py [--libraries WebDataset litdata] [--resumed-on 3 2] [--json]
+    python benchmarks/data_libraries.py [--libraries WebDataset litdata] [--resumed-on 2 3] [--json]
 
 Three ranks read 101 samples in global batches of 12, save after step 4 and are killed in step 6. The
-epoch is resumed on `--resumed-on` ranks. Each cell has the samples repeated and those lost, over the saved
-steps and those after the resume. "own" is the library's documented way, with its own state where it has
-one, and otherwise drops as many batches as were taken; "Shoal" is shoal.Loader over the same files, read
-by the same library. Libraries that are not installed are left out.
+epoch is resumed on `--resumed-on` ranks. Each cell has the samples repeated and those lost, over the
+saved steps and those after the resume. "own" is the way that the library documents, with its own state
+where it has one, and otherwise drops as many batches as were taken. "Shoal" is shoal.Loader over the
+same files, read by the same library. Libraries that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RANKS = 3
 
 
 def start(*words: str, ranks: int = 0) -> str:
-    """Run the script, on ranks if there are any, and return its standard error, "" after exit code 0."""
+    """Run the script, on ranks if there are any, and return what it printed if it failed, or ""."""
     launcher = ("-m", "shoal", "run", "-n", str(ranks)) if ranks else ()
     done = subprocess.run(
         [sys.executable, *launcher, SCRIPT, *words],
@@ -42,7 +42,8 @@ def start(*words: str, ranks: int = 0) -> str:
 
 def seen(folder: Path, attempt: str, last: int | None = None) -> list[list[int]]:
     """Return the samples of each batch of each rank up to step `last`."""
-    lines = [line for file in folder.glob(f"{attempt}-*.jsonl") for line in file.read_text().splitlines()]
+    text = "".join(file.read_text() for file in folder.glob(f"{attempt}-*.jsonl"))
+    lines = text.splitlines()
     return [ids for step, ids in map(json.loads, lines) if last is None or step <= last]
 
 
@@ -69,7 +70,7 @@ def row(name: str, way: str, folder: Path, resumed_on: list[int]) -> dict[str, s
 
 
 def main() -> None:
-    given = parse(__doc__, libraries=LIBRARIES, resumed_on=[3, 2])
+    given = parse(__doc__, libraries=LIBRARIES, resumed_on=[2])
     table: list[dict[str, str]] = []
     for name in given.libraries:
         if not all(map(versions, LIBRARIES[name].packages)):

@@ -4,9 +4,8 @@
     shoal run -n 3 benchmarks/peers/read_data.py LIBRARY WAY FOLDER ATTEMPT
 
 A sample is its number. The global batch is the same on any number of ranks. Attempt
-saves after step
-"killed" saves after step SAVE and ends with SIGKILL in step KILL, "whole" reads the epoch, and the others
-resume.
+"killed" saves after step SAVE and ends with SIGKILL in step KILL, "whole" reads the epoch, and the
+others resume.
 """
 
 from __future__ import annotations
@@ -154,7 +153,9 @@ def load_parts(folder: Path, *, streaming: bool) -> Any:
 
     files = sorted(map(str, folder.glob("part-*.parquet")))
     cache = str(folder / "cache")
-    return load_dataset("parquet", data_files=files, split="train", streaming=streaming, cache_dir=cache)
+    return load_dataset(
+        "parquet", data_files=files, split="train", streaming=streaming, cache_dir=cache
+    )
 
 
 def split_by_node(dataset: Any, state: Any) -> Batches:
@@ -212,7 +213,7 @@ def read_tar(path: str, start: int) -> Iterator[Any]:
     import webdataset as wds
 
     samples = wds.WebDataset(path, nodesplitter=None, shardshuffle=False)
-    return islice(samples.decode(), start, None)
+    return (sample["cls"] for sample in islice(samples.decode(), start, None))
 
 
 def sharded_tars(folder: Path) -> Any:
@@ -242,13 +243,13 @@ def mds_loader(folder: Path, state: Any) -> Batches:
 
 
 class Whole(Dataset[Any]):
-    """All samples: the length of a StreamingDataset is that of one rank's part."""
+    """All samples of a StreamingDataset by index: its own length is that of one rank's part."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, length: int) -> None:
+        self.dataset, self.length = dataset, length
 
     def __len__(self) -> int:
-        return int(self.dataset.num_samples)
+        return self.length
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
@@ -257,7 +258,8 @@ class Whole(Dataset[Any]):
 def whole_mds(folder: Path) -> Any:
     from streaming import StreamingDataset
 
-    return Whole(StreamingDataset(local=str(folder / "mds"), batch_size=1))
+    dataset = StreamingDataset(local=str(folder / "mds"), batch_size=1)
+    return Whole(dataset, dataset.num_samples)
 
 
 # litdata
@@ -278,7 +280,7 @@ def write_chunks(folder: Path) -> None:
 def chunk_loader(folder: Path, state: Any) -> Batches:
     import litdata
 
-    dataset = litdata.StreamingDataset(str(folder / "chunks"), shuffle=True, seed=0)
+    dataset = litdata.StreamingDataset(str(folder / "chunks"), shuffle=True, seed=0, drop_last=False)
     loader = litdata.StreamingDataLoader(dataset, batch_size=local_batch())
     for batch, after in stateful(loader, state):
         yield batch["sample"], after
@@ -287,31 +289,32 @@ def chunk_loader(folder: Path, state: Any) -> Batches:
 def whole_chunks(folder: Path) -> Any:
     import litdata
 
-    return litdata.StreamingDataset(str(folder / "chunks"))
+    dataset = litdata.StreamingDataset(str(folder / "chunks"))
+    return Whole(dataset, sum(end - begin for begin, end in dataset.region_of_interest))
 
 
 LIBRARIES = {
-    "NumPy memmap": Library(packages=("numpy",), write=write_rows, own=sampler_and_skip, ours=Rows),
+    "memmap": Library(packages=("numpy",), write=write_rows, own=sampler_and_skip, ours=Rows),
     "torchdata": Library(packages=("torchdata",), write=write_rows, own=stateful_sampler, ours=Rows),
-    "Parquet row groups": Library(
+    "Parquet": Library(
         packages=("pyarrow",), write=write_parquet, own=groups_and_skip, ours=sharded_groups
     ),
-    "HF map": Library(
+    "HF-map": Library(
         packages=("datasets", "torchdata"),
         write=write_parquet,
         own=split_map,
         ours=lambda folder: load_parts(folder, streaming=False),
     ),
-    "HF streaming": Library(
+    "HF-streaming": Library(
         packages=("datasets", "torchdata"), write=write_parquet, own=split_stream, ours=sharded_stream
     ),
-    "HF streaming, shuffled": Library(
+    "HF-shuffled": Library(
         packages=("datasets", "torchdata"), write=write_parquet, own=split_shuffled, ours=sharded_stream
     ),
     "WebDataset": Library(
         packages=("webdataset",), write=write_tars, own=tars_by_node, ours=sharded_tars
     ),
-    "MosaicML streaming": Library(
+    "MosaicML": Library(
         packages=("mosaicml-streaming",), write=write_mds, own=mds_loader, ours=whole_mds
     ),
     "litdata": Library(packages=("litdata",), write=write_chunks, own=chunk_loader, ours=whole_chunks),
@@ -324,8 +327,7 @@ def shoal_loader(dataset: Any, state: Any) -> Batches:
         loader.load_state_dict(state)
     for batch in loader.epochs(1):
         for micro in batch:
-            found = next(iter(micro.values())) if isinstance(micro, dict) else micro
-            yield found, loader.state_dict()
+            yield micro["sample"] if isinstance(micro, dict) else micro, loader.state_dict()
 
 
 def train(batches: Batches, folder: Path, attempt: str, done: int) -> None:
