@@ -26,6 +26,7 @@ OPTION = "option_cost --width 16 --layers 1 --context 8 --batch 4 --rounds 1 --s
 PROCESSES = (
     "gpu/compile_time --layers 2 --width 16 --context 8 --words 32 --rounds 1 --steps 1",
     "asynchronous --seeds 1 --epochs 1 --steps 10 --ways int8",
+    "data_libraries --libraries memmap Parquet",
     "exact_layers --ranks 2 --networks GPT",
     "first_step --models mlp --rounds 1",
     "launcher_ends --launchers shoal --seconds 3",
