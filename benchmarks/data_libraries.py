@@ -51,7 +51,7 @@ def outcome(error: str, batches: list[list[int]]) -> str:
     """Return how many samples were repeated and lost, or the error with which the ranks ended."""
     if error:
         print(error[-3000:], file=sys.stderr, flush=True)
-        return (re.findall(r"\b(\w+Error)\b", error) or ["error"])[-1]
+        return str((re.findall(r"\b(\w+Error)\b", error) or ["error"])[-1])
     counts = Counter(sample for ids in batches for sample in ids)
     return f"{counts.total() - len(counts)}, {SAMPLES - len(counts)}"
 

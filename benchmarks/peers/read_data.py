@@ -61,7 +61,7 @@ def skip_batches(batches: DataLoader[Any], state: Any) -> Batches:
         yield batch, number
 
 
-def stateful(loader: Any, state: Any) -> Batches:
+def stateful(loader: Any, state: Any) -> Iterator[tuple[Any, Any]]:
     """Resume by the loader's own state."""
     if state is not None:
         loader.load_state_dict(state)
@@ -358,7 +358,7 @@ def main() -> None:
     resumed = attempt not in (KILLED, WHOLE)
     dist.init_process_group("gloo")
     saved = folder / f"state-{dist.get_rank()}.pt"
-    state = torch.load(saved, weights_only=False) if resumed else None
+    state = torch.load(saved, weights_only=True) if resumed else None
     data = LIBRARIES[name]
     batches = (
         data.own(folder.parent, state)
