@@ -380,3 +380,18 @@ def test_an_optimizer_with_an_object_in_its_state_is_refused() -> None:
     with pytest.raises(ValueError, match="state of its optimizer has an object"):
         plain_tree({"optimizer": {"state": {0: {"step": odd}}, "param_groups": []}})
     assert plain_tree({"callbacks": {"a": odd}}) == {"callbacks": {}}
+
+
+def test_a_step_that_contradicts_the_tool_is_refused(tmp_path: Path) -> None:
+    save_accelerate(tmp_path / "old", half_trained())
+    with pytest.raises(CheckpointError, match="it is of step 3, not 1000"):
+        import_checkpoint(tmp_path / "old", tmp_path / "run", step=1000)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_source_is_not_imported_into_itself(tmp_path: Path) -> None:
+    save_accelerate(tmp_path / "old", half_trained())
+    before = sorted(path.name for path in (tmp_path / "old").iterdir())
+    with pytest.raises(CheckpointError, match="between the files of the other tool"):
+        import_checkpoint(tmp_path / "old", tmp_path / "old")
+    assert sorted(path.name for path in (tmp_path / "old").iterdir()) == before

@@ -197,6 +197,11 @@ BOTH = {**PLAIN, **{f"module.{name}": torch.zeros_like(value) for name, value in
         (lambda path: shoal.load(nn.Linear(2, 2), nn.Linear(2, 3).state_dict()), "instead of"),
         (lambda path: shoal.load(nn.Linear(2, 2), {}), "missing: weight, bias"),
         (lambda path: shoal.load(nn.Linear(2, 2), BOTH), "such as module.bias"),
+        (lambda path: shoal.load(nn.Linear(2, 2), {1: torch.ones(1)}), "this one is 1"),
+        (lambda path: shoal.load(nn.Linear(2, 2), PLAIN, rename="x"), "rename is a function"),
+        (lambda path: shoal.load(nn.Linear(2, 2), PLAIN, rename=lambda name: None), "after rename"),
+        (lambda path: shoal.load(nn.Linear(2, 2), PLAIN, strict="no"), "True or False"),
+        (lambda path: shoal.load(nn.Linear(2, 2), {"a": torch.ones(1)}, strict=False), "missing:"),
     ],
 )
 def test_what_can_not_be_loaded(act: object, found: str, tmp_path: Path) -> None:

@@ -236,3 +236,23 @@ def test_a_batch_without_a_step_is_not_repeated(world: shoal.World, tmp_path: Pa
     with shoal.Run(tmp_path, model, again, optimizer=optimizer) as run:
         run.restore()
         assert (run.step, again.position) == (1, 48)
+
+
+def test_losses_that_are_no_sums_are_refused(world: shoal.World) -> None:
+    model = network()
+    (batch,) = shoal.Loader(data(), world, batch_size=SAMPLES).epochs(1)
+    for inputs, labels, _ in batch:
+        rows = F.cross_entropy(model(inputs), labels, reduction="none")
+        for loss, found in (
+            (F.cross_entropy(model(inputs), labels), "a mean, not a sum"),
+            (rows.mean(), "a mean, not a sum"),
+            (rows, r"not shape \(101,\)"),
+            (3.0, "not float"),
+        ):
+            with pytest.raises(shoal.StepError, match=found):
+                batch.averaged(loss)  # type: ignore[arg-type]
+        assert batch.averaged(rows.sum()).item() == pytest.approx(rows.mean().item())
+    shoal.parallelize(model, world)
+    for _ in batch:
+        with pytest.raises(shoal.StepError, match="summed over ranks, not averaged"):
+            batch.averaged(rows.sum())

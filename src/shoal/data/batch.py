@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 from torch import Tensor, nn
 
+from shoal._torch.autograd import averages
 from shoal.data.coupling.step import CoupledStep
 from shoal.data.gather import GatheredRows, gather_rows
 from shoal.data.micro import CURRENT_DRAWS, Draws, MicroBatch
@@ -213,7 +214,8 @@ class Batch:
             The loss to call `backward` on, without dimensions.
 
         Raises:
-            StepError: If no loop over the batch is running.
+            StepError: If no loop over the batch is running, `total` is not a single number, its last
+                operation shows that it is a mean, or a model of the World has been parallelized.
 
         Examples:
             >>> import torch
@@ -225,6 +227,13 @@ class Batch:
             >>> loss
             tensor(4.)
         """
+        _check_sum(total, self.micro)
+        if self._world is not None and self._world.provided(ManualLoop) is not None:
+            raise StepError(
+                given="batch.averaged with a model that was parallelized",
+                found="its gradients are summed over ranks, not averaged, and only by batch.backward",
+                fix=IN_A_LOOP,
+            )
         weight = self.micro.weight
         self.loss_sum = (0.0 if self.loss_sum is None else self.loss_sum) + total.detach() * weight
         ranks = 1 if self._world is None else self._world.data_size
@@ -341,6 +350,20 @@ class Batch:
     @property
     def _manual_loop(self) -> ManualLoop:
         return (self._world and self._world.provided(ManualLoop)) or ManualLoop()
+
+
+def _check_sum(total: object, micro: MicroBatch) -> None:
+    """Raise StepError if `total` can't be the sum of the losses of a micro-batch."""
+    if not isinstance(total, Tensor) or total.dim():
+        found = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        found = f"a tensor without dimensions is needed, not {found}"
+    elif micro.samples > 1 and averages(total):
+        found = "the last operation of the loss shows that it is a mean, not a sum"
+    else:
+        return
+    raise StepError(
+        given="batch.averaged(loss)", found=found, fix="use reduction='sum' in the loss function"
+    )
 
 
 def not_one_model(found: str) -> StepError:

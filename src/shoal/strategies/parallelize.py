@@ -248,6 +248,7 @@ def engine_of(model: nn.Module) -> Engine:
             given=f"{type(model).__name__}, a model that was not parallelized"
             + (" (a copy of one that was)" if copied else ""),
             found="the model has no engine to run its step",
-            fix="model = shoal.parallelize(model, world)",
+            fix="model = shoal.parallelize(model, world); or, if another tool trains it, pass "
+            "world=world to shoal.evaluate or shoal.export",
         )
     return engine

@@ -82,6 +82,12 @@ def load(
             found="the first argument is the model, the second a file, a directory or a state_dict",
             fix="shoal.load(model, 'model.safetensors')",
         )
+    if not (rename is None or callable(rename)) or not isinstance(strict, bool):
+        raise CheckpointError(
+            given=f"shoal.load(model, …, rename={rename!r}, strict={strict!r})",
+            found="rename is a function from a name to a name, and strict is True or False",
+            fix="shoal.load(model, source, rename=lambda name: name.removeprefix('model.'))",
+        )
     model = unwrapped(model)
     if isinstance(source, Mapping):
         _load_mapping(model, source, rename, strict)
@@ -135,7 +141,7 @@ def _load_files(
             found = match(model, stored, here, lambda name: _new_name(name, here, rename))
             check_dtypes(own, found)
         except UnfitError as error:
-            raise source.error(str(error), "pass unquantized weights of this model") from None
+            raise source.error(str(error), error.fix) from None
         return found
 
     found = together(matched)
@@ -177,7 +183,7 @@ def _compare(
     missing = [n for n in here if n not in {*there, *accepted} and not _matches(may_miss, n)]
     unexpected = [n for n in there if n not in here and not _matches(may_have, n)]
     both = {n: shape for n, shape in here.items() if n in there}
-    if not strict:
+    if not strict and both:
         differences = model_differences(both, {n: there[n] for n in both})
     else:
         expected = both | {n: here[n] for n in missing}
@@ -213,6 +219,13 @@ def _of_all_ranks(model: nn.Module) -> Shapes:
 def _new_name(name: str, here: Mapping[str, object], rename: Callable[[str], str] | None) -> str:
     """Return the name in the model: renamed by the user, and without prefixes of wrappers."""
     bare = name if rename is None else rename(name)
+    if not isinstance(bare, str):
+        raise CheckpointError(
+            given=f"the name {name!r} in shoal.load",
+            found=f"names are strings, and this one is {bare!r}"
+            + ("" if rename is None else " after rename"),
+            fix="pass a state_dict, or a rename that returns the name of an entry of the model",
+        )
     while bare not in here:
         prefix = next((prefix for prefix in PREFIXES if bare.startswith(prefix)), None)
         if prefix is None:

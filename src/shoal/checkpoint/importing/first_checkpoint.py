@@ -49,12 +49,20 @@ def import_checkpoint(source: Path, run: Path, *, step: int | None = None) -> Im
     `step` is the number of optimizer steps, which not every tool records. Nothing from the source is
     executed. The checkpoint appears complete or not at all.
 
-    Raises CheckpointError if the source can't be read, does not record its step, or the run directory
-    has a checkpoint.
+    Raises CheckpointError if the source can't be read, does not record its step or records another
+    one, or the run directory has a checkpoint.
     """
+    if run.exists() and source.exists() and run.samefile(source):
+        raise CheckpointError(
+            given=f"an import of {source} into itself",
+            found="the run would be written between the files of the other tool",
+            fix="choose a new run directory",
+        )
     store = store_in((run / "checkpoints").absolute(), Files())
     _check_unused(run, store)
     found = read_foreign(source)
+    if None not in (step, found.step) and step != found.step:
+        raise unreadable(source, f"it is of step {found.step}, not {step}", "leave --step out")
     number = found.step if step is None else step
     if number is None:
         raise unreadable(

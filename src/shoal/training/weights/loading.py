@@ -26,7 +26,11 @@ Shapes = dict[str, tuple[int, ...] | None]
 
 
 class UnfitError(ValueError):
-    """Tensors that can't be loaded into the model under any names."""
+    """Tensors that can't be loaded into the model under any names, and what to do."""
+
+    def __init__(self, found: str, fix: str = "pass unquantized weights of this model") -> None:
+        super().__init__(found)
+        self.fix = fix
 
 
 @dataclass
@@ -85,7 +89,10 @@ def match(
     often = Counter(names.values())
     twice = sorted(name for name, new in names.items() if often[new] > 1)
     if twice:
-        raise UnfitError(f"several tensors have the same name without its prefix, such as {twice[0]}")
+        raise UnfitError(
+            f"several tensors get the same name, such as {twice[0]}",
+            "pass the weights of one model; rename must return another name for each tensor",
+        )
     found.plain = {new: stored[name] for name, new in names.items()}
     for name, source in tied_names(model).items():
         if name in here and name not in found.plain and source in found.plain:
