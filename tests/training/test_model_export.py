@@ -184,6 +184,7 @@ def test_compiled_parts_lose_their_prefix_too() -> None:
     shoal.load(model, dict(zip(names, (p.detach() + 1 for p in model.parameters()), strict=True)))
 
 
+LOAD: Any = shoal.load  # also for arguments of other types
 PLAIN = nn.Linear(2, 2).state_dict()
 BOTH = {**PLAIN, **{f"module.{name}": torch.zeros_like(value) for name, value in PLAIN.items()}}
 
@@ -197,10 +198,10 @@ BOTH = {**PLAIN, **{f"module.{name}": torch.zeros_like(value) for name, value in
         (lambda path: shoal.load(nn.Linear(2, 2), nn.Linear(2, 3).state_dict()), "instead of"),
         (lambda path: shoal.load(nn.Linear(2, 2), {}), "missing: weight, bias"),
         (lambda path: shoal.load(nn.Linear(2, 2), BOTH), "such as module.bias"),
-        (lambda path: shoal.load(nn.Linear(2, 2), {1: torch.ones(1)}), "this one is 1"),
-        (lambda path: shoal.load(nn.Linear(2, 2), PLAIN, rename="x"), "rename is a function"),
-        (lambda path: shoal.load(nn.Linear(2, 2), PLAIN, rename=lambda name: None), "after rename"),
-        (lambda path: shoal.load(nn.Linear(2, 2), PLAIN, strict="no"), "True or False"),
+        (lambda path: LOAD(nn.Linear(2, 2), {1: torch.ones(1)}), "this one is 1"),
+        (lambda path: LOAD(nn.Linear(2, 2), PLAIN, rename="x"), "rename is a function"),
+        (lambda path: LOAD(nn.Linear(2, 2), PLAIN, rename=lambda name: None), "after rename"),
+        (lambda path: LOAD(nn.Linear(2, 2), PLAIN, strict="no"), "True or False"),
         (lambda path: shoal.load(nn.Linear(2, 2), {"a": torch.ones(1)}, strict=False), "missing:"),
     ],
 )
