@@ -193,7 +193,7 @@ def test_a_rendezvous_at_which_nothing_listens_is_not_said_to_listen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As after its name got another address."""
-    monkeypatch.setattr(multi_node_rendezvous, "listen", lambda host, port: f"{host} is elsewhere")
+    monkeypatch.setattr(multi_node_rendezvous, "listen", lambda host, *_, **__: f"{host} is elsewhere")
     nodes = Nodes(least=2, most=2, host="127.0.0.1", port=free_port(), wait=1.0)
     with pytest.raises(LaunchError, match=r"Connection refused\); here, 127.0.0.1 is elsewhere"):
         multi_node_rendezvous.NodesRendezvous(nodes, processes=1, label="here")

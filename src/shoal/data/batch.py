@@ -214,8 +214,8 @@ class Batch:
             The loss to call `backward` on, without dimensions.
 
         Raises:
-            StepError: If no loop over the batch is running, `total` is not a single number, its last
-                operation shows that it is a mean, or a model of the World has been parallelized.
+            StepError: If no loop over the batch is running, `total` is not a single number, or its last
+                operation shows that it is a mean.
 
         Examples:
             >>> import torch
@@ -228,12 +228,6 @@ class Batch:
             tensor(4.)
         """
         _check_sum(total, self.micro)
-        if self._world is not None and self._world.provided(ManualLoop) is not None:
-            raise StepError(
-                given="batch.averaged with a model that was parallelized",
-                found="its gradients are summed over ranks, not averaged, and only by batch.backward",
-                fix=IN_A_LOOP,
-            )
         weight = self.micro.weight
         self.loss_sum = (0.0 if self.loss_sum is None else self.loss_sum) + total.detach() * weight
         ranks = 1 if self._world is None else self._world.data_size
