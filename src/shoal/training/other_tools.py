@@ -21,6 +21,7 @@ from shoal.util.errors import StepError
 class OtherToolState(TrainState):
     """Counts the steps of the tool's optimizer, each with the batch that the Loader yielded last."""
 
+    engine: OtherToolEngine
     precision = "chosen by another tool"
     may_skip = True
 
@@ -41,7 +42,6 @@ class OtherToolState(TrainState):
                     fix="use the plain optimizer, or model = shoal.parallelize(model, world)",
                 )
         self._loader = loader
-        self._engine = engine
         self.optimizer.register_step_post_hook(self._stepped)
 
     def check_schedule(self, *, epoch_ended: bool) -> None:
@@ -59,7 +59,7 @@ class OtherToolState(TrainState):
             return
         world.watchdog.begin_step()
         if not self._checked:  # a forgotten wrapper shows after the first step
-            self._engine.check_same()
+            self.engine.check_same()
             self._checked = True
         batch.processed = True
         loss = math.nan  # the loop computes its loss without `batch.averaged`

@@ -261,6 +261,13 @@ class Shell(str):
     """Shell text, which is not quoted. A value of any other type becomes one quoted word."""
 
 
+def refuse_used(options: Mapping[str, tuple[object, str]], found: str) -> None:
+    """Raise LaunchError for the first option that is used: by option, its value and what to do."""
+    for given, (used, fix) in options.items():
+        if used:
+            raise LaunchError(given=given, found=found, fix=fix)
+
+
 def quote_word(value: object) -> str:
     """Return a value as one word of a shell script, without line breaks."""
     if isinstance(value, Shell):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.distributed.cluster_env import REQUEUE
-from shoal.tools.submit.scheduler import MARK, Job, JobContext
+from shoal.tools.submit.scheduler import MARK, Job, JobContext, refuse_used
 from shoal.util.errors import LaunchError
 from shoal.util.python import installed_shoal_command
 
@@ -225,10 +225,6 @@ def _check_supported(job: Job) -> None:
             f"give each node as many processes: -n {job.nodes * job.per_node}",
         ),
     }
-    for given, (used, fix) in others.items():
-        if used:
-            raise LaunchError(
-                given=given,
-                found="a job of Shoal on Kubernetes is one command, the same in each pod, without this",
-                fix=fix,
-            )
+    refuse_used(
+        others, "a job of Shoal on Kubernetes is one command, the same in each pod, without this"
+    )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
-from shoal.tools.submit.scheduler import MARK, Job, JobContext
+from shoal.tools.submit.scheduler import MARK, Job, JobContext, refuse_used
 from shoal.util.errors import LaunchError
 from shoal.util.python import installed_shoal_command
 
@@ -80,7 +79,7 @@ def _checked(given: str, value: str, pattern: str, what: str) -> str:
 def _check_supported(job: Job) -> None:
     """Raise LaunchError for what a job of Ray has no form of."""
     leave = "leave it out"
-    others: dict[str, tuple[Any, str]] = {
+    others: dict[str, tuple[object, str]] = {
         "--partition": (
             job.partition,
             'choose nodes by --constraint; in the site\'s file, add option = "" to the partition',
@@ -103,10 +102,4 @@ def _check_supported(job: Job) -> None:
             f"give each node as many processes: -n {job.nodes * job.per_node}",
         ),
     }
-    for given, (used, fix) in others.items():
-        if used:
-            raise LaunchError(
-                given=given,
-                found="a job of Shoal on Ray is one command, the same on each node, without this",
-                fix=fix,
-            )
+    refuse_used(others, "a job of Shoal on Ray is one command, the same on each node, without this")
