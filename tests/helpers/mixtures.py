@@ -46,12 +46,14 @@ class Mixture(nn.Module):
         self.router = nn.Linear(width, number)
         self.experts = Experts(number, width)
         self.shared = nn.Linear(width, WIDTH)
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         weights, index = self.router(tokens).softmax(-1).topk(CHOICES)
         mixed: Tensor = self.experts(tokens, index, weights)
-        return self.shared(x) + mixed.view(*x.shape[:-1], -1)
+        result: Tensor = self.shared(x) + mixed.view(*x.shape[:-1], -1)
+        return result
 
 
 class MixedGPT(GPT):

@@ -41,8 +41,8 @@ class Layout:
             Default: 1.
         shard: Number of ranks over which the parameters of a replica are sharded, each with its own
             samples (FSDP; together with `replicate`, HSDP). Default: 1.
-        expert: Number of ranks over which the experts of each mixture-of-experts layer are divided, each
-            with its own samples (expert parallelism). Default: 1.
+        expert: Number of ranks over which the experts of each layer are distributed, each with its own
+            samples (expert parallelism). Default: 1.
         context: Number of slices into which each sequence is split (context parallelism). Default: 1.
         tensor: Number of ranks over which weight matrices are split (tensor parallelism). Default: 1.
         pipeline: Number of pipeline stages, each on its own ranks (pipeline parallelism). Default: 1.

@@ -63,7 +63,7 @@ class Linked(torch.autograd.Function):
     """The outputs of no rows, with zeros as the gradients of the rows and the parameters.
 
     Without it, experts that get no rows would not take part in the backward pass, in which other ranks
-    wait for the gradients of theirs.
+    wait for the gradients of their rows.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Modules of experts that are divided over ranks, and the way of their tokens."""
+"""Modules of experts that are distributed over ranks, and the way of their tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -29,34 +28,36 @@ from shoal.util.errors import StepError
 
 COUNT = "num_experts"
 """The attribute in which modules of transformers have the number of their experts."""
+_SIGNATURE = "forward(hidden, index, weights)"
 
 
 def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) -> dict[str, nn.Module]:
-    """Return the modules of experts by name. Raise StepError if there is none, or they don't divide."""
-    wanted = None if patterns is None else {id(unit) for unit in find_units(model, patterns)}
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if wanted is None and not _number(module):
-            continue
-        if wanted is not None and id(module) not in wanted:
-            continue
+    """Return the modules of experts by name. Raise StepError if `degree` ranks can't share them."""
+    chosen = None if patterns is None else {id(unit) for unit in find_units(model, patterns)}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if (_number(module) if chosen is None else id(module) in chosen)
+    }
+    for name, module in found.items():
         number = _number(module)
-        if number % degree or not number:
+        given = f"shoal.ExpertParallel() on {degree} ranks and {name}, a {type(module).__name__}"
+        if not number:
             raise StepError(
-                given=f"shoal.ExpertParallel() on {degree} ranks, with {name}, a {type(module).__name__}",
-                found=f"it has {number} experts, which {degree} ranks can't have equal numbers of"
-                if number
-                else "it has no parameters whose first dimension is the number of experts, with a "
-                "forward(hidden, index, weights)",
-                fix=f"a degree of the expert axis that divides {number}"
-                if number
-                else "name the module of the experts, not the layer with its router",
+                given=given,
+                found=f"it has no parameters of shape (experts, …) and a {_SIGNATURE}",
+                fix="name the module of the experts, not the layer with its router",
             )
-        found[name] = module
+        if number % degree:
+            raise StepError(
+                given=given,
+                found=f"it has {number} experts, and ranks have equal numbers of them",
+                fix=f"use a degree of the expert axis that divides {number}",
+            )
     if not found:
         raise StepError(
             given=f"shoal.ExpertParallel() around {type(model).__name__}",
-            found="no module has parameters of shape (experts, …) and a forward(hidden, index, weights)",
+            found=f"no module has parameters of shape (experts, …) and a {_SIGNATURE}",
             fix="put the weights of the experts into one module, which gets the tokens, the experts "
             "that the router has chosen for each, and their weights",
         )
@@ -65,13 +66,14 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
 
 def _number(module: nn.Module) -> int:
     """Return the number of experts of a module, 0 for other modules."""
-    held = [p for p in module.parameters(recurse=False)]
+    held = list(module.parameters(recurse=False))
     sizes = {p.shape[0] if p.dim() > 1 else 0 for p in held}
     others = any(True for child in module.children() for _ in child.parameters())
-    if len(sizes) != 1 or others or len(inspect.signature(module.forward).parameters) != 3:
+    stacked = any(p.dim() == 3 for p in held) and len(sizes) == 1 and not others
+    if not stacked or len(inspect.signature(module.forward).parameters) != 3:
         return 0
     number = sizes.pop()
-    return number if getattr(module, COUNT, number) == number and any(p.dim() == 3 for p in held) else 0
+    return number if getattr(module, COUNT, number) == number else 0
 
 
 def divide(name: str, module: nn.Module, world: World) -> None:
@@ -80,17 +82,21 @@ def divide(name: str, module: nn.Module, world: World) -> None:
     broadcast([p.data for p in module.parameters()], world.data_group)
     for key, parameter in table_of(module).items():
         if parameter is not None:
-            part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
-            table_of(module)[key] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-            table_of(module)[key].__class__ = ShardedParameter
+            part: Any = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            part.__class__ = ShardedParameter
+            table_of(module)[key] = part
     object.__setattr__(module, ATTRIBUTE, DividedExperts(name, module, world))
-    module.forward = MethodType(_forward, module)
+    module.forward = MethodType(_uncompiled, module)
 
 
-@torch.compiler.disable  # a compiled block calls it: sizes depend on the values of the router
 def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     found: DividedExperts = getattr(module, ATTRIBUTE)
     return found(module, hidden, index, weights)
+
+
+_uncompiled = torch.compiler.disable(_forward)
+"""Not compiled with its block, since sizes depend on the values of the router."""
 
 
 class DividedExperts:
@@ -115,9 +121,7 @@ class DividedExperts:
             self._check(module, hidden.detach(), index, weights.detach())
         return self._dispatched(module, hidden, index, weights)
 
-    def _dispatched(
-        self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor
-    ) -> Tensor:
+    def _dispatched(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         tokens, choices = index.shape
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
@@ -138,7 +142,7 @@ class DividedExperts:
         """Return the output of one of this rank's experts for each row."""
         with _only(module, lambda parameter: parameter.to_local()):
             ones = rows.new_ones(len(rows), 1)
-            outputs = self._compute(module, rows, experts.unsqueeze(1), ones)
+            outputs: Tensor = self._compute(module, rows, experts.unsqueeze(1), ones)
             if len(rows):
                 return outputs
             parameters = [p for p in table_of(module).values() if p is not None]
@@ -157,7 +161,7 @@ class DividedExperts:
         if any(gather_numbers(int(wrong), self._exchange.group)):
             raise StepError(
                 given=f"shoal.ExpertParallel() with {self.name}, a {type(module).__name__}",
-                found="with its tokens in another order, or one expert at a time, it gives other outputs",
+                found="its output for a token depends on the order or the number of the tokens",
                 fix="leave it out of modules=…; each row of its output must be the sum of its experts' "
                 "outputs for this row, times their weights",
             )

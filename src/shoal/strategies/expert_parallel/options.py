@@ -16,11 +16,11 @@ from shoal.strategies.local import local_engine
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel:
-    """Expert parallelism: the experts of a mixture are divided over the `expert` axis.
+    """Expert parallelism: the experts of a mixture are distributed over the `expert` axis.
 
-    Each rank of the axis has its own samples, and some of the experts of each layer. A layer sends each
-    token to the ranks of the experts that its router has chosen, and gets their outputs back (Shazeer et
-    al. 2017; Lepikhin et al. 2021, GShard). All other parameters are replicated, or sharded by the
+    Each rank of the axis has its own samples, and some of the experts of each layer. A layer sends
+    tokens to the ranks of the experts that its router has chosen, and gets their outputs back (Shazeer
+    et al. 2017; Lepikhin et al. 2021, GShard). All other parameters are replicated, or sharded by the
     strategy after this one. The results are those of the same model on one process.
 
     A module of experts has parameters whose first dimension is the number of experts, and a
@@ -28,8 +28,8 @@ class ExpertParallel:
     and their weights, both of shape (tokens, choices). These are the experts of Mixtral, Qwen-MoE,
     OLMoE, DeepSeek and gpt-oss in transformers 5. The router runs on each rank.
 
-    Put this strategy before the one that sums gradients. If you pass it alone, FSDP follows if the layout
-    has a `shard` axis.
+    Put this strategy before the one that sums gradients. If you pass it alone, FSDP follows it if the
+    layout has a `shard` axis.
 
     Args:
         modules: Patterns of module names, such as "layers.*.mlp.experts". None means all modules of
