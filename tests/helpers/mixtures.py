@@ -78,11 +78,57 @@ class MixedGPT(GPT):
         return logits
 
 
+class Routed(Mixture):
+    """A mixture with a balance loss, a capacity, and a bias of its router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.balance = shoal.BalanceLoss()
+        self.capacity = shoal.ExpertCapacity(EXPERTS, factor=0.8)
+        self.balancing = shoal.BalancingBias(EXPERTS, rate=0.01)
+        self.loss = torch.zeros(())
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output; `loss` is the balance loss."""
+        probabilities = self.router(x).softmax(-1)
+        index = self.balancing(probabilities).topk(CHOICES).indices
+        self.balancing.count(index)
+        self.loss = self.balance(probabilities, index)
+        weights = probabilities.gather(-1, index).flatten(0, 1)
+        mixed = self.experts(x.flatten(0, 1), self.capacity(index).flatten(0, 1), weights)
+        result: Tensor = self.shared(x) + mixed.view(*x.shape[:-1], -1)
+        return result
+
+
+class RoutedGPT(MixedGPT):
+    """A GPT of such mixtures, which returns logits and the sum of their losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.narrow = Routed()
+
+    def forward(self, tokens: Tensor) -> Any:
+        """Return logits and loss."""
+        logits = super().forward(tokens)
+        blocks: list[Any] = list(self.blocks)
+        losses = [block.narrow.loss for block in blocks]
+        return logits, losses[0] + losses[1]
+
+
+def routed_loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """The loss of the tokens, and the balance loss."""
+    total, count = loss(output[0], batch) if isinstance(output, tuple) else loss(output, batch)
+    return (total + 0.1 * output[1] if isinstance(output, tuple) else total), count
+
+
 class Trained(NamedTuple):
     """Losses, norms and counts of each step, an evaluation, and the parameters."""
 
     numbers: list[float]
     parameters: dict[str, Tensor]
+    """With the buffers."""
 
     def distance(self, other: Trained) -> float:
         """Return the largest relative difference."""
@@ -101,13 +147,15 @@ def trained(
     steps: int = 20,
     micro_batches: int = 2,
     compiled: str | None = None,
+    make: type[MixedGPT] = MixedGPT,
+    statistics: int | str = "batch",
     directory: Path | None = None,
 ) -> Trained:
     """Train for some steps of AdamW in all, from what `directory` has."""
     world.reseed("weights", by_rank=False)
-    model = shoal.parallelize(MixedGPT(), world, strategy)
+    model = shoal.parallelize(make(), world, strategy, statistics=statistics)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=0.5, compile=compiled)
+    step = shoal.Step(model, optimizer, shoal.Task(routed_loss), clip=0.5, compile=compiled)
     ema = shoal.EMA(model, decay=0.9)
     data = shoal.Loader(texts(), world, batch_size=16, micro_batches=micro_batches)
     numbers = []
@@ -125,4 +173,5 @@ def trained(
         with ema.applied() if average else torch.no_grad():
             evaluated = shoal.evaluate(step, texts())
         numbers += [evaluated["loss"], evaluated["samples"]]
-    return Trained(numbers, {name: whole(p.detach()) for name, p in model.named_parameters()})
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return Trained(numbers, {name: whole(each.detach()) for name, each in tensors.items()})

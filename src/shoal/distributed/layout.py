@@ -33,8 +33,8 @@ class Layout:
     One degree may be -1: `resolve` computes it from the world size and the other degrees. The text
     form, as in `"replicate=2,tensor=4"`, lists the degrees that are not 1, and `parse` reads it back.
     From the outermost axis to the innermost, ranks are numbered over pipeline, replicate, shard,
-    expert, context and tensor, so that the axes that communicate most are on neighbouring ranks (Narayanan
-    et al. 2021).
+    expert, context and tensor, so that the axes that communicate most are on neighbouring ranks
+    (Narayanan et al. 2021).
 
     Args:
         replicate: Number of replicas of the model, each with its own samples (data parallelism, DDP).

@@ -18,9 +18,8 @@ from shoal.distributed.world import World
 from shoal.strategies.correction import DeviceTotals
 from shoal.strategies.coupling.batch_norm import uncovered_buffers
 from shoal.strategies.coupling.observed import buffer_version
-from shoal.strategies.dtensor import parts, share
+from shoal.strategies.dtensor import over_experts, parts, share
 from shoal.strategies.engine import ReducerEngine
-from shoal.strategies.expert_parallel.axis import over_experts
 from shoal.strategies.held_parameters import HeldParameters, global_norm
 from shoal.strategies.reducer import Reducer, backward_seed, sums
 from shoal.strategies.registry import engines_of

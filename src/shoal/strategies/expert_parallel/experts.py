@@ -18,7 +18,6 @@ from shoal.distributed.tensors import broadcast
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import whole
 from shoal.strategies.eval_mode import each_in_eval_mode
-from shoal.strategies.expert_parallel.axis import ATTRIBUTE
 from shoal.strategies.expert_parallel.exchange import Exchange, Linked
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.random_draws.draws import constant_draws
@@ -26,6 +25,7 @@ from shoal.strategies.sharded_parameter import ShardedParameter
 from shoal.strategies.tolerance import TOLERANCES, distance
 from shoal.util.errors import StepError
 
+ATTRIBUTE = "_shoal_experts"
 COUNT = "num_experts"
 """The attribute in which modules of transformers have the number of their experts."""
 _SIGNATURE = "forward(hidden, index, weights)"
@@ -74,6 +74,11 @@ def _number(module: nn.Module) -> int:
         return 0
     number = sizes.pop()
     return number if getattr(module, COUNT, number) == number else 0
+
+
+def divided_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of experts that are distributed over ranks."""
+    return [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
 
 
 def divide(name: str, module: nn.Module, world: World) -> None:

@@ -39,7 +39,7 @@ from shoal.strategies.compiled import RepeatedBlocks, compile_parts
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.dtensor import is_divided
-from shoal.strategies.expert_parallel.axis import divided_experts
+from shoal.strategies.expert_parallel.experts import divided_experts
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.mesh_reducer import (
     MeshReducer,
