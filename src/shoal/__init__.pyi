@@ -31,6 +31,10 @@ from shoal.strategies.data_parallel.ddp import SingleProcess as SingleProcess
 from shoal.strategies.data_parallel.local_sgd import DiLoCo as DiLoCo
 from shoal.strategies.data_parallel.local_sgd import LocalSGD as LocalSGD
 from shoal.strategies.device_placement.options import DevicePlacement as DevicePlacement
+from shoal.strategies.expert_parallel.options import ExpertParallel as ExpertParallel
+from shoal.strategies.expert_parallel.routing import BalanceLoss as BalanceLoss
+from shoal.strategies.expert_parallel.routing import BalancingBias as BalancingBias
+from shoal.strategies.expert_parallel.routing import ExpertCapacity as ExpertCapacity
 from shoal.strategies.fsdp.options import FSDP as FSDP
 from shoal.strategies.pipeline.options import Pipeline as Pipeline
 from shoal.strategies.random_draws.layouts import samples as samples

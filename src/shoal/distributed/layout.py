@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 from shoal.util.arguments import is_integer
 from shoal.util.errors import LayoutError
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 """Mesh axes from the outermost (ranks far apart) to the innermost (neighbouring ranks).
 
-The axes that communicate most per step (tensor, context) are on neighbouring ranks, which share a
-node. Pipeline stages communicate least and are furthest apart (Narayanan et al. 2021, section 3).
+The axes that communicate most per step (tensor, context, expert) are on neighbouring ranks, which share
+a node. Pipeline stages communicate least and are furthest apart (Narayanan et al. 2021, section 3).
 """
 
-DATA_AXES = ("replicate", "shard")
+DATA_AXES = ("replicate", "shard", "expert")
 """Axes whose ranks receive different samples."""
 
 
@@ -28,19 +28,21 @@ _PLANNED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of the five axes of the device mesh; their product is the world size.
+    """Degrees of the six axes of the device mesh; their product is the world size.
 
     One degree may be -1: `resolve` computes it from the world size and the other degrees. The text
     form, as in `"replicate=2,tensor=4"`, lists the degrees that are not 1, and `parse` reads it back.
     From the outermost axis to the innermost, ranks are numbered over pipeline, replicate, shard,
-    context and tensor, so that the axes that communicate most are on neighbouring ranks (Narayanan
-    et al. 2021).
+    expert, context and tensor, so that the axes that communicate most are on neighbouring ranks
+    (Narayanan et al. 2021).
 
     Args:
         replicate: Number of replicas of the model, each with its own samples (data parallelism, DDP).
             Default: 1.
         shard: Number of ranks over which the parameters of a replica are sharded, each with its own
             samples (FSDP; together with `replicate`, HSDP). Default: 1.
+        expert: Number of ranks over which the experts of each layer are distributed, each with its own
+            samples (expert parallelism). Default: 1.
         context: Number of slices into which each sequence is split (context parallelism). Default: 1.
         tensor: Number of ranks over which weight matrices are split (tensor parallelism). Default: 1.
         pipeline: Number of pipeline stages, each on its own ranks (pipeline parallelism). Default: 1.
@@ -56,6 +58,7 @@ class Layout:
 
     replicate: int = 1
     shard: int = 1
+    expert: int = 1
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
@@ -86,8 +89,8 @@ class Layout:
         """Return the layout that a string describes.
 
         Args:
-            text: `"axis=degree,axis=degree"`, with the axes `replicate`, `shard`, `context`, `tensor`
-                and `pipeline` in any order. Axes that are left out have degree 1.
+            text: `"axis=degree,axis=degree"`, with the axes `replicate`, `shard`, `expert`, `context`,
+                `tensor` and `pipeline` in any order. Axes that are left out have degree 1.
 
         Returns:
             The layout, not yet resolved.
@@ -127,7 +130,7 @@ class Layout:
         """Return the number of ranks along one axis.
 
         Args:
-            axis: `"replicate"`, `"shard"`, `"context"`, `"tensor"` or `"pipeline"`.
+            axis: `"replicate"`, `"shard"`, `"expert"`, `"context"`, `"tensor"` or `"pipeline"`.
 
         Returns:
             The degree; -1 if it is not resolved.
@@ -179,7 +182,7 @@ class Layout:
 
         Returns:
             The coordinate, from 0. Ranks are numbered row-major over pipeline, replicate, shard,
-            context and tensor.
+            expert, context and tensor.
         """
         return rank // self._stride(axis) % self.degree(axis)
 

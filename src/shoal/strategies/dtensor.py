@@ -22,6 +22,11 @@ def is_divided(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def over_experts(tensor: Tensor) -> bool:
+    """Return whether ranks along the `expert` axis have different parts of `tensor`."""
+    return is_divided(tensor) and "expert" in (tensor.device_mesh.mesh_dim_names or ())
+
+
 def share(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or a plain tensor itself."""
     return tensor.to_local() if is_divided(tensor) else tensor

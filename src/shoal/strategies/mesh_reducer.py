@@ -18,7 +18,7 @@ from shoal.distributed.world import World
 from shoal.strategies.correction import DeviceTotals
 from shoal.strategies.coupling.batch_norm import uncovered_buffers
 from shoal.strategies.coupling.observed import buffer_version
-from shoal.strategies.dtensor import parts, share
+from shoal.strategies.dtensor import over_experts, parts, share
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters, global_norm
 from shoal.strategies.reducer import Reducer, backward_seed, sums
@@ -52,10 +52,13 @@ class MeshReducer(Reducer):
     ) -> None:
         self.held = held
         self.reports_loss = reports_loss
-        self._gradient_group = gradient_group
         self._buffer_group = buffer_group
         self._norm = norm
-        self._summed = [p for p in held.parameters if not (sharded and p.dim())]
+        summed = [p for p in held.parameters if not (sharded and p.dim())]
+        experts = [p for p in summed if over_experts(p)]
+        others = [p for p in summed if not over_experts(p)]
+        groups = ((gradient_group, others), (summing_group(held.world, "expert"), experts))
+        self._sums = [(group, some) for group, some in groups if group is not None and some]
         self._versions = {
             name: buffer_version(each) for name, each in uncovered_buffers(held.module).items()
         }
@@ -80,9 +83,9 @@ class MeshReducer(Reducer):
         self.held.print_unused()  # before the sums, which give all parameters a gradient
         for parameter in self.held.parameters:
             divide_alike(parameter)
-        if self._gradient_group is not None and self._summed:
-            with self.held.world.timeline.within(COMMUNICATION):
-                sum_over(self._gradient_group, self._summed)
+        with self.held.world.timeline.within(COMMUNICATION):
+            for group, parameters in self._sums:
+                sum_over(group, parameters)
 
     def totals(self) -> DeviceTotals:
         """Return the sums over the world and the full norm; see the contract."""
@@ -141,11 +144,17 @@ def data_group(world: World) -> dist.ProcessGroup | None:
     return world.data_group if world.data_size > 1 else None
 
 
-def summing_group(world: World) -> dist.ProcessGroup | None:
-    """Return the group of ranks with other samples or other slices of them, or None without."""
-    if world.layout.degree("context") == 1:
+def summing_group(world: World, *without: str) -> dist.ProcessGroup | None:
+    """Return the group of ranks with other samples or other slices of them, or None without.
+
+    Ranks along the axes `without` have other parameters.
+    """
+    if world.layout.degree("context") == 1 and not without:
         return data_group(world)
-    return world.group_along(*DATA_AXES, "context", name="slices")
+    axes = [axis for axis in (*DATA_AXES, "context") if axis not in without]
+    if all(world.layout.degree(axis) == 1 for axis in axes):
+        return None
+    return world.group_along(*axes, name="_".join(("slices", *without)))
 
 
 @contextmanager

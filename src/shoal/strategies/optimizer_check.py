@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shoal._torch.mesh import local_slices
 from shoal._torch.optimizers import step_without_hooks, twin_of
+from shoal.distributed.layout import AXES
 from shoal.distributed.seeds import random_state, set_random_state
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import copy_share, is_divided, share
@@ -73,7 +74,7 @@ class _Checked:
 
 def has_parts(world: World) -> bool:
     """Return whether ranks have different parts of a model."""
-    return any(world.layout.degree(axis) > 1 for axis in ("shard", "context", "tensor", "pipeline"))
+    return any(world.layout.degree(axis) > 1 for axis in AXES if axis != "replicate")
 
 
 class OptimizerCheck:

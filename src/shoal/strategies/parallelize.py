@@ -32,6 +32,7 @@ ATTRIBUTE = "_shoal_engine"
 _SERVING = {
     "replicate": "shoal.DDP()",
     "shard": "shoal.FSDP()",
+    "expert": "shoal.ExpertParallel()",
     "context": "shoal.ContextParallel()",
     "tensor": "shoal.TensorParallel(plan=…)",
     "pipeline": "shoal.Pipeline(split_points=…)",
@@ -173,10 +174,13 @@ def _apply(strategies: Sequence[Any], module: nn.Module, world: World) -> Engine
 def _checked(strategy: Any, world: World) -> list[Any]:
     """Return the strategies. Raise an error for other values, combinations and unused axes."""
     given = list(strategy) if isinstance(strategy, list | tuple) else [strategy]
+    sharded = world.layout.degree("shard") > 1
+    last = given[-1] if given else None
     if strategy is None or (
-        given and isinstance(given[-1], ModelTransform) and not _complete(given[-1])
+        isinstance(last, ModelTransform)
+        and not (_complete(last) and (not sharded or "shard" in last.axes))
     ):
-        given = [*filter(None, given), FSDP() if world.layout.degree("shard") > 1 else DDP()]
+        given = [*filter(None, given), FSDP() if sharded else DDP()]
     for each in given or [None]:
         usable = _complete(each) or isinstance(each, ModelTransform)
         if isinstance(each, str | type | nn.Module) or not usable:

@@ -61,6 +61,29 @@ class SampleGroups:
             numbers[start:stop] = number
         return sums[numbers.to(sums.device)]
 
+    def before(self, values: Tensor) -> Tensor:
+        """Return, for each row, the sum of `values` over earlier rows of its group. Collective.
+
+        Rows are in the order of their positions in the batch, also those of other ranks.
+
+        Args:
+            values: Tensor of shape (rows, …).
+
+        Returns:
+            Tensor of shape (rows, …), without gradients.
+        """
+        values = values.detach()
+        found = torch.zeros_like(values)
+        for start, stop in self._segments:
+            found[start:stop] = values[start:stop].cumsum(0) - values[start:stop]
+        if self._part is None or not self._part.groups.shared:
+            return found
+        world = self._part.coupling.world
+        table = values.new_zeros(len(self._segments), world.data_size, *values.shape[1:])
+        for row, (start, stop) in enumerate(self._segments):
+            table[row, world.data_rank] = values[start:stop].sum(0)
+        return found + self.expand(self._part.add_up(table)[:, : world.data_rank].sum(1))
+
     def update(self, function: Callable[..., object], *sums: Tensor) -> None:
         """Call `function(*sums)` at the end of the step, for each group of the batch, on all ranks.
 

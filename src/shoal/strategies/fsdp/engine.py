@@ -39,6 +39,7 @@ from shoal.strategies.compiled import RepeatedBlocks, compile_parts
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.dtensor import is_divided
+from shoal.strategies.expert_parallel.experts import divided_experts
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.mesh_reducer import (
     MeshReducer,
@@ -195,7 +196,6 @@ def divide(
     """Shard `module` by `units` with FSDP2, which then sums gradients over ranks."""
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype if param_dtype else None)
     options: dict[str, Any] = {
-        "mesh": _mesh(world),
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
@@ -208,8 +208,10 @@ def divide(
             parameter.data.copy_(sent)
     # FSDP2 shards no scalars: each rank keeps them.
     options["ignored_params"] = {parameter for parameter in module.parameters() if not parameter.dim()}
-    divided: list[Any] = [*units, module]
+    experts = divided_experts(module)
+    divided: list[Any] = [*experts, *(unit for unit in units if unit not in experts), module]
     for part in divided:
+        options["mesh"] = _mesh(world, "expert") if part in experts else _mesh(world)
         sharded: Any = fully_shard(part, reshard_after_forward=reshard_after_forward, **options)
         # Sums, not means: the divisor is known only afterwards.
         sharded.set_gradient_divide_factor(1.0)
@@ -263,11 +265,16 @@ def _refuse_copy(part: nn.Module, _: object) -> NoReturn:
     )
 
 
-def _mesh(world: World) -> DeviceMesh:
-    """Return the mesh over which parameters are sharded, with the axis of slices, and replicated."""
-    divided = world.mesh["shard"]
-    if world.layout.degree("context") > 1:
-        divided = world.flat_mesh("shard", "context", name="shard_context")
+def _mesh(world: World, *without: str) -> DeviceMesh:
+    """Return the mesh over which parameters are sharded, and replicated, without some axes."""
+    axes = [
+        axis
+        for axis in ("shard", "expert", "context")
+        if axis not in without and world.layout.degree(axis) > 1
+    ]
+    divided = world.mesh[axes[0] if axes else "shard"]
+    if len(axes) > 1:
+        divided = world.flat_mesh(*axes, name="_".join(axes))
     if world.layout.degree("replicate") == 1:
         return divided
     return concatenate([world.mesh["replicate"], divided])

@@ -94,7 +94,7 @@ class FSDP:
         _check_parameters(model, units)
         if world.size == 1:
             return local_engine(model.to(world.device), world)
-        if world.layout.degree("shard") * world.layout.degree("context") == 1:
+        if all(world.layout.degree(axis) == 1 for axis in ("shard", "expert", "context")):
             raise LayoutError(
                 given=f"shoal.FSDP() with layout='{world.layout}'",
                 found="the layout has no axis over which parameters could be sharded",

@@ -123,6 +123,12 @@ def _plan_of(
             "check a run whose batch size is a number of samples",
         )
     degrees = Layout.parse(layout).resolve(attempt.size)
+    if degrees.expert > 1:
+        raise _unusable(
+            directory,
+            f"its layout is {layout}, and shoal plan does not know mixtures of experts",
+            "check a run of a model without experts",
+        )
     local = max(1, batch // degrees.data_size)
     if micro_batch is not None and (micro_batch > local or local % micro_batch):
         raise _unusable(

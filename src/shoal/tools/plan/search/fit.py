@@ -124,6 +124,12 @@ def plan_of(
 
 def _resolved(layout: str, devices: int) -> Layout:
     parsed = Layout.parse(layout)
+    if parsed.expert != 1:
+        raise ShoalError(
+            given=f"--layout {layout}",
+            found="shoal plan does not know mixtures of experts",
+            fix="use a layout without the expert axis for a model without experts",
+        )
     try:
         return parsed.resolve(devices)
     except ShoalError as error:

@@ -1,0 +1,256 @@
+"""Expert parallelism: experts that are divided over ranks, equal to one process or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from helpers.causal_transformer import WIDTH
+from helpers.mixtures import PLAN, Experts, Mixture, Trained, trained
+from helpers.ranks import RankError, Ranks
+from shoal.strategies import mesh_reducer
+from shoal.strategies.expert_parallel import exchange, experts
+
+pytestmark = pytest.mark.processes
+
+EXPERTS = shoal.ExpertParallel()
+
+
+@pytest.fixture(scope="module")
+def expected() -> Trained:
+    with shoal.init() as world:
+        return trained(world)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, layout="expert=2") as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (EXPERTS, {}),
+        ([EXPERTS, shoal.FSDP()], {"micro_batches": 1}),
+        ([shoal.ActivationCheckpointing(), EXPERTS], {}),
+        pytest.param(
+            [EXPERTS, shoal.FSDP(accumulate="whole", reshard_after_forward=False)],
+            {"micro_batches": 3},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(EXPERTS, {"compiled": "blocks"}, marks=pytest.mark.full),
+        pytest.param(
+            [shoal.ActivationCheckpointing(), EXPERTS, shoal.FSDP()], {}, marks=pytest.mark.full
+        ),
+    ],
+    ids=["replicated", "FSDP", "recomputed", "whole sums", "compiled", "recomputed FSDP"],
+)
+def test_a_mixture_trains_like_one_process(
+    two: Ranks, expected: Trained, strategy: Any, options: dict[str, Any]
+) -> None:
+    for found in two.call(partial(trained, strategy=strategy, **options)):
+        assert found.distance(expected) < 1e-9
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        ("expert=4", EXPERTS),
+        ("replicate=2,expert=2", EXPERTS),
+        ("shard=2,expert=2", EXPERTS),
+        ("expert=2,tensor=2", [shoal.TensorParallel(plan=PLAN), EXPERTS]),
+        ("expert=2,context=2", [shoal.ContextParallel(), EXPERTS]),
+        ("pipeline=2,expert=2", [EXPERTS, shoal.Pipeline(split_points=("blocks.1",))]),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                ("shard=2,expert=4", EXPERTS),
+                ("replicate=2,shard=2,expert=2", EXPERTS),
+                ("shard=2,expert=2,tensor=2", [shoal.TensorParallel(plan=PLAN), EXPERTS, shoal.FSDP()]),
+                (
+                    "pipeline=2,shard=2,expert=2",
+                    [EXPERTS, shoal.Pipeline(split_points=("blocks.1",))],
+                ),
+            )
+        ),
+    ],
+)
+def test_other_axes_divide_the_rest(expected: Trained, layout: str, strategy: Any) -> None:
+    with Ranks(shoal.Layout.parse(layout).size, layout=layout) as ranks:
+        for found in ranks.call(trained, strategy):
+            assert found.distance(expected) < 1e-9
+
+
+def resumed(world: shoal.World, directory: Path, steps: int) -> Trained:
+    strategy = EXPERTS if world.size > 1 else None
+    return trained(world, strategy, steps, directory=directory)
+
+
+@pytest.mark.full
+def test_a_run_resumes_on_other_numbers_of_ranks(two: Ranks, tmp_path: Path) -> None:
+    with shoal.init() as world:
+        expected = resumed(world, tmp_path / "whole", 6)
+    two.call(resumed, tmp_path / "cut", 2)
+    with Ranks(4, layout="shard=2,expert=2") as four:
+        four.call(resumed, tmp_path / "cut", 3)
+    with shoal.init() as world:
+        resumed(world, tmp_path / "cut", 4)
+    for found in two.call(resumed, tmp_path / "cut", 6):
+        numbers = expected.numbers[-len(found.numbers) :]
+        assert found.distance(expected._replace(numbers=numbers)) < 1e-9
+
+
+def mutate(patch: pytest.MonkeyPatch, mutation: str) -> None:
+    """Make one of the mistakes that were reported of other libraries."""
+
+    def twice(context: Any, gradient: Tensor) -> Any:
+        return 2 * context.by.moved(gradient, *context.sizes), None, None, None
+
+    def lost(context: Any, gradient: Tensor) -> Any:
+        return torch.zeros_like(context.by.moved(gradient, *context.sizes)), None, None, None
+
+    def without_router(self: Any, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Any:
+        return dispatched(self, module, hidden, index, weights.detach())
+
+    dispatched, group = experts.DividedExperts._dispatched, mesh_reducer.summing_group
+    if mutation == "gradients times the degree":
+        patch.setattr(exchange._Rows, "backward", staticmethod(twice))
+    elif mutation == "gradients of tokens lost":
+        patch.setattr(exchange._Rows, "backward", staticmethod(lost))
+    elif mutation == "no gradient of the router":
+        patch.setattr(experts.DividedExperts, "_dispatched", without_router)
+    elif mutation == "experts summed over all ranks":
+        patch.setattr(mesh_reducer, "over_experts", lambda parameter: False)
+    elif mutation == "experts of replicas not summed":
+        patch.setattr(mesh_reducer, "summing_group", lambda w, *out: None if out else group(w))
+    elif mutation == "experts counted several times in the norm":
+        patch.setattr(mesh_reducer, "parts", lambda parameter: 4)
+    elif mutation == "experts counted too little in the norm":
+        patch.setattr(mesh_reducer, "parts", lambda parameter: 1)
+
+
+def mutated(world: shoal.World, mutation: str) -> Trained:
+    with pytest.MonkeyPatch.context() as patch:
+        mutate(patch, mutation)
+        return trained(world, EXPERTS, 3)
+
+
+@pytest.mark.full
+def test_mistakes_of_other_libraries_are_noticed() -> None:
+    with shoal.init() as world:
+        expected = trained(world, None, 3)
+    mistakes = (
+        "gradients times the degree",
+        "gradients of tokens lost",
+        "no gradient of the router",
+        "experts summed over all ranks",
+        "experts of replicas not summed",
+        "experts counted several times in the norm",
+        "experts counted too little in the norm",
+    )
+    with Ranks(4, layout="replicate=2,expert=2") as ranks:
+        assert ranks.call(mutated, "")[0].distance(expected) < 1e-9
+        for mistake in mistakes:
+            assert ranks.call(mutated, mistake)[0].distance(expected) > 1e-4, mistake
+
+
+class Centered(Experts):
+    """Experts whose output for a token depends on the other tokens."""
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        result = super().forward(hidden, index, weights)
+        return result - result.mean(0)
+
+
+class Coupling(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Centered(4, 2 * WIDTH)
+        self.double()
+
+
+def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
+    shoal.parallelize(model, world, strategy)(torch.randn(6, 2 * WIDTH, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "words"),
+    [
+        (nn.Sequential(nn.Linear(2, 2)), EXPERTS, "put the weights of the experts into one module"),
+        (Mixture(number=3), EXPERTS, "it has 3 experts"),
+        (Mixture(), shoal.ExpertParallel(modules=("router",)), "not the layer with its router"),
+        (Mixture(), shoal.ExpertParallel(modules=("expert",)), "no module of Mixture matches 'expert'"),
+        (Mixture(), shoal.DDP(), "no strategy uses the 'expert' axis"),
+        (Coupling(), EXPERTS, "each row of its output must be the sum"),
+    ],
+    ids=["no experts", "number", "router", "pattern", "idle axis", "coupled"],
+)
+def test_what_can_not_be_divided_is_refused(
+    two: Ranks, model: nn.Module, strategy: Any, words: str
+) -> None:
+    for found in two.attempt(refused, model, strategy):
+        assert isinstance(found, RankError)
+        assert words in str(found.error)
+
+
+def hugging_face(kind: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        experts_implementation="eager",  # the others don't compute in float64
+        eos_token_id=1,
+        **{"num_local_experts" if kind == "Mixtral" else "num_experts": 4},
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+
+
+def next_tokens(output: Any, batch: Tensor) -> tuple[Tensor, int]:
+    logits, labels = output.logits[:, :-1], batch[:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, labels.numel()
+
+
+def fine_tuned(world: shoal.World, kind: str, before: Path, after: Path) -> Tensor:
+    """Load what `before` has, train, export to `after`, and return logits."""
+    make = partial(hugging_face, kind)
+    model = shoal.parallelize(make, world, EXPERTS if world.size > 1 else None, empty=True)
+    shoal.load(model, before)
+    task = shoal.Task(next_tokens, inputs=lambda batch: {"input_ids": batch})
+    step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), task)
+    texts = torch.arange(20 * 6).view(20, 6) % 31
+    for batch in shoal.Loader(texts, world, batch_size=8).epochs(1):
+        step(batch)
+    shoal.export(model, after, max_shard_size="10KB")
+    with torch.no_grad():
+        logits: Tensor = model(texts[:2]).logits
+    return logits
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["Mixtral", "Olmoe"])
+def test_mixtures_of_transformers_are_loaded_trained_and_exported(kind: str, tmp_path: Path) -> None:
+    hugging_face(kind).save_pretrained(tmp_path / "before", max_shard_size="10KB")
+    with shoal.init() as world:
+        expected = fine_tuned(world, kind, tmp_path / "before", tmp_path / "one")
+    with Ranks(4, layout="replicate=2,expert=2") as ranks:
+        found = ranks.call(fine_tuned, kind, tmp_path / "before", tmp_path / "four")
+    again = type(hugging_face(kind)).from_pretrained(tmp_path / "four", experts_implementation="eager")
+    texts = torch.arange(12).view(2, 6)
+    assert torch.allclose(found[0], expected, rtol=0, atol=1e-12)
+    assert torch.allclose(again.double()(texts).logits, found[0], rtol=0, atol=1e-12)
