@@ -42,7 +42,8 @@ def train() -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     for epoch in range(step // PER_EPOCH, EPOCHS):
-        loader.sampler.set_epoch(epoch)
+        if ray.train.get_context().get_world_size() > 1:
+            loader.sampler.set_epoch(epoch)
         done = step - epoch * PER_EPOCH
         for number, (inputs, labels, indices) in enumerate(loader):
             if number < done:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,3 +177,12 @@ def test_what_is_no_dataset(world: shoal.World, dataset: Any, found: str) -> Non
     with pytest.raises(DataError, match=found) as raised:
         shoal.Loader(dataset, world, batch_size=1)
     assert raised.value.fix
+
+
+def test_a_memmap_is_read_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    np.save(tmp_path / "rows.npy", np.arange(12.0))
+    with shoal.init() as world:
+        loader = shoal.Loader(np.load(tmp_path / "rows.npy", mmap_mode="r"), world, batch_size=4)
+        rows = [micro for batch in loader.epochs(1) for micro in batch]
+    assert sorted(torch.cat(rows).tolist()) == list(range(12))
+    assert not [str(each.message) for each in recwarn]

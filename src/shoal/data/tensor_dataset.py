@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -144,8 +145,11 @@ def _arrays(dataset: Any) -> tuple[Any, dict[Any, Tensor]] | None:
 
 
 def _tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    given = value if isinstance(value, Tensor) else np.ascontiguousarray(value)
     try:
-        tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*not writable")  # a memmap, which is only read
+            tensor = torch.as_tensor(given)
     except TypeError:
         raise DataError(
             given=f"Loader with an array of dtype {value.dtype}",
