@@ -122,8 +122,8 @@ class DividedExperts:
     def __call__(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, of all ranks."""
         if not self._checked:
-            self._checked = True
             self._check(module, hidden.detach(), index, weights.detach())
+            self._checked = True
         return self._dispatched(module, hidden, index, weights)
 
     def _dispatched(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
