@@ -208,7 +208,7 @@ def mesh(world: shoal.World) -> tuple[Any, ...]:
 
 
 def test_the_mesh_has_the_axes_of_the_layout(ranks: Ranks) -> None:
-    axes = ("pipeline", "replicate", "shard", "context", "tensor")
+    axes = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
     assert ranks.call(mesh) == [(axes, 3, rank) for rank in range(3)]
 
 
