@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -179,6 +180,18 @@ class Coupling(Mixture):
         self.double()
 
 
+class Buffered(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts.register_buffer("scale", torch.ones(4))
+
+
+class Patched(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self.experts).update(forward=MethodType(Centered.forward, self.experts))
+
+
 def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
     shoal.parallelize(model, world, strategy)(torch.randn(6, 2 * WIDTH, dtype=torch.float64))
 
@@ -191,9 +204,24 @@ def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
         (Mixture(), shoal.ExpertParallel(modules=("router",)), "not the layer with its router"),
         (Mixture(), shoal.ExpertParallel(modules=("expert",)), "no module of Mixture matches 'expert'"),
         (Mixture(), shoal.DDP(), "no strategy uses the 'expert' axis"),
+        (Buffered(), EXPERTS, "all of scale, a buffer with a row for each expert"),
+        (Patched(), EXPERTS, "its forward was replaced"),
+        (Mixture(), [EXPERTS, shoal.LocalSGD()], "ranks step separately"),
+        (Mixture(), [EXPERTS, shoal.DDP()], "or shoal.ExpertParallel() alone"),
         (Coupling(), EXPERTS, "each row of its output must be the sum"),
     ],
-    ids=["no experts", "number", "router", "pattern", "idle axis", "coupled"],
+    ids=[
+        "no experts",
+        "number",
+        "router",
+        "pattern",
+        "idle axis",
+        "buffer",
+        "patched",
+        "LocalSGD",
+        "DDP",
+        "coupled",
+    ],
 )
 def test_what_can_not_be_divided_is_refused(
     two: Ranks, model: nn.Module, strategy: Any, words: str
@@ -201,6 +229,40 @@ def test_what_can_not_be_divided_is_refused(
     for found in two.attempt(refused, model, strategy):
         assert isinstance(found, RankError)
         assert words in str(found.error)
+
+
+def some_choices(world: shoal.World, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the output and the gradient of tokens of which rank 0 has none, and some no experts."""
+    world.reseed("weights", by_rank=False)
+    experts = Experts(4, 8).double()
+    tokens = torch.randn(6, 8, dtype=torch.float64)
+    index = torch.tensor([[0, 1], [2, -1], [3, 4], [1, 0], [-1, 4], [2, 3]], dtype=kind)
+    if world.size > 1:
+        experts = shoal.parallelize(experts, world, EXPERTS)
+        tokens, index = (each[:0] if world.rank == 0 else each for each in (tokens, index))
+    tokens = tokens.clone().requires_grad_()
+    output: Tensor = experts(tokens, index, tokens[:, :2].sigmoid())
+    output.square().sum().backward()
+    assert tokens.grad is not None
+    return output.detach(), tokens.grad
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_ranks_without_tokens_and_choices_of_none(two: Ranks, kind: torch.dtype) -> None:
+    with shoal.init() as world:
+        expected = some_choices(world, kind)
+    for found, wanted in zip(two.call(some_choices, kind)[1], expected, strict=True):
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def odd_index(world: shoal.World) -> None:
+    experts = shoal.parallelize(Experts(4, 8), world, EXPERTS)
+    experts(torch.randn(6, 8), torch.zeros(2, 3, 2).long(), torch.ones(6, 2))
+
+
+def test_an_index_of_another_shape_is_refused(two: Ranks) -> None:
+    for found in two.attempt(odd_index):
+        assert "index is of shape (2, 3, 2) and int64" in str(found.error)
 
 
 def hugging_face(kind: str) -> Any:

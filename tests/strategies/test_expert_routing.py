@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import shoal
-from helpers.mixtures import EXPERTS, RoutedGPT, trained
+from helpers.mixtures import EXPERTS, Experts, RoutedGPT, trained
 from helpers.ranks import Ranks
 from shoal.data.coupling import layers
 
@@ -95,3 +97,55 @@ def test_rows_are_counted_in_the_order_of_positions() -> None:
     with Ranks(3) as ranks:
         rows = torch.cat(ranks.call(before))
     assert rows.flatten().tolist() == list(range(11))
+
+
+def test_choices_of_none_are_kept_and_do_not_count() -> None:
+    index = torch.tensor([[[0, 2], [0, -1], [0, 1]]], dtype=torch.int32)
+    assert shoal.ExpertCapacity(2, factor=1.0)(index).tolist() == [[[0, 2], [0, 2], [2, 1]]]
+
+
+@pytest.mark.parametrize("flat", [torch.zeros(4, 2).long(), torch.zeros(1, 4, 2)])
+def test_other_indices_are_refused(flat: Tensor) -> None:
+    probabilities = torch.rand(1, 4, 2)
+    for call in (
+        shoal.ExpertCapacity(2),
+        shoal.BalancingBias(2).count,
+        partial(shoal.BalanceLoss(), probabilities),
+    ):
+        with pytest.raises(shoal.StepError, match="before the tokens of all samples are flattened"):
+            call(flat)
+    with pytest.raises(shoal.StepError, match="factor"):
+        shoal.ExpertCapacity(2, factor=-1.0)
+
+
+class Limited(nn.Module):
+    """A mixture whose only layer of a router is a capacity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 2)
+        self.capacity = shoal.ExpertCapacity(2, factor=0.5)
+        self.experts = Experts(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(1)
+        kept = self.capacity(index)
+        mixed: Tensor = self.experts(x.flatten(0, 1), kept.flatten(0, 1), weights.flatten(0, 1))
+        return mixed.view(*x.shape[:-1], -1)
+
+
+def what_is_said(world: shoal.World) -> str:
+    world.reseed("weights", by_rank=False)
+    x = torch.randn(16, 4, 8)
+    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
+    with redirect_stdout(io.StringIO()) as said:
+        model = shoal.parallelize(Limited(), world)
+        step = shoal.Step(model, torch.optim.SGD(model.parameters()), task)
+        for batch in shoal.Loader((x,), world, batch_size=8).epochs(1):
+            step(batch)
+    return said.getvalue()
+
+
+def test_choices_that_depend_on_the_batch_are_not_reported() -> None:
+    with Ranks(2) as ranks:
+        assert "results depend" not in "".join(ranks.call(what_is_said))

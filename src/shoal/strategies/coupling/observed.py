@@ -80,8 +80,10 @@ class Observed:
             note(self.inputs, begun, name, (arguments, named))
 
         def note_outputs(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-            floating = [leaf for leaf in tree_flatten(output)[0] if _is_floating(leaf)]
-            note(self.rows, ended, name, floating)
+            found = tree_flatten(output)[0]
+            if not is_covered(module):  # whose integers differ too, such as choices of experts
+                found = [leaf for leaf in found if _is_floating(leaf)]
+            note(self.rows, ended, name, found)
 
         begun: Counter[str] = Counter()
         ended: Counter[str] = Counter()

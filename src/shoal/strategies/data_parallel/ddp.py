@@ -116,10 +116,10 @@ class DDP:
         """Broadcast rank 0's parameters and buffers. In a world of size 1, do nothing."""
         if any(map(is_divided, model.parameters())):
             raise StepError(
-                given="shoal.DDP() around a model whose layers are sharded",
+                given="shoal.DDP() around a model whose layers or experts are sharded",
                 found="the reducer of DDP loses sharded parameters after the first forward pass",
-                fix="use shoal.TensorParallel(plan=…) alone, which also sums over replicas, or "
-                "followed by shoal.FSDP()",
+                fix="use shoal.TensorParallel(plan=…) or shoal.ExpertParallel() alone, which also sum "
+                "over replicas, or followed by shoal.FSDP()",
             )
         bring(model, world)
         check_replicas(model, world)

@@ -22,6 +22,7 @@ from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import Factor, Totals
 from shoal.strategies.coupling.batch_norm import SEPARATE_STEPS, refuse_coupled
 from shoal.strategies.data_parallel.compressed_collectives import CountedCollectives, joined, put_back
+from shoal.strategies.dtensor import is_divided
 from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import LocalEngine
 from shoal.strategies.reducer import LocalReducer
@@ -98,6 +99,7 @@ class LocalSGD:
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Broadcast rank 0's parameters and buffers, and return the engine."""
         if world.size > 1:
+            _refuse_sharded(model, "shoal.LocalSGD()")
             refuse_coupled(model, "shoal.LocalSGD()", SEPARATE_STEPS)
         return AveragingEngine(model.to(world.device), world, self.sync_every, self.warmup_steps)
 
@@ -143,8 +145,20 @@ class DiLoCo:
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Broadcast rank 0's parameters and buffers, and return the engine."""
         if world.size > 1:
+            _refuse_sharded(model, "shoal.DiLoCo()")
             refuse_coupled(model, "shoal.DiLoCo()", SEPARATE_STEPS)
         return AveragingEngine(model.to(world.device), world, self.sync_every, outer=self)
+
+
+def _refuse_sharded(model: nn.Module, given: str) -> None:
+    """Raise StepError for a model whose layers or experts are on several ranks."""
+    if any(map(is_divided, model.parameters())):
+        raise StepError(
+            given=f"{given} around a model whose layers or experts are sharded",
+            found="ranks step separately, and the ranks of one model need each other's gradients",
+            fix="leave the other strategy out, with layout='replicate=-1'; or use shoal.DDP() or "
+            "shoal.FSDP() instead",
+        )
 
 
 class AveragingEngine(IndependentEngine):

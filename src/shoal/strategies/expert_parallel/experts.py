@@ -48,6 +48,17 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
                 found=f"it has no parameters of shape (experts, …) and a {_SIGNATURE}",
                 fix="name the module of the experts, not the layer with its router",
             )
+        buffers = [key for key, each in module.named_buffers() if each.shape[:1] == (number,)]
+        if degree > 1 and (buffers or "forward" in vars(module)):
+            raise StepError(
+                given=given,
+                found=f"each rank would have all of {buffers[0]}, a buffer with a row for each expert"
+                if buffers
+                else "its forward was replaced after it was created",
+                fix="keep the buffer outside this module, or as a parameter without a gradient"
+                if buffers
+                else "define forward in the class of the module",
+            )
         if number % degree:
             raise StepError(
                 given=given,
@@ -70,8 +81,9 @@ def _number(module: nn.Module) -> int:
     sizes = {p.shape[0] if p.dim() > 1 else 0 for p in held}
     others = any(True for child in module.children() for _ in child.parameters())
     stacked = any(p.dim() == 3 for p in held) and len(sizes) == 1 and not others
-    if not stacked or len(inspect.signature(module.forward).parameters) != 3:
-        return 0
+    names = [*inspect.signature(module.forward).parameters]
+    if not stacked or len(names) != 3 or "ind" not in names[1] or "weight" not in names[2]:
+        return 0  # the names tell experts from an attention with one weight for all heads
     number = sizes.pop()
     return number if getattr(module, COUNT, number) == number else 0
 
@@ -127,10 +139,18 @@ class DividedExperts:
         return self._dispatched(module, hidden, index, weights)
 
     def _dispatched(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        if index.dim() != 2 or index.is_floating_point() or len(index) != len(hidden):
+            raise StepError(
+                given=f"the experts {self.name}, for {len(hidden)} tokens",
+                found=f"index is of shape {tuple(index.shape)} and {index.dtype}".replace("torch.", ""),
+                fix="pass hidden of shape (tokens, features), and the chosen experts as integers of "
+                "shape (tokens, choices)",
+            )
         tokens, choices = index.shape
-        chosen = index.reshape(-1)
+        chosen = index.reshape(-1).long()
+        chosen = chosen.masked_fill(chosen < 0, self.number).clamp(max=self.number)
         order = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=self.number)[: self.number]  # without dropped choices
+        counts = chosen.bincount(minlength=self.number + 1)[: self.number]  # without dropped choices
         arriving = self._exchange.numbers(counts).view(self._ranks, -1)
         sizes = torch.stack((counts.view_as(arriving).sum(1), arriving.sum(1)))
         sent, received = sizes.tolist()  # the only values that the host reads
@@ -140,7 +160,7 @@ class DividedExperts:
         experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
         outputs = self._exchange(self._computed(module, rows, experts), received, sent)
         placed = outputs.new_zeros(tokens * choices, outputs.shape[1]).index_copy(0, order, outputs)
-        summed = (placed.view(tokens, choices, -1) * weights.unsqueeze(-1)).sum(1)
+        summed = (placed.view(tokens, choices, outputs.shape[1]) * weights.unsqueeze(-1)).sum(1)
         return summed.to(hidden.dtype)
 
     def _computed(self, module: nn.Module, rows: Tensor, experts: Tensor) -> Tensor:

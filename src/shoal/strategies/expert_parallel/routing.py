@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.data.coupling.layers import Coupled
+from shoal.util.arguments import check_integer, check_number
+from shoal.util.errors import StepError
 
 
 class BalanceLoss(Coupled):
@@ -42,7 +44,7 @@ class BalanceLoss(Coupled):
             A scalar, which adds up over micro-batches and ranks.
         """
         groups = self.groups(probabilities)
-        chosen = _chosen(index, probabilities.shape[-1]).to(probabilities)
+        chosen = _choices(index, probabilities.shape[-1]).sum(2).to(probabilities)
         if mask is not None:
             chosen, probabilities = chosen * mask.unsqueeze(-1), probabilities * mask.unsqueeze(-1)
         counts = groups.sum(chosen.sum(1))
@@ -71,6 +73,8 @@ class ExpertCapacity(Coupled):
 
     def __init__(self, experts: int, factor: float = 1.25) -> None:
         super().__init__()
+        check_integer(StepError, "shoal.ExpertCapacity", "experts", experts, usual=8)
+        check_number(StepError, "shoal.ExpertCapacity", "factor", factor, above=True, usual=1.25)
         self.experts = experts
         self.factor = factor
 
@@ -84,11 +88,11 @@ class ExpertCapacity(Coupled):
             Tensor of the same shape.
         """
         groups = self.groups(index)
-        choices = F.one_hot(index.flatten(1), self.experts)
+        choices = _choices(index, self.experts).flatten(1, 2)
         before = groups.before(choices.sum(1)).unsqueeze(1) + choices.cumsum(1) - choices
         limits = self.factor / self.experts * groups.sum(choices.sum((1, 2)).double())
         kept = (before * choices).sum(-1) < groups.expand(limits).unsqueeze(1)
-        return torch.where(kept.view_as(index), index, self.experts)
+        return index.where(kept.view_as(index) & (index >= 0), self.experts)
 
 
 class BalancingBias(Coupled):
@@ -116,6 +120,8 @@ class BalancingBias(Coupled):
 
     def __init__(self, experts: int, rate: float = 1e-3) -> None:
         super().__init__()
+        check_integer(StepError, "shoal.BalancingBias", "experts", experts, usual=8)
+        check_number(StepError, "shoal.BalancingBias", "rate", rate, above=True, usual=1e-3)
         self.rate = rate
         self.register_buffer("bias", torch.zeros(experts))
 
@@ -138,13 +144,23 @@ class BalancingBias(Coupled):
         """
         if self.training:
             groups = self.groups(index)
-            groups.update(self._change, groups.sum(_chosen(index, len(self.bias)).sum(1)))
+            groups.update(self._change, groups.sum(_choices(index, len(self.bias)).sum((1, 2))))
 
     def _change(self, counts: Tensor) -> None:
         counts = counts.double()
         self.bias.add_(torch.sign(counts.mean() - counts).to(self.bias), alpha=self.rate)
 
 
-def _chosen(index: Tensor, experts: int) -> Tensor:
-    """Return how often each token has chosen each expert, of shape (samples, tokens, experts)."""
-    return F.one_hot(index, experts + 1)[..., :experts].sum(2)  # without dropped choices
+def _choices(index: Tensor, experts: int) -> Tensor:
+    """Return which expert each choice is, of shape (samples, tokens, choices, experts), 0 for none."""
+    if index.dim() != 3 or index.is_floating_point():
+        raise StepError(
+            given=f"chosen experts of shape {tuple(index.shape)} and {index.dtype}".replace(
+                "torch.", ""
+            ),
+            found="samples are counted, and a row of this tensor may be a token",
+            fix="pass integers of shape (samples, tokens, choices), before the tokens of all samples "
+            "are flattened",
+        )
+    known = (index >= 0) & (index < experts)
+    return F.one_hot(index.long().where(known, experts), experts + 1)[..., :experts]
