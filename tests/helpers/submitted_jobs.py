@@ -69,6 +69,10 @@ class Jobs:
     def wait_for_files(self, *names: str) -> None:
         self.wait(lambda: all((self.folder / name).exists() for name in names))
 
+    def wait_for_log(self, words: str) -> None:
+        """Until the log has them: a script goes on for a moment after it has noted its exit code."""
+        self.wait(lambda: words in self.log())
+
     def wait_for_codes(self, *codes: int, timeout: float = GONE_WITHIN) -> None:
         """Until the job has ended so often, each time with such an exit code."""
         self.wait(lambda: len(self.ends()) == len(codes), timeout)

@@ -133,7 +133,7 @@ def test_a_job_that_is_cancelled_has_saved_and_does_not_come_back(jobs: Jobs) ->
     assert "saves a checkpoint and ends" in jobs.shoal("cancel", "run")
     jobs.wait(jobs.gone)
     jobs.wait_for_codes(75)
-    assert "has saved and is cancelled" in jobs.log()
+    jobs.wait_for_log("has saved and is cancelled")
     assert "saved, to be resumed" in jobs.shoal("status", "run")
     assert list((jobs.folder / "run/checkpoints").glob("step-*"))
 

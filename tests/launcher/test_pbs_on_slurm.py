@@ -71,5 +71,5 @@ def test_a_job_that_is_cancelled_sees_the_mark(jobs: Jobs) -> None:
     jobs.wait_for_step(2)
     jobs.shoal("cancel", "run")
     jobs.wait_for_codes(75)
-    assert "has saved and is cancelled" in jobs.log()
+    jobs.wait_for_log("has saved and is cancelled")
     assert list((jobs.folder / "run/checkpoints").glob("step-*"))
