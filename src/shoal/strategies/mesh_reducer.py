@@ -57,8 +57,10 @@ class MeshReducer(Reducer):
         summed = [p for p in held.parameters if not (sharded and p.dim())]
         experts = [p for p in summed if over_experts(p)]
         others = [p for p in summed if not over_experts(p)]
-        groups = ((gradient_group, others), (summing_group(held.world, "expert"), experts))
-        self._sums = [(group, some) for group, some in groups if group is not None and some]
+        sums = [(gradient_group, others)]
+        if held.world.layout.degree("expert") > 1:  # on all ranks, since making a group is collective
+            sums.append((summing_group(held.world, "expert"), experts))
+        self._sums = [(group, some) for group, some in sums if group is not None and some]
         self._versions = {
             name: buffer_version(each) for name, each in uncovered_buffers(held.module).items()
         }

@@ -111,7 +111,7 @@ class BalancingBias(Coupled):
 
     Examples:
         >>> balancing = shoal.BalancingBias(experts=2, rate=0.5)
-        >>> balancing.count(torch.tensor([[[0], [0]]]))  # outside a step: at once
+        >>> balancing.count(torch.tensor([[[0], [0]]]))  # outside a step, it changes the bias now
         >>> balancing.bias
         tensor([-0.5000,  0.5000])
     """
