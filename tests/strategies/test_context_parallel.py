@@ -7,7 +7,7 @@ import itertools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.causal_transformer import GPT, VOCABULARY, loss, small_llama, texts
+from helpers.mixtures import Trained
 from helpers.ranks import RankError, Ranks
 from shoal.strategies.context_parallel import sequence_slices, ulysses
 from shoal.strategies.data_parallel import ddp
@@ -28,19 +29,6 @@ HALF = 0.04
 """How far ten steps in bf16 stray from those in fp64, as everywhere."""
 
 PLAN = {"blocks.*.wide": "column", "blocks.*.narrow": "row", "head": "head", "embedding": "vocabulary"}
-
-
-class Trained(NamedTuple):
-    numbers: list[float]
-    parameters: dict[str, Tensor]
-
-    def distance(self, other: Trained) -> float:
-        pairs = zip(self.numbers, other.numbers, strict=True)
-        apart = [abs(one - two) / abs(two) for one, two in pairs]
-        for name, value in other.parameters.items():
-            scale = max(float(value.abs().max()), 1e-3)
-            apart.append(float((self.parameters[name] - value).abs().max()) / scale)
-        return max(apart)
 
 
 def trained(

@@ -10,8 +10,8 @@ from torch import nn
 
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
-from shoal.strategies.deferred_init import give_memory, move_allocated
-from shoal.strategies.local import local_engine
+from shoal.strategies.deferred_init import move_allocated
+from shoal.strategies.tensor_parallel.options import engine_of_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,4 @@ class ExpertParallel:
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Divide the experts, and return an engine that sums gradients over ranks."""
         self.spread(model, world)
-        give_memory(model, world.device)
-        if world.size == 1:
-            return local_engine(model, world)
-        from shoal.strategies.tensor_parallel.engine import tensor_parallel_engine
-
-        return tensor_parallel_engine(model, world)
+        return engine_of_shards(model, world)

@@ -85,9 +85,14 @@ class TensorParallel:
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Shard the layers, and return an engine that sums gradients over replicas."""
         self.spread(model, world)
-        give_memory(model, world.device)
-        if world.size == 1:
-            return local_engine(model, world)
-        from shoal.strategies.tensor_parallel.engine import tensor_parallel_engine
+        return engine_of_shards(model, world)
 
-        return tensor_parallel_engine(model, world)
+
+def engine_of_shards(model: nn.Module, world: World) -> Engine:
+    """Give a model memory whose layers or experts are sharded, and return its engine."""
+    give_memory(model, world.device)
+    if world.size == 1:
+        return local_engine(model, world)
+    from shoal.strategies.tensor_parallel.engine import tensor_parallel_engine
+
+    return tensor_parallel_engine(model, world)
