@@ -74,6 +74,14 @@ def unseeded() -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_process_group() -> Iterator[None]:
+    """A test leaves no process group: other tests, and Accelerate in them, would adopt it."""
+    yield
+    if "torch" in sys.modules:
+        assert not sys.modules["torch"].distributed.is_initialized()
+
+
+@pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Signals are handled after a test as before it; a Run that was told to stop keeps some."""
     before = {number: signal.getsignal(number) for number in SIGNALS}

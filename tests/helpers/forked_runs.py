@@ -72,6 +72,8 @@ def _run_rank(
         torch.default_generator.manual_seed(67280421310721)  # that of a new process
         np.random.seed()
         random.seed()
+        if accelerate := sys.modules.get("accelerate.state"):  # an earlier test may have made its state
+            accelerate.AcceleratorState._reset_state(reset_partial_state=True)
         job.run()
         code = 0
     except BaseException:
