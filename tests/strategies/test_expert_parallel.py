@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.causal_transformer import WIDTH
-from helpers.mixtures import PLAN, Experts, Mixture, Trained, trained
+from helpers.mixtures import PLAN, Experts, ListedGPT, Mixture, Trained, trained
 from helpers.ranks import RankError, Ranks
 from shoal.strategies import mesh_reducer
 from shoal.strategies.expert_parallel import exchange, experts
@@ -60,6 +60,22 @@ def test_a_mixture_trains_like_one_process(
 ) -> None:
     for found in two.call(partial(trained, strategy=strategy, **options)):
         assert found.distance(expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        ("expert=2", EXPERTS),
+        pytest.param("expert=4", EXPERTS, marks=pytest.mark.full),
+        pytest.param("shard=2,expert=2", EXPERTS, marks=pytest.mark.full),
+    ],
+)
+def test_experts_in_a_list_train_like_one_process(layout: str, strategy: Any) -> None:
+    with shoal.init() as world:
+        expected = trained(world, None, 6, make=ListedGPT)
+    with Ranks(shoal.Layout.parse(layout).size, layout=layout) as ranks:
+        for found in ranks.call(partial(trained, strategy=strategy, steps=6, make=ListedGPT)):
+            assert found.distance(expected) < 1e-9
 
 
 @pytest.mark.full
