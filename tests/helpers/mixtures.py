@@ -144,13 +144,14 @@ def routed_loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 class ListedGPT(MixedGPT):
-    """A GPT whose experts are lists."""
+    """A GPT whose experts are lists, one of which is idle."""
 
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
             mixture: Any = block.narrow
             mixture.experts = ExpertList(EXPERTS, 2 * WIDTH)
+            mixture.router.bias.data[2] = -100.0
         self.double()
 
 

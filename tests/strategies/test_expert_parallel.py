@@ -215,7 +215,7 @@ def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "strategy", "words"),
     [
-        (nn.Sequential(nn.Linear(2, 2)), EXPERTS, "put the weights of the experts into one module"),
+        (nn.Sequential(nn.Linear(2, 2)), EXPERTS, "put the experts into a module of their own"),
         (Mixture(number=3), EXPERTS, "it has 3 experts"),
         (Mixture(), shoal.ExpertParallel(modules=("router",)), "not the layer with its router"),
         (Mixture(), shoal.ExpertParallel(modules=("expert",)), "no module of Mixture matches 'expert'"),

@@ -16,7 +16,8 @@ from shoal.distributed.tensors import broadcast
 from shoal.distributed.world import World
 from shoal.strategies.eval_mode import each_in_eval_mode
 from shoal.strategies.expert_parallel.exchange import Exchange, Linked
-from shoal.strategies.expert_parallel.parts import number_of_experts, some_experts
+from shoal.strategies.expert_parallel.parts import experts_in, number_of_experts, some_experts
+from shoal.strategies.idle_experts import COUNT
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.random_draws.draws import constant_draws
 from shoal.strategies.sharded_parameter import ShardedParameter
@@ -41,7 +42,8 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
         if not number:
             raise StepError(
                 given=given,
-                found=f"it has no parameters of shape (experts, …) and a {_SIGNATURE}",
+                found="it has neither parameters of shape (experts, …) nor a ModuleList of experts "
+                f"with the same parameters, or no {_SIGNATURE}",
                 fix="name the module of the experts, not the layer with its router",
             )
         buffers = [key for key, each in module.named_buffers() if each.shape[:1] == (number,)]
@@ -64,9 +66,10 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
     if not found:
         raise StepError(
             given=f"shoal.ExpertParallel() around {type(model).__name__}",
-            found=f"no module has parameters of shape (experts, …) and a {_SIGNATURE}",
-            fix="put the weights of the experts into one module, which gets the tokens, the experts "
-            "that the router has chosen for each, and their weights",
+            found="no module has parameters of shape (experts, …), or a ModuleList of experts with the "
+            f"same parameters, and a {_SIGNATURE}",
+            fix="put the experts into a module of their own, which gets the tokens, the experts that "
+            "the router has chosen for each, and their weights",
         )
     return found
 
@@ -107,6 +110,10 @@ class DividedExperts:
         self.number = number_of_experts(module)
         self._exchange = Exchange(world)
         self._compute = type(module).forward
+        listed = experts_in(module)
+        self._counts = torch.zeros(self.number, dtype=torch.int64, device=world.device)
+        for expert, count in zip(listed or (), self._counts, strict=listed is not None):
+            vars(expert)[COUNT] = count
         self._checked = False
 
     def __deepcopy__(self, memo: object) -> DividedExperts:
@@ -133,6 +140,8 @@ class DividedExperts:
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self.number + 1)[: self.number]  # without dropped choices
         arriving = self._exchange.numbers(counts).view(len(self._exchange.ranks), -1)
+        if torch.is_grad_enabled():
+            self._counts += counts
         sizes = torch.stack((counts.view_as(arriving).sum(1), arriving.sum(1)))
         sent, received = sizes.tolist()  # the only values that the host reads
         order = order[: sum(sent)]
