@@ -196,6 +196,23 @@ class Coupling(Mixture):
         self.double()
 
 
+class AllFour(Experts):
+    """Experts that loop over a number of their own."""
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        result = hidden.new_zeros(len(hidden), WIDTH)
+        for expert in range(4):
+            result = result + (hidden @ self.into[expert].T) @ self.out[expert].T
+        return result
+
+
+class Counting(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = AllFour(4, 2 * WIDTH)
+        self.double()
+
+
 class Buffered(Mixture):
     def __init__(self) -> None:
         super().__init__()
@@ -217,6 +234,7 @@ def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
     [
         (nn.Sequential(nn.Linear(2, 2)), EXPERTS, "put the experts into a module of their own"),
         (Mixture(number=3), EXPERTS, "it has 3 experts"),
+        (Counting(), EXPERTS, "loop over the experts that the module has"),
         (Mixture(), shoal.ExpertParallel(modules=("router",)), "not the layer with its router"),
         (Mixture(), shoal.ExpertParallel(modules=("expert",)), "no module of Mixture matches 'expert'"),
         (Mixture(), shoal.DDP(), "no strategy uses the 'expert' axis"),
@@ -229,6 +247,7 @@ def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
     ids=[
         "no experts",
         "number",
+        "count",
         "router",
         "pattern",
         "idle axis",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -38,7 +39,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
     }
     for name, module in found.items():
         number = number_of_experts(module)
-        given = f"shoal.ExpertParallel() on {degree} ranks and {name}, a {type(module).__name__}"
+        given = f"shoal.ExpertParallel() on {degree} ranks and {name} ({type(module).__name__})"
         if not number:
             raise StepError(
                 given=given,
@@ -57,11 +58,14 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
                 if buffers
                 else "define forward in the class of the module",
             )
-        if number % degree:
+        common = math.gcd(number, degree)
+        if common < degree:
             raise StepError(
                 given=given,
                 found=f"it has {number} experts, and ranks have equal numbers of them",
-                fix=f"use a degree of the expert axis that divides {number}",
+                fix=f"use expert={common} in the layout, or another number of experts"
+                if common > 1
+                else "use layout='replicate=-1', or another number of experts",
             )
     if not found:
         raise StepError(
@@ -157,7 +161,17 @@ class DividedExperts:
         """Return the output of one of this rank's experts for each row."""
         with some_experts(module, self._exchange) as parameters:
             ones = rows.new_ones(len(rows), 1)
-            outputs: Tensor = self._compute(module, rows, experts.unsqueeze(1), ones)
+            try:
+                outputs: Tensor = self._compute(module, rows, experts.unsqueeze(1), ones)
+            except IndexError as error:
+                here = self.number // len(self._exchange.ranks)
+                raise StepError(
+                    given=f"the forward of {self.name} ({type(module).__name__}) on {here} of its "
+                    f"{self.number} experts",
+                    found=f"it asks for others: {error}",
+                    fix="loop over the experts that the module has: range(len(self.weight)), for a "
+                    "stacked parameter, or self.num_experts, which Shoal sets",
+                ) from error
         if len(rows):
             return outputs
         linked: Tensor = Linked.apply(outputs.detach(), rows, *parameters)
