@@ -38,6 +38,26 @@ class Experts(nn.Module):
         return result
 
 
+class ExpertList(nn.ModuleList):
+    """Experts that are modules, each of which may be idle."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__(
+            nn.Sequential(nn.Linear(width, FEATURES), nn.Tanh(), nn.Linear(FEATURES, WIDTH))
+            for _ in range(number)
+        )
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts."""
+        result = hidden.new_zeros(len(hidden), WIDTH)
+        for number, expert in enumerate(self):
+            token, choice = torch.where(index == number)
+            if len(token):
+                output = expert(hidden[token]) * weights[token, choice, None]
+                result = result.index_add(0, token, output)
+        return result
+
+
 class Mixture(nn.Module):
     """A router, its experts, and an expert for all tokens."""
 
@@ -121,6 +141,18 @@ def routed_loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """The loss of the tokens, and the balance loss."""
     total, count = loss(output[0], batch) if isinstance(output, tuple) else loss(output, batch)
     return (total + 0.1 * output[1] if isinstance(output, tuple) else total), count
+
+
+class ListedGPT(MixedGPT):
+    """A GPT whose experts are lists, one of which is idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            mixture: Any = block.narrow
+            mixture.experts = ExpertList(EXPERTS, 2 * WIDTH)
+            mixture.router.bias.data[2] = -100.0
+        self.double()
 
 
 class Trained(NamedTuple):

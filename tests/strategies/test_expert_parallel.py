@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.causal_transformer import WIDTH
-from helpers.mixtures import PLAN, Experts, Mixture, Trained, trained
+from helpers.mixtures import PLAN, Experts, ListedGPT, Mixture, Trained, trained
 from helpers.ranks import RankError, Ranks
 from shoal.strategies import mesh_reducer
 from shoal.strategies.expert_parallel import exchange, experts
@@ -60,6 +60,22 @@ def test_a_mixture_trains_like_one_process(
 ) -> None:
     for found in two.call(partial(trained, strategy=strategy, **options)):
         assert found.distance(expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        ("expert=2", EXPERTS),
+        pytest.param("expert=4", EXPERTS, marks=pytest.mark.full),
+        pytest.param("shard=2,expert=2", EXPERTS, marks=pytest.mark.full),
+    ],
+)
+def test_experts_in_a_list_train_like_one_process(layout: str, strategy: Any) -> None:
+    with shoal.init() as world:
+        expected = trained(world, None, 6, make=ListedGPT)
+    with Ranks(shoal.Layout.parse(layout).size, layout=layout) as ranks:
+        for found in ranks.call(partial(trained, strategy=strategy, steps=6, make=ListedGPT)):
+            assert found.distance(expected) < 1e-9
 
 
 @pytest.mark.full
@@ -180,6 +196,23 @@ class Coupling(Mixture):
         self.double()
 
 
+class AllFour(Experts):
+    """Experts that loop over a number of their own."""
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        result = hidden.new_zeros(len(hidden), WIDTH)
+        for expert in range(4):
+            result = result + (hidden @ self.into[expert].T) @ self.out[expert].T
+        return result
+
+
+class Counting(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = AllFour(4, 2 * WIDTH)
+        self.double()
+
+
 class Buffered(Mixture):
     def __init__(self) -> None:
         super().__init__()
@@ -199,8 +232,9 @@ def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "strategy", "words"),
     [
-        (nn.Sequential(nn.Linear(2, 2)), EXPERTS, "put the weights of the experts into one module"),
+        (nn.Sequential(nn.Linear(2, 2)), EXPERTS, "put the experts into a module of their own"),
         (Mixture(number=3), EXPERTS, "it has 3 experts"),
+        (Counting(), EXPERTS, "loop over the experts that the module has"),
         (Mixture(), shoal.ExpertParallel(modules=("router",)), "not the layer with its router"),
         (Mixture(), shoal.ExpertParallel(modules=("expert",)), "no module of Mixture matches 'expert'"),
         (Mixture(), shoal.DDP(), "no strategy uses the 'expert' axis"),
@@ -213,6 +247,7 @@ def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
     ids=[
         "no experts",
         "number",
+        "count",
         "router",
         "pattern",
         "idle axis",

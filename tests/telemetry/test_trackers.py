@@ -202,8 +202,10 @@ def test_a_tracker_that_fails_ends_its_curves_and_nothing_else(
     world: shoal.World, tmp_path: Path, fails: str, error: Exception
 ) -> None:
     """Of several ranks only the first has trackers: the others would wait for it."""
-    with pytest.warns(UserWarning, match="tracker stopped.*No space left"):
-        train(world, tmp_path, 9, (Kept(fails, error), shoal.TensorBoard()))
+    tracker = Kept(fails, error)
+    with pytest.warns(UserWarning, match="tracker Kept stopped.*No space left"):
+        train(world, tmp_path, 9, (tracker, shoal.TensorBoard()))
+    assert tracker.calls[-1] == ("close",)  # which writes what it has kept
     assert (tmp_path / "checkpoints/step-8").is_dir()
     assert curve(tmp_path, "half") == [(step, step / 2) for step in range(1, 10)]
 

@@ -238,6 +238,36 @@ def test_a_batch_without_a_step_is_not_repeated(world: shoal.World, tmp_path: Pa
         assert (run.step, again.position) == (1, 48)
 
 
+def test_a_tick_between_micro_batches_is_refused(world: shoal.World, tmp_path: Path) -> None:
+    """A save would have the position after the batch, and the optimizer from before it."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = shoal.Loader(data(), world, batch_size=16, micro_batches=2)
+    with shoal.Run(tmp_path, model, loader, optimizer=optimizer) as run:
+        for batch in loader.epochs(1):
+            for inputs, labels, _ in batch:
+                F.cross_entropy(model(inputs), labels).backward()
+                with pytest.raises(shoal.StepError, match="outside the loop over the batch"):
+                    run.tick(every=1)
+                break
+            break
+
+
+def test_a_loss_without_averaged_is_told(
+    world: shoal.World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = shoal.Loader(data(), world, batch_size=16)
+    with shoal.Run(tmp_path, model, loader, optimizer=optimizer) as run:
+        for batch in loader.epochs(1):
+            for inputs, labels, _ in batch:
+                F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            run.tick()
+    assert capsys.readouterr().out.count("does not pass its loss through batch.averaged") == 1
+
+
 def test_losses_that_are_no_sums_are_refused(world: shoal.World) -> None:
     model = network()
     (batch,) = shoal.Loader(data(), world, batch_size=SAMPLES).epochs(1)

@@ -194,8 +194,8 @@ class Batch:
                 if step is not None:
                     step.begin(micro)
                 yield micro.value
-            self._current = -1
         finally:
+            self._current = -1
             CURRENT_DRAWS.set(None)
             if step is not None:
                 step.begin(None)
@@ -232,6 +232,11 @@ class Batch:
         self.loss_sum = (0.0 if self.loss_sum is None else self.loss_sum) + total.detach() * weight
         ranks = 1 if self._world is None else self._world.data_size
         return total * (weight * ranks / self.size)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a loop over the batch is running, with micro-batches still to come."""
+        return 0 <= self._current < len(self.micros) - 1
 
     @property
     def micro(self) -> MicroBatch:

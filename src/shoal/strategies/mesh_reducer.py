@@ -21,6 +21,7 @@ from shoal.strategies.coupling.observed import buffer_version
 from shoal.strategies.dtensor import over_experts, parts, share
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters, global_norm
+from shoal.strategies.idle_experts import IdleExperts
 from shoal.strategies.reducer import Reducer, backward_seed, sums
 from shoal.strategies.registry import engines_of
 from shoal.strategies.sharded_layers.divided_loss import whole_loss
@@ -61,6 +62,7 @@ class MeshReducer(Reducer):
         if held.world.layout.degree("expert") > 1:  # on all ranks, since making a group is collective
             sums.append((summing_group(held.world, "expert"), experts))
         self._sums = [(group, some) for group, some in sums if group is not None and some]
+        self._idle = IdleExperts(held.module, gradient_group)
         self._versions = {
             name: buffer_version(each) for name, each in uncovered_buffers(held.module).items()
         }
@@ -88,6 +90,7 @@ class MeshReducer(Reducer):
         with self.held.world.timeline.within(COMMUNICATION):
             for group, parameters in self._sums:
                 sum_over(group, parameters)
+            self._idle.drop()
 
     def totals(self) -> DeviceTotals:
         """Return the sums over the world and the full norm; see the contract."""
@@ -117,6 +120,11 @@ class MeshReducer(Reducer):
         if self._buffer_group is not None:
             here = [share(buffers[name]) for name in self._changing if name in buffers]
             broadcast(here, self._buffer_group)
+
+    def discard(self) -> None:
+        """Clear the gradients, and what an interrupted batch has counted."""
+        super().discard()
+        self._idle.forget()
 
     def synchronize(self) -> None:
         """Broadcast the buffers of the group's first rank, since they depend on the local batch."""

@@ -33,6 +33,7 @@ class OtherToolState(TrainState):
         loader: Loader,
     ) -> None:
         self._checked = engine.world.size == 1
+        self._said = False
         super().__init__(engine, _each(optimizer, "optimizer"), _each(schedule, "scheduler"))
         for part in parts_of(self.optimizer):
             if hasattr(part, "consolidate_state_dict"):
@@ -49,8 +50,16 @@ class OtherToolState(TrainState):
 
         The schedule is not checked: some tools step it once for each rank.
         """
-        if self._loader.batch is not None:
-            self._loader.batch.processed = True
+        batch = self._loader.batch
+        if batch is None:
+            return
+        if batch.has_more:
+            raise StepError(
+                given="run.tick() in the loop over the micro-batches of a batch",
+                found="a save would count samples that the optimizer has not seen",
+                fix="call run.tick() after optimizer.step(), outside the loop over the batch",
+            )
+        batch.processed = True
 
     def _stepped(self, *_: Any) -> None:
         """Count a step of the optimizer. Collective."""
@@ -62,11 +71,21 @@ class OtherToolState(TrainState):
             self.engine.check_same()
             self._checked = True
         batch.processed = True
-        loss = math.nan  # the loop computes its loss without `batch.averaged`
-        if batch.loss_sum is not None:
+        loss = math.nan
+        if batch.loss_sum is None:
+            self._say_unknown_loss()
+        else:
             total = torch.as_tensor(batch.loss_sum, dtype=torch.float64, device=world.device)
             loss = float(world.all_reduce(total)) / batch.size
         self.count(StepResult(loss, math.nan, batch.size))
+
+    def _say_unknown_loss(self) -> None:
+        if not self._said:
+            self._said = True
+            self.engine.world.print(
+                "shoal: the loop does not pass its loss through batch.averaged, so it is recorded as "
+                "nan, and gradients may depend on the number of ranks"
+            )
 
 
 def _each(given: Any, attribute: str) -> Any:

@@ -191,6 +191,7 @@ class SavePolicy:
             self._events.write("save_failed", {"step": saving.step, "error": error.found})
             unsaved = f"the checkpoint of step {saving.step:,} was not saved"
             if is_by_peer(error):  # the next collective fails too
+                unsaved = f"the checkpoint of step {saving.step:,} may be incomplete"
                 self._world.print(f"shoal: {error.found}; {unsaved}")
             elif not self._must:
                 self._world.print(f"shoal: {unsaved}: {error.found}; training continues ({error.fix})")

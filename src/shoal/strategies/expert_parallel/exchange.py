@@ -16,9 +16,22 @@ from shoal.strategies.comm_timing import waiting
 class Exchange:
     """Exchange of rows within a group of ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, world: World) -> None:
-        self.group = group
+    def __init__(self, world: World) -> None:
+        mesh = world.mesh["expert"]
+        self.group = mesh.get_group()
+        self.ranks = range(mesh.size())
+        self.rank = mesh.get_local_rank()
         self._world = world
+
+    def own(self, number: int) -> range:
+        """Return which of a number of experts this rank has."""
+        each = number // len(self.ranks)
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def rows(self, size: int, rank: int) -> int:
+        """Return the rows that a rank has of a DTensor with `size` rows, as torch.chunk cuts it."""
+        each = -(-size // len(self.ranks))
+        return max(0, min(each, size - rank * each))
 
     def __call__(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send `sent[r]` rows to each rank r, and return those that it sends. Collective.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -16,9 +15,10 @@ from shoal._torch.modules import parameters as table_of
 from shoal.distributed.objects import gather_numbers
 from shoal.distributed.tensors import broadcast
 from shoal.distributed.world import World
-from shoal.strategies.dtensor import whole
 from shoal.strategies.eval_mode import each_in_eval_mode
 from shoal.strategies.expert_parallel.exchange import Exchange, Linked
+from shoal.strategies.expert_parallel.parts import experts_in, number_of_experts, some_experts
+from shoal.strategies.idle_experts import COUNT
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.random_draws.draws import constant_draws
 from shoal.strategies.sharded_parameter import ShardedParameter
@@ -26,8 +26,6 @@ from shoal.strategies.tolerance import TOLERANCES, distance
 from shoal.util.errors import StepError
 
 ATTRIBUTE = "_shoal_experts"
-COUNT = "num_experts"
-"""The attribute in which modules of transformers have the number of their experts."""
 _SIGNATURE = "forward(hidden, index, weights)"
 
 
@@ -37,15 +35,16 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
     found = {
         name: module
         for name, module in model.named_modules()
-        if (_number(module) if chosen is None else id(module) in chosen)
+        if (number_of_experts(module) if chosen is None else id(module) in chosen)
     }
     for name, module in found.items():
-        number = _number(module)
-        given = f"shoal.ExpertParallel() on {degree} ranks and {name}, a {type(module).__name__}"
+        number = number_of_experts(module)
+        given = f"shoal.ExpertParallel() on {degree} ranks and {name} ({type(module).__name__})"
         if not number:
             raise StepError(
                 given=given,
-                found=f"it has no parameters of shape (experts, …) and a {_SIGNATURE}",
+                found="it has neither parameters of shape (experts, …) nor a ModuleList of experts "
+                f"with the same parameters, or no {_SIGNATURE}",
                 fix="name the module of the experts, not the layer with its router",
             )
         buffers = [key for key, each in module.named_buffers() if each.shape[:1] == (number,)]
@@ -59,33 +58,24 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
                 if buffers
                 else "define forward in the class of the module",
             )
-        if number % degree:
+        common = math.gcd(number, degree)
+        if common < degree:
             raise StepError(
                 given=given,
                 found=f"it has {number} experts, and ranks have equal numbers of them",
-                fix=f"use a degree of the expert axis that divides {number}",
+                fix=f"use expert={common} in the layout, or another number of experts"
+                if common > 1
+                else "use layout='replicate=-1', or another number of experts",
             )
     if not found:
         raise StepError(
             given=f"shoal.ExpertParallel() around {type(model).__name__}",
-            found=f"no module has parameters of shape (experts, …) and a {_SIGNATURE}",
-            fix="put the weights of the experts into one module, which gets the tokens, the experts "
-            "that the router has chosen for each, and their weights",
+            found="no module has parameters of shape (experts, …), or a ModuleList of experts with the "
+            f"same parameters, and a {_SIGNATURE}",
+            fix="put the experts into a module of their own, which gets the tokens, the experts that "
+            "the router has chosen for each, and their weights",
         )
     return found
-
-
-def _number(module: nn.Module) -> int:
-    """Return the number of experts of a module, 0 for other modules."""
-    held = list(module.parameters(recurse=False))
-    sizes = {p.shape[0] if p.dim() > 1 else 0 for p in held}
-    others = any(True for child in module.children() for _ in child.parameters())
-    stacked = any(p.dim() == 3 for p in held) and len(sizes) == 1 and not others
-    names = [*inspect.signature(module.forward).parameters]
-    if not stacked or len(names) != 3 or "ind" not in names[1] or "weight" not in names[2]:
-        return 0  # the names tell experts from an attention with one weight for all heads
-    number = sizes.pop()
-    return number if getattr(module, COUNT, number) == number else 0
 
 
 def divided_experts(model: nn.Module) -> list[nn.Module]:
@@ -97,12 +87,12 @@ def divide(name: str, module: nn.Module, world: World) -> None:
     """Keep this rank's experts of `module`, and send tokens to their experts in its forward."""
     mesh = world.mesh["expert"]
     broadcast([p.data for p in module.parameters()], world.data_group)
-    for key, parameter in table_of(module).items():
-        if parameter is not None:
-            part: Any = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
-            part = nn.Parameter(part, requires_grad=parameter.requires_grad)
-            part.__class__ = ShardedParameter
-            table_of(module)[key] = part
+    for part in module.modules():
+        for key, parameter in part.named_parameters(recurse=False):
+            divided: Any = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            divided = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+            divided.__class__ = ShardedParameter
+            table_of(part)[key] = divided
     object.__setattr__(module, ATTRIBUTE, DividedExperts(name, module, world))
     module.forward = MethodType(_uncompiled, module)
 
@@ -121,11 +111,13 @@ class DividedExperts:
 
     def __init__(self, name: str, module: nn.Module, world: World) -> None:
         self.name = name
-        self.number = next(module.parameters()).shape[0]
-        mesh = world.mesh["expert"]
-        self._ranks = mesh.size()
-        self._exchange = Exchange(mesh.get_group(), world)
+        self.number = number_of_experts(module)
+        self._exchange = Exchange(world)
         self._compute = type(module).forward
+        listed = experts_in(module)
+        self._counts = torch.zeros(self.number, dtype=torch.int64, device=world.device)
+        for expert, count in zip(listed or (), self._counts, strict=listed is not None):
+            vars(expert)[COUNT] = count
         self._checked = False
 
     def __deepcopy__(self, memo: object) -> DividedExperts:
@@ -151,12 +143,14 @@ class DividedExperts:
         chosen = chosen.masked_fill(chosen < 0, self.number).clamp(max=self.number)
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self.number + 1)[: self.number]  # without dropped choices
-        arriving = self._exchange.numbers(counts).view(self._ranks, -1)
+        arriving = self._exchange.numbers(counts).view(len(self._exchange.ranks), -1)
+        if torch.is_grad_enabled():
+            self._counts += counts
         sizes = torch.stack((counts.view_as(arriving).sum(1), arriving.sum(1)))
         sent, received = sizes.tolist()  # the only values that the host reads
         order = order[: sum(sent)]
         rows = self._exchange(hidden[order // choices], sent, received)
-        experts = torch.arange(arriving.shape[1], device=index.device).repeat(self._ranks)
+        experts = torch.arange(arriving.shape[1], device=index.device).repeat(len(self._exchange.ranks))
         experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
         outputs = self._exchange(self._computed(module, rows, experts), received, sent)
         placed = outputs.new_zeros(tokens * choices, outputs.shape[1]).index_copy(0, order, outputs)
@@ -165,21 +159,30 @@ class DividedExperts:
 
     def _computed(self, module: nn.Module, rows: Tensor, experts: Tensor) -> Tensor:
         """Return the output of one of this rank's experts for each row."""
-        with _only(module, lambda parameter: parameter.to_local()):
+        with some_experts(module, self._exchange) as parameters:
             ones = rows.new_ones(len(rows), 1)
-            outputs: Tensor = self._compute(module, rows, experts.unsqueeze(1), ones)
-            if len(rows):
-                return outputs
-            parameters = [p for p in table_of(module).values() if p is not None]
-            linked: Tensor = Linked.apply(outputs.detach(), rows, *parameters)
-            return linked
+            try:
+                outputs: Tensor = self._compute(module, rows, experts.unsqueeze(1), ones)
+            except IndexError as error:
+                here = self.number // len(self._exchange.ranks)
+                raise StepError(
+                    given=f"the forward of {self.name} ({type(module).__name__}) on {here} of its "
+                    f"{self.number} experts",
+                    found=f"it asks for others: {error}",
+                    fix="loop over the experts that the module has: range(len(self.weight)), for a "
+                    "stacked parameter, or self.num_experts, which Shoal sets",
+                ) from error
+        if len(rows):
+            return outputs
+        linked: Tensor = Linked.apply(outputs.detach(), rows, *parameters)
+        return linked
 
     @torch.no_grad()
     def _check(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         """Compare with all experts on this rank. Raise StepError on all ranks if they differ."""
         with each_in_eval_mode(module.modules()), constant_draws():
             found = self._dispatched(module, hidden, index, weights)
-            with _only(module, whole):
+            with some_experts(module, self._exchange, every=True):
                 expected = self._compute(module, hidden, index, weights)
         apart = distance(found, expected)
         wrong = apart > TOLERANCES[found.dtype]
@@ -190,19 +193,3 @@ class DividedExperts:
                 fix="leave it out of modules=…; each row of its output must be the sum of its experts' "
                 "outputs for this row, times their weights",
             )
-
-
-@contextmanager
-def _only(module: nn.Module, part: Any) -> Iterator[None]:
-    """Let a module compute with `part` of each of its parameters."""
-    table: dict[str, Any] = table_of(module)
-    kept, number = dict(table), vars(module).get(COUNT)
-    table.update({key: None if p is None else part(p) for key, p in kept.items()})
-    if number is not None:
-        vars(module)[COUNT] = next(p.shape[0] for p in table.values() if p is not None)
-    try:
-        yield
-    finally:
-        table.update(kept)
-        if number is not None:
-            vars(module)[COUNT] = number

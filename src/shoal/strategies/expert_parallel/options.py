@@ -23,10 +23,11 @@ class ExpertParallel:
     et al. 2017; Lepikhin et al. 2021, GShard). All other parameters are replicated, or sharded by the
     strategy after this one. The results are those of the same model on one process.
 
-    A module of experts has parameters whose first dimension is the number of experts, and a
-    `forward(hidden, index, weights)`: activations of shape (tokens, features), and the chosen experts
-    and their weights, both of shape (tokens, choices). These are the experts of Mixtral, Qwen-MoE,
-    OLMoE, DeepSeek and gpt-oss in transformers 5. The router runs on each rank.
+    A module of experts has parameters whose first dimension is the number of experts, or a ModuleList
+    of experts with the same parameters, and a `forward(hidden, index, weights)`: activations of shape
+    (tokens, features), and the chosen experts and their weights, both of shape (tokens, choices). These
+    are the experts of Mixtral, Qwen-MoE, OLMoE, DeepSeek and gpt-oss in transformers 5. The router runs
+    on each rank.
 
     Put this strategy before the one that sums gradients. If you pass it alone, FSDP follows it if the
     layout has a `shard` axis.

@@ -127,7 +127,7 @@ class FSDPReducer(MeshReducer):
 
     def discard(self) -> None:
         """Clear the gradients, including those of an interrupted batch."""
-        self.held.clear()
+        super().discard()
         if self._unsummed:
             for part in self.divided:
                 drop_accumulated(part)

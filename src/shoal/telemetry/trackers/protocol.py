@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -94,9 +94,12 @@ class Curves:
             if writer is None and not isinstance(error, OSError):
                 raise
             reason = f"{type(error).__name__}: {error}"
-            warnings.warn(f"tracker stopped, events are still recorded: {reason}", stacklevel=4)
+            name = "tracker" if writer is None else f"tracker {type(writer).__name__}"
+            warnings.warn(f"{name} stopped, events are still recorded: {reason}", stacklevel=4)
             if writer is not None and self._writers is not None:
                 self._writers = [kept for kept in self._writers if kept is not writer]
+                with suppress(Exception):  # keeps what it has buffered
+                    writer.close()
 
 
 def _checked(tracker: Tracker, writer: Writer) -> Writer:

@@ -1,0 +1,40 @@
+"""Experts that no sample of a batch has used, on any rank: their parameters get no gradient.
+
+On one process, autograd gives them none, and an optimizer leaves them as they are. Ranks exchange
+slices of all experts, and would give them zeros, with which an optimizer still decays or moves them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+COUNT = "_shoal_choices"
+"""The attribute of an expert with the number of times that this rank has used it in the batch."""
+
+
+class IdleExperts:
+    """The experts of a model that are separate modules, and how often they were used."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._experts = [part for part in module.modules() if COUNT in vars(part)]
+
+    def drop(self) -> None:
+        """Remove the gradients of experts that no rank has used in the batch. Collective."""
+        if not self._experts:
+            return
+        counts: list[Tensor] = [vars(expert)[COUNT] for expert in self._experts]
+        total = torch.stack(counts)
+        dist.all_reduce(total, group=self._group)
+        for expert, used in zip(self._experts, total.tolist(), strict=True):
+            if not used:
+                for parameter in expert.parameters():
+                    parameter.grad = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new batch."""
+        for expert in self._experts:
+            vars(expert)[COUNT].zero_()
