@@ -21,6 +21,8 @@ PLAN = {"blocks.*.wide": "head", "head": "head", "embedding": "vocabulary"}
 class Experts(nn.Module):
     """Experts that compute one after the other, as in transformers."""
 
+    dropout = 0.0
+
     def __init__(self, number: int, width: int) -> None:
         super().__init__()
         self.num_experts = number
@@ -33,6 +35,8 @@ class Experts(nn.Module):
         for expert in range(self.num_experts):
             token, choice = torch.where(index == expert)
             inner = torch.tanh(F.linear(hidden[token], self.into[expert]))
+            if self.dropout:
+                inner = F.dropout(inner, self.dropout, self.training)
             output = F.linear(inner, self.out[expert], self.bias[expert])
             result = result.index_add(0, token, output * weights[token, choice, None])
         return result
@@ -152,6 +156,19 @@ class ListedGPT(MixedGPT):
             mixture: Any = block.narrow
             mixture.experts = ExpertList(EXPERTS, 2 * WIDTH)
             mixture.router.bias.data[2] = -100.0
+        self.double()
+
+
+class DroppingGPT(MixedGPT):
+    """A GPT with dropout inside its experts, which are parameters or modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks: list[Any] = list(self.blocks)
+        blocks[0].narrow.experts.dropout = 0.3
+        blocks[1].narrow.experts = ExpertList(EXPERTS, 2 * WIDTH)
+        for expert in blocks[1].narrow.experts:
+            expert.insert(2, nn.Dropout(0.3))
         self.double()
 
 

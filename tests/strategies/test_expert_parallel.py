@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.causal_transformer import WIDTH
-from helpers.mixtures import PLAN, Experts, ListedGPT, Mixture, Trained, trained
+from helpers.mixtures import PLAN, DroppingGPT, Experts, ListedGPT, Mixture, Trained, trained
 from helpers.ranks import RankError, Ranks
 from shoal.strategies import mesh_reducer
 from shoal.strategies.expert_parallel import exchange, experts
@@ -78,6 +78,29 @@ def test_experts_in_a_list_train_like_one_process(layout: str, strategy: Any) ->
             assert found.distance(expected) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        ("expert=2", [shoal.ActivationCheckpointing(), EXPERTS]),
+        pytest.param("replicate=2", EXPERTS, marks=pytest.mark.full),
+        pytest.param(
+            "pipeline=2,expert=2",
+            [EXPERTS, shoal.Pipeline(split_points=("blocks.1",))],
+            marks=pytest.mark.full,
+        ),
+        pytest.param("shard=2,expert=2", EXPERTS, marks=pytest.mark.long),
+    ],
+)
+def test_dropout_inside_experts_belongs_to_samples(layout: str, strategy: Any) -> None:
+    with shoal.init() as world:
+        expected = trained(world, EXPERTS, 4, make=DroppingGPT)
+        cut = trained(world, EXPERTS, 4, micro_batches=3, make=DroppingGPT)
+    assert cut.distance(expected) < 1e-9
+    with Ranks(shoal.Layout.parse(layout).size, layout=layout) as ranks:
+        for found in ranks.call(partial(trained, make=DroppingGPT), strategy, 4):
+            assert found.distance(expected) < 1e-9
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "strategy"),
@@ -136,8 +159,10 @@ def mutate(patch: pytest.MonkeyPatch, mutation: str) -> None:
     def lost(context: Any, gradient: Tensor) -> Any:
         return torch.zeros_like(context.by.moved(gradient, *context.sizes)), None, None, None
 
-    def without_router(self: Any, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Any:
-        return dispatched(self, module, hidden, index, weights.detach())
+    def without_router(
+        self: Any, module: Any, hidden: Tensor, index: Tensor, weights: Tensor, *keys: Any
+    ) -> Any:
+        return dispatched(self, module, hidden, index, weights.detach(), *keys)
 
     dispatched, group = experts.DividedExperts._dispatched, mesh_reducer.summing_group
     if mutation == "gradients times the degree":

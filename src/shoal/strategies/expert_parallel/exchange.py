@@ -14,13 +14,13 @@ from shoal.strategies.comm_timing import waiting
 
 
 class Exchange:
-    """Exchange of rows within a group of ranks."""
+    """Exchange of rows within a group of ranks, or with itself."""
 
     def __init__(self, world: World) -> None:
-        mesh = world.mesh["expert"]
-        self.group = mesh.get_group()
-        self.ranks = range(mesh.size())
-        self.rank = mesh.get_local_rank()
+        self.ranks = range(world.layout.degree("expert"))
+        mesh = world.mesh["expert"] if len(self.ranks) > 1 else None
+        self.group = mesh.get_group() if mesh else None
+        self.rank = mesh.get_local_rank() if mesh else 0
         self._world = world
 
     def own(self, number: int) -> range:
@@ -43,6 +43,8 @@ class Exchange:
 
     def moved(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchange rows without gradients. Collective."""
+        if self.group is None:
+            return rows.view_as(rows)
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         with waiting(self._world.timeline):
             dist.all_to_all_single(
@@ -52,6 +54,8 @@ class Exchange:
 
     def numbers(self, numbers: Tensor) -> Tensor:
         """Send an equal part of `numbers` to each rank. Collective."""
+        if self.group is None:
+            return numbers
         result = torch.empty_like(numbers)
         with waiting(self._world.timeline):
             dist.all_to_all_single(result, numbers.contiguous(), group=self.group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoal.distributed.tensors import broadcast
 from shoal.distributed.world import World
 from shoal.strategies.eval_mode import each_in_eval_mode
 from shoal.strategies.expert_parallel.exchange import Exchange, Linked
+from shoal.strategies.expert_parallel.keyed_draws import KeyedDraws, Keys
 from shoal.strategies.expert_parallel.parts import experts_in, number_of_experts, some_experts
 from shoal.strategies.idle_experts import COUNT
 from shoal.strategies.module_patterns import find_units
@@ -84,7 +86,17 @@ def divided_experts(model: nn.Module) -> list[nn.Module]:
 
 
 def divide(name: str, module: nn.Module, world: World) -> None:
-    """Keep this rank's experts of `module`, and send tokens to their experts in its forward."""
+    """Keep this rank's experts of `module`, and send tokens to their experts in its forward.
+
+    On one rank, forward is replaced until it is known that experts draw no random numbers.
+    """
+    object.__setattr__(module, ATTRIBUTE, DividedExperts(name, module, world))
+    if world.layout.degree("expert") > 1:
+        _distribute(module, world)
+    module.forward = MethodType(_uncompiled, module)
+
+
+def _distribute(module: nn.Module, world: World) -> None:
     mesh = world.mesh["expert"]
     broadcast([p.data for p in module.parameters()], world.data_group)
     for part in module.modules():
@@ -93,8 +105,6 @@ def divide(name: str, module: nn.Module, world: World) -> None:
             divided = nn.Parameter(divided, requires_grad=parameter.requires_grad)
             divided.__class__ = ShardedParameter
             table_of(part)[key] = divided
-    object.__setattr__(module, ATTRIBUTE, DividedExperts(name, module, world))
-    module.forward = MethodType(_uncompiled, module)
 
 
 def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -107,12 +117,13 @@ _uncompiled = torch.compiler.disable(_forward)
 
 
 class DividedExperts:
-    """The dispatch of one module of experts, of which this rank has a part."""
+    """The dispatch of one module of experts, of which this rank has a part, or all."""
 
     def __init__(self, name: str, module: nn.Module, world: World) -> None:
         self.name = name
         self.number = number_of_experts(module)
         self._exchange = Exchange(world)
+        self._keyed = KeyedDraws(name, world)
         self._compute = type(module).forward
         listed = experts_in(module)
         self._counts = torch.zeros(self.number, dtype=torch.int64, device=world.device)
@@ -125,12 +136,26 @@ class DividedExperts:
 
     def __call__(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, of all ranks."""
+        values = hidden.detach(), index, weights.detach()
+        self._keyed.find(module, hidden, partial(self._dispatched, module, *values))
+        if self._exchange.group is None and not self._keyed.used:
+            if self._keyed.used is False:
+                del module.forward
+            result: Tensor = self._compute(module, hidden, index, weights)
+            return result
         if not self._checked:
-            self._check(module, hidden.detach(), index, weights.detach())
+            self._check(module, *values)
             self._checked = True
-        return self._dispatched(module, hidden, index, weights)
+        return self._dispatched(module, hidden, index, weights, self._keyed.keys(module, hidden))
 
-    def _dispatched(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _dispatched(
+        self,
+        module: nn.Module,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        keys: Keys | None = None,
+    ) -> Tensor:
         if index.dim() != 2 or index.is_floating_point() or len(index) != len(hidden):
             raise StepError(
                 given=f"the experts {self.name}, for {len(hidden)} tokens",
@@ -150,23 +175,34 @@ class DividedExperts:
         sent, received = sizes.tolist()  # the only values that the host reads
         order = order[: sum(sent)]
         rows = self._exchange(hidden[order // choices], sent, received)
+        if keys is not None:
+            positions = self._exchange.moved(keys.positions[order // choices], sent, received)
+            keys = keys._replace(positions=positions)
         experts = torch.arange(arriving.shape[1], device=index.device).repeat(len(self._exchange.ranks))
         experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
-        outputs = self._exchange(self._computed(module, rows, experts), received, sent)
+        outputs = self._exchange(self._computed(module, rows, experts, keys), received, sent)
         placed = outputs.new_zeros(tokens * choices, outputs.shape[1]).index_copy(0, order, outputs)
         summed = (placed.view(tokens, choices, outputs.shape[1]) * weights.unsqueeze(-1)).sum(1)
         return summed.to(hidden.dtype)
 
-    def _computed(self, module: nn.Module, rows: Tensor, experts: Tensor) -> Tensor:
+    def _computed(self, module: nn.Module, rows: Tensor, experts: Tensor, keys: Keys | None) -> Tensor:
         """Return the output of one of this rank's experts for each row."""
-        with some_experts(module, self._exchange) as parameters:
+
+        def compute(rows: Tensor, experts: Tensor) -> Tensor:
             ones = rows.new_ones(len(rows), 1)
+            result: Tensor = self._compute(module, rows, experts.unsqueeze(1), ones)
+            return result
+
+        own = self._exchange.own(self.number)
+        with some_experts(module, self._exchange) as parameters:
             try:
-                outputs: Tensor = self._compute(module, rows, experts.unsqueeze(1), ones)
+                if keys is None:
+                    outputs = compute(rows, experts)
+                else:
+                    outputs = self._keyed.one_by_one(compute, rows, experts, keys, own)
             except IndexError as error:
-                here = self.number // len(self._exchange.ranks)
                 raise StepError(
-                    given=f"the forward of {self.name} ({type(module).__name__}) on {here} of its "
+                    given=f"the forward of {self.name} ({type(module).__name__}) on {len(own)} of its "
                     f"{self.number} experts",
                     found=f"it asks for others: {error}",
                     fix="loop over the experts that the module has: range(len(self.weight)), for a "
@@ -186,7 +222,8 @@ class DividedExperts:
                 expected = self._compute(module, hidden, index, weights)
         apart = distance(found, expected)
         wrong = apart > TOLERANCES[found.dtype]
-        if any(gather_numbers(int(wrong), self._exchange.group)):
+        group = self._exchange.group
+        if wrong if group is None else any(gather_numbers(int(wrong), group)):
             raise StepError(
                 given=f"shoal.ExpertParallel() with {self.name}, a {type(module).__name__}",
                 found="its output for a token depends on the order or the number of the tokens",

@@ -55,9 +55,8 @@ class ExpertParallel:
 
         experts = find_experts(model, self.modules, world.layout.degree("expert"))
         move_allocated(model, world.device)
-        if world.layout.degree("expert") > 1:
-            for name, module in experts.items():
-                divide(name, module, world)
+        for name, module in experts.items():
+            divide(name, module, world)
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Divide the experts, and return an engine that sums gradients over ranks."""

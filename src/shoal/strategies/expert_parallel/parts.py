@@ -62,6 +62,9 @@ def some_experts(
     module: nn.Module, exchange: Exchange, *, every: bool = False
 ) -> Iterator[list[Tensor]]:
     """Let a module compute with the experts of this rank, or `every` one; yields their weights."""
+    if exchange.group is None:
+        yield list(module.parameters())
+        return
     experts = experts_in(module)
     number = number_of_experts(module)
     places: list[tuple[dict[str, Any], str]]
