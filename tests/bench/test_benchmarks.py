@@ -44,6 +44,7 @@ PROCESSES = (
     "plan_machine --steps 1 --edge 32 --batch 2",
     "plan_memory --layouts replicate=1 --models MLP --runs 1",
     "plan_search --devices 8 --repeats 1",
+    "experts --width 64 --layers 1 --rounds 1 --steps 1",
     "pretrained --width 64 --layers 2 --rounds 1",
     "remote --width 16 --rows 2 --rounds 1",
     "start --rounds 1 --kills 1",

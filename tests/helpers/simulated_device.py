@@ -118,7 +118,7 @@ class Simulation(FakeTensorMode):
         if name.startswith("aten._local_scalar_dense"):
             if arguments[0].device.type == DEVICE:
                 self.note("item")
-            return 1.0
+            return 1.0 if arguments[0].is_floating_point() else 1
         if name.startswith("aten._pin_memory"):
             return arguments[0]
         if name.startswith("aten.is_pinned"):
@@ -221,9 +221,43 @@ class Sequences(nn.Module):
         return output
 
 
+class MaskedExperts(nn.Module):
+    """Experts that compute all tokens, and read no values on the host."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_experts = 16
+        self.weight = nn.Parameter(torch.empty(self.num_experts, width, width))
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        outputs = [
+            F.linear(hidden, self.weight[number]) * (weights * (index == number)).sum(1, keepdim=True)
+            for number in range(self.num_experts)
+        ]
+        return torch.stack(outputs).sum(0)
+
+
+class Mixture(nn.Module):
+    """Two layers of experts, and a head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList(nn.Linear(width, 16) for _ in range(2))
+        self.experts = nn.ModuleList(MaskedExperts(width) for _ in range(2))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for router, experts in zip(self.routers, self.experts, strict=True):
+            weights, index = router(x).softmax(-1).topk(2)
+            x = x + experts(x, index, weights)
+        output: Tensor = self.head(x)
+        return output
+
+
 NETS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
     "Net": (Net, (8,)),
     "Sequences": (Sequences, (8, 16)),
+    "Mixture": (Mixture, (8,)),
 }
 """Models by their width, and the shape of a micro-batch of their inputs but for the width."""
 
@@ -244,16 +278,21 @@ def real(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def setup() -> None:
     """Register the device and a process group that serves nothing else."""
+    from shoal.strategies import optimizer_check
+
     _setup_privateuseone_for_python_backend(DEVICE, backend_module=DeviceModule())
     DeviceModule._streams.append(Stream())
     torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
     dist.Backend.register_backend(
         "sim_fake", fake_pg._create_fake_pg, extended_api=True, devices=[DEVICE]
     )
-    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
+    for name in ("to", "_apply"):  # all tensors are on the device already
+        setattr(nn.Module, name, lambda self, *_, **__: self)
     for name in ("__init__", "__getitem__", "_flatten"):
         setattr(DeviceMesh, name, real(getattr(DeviceMesh, name)))
     AUTOCAST.fallback(torch.library.fallthrough_kernel)
+    # Two results cannot be compared, so that no update would be found to be elementwise.
+    vars(optimizer_check)["_tried"] = lambda optimizer: (None, "")
     for layer in (nn.Linear, nn.LayerNorm):  # fake tensors have no values to draw
         layer.reset_parameters = lambda self: None  # type: ignore[method-assign]
 

@@ -66,8 +66,15 @@ def test_a_mixture_trains_like_one_process(
     ("layout", "strategy"),
     [
         ("expert=2", EXPERTS),
-        pytest.param("expert=4", EXPERTS, marks=pytest.mark.full),
-        pytest.param("shard=2,expert=2", EXPERTS, marks=pytest.mark.full),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                ("expert=4", EXPERTS),
+                ("shard=2,expert=2", EXPERTS),
+                ("replicate=2", EXPERTS),
+                ("tensor=2", [shoal.TensorParallel(plan=PLAN), EXPERTS]),
+            )
+        ),
     ],
 )
 def test_experts_in_a_list_train_like_one_process(layout: str, strategy: Any) -> None:

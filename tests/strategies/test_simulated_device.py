@@ -27,6 +27,14 @@ EVALUATED = {
 }
 FEW: list[tuple[int, str, str, tuple[str, ...], dict[str, int]]] = [
     (1, "replicate=1", "shoal.SingleProcess()", ("--fused",), {}),
+    (
+        8,
+        "shard=4,expert=2",
+        "[shoal.ExpertParallel(), shoal.FSDP()]",
+        ("--fused", "--net", "Mixture", "--micro-batches", "1"),
+        # The numbers of rows for two ranks and from them, in one transfer for each of two layers.
+        {"item in shoal/strategies/expert_parallel/experts.py:_dispatched": 8},
+    ),
 ]
 MORE = [
     (1024, "shard=256,tensor=4", TENSOR_FSDP, (), ONE_READ),
@@ -79,11 +87,10 @@ def simulated(*options: str) -> dict[str, dict[str, int]]:
     return found
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "layout", "strategy", "options", "blocking"),
     [
-        *FEW,
+        *(pytest.param(*case, marks=pytest.mark.full(rows="all")) for case in FEW),
         *(pytest.param(*case, marks=pytest.mark.full) for case in MORE),
         *(pytest.param(*case, marks=pytest.mark.long) for case in REST),
     ],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from shoal._torch.graphs import has_no_values
 from shoal._torch.modules import parameters as table_of
 from shoal.distributed.objects import gather_numbers
 from shoal.distributed.tensors import broadcast
@@ -125,7 +126,7 @@ class DividedExperts:
         self._exchange = Exchange(world)
         self._keyed = KeyedDraws(name, world)
         self._compute = type(module).forward
-        listed = experts_in(module)
+        listed = experts_in(module) if self._exchange.group else None
         self._counts = torch.zeros(self.number, dtype=torch.int64, device=world.device)
         for expert, count in zip(listed or (), self._counts, strict=listed is not None):
             vars(expert)[COUNT] = count
@@ -137,13 +138,15 @@ class DividedExperts:
     def __call__(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, of all ranks."""
         values = hidden.detach(), index, weights.detach()
-        self._keyed.find(module, hidden, partial(self._dispatched, module, *values))
+        traced = has_no_values(hidden)
+        if not traced:
+            self._keyed.find(module, hidden, partial(self._dispatched, module, *values))
         if self._exchange.group is None and not self._keyed.used:
             if self._keyed.used is False:
                 del module.forward
             result: Tensor = self._compute(module, hidden, index, weights)
             return result
-        if not self._checked:
+        if not self._checked and not traced:
             self._check(module, *values)
             self._checked = True
         return self._dispatched(module, hidden, index, weights, self._keyed.keys(module, hidden))
@@ -167,7 +170,8 @@ class DividedExperts:
         chosen = index.reshape(-1).long()
         chosen = chosen.masked_fill(chosen < 0, self.number).clamp(max=self.number)
         order = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=self.number + 1)[: self.number]  # without dropped choices
+        counts = chosen.new_zeros(self.number + 1)  # bincount would read its largest value
+        counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))[: self.number]
         arriving = self._exchange.numbers(counts).view(len(self._exchange.ranks), -1)
         if torch.is_grad_enabled():
             self._counts += counts
