@@ -29,6 +29,6 @@ def audit(
         kills=kills,
         steps=12,
         scratch=scratch,
-        limit=60.0,
+        limit=300.0,
     )
     return audit_script(request, lambda _: None)

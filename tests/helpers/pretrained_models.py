@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import shoal
 from helpers.lazy import LazyModule
@@ -38,9 +39,13 @@ class Pretrained(NamedTuple):
     plan: Mapping[str, str]
     split: str
 
-    def model(self) -> Any:
-        made = getattr(tf, self.kind)(getattr(tf, self.config)(**self.options))
+    def model(self, kind: Any = None) -> Any:
+        made = (kind or getattr(tf, self.kind))(getattr(tf, self.config)(**self.options))
         return _in_float64(made).eval()
+
+    def stages(self) -> Any:
+        """The model with a forward that pipelines can split."""
+        return self.model(decoder(self.kind))
 
     def reference(self, folder: Path) -> Any:
         """The model as transformers reads it."""
@@ -63,6 +68,20 @@ class Pretrained(NamedTuple):
         if "pipeline" in layout:
             return [*tensor, shoal.Pipeline(split_points=(self.split,))]
         return [*tensor, *([shoal.FSDP()] if "shard" in layout else [] if tensor else [shoal.DDP()])]
+
+
+def decoder(kind: str) -> Any:
+    """Return a class of transformers with a forward that pipelines can split."""
+
+    def forward(self: Any, input_ids: Tensor) -> Any:
+        hidden = self.model.embed_tokens(input_ids)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        cosines, sines = self.model.rotary_emb(hidden, positions)
+        for layer in self.model.layers:
+            hidden = layer(hidden, position_embeddings=(cosines, sines))
+        return self.lm_head(self.model.norm(hidden))
+
+    return type(kind, (getattr(tf, kind),), {"forward": forward})
 
 
 def _in_float64(model: Any) -> Any:

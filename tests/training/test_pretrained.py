@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import shoal
-from helpers.pretrained_models import MODELS, save
+from helpers.pretrained_models import MODELS, WORDS, Pretrained, save
 from helpers.ranks import Ranks
 from shoal.util.errors import CheckpointError
 
@@ -128,6 +129,56 @@ def test_stages_read_and_write_their_own_layers(
     fresh = Stack()
     shoal.load(fresh, out)
     assert torch.equal(fresh.get_parameter("1.weight"), state["body.1.weight"])
+
+
+def logits_loss(output: Any, batch: Any) -> tuple[Tensor, int]:
+    logits = output if isinstance(output, Tensor) else output.logits
+    targets = batch["input_ids"].flatten()
+    return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"), len(targets)
+
+
+def trained(world: shoal.World, model: nn.Module) -> list[float]:
+    """The losses of three steps."""
+    words = torch.arange(48).reshape(8, 6) * 7 % WORDS
+    task = shoal.Task(logits_loss, inputs=lambda batch: {"input_ids": batch["input_ids"]})
+    step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), task)
+    data = shoal.Loader({"input_ids": words}, world, batch_size=8, micro_batches=2)
+    return [step(batch).loss for batch in data.epochs(3)]
+
+
+def staged_decoder(
+    world: shoal.World, case: Pretrained, layout: str, folder: Path, out: Path
+) -> list[float]:
+    model = shoal.parallelize(case.stages, world, case.strategy(layout), empty=True)
+    shoal.load(model, folder)
+    shoal.export(model, out, max_shard_size="20KB")
+    return trained(world, model)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", "shard=2,pipeline=2"),
+        pytest.param("mixtral", "replicate=2,pipeline=2", marks=pytest.mark.full),
+        pytest.param("llama", "tensor=2,pipeline=2", marks=pytest.mark.full),
+    ],
+)
+def test_stages_of_a_decoder_train_like_from_pretrained(
+    name: str, layout: str, four: Callable[[str], Ranks], tmp_path: Path
+) -> None:
+    """Its forward is written again, in a class that inherits from that of transformers."""
+    case = MODELS[name]
+    case = case._replace(options={**case.options, "tie_word_embeddings": False})
+    folder, out = tmp_path / "saved", tmp_path / "out"
+    torch.manual_seed(0)
+    case.model().save_pretrained(folder, max_shard_size="20KB")
+    losses = four(layout).call(staged_decoder, case, layout, folder, out)
+    expected, state = case.reference(folder).state_dict(), case.reference(out).state_dict()
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
+    with shoal.init() as world:
+        wanted = trained(world, shoal.parallelize(case.reference(folder).train(), world))
+    assert all(each == pytest.approx(wanted, rel=1e-12) for each in losses)
 
 
 PLAIN = nn.Linear(3, 2)

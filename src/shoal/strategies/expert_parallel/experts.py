@@ -70,7 +70,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
                 if common > 1
                 else "use layout='replicate=-1', or another number of experts",
             )
-    if not found:
+    if not found and (patterns is None or len(patterns)):
         raise StepError(
             given=f"shoal.ExpertParallel() around {type(model).__name__}",
             found="no module has parameters of shape (experts, …), or a ModuleList of experts with the "

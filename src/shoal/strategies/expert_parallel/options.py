@@ -34,7 +34,7 @@ class ExpertParallel:
 
     Args:
         modules: Patterns of module names, such as "layers.*.mlp.experts". None means all modules of
-            experts. Default: None.
+            experts; `()` none, for a second model without experts. Default: None.
 
     Raises:
         StepError: If the model has no such modules, or the degree of the axis does not divide their

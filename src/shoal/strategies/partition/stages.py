@@ -144,7 +144,8 @@ def trace(model: nn.Module, opened: Iterable[str], asked: str = OuterGraph.asked
         raise StepError(
             given=given,
             found=f"its forward takes any number of inputs, {several[0]}",
-            fix="write def forward(self, x): …, with a name for each input",
+            fix="write def forward(self, x): …, with a name for each input, in a class that inherits "
+            f"from {type(model).__name__}",
         )
     signature = inspect.Signature([p for p in parameters if p.default is p.empty])
     return OuterGraph(model, graph_of(model, set(opened), signature, given), signature, asked)
