@@ -86,7 +86,8 @@ def divided_experts(model: nn.Module) -> list[nn.Module]:
 def divide(name: str, module: nn.Module, world: World) -> None:
     """Keep this rank's experts of `module`, and send tokens to their experts in its forward."""
     mesh = world.mesh["expert"]
-    broadcast([p.data for p in module.parameters()], world.data_group)
+    if not world.simulated:
+        broadcast([p.data for p in module.parameters()], world.data_group)
     for part in module.modules():
         for key, parameter in part.named_parameters(recurse=False):
             divided: Any = distribute_tensor(parameter.detach(), mesh, [Shard(0)])

@@ -129,6 +129,11 @@ def mean_time(one: StepParts, others: StepParts, every: int) -> StepParts:
     return StepParts(mean)
 
 
+def with_imbalance(busiest: StepParts, mean: StepParts) -> StepParts:
+    """Return the time of a step with the mean number of tokens, and what the busiest rank adds."""
+    return StepParts({**mean.parts, "imbalance": max(0.0, busiest.total - mean.total)})
+
+
 def run_ranks(
     ranks: Sequence[Sequence[WorkSegment]], plan: PlannedStep, machine: Machine
 ) -> list[RankRun]:
@@ -236,6 +241,7 @@ class _Timeline:
             "communication": max(0.0, round(self.now - self.waited - busy, 12)),
             "bubble": self.waited + end - self.now,
             "stragglers": spread * busy,
+            "imbalance": 0.0,
         }
         return StepParts.of(**{name: value for name, value in parts.items() if name != "host"})
 
