@@ -113,7 +113,15 @@ class FakeTensors(FakeTensorMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
-        """Run an operation, with the workspace of recurrent layers."""
+        """Run an operation, with the workspace of recurrent layers.
+
+        torch's fake product of groups of rows, as of experts, takes no other numbers than bfloat16.
+        """
+        if function is torch.ops.aten._grouped_mm.default and arguments[0].dim() == 2:
+            rows, weights = arguments[:2]
+            groups = (len(arguments[2]),) if weights.dim() == 2 else ()  # gradients of weights
+            with self:
+                return rows.new_empty(*groups, len(rows), weights.shape[-1])
         if self.keeps_values and has_values(function, arguments, named or {}):
             return function(*arguments, **(named or {}))
         result: Any = super().__torch_dispatch__(function, types, arguments, named or {})

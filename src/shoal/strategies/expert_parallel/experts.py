@@ -73,7 +73,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
             found="no module has parameters of shape (experts, …), or a ModuleList of experts with the "
             f"same parameters, and a {_SIGNATURE}",
             fix="put the experts into a module of their own, which gets the tokens, the experts that "
-            "the router has chosen for each, and their weights",
+            "the router has chosen for each, and their weights; or use a layout without the expert axis",
         )
     return found
 

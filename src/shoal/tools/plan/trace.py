@@ -126,9 +126,14 @@ def numbers_of_experts(build: Callable[[], Workload], *, fake: bool = True) -> s
     """Return the numbers of experts that the modules of a model have; none if it is no mixture."""
     plan = PlannedStep(layout=Layout(), global_batch=1, micro_batch=1)
     world = simulated_world(plan.layout, 0, 1)
+    trace = _Trace(build(), plan, world, fake=fake, busiest=False)
     try:
-        model = _Trace(build(), plan, world, fake=fake, busiest=False).built()
-        return {number_of_experts(module) for module in model.modules()} - {0}
+        with simulating(), trace.fake or nullcontext(), trace.numbers:
+            return {number_of_experts(module) for module in trace.built().modules()} - {0}
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise trace.failure(error, {}) from error
     finally:
         world.close()
 
@@ -376,6 +381,7 @@ class _Trace:
     def step(self, step: Step, batch: Batch) -> None:
         """Take an optimizer step for any values of loss and gradients."""
         engine, autocast = step.engine, PRECISIONS[step.precision]
+        self.routing.imbalance = 1.0  # the checks have parts of the batch
         engine.gradients(self.workload.task, batch, autocast=autocast, scale=1.0)
         self.updating = True
         engine.update(step.optimizer, 0.5)

@@ -157,8 +157,10 @@ def trace_pipeline(
 ) -> list[TracedStep]:
     """Return the steps of the ranks of one replica of the pipeline, traced one after another.
 
-    On a GPU, AdamW updates lists of parameters with few kernels (`foreach`), as it does by default.
+    On a GPU, AdamW updates lists of parameters with few kernels (`foreach`), as it does by default. It
+    can't if tensor or expert parallelism shards some of them.
     """
+    listed = machine.cores is None and plan.layout.tensor == plan.layout.expert == 1
     trace = partial(
         trace_step,
         build,
@@ -167,7 +169,7 @@ def trace_pipeline(
         fake=fake,
         averaging=averaging,
         busiest=busiest,
-        optimizer=partial(torch.optim.AdamW, foreach=machine.cores is None),
+        optimizer=partial(torch.optim.AdamW, foreach=listed),
     )
     return [trace(rank=rank) for rank in plan.layout.group(0, "pipeline")]
 
