@@ -221,7 +221,8 @@ _COPYING = ("_allgather_base_", "_reduce_scatter_base_")
 class LocalCollectives(UncompiledMode):
     """Replaces the collectives of process groups: none communicates, and tensors do not change.
 
-    Lists of tensors are gathered as if every rank had that of this one. All-gathers and reduce-scatters allocate a copy of the full tensor, as Gloo does; NCCL does not.
+    Lists of tensors are gathered as if every rank had that of this one. All-gathers and reduce-scatters
+    allocate a copy of the full tensor, as Gloo does; NCCL does not.
     """
 
     def __torch_dispatch__(

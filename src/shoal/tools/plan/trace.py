@@ -123,7 +123,7 @@ def trace_step(
 
 
 def numbers_of_experts(build: Callable[[], Workload], *, fake: bool = True) -> set[int]:
-    """Return the numbers of experts that the modules of a model have; none if it is no mixture."""
+    """Return the numbers of experts that the modules of a model have; none without experts."""
     plan = PlannedStep(layout=Layout(), global_batch=1, micro_batch=1)
     world = simulated_world(plan.layout, 0, 1)
     trace = _Trace(build(), plan, world, fake=fake, busiest=False)
