@@ -22,12 +22,12 @@ from helpers.ranks import Ranks
 from shoal._torch.dispatch import tree_iter
 from shoal.strategies.dtensor import share
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.assumed_routing import chosen_experts
 from shoal.tools.plan.machine.machines import find_machine
 from shoal.tools.plan.search.fit import fit_plan, module_layouts, plan_of
-from shoal.tools.plan.time.step_time import busiest_load
 from shoal.tools.plan.trace import TracedStep, numbers_of_experts, planned_strategies, trace_step
+from shoal.tools.plan.work.assumed_routing import chosen_experts
 from shoal.tools.plan.work.planned_step import PlannedStep
+from shoal.tools.plan.work.slowest import busiest_load
 from shoal.util.errors import ShoalError
 
 TOKENS, FEATURES = 8, 2 * WIDTH

@@ -73,7 +73,8 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
             found="no module has parameters of shape (experts, …), or a ModuleList of experts with the "
             f"same parameters, and a {_SIGNATURE}",
             fix="leave the expert axis out of the layout, or put the experts into a module of their "
-            "own, which gets the tokens, the experts that the router has chosen for each, and their weights",
+            "own, which gets the tokens, the experts that the router has chosen for each, and their "
+            "weights",
         )
     return found
 

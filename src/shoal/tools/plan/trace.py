@@ -47,9 +47,9 @@ from shoal.strategies.pipeline.flow import KnownForms
 from shoal.strategies.pipeline.options import Pipeline
 from shoal.strategies.tensor_parallel.options import TensorParallel
 from shoal.tools.bench.scaling.models import Workload
-from shoal.tools.plan.assumed_routing import AssumedRouting
 from shoal.tools.plan.memory.estimate import RankMemory
 from shoal.tools.plan.memory.live_bytes import LiveBytes, PeakStorage, reserved_bytes
+from shoal.tools.plan.work.assumed_routing import AssumedRouting
 from shoal.tools.plan.work.planned_step import PlannedStep, Work, WorkSegment
 from shoal.tools.plan.work.simulated_world import SimulatedWorld, simulated_world
 from shoal.tools.plan.work.traced_stages import split_points, stage_forms

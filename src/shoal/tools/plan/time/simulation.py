@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.time.rates import CONTENTION, ComputeSeconds, collective_seconds, compute_seconds
-from shoal.tools.plan.time.step_time import Span, StepParts, add_span, slowest
+from shoal.tools.plan.time.step_time import Span, StepParts, add_span
 from shoal.tools.plan.work.planned_step import PlannedStep, RankGroup, StepCollective, WorkSegment
+from shoal.tools.plan.work.slowest import slowest
 
 
 class Computation(NamedTuple):

@@ -12,7 +12,7 @@ from shoal._torch.dispatch import without_modes
 from shoal._torch.simulation import FakeTensors
 from shoal.distributed.world import World
 from shoal.strategies.expert_parallel.parts import number_of_experts
-from shoal.tools.plan.time.step_time import busiest_load
+from shoal.tools.plan.work.slowest import busiest_load
 
 
 class AssumedRouting:
