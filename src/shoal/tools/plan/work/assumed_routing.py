@@ -57,6 +57,8 @@ class AssumedRouting:
 
     def _chosen(self, index: Tensor, number: int) -> Tensor:
         """Return experts in place of those in `index`, of shape (tokens, choices)."""
+        if index.dim() != 2:
+            return index  # an error of the strategy
         tokens, choices = index.shape
         load = busiest_load(tokens, choices, number, self._ranks)
         self.imbalance = max(self.imbalance, load)
