@@ -13,7 +13,7 @@ from helpers.cli import shoal as command
 from helpers.planned_models import MODELS
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.machine.machines import Machine, find_machine
-from shoal.tools.plan.search.fit import module_layouts, plan_of, search_module
+from shoal.tools.plan.search.fit import module_layouts, search_module
 from shoal.tools.plan.search.search import SearchResult
 from shoal.util.errors import ShoalError
 
@@ -98,8 +98,3 @@ def test_a_script_reads_the_plan(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.exception
     assert "The strategy of the first: shoal." in done.stdout
     assert "Fastest" in (page / "index.html").read_text()
-
-
-def test_the_expert_axis_is_refused() -> None:
-    with pytest.raises(ShoalError, match="does not know mixtures of experts"):
-        plan_of("expert=2", 2, 8, None, "none", "fp32")

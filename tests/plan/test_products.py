@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal._torch.dispatch import TorchDispatchMode
 from shoal.distributed.layout import Layout
 from shoal.tools.plan.machine.machines import find_machine
-from shoal.tools.plan.time.step_time import estimate_step, slowest
+from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.layers import (
     alignment_factor,
     layer_products,
@@ -20,6 +20,7 @@ from shoal.tools.plan.work.layers import (
     transformer_work,
 )
 from shoal.tools.plan.work.planned_step import PlannedStep
+from shoal.tools.plan.work.slowest import slowest
 from shoal.tools.plan.work.transformer import Transformer
 
 A100 = find_machine("a100-80")

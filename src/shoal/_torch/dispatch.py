@@ -31,6 +31,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "UncompiledMode",
+    "has_values",
     "intercept",
     "is_wrapper",
     "overloads_of",
@@ -66,16 +67,20 @@ class RealIntegers(UncompiledMode):
     ) -> Any:
         """Run an operation without other modes if all of its tensors have values."""
         named = named or {}
-        tensors = [each for each in tree_iter((arguments, named)) if isinstance(each, Tensor)]
-        if all(type(each) is Tensor for each in tensors) if tensors else _is_integer(named):
-            with without_modes():
-                return function(*arguments, **named)
-        return function(*arguments, **named)
+        with without_modes() if has_values(function, arguments, named) else nullcontext():
+            return function(*arguments, **named)
 
 
-def _is_integer(named: Any) -> bool:
+def has_values(function: Any, arguments: Any, named: Any) -> bool:
+    """Return whether all tensors of an operation have values, or, without any, it makes integers."""
+    tensors = [each for each in tree_iter((arguments, named)) if isinstance(each, Tensor)]
+    if tensors:
+        return all(type(each) is Tensor for each in tensors)
     dtype = named.get("dtype")
-    return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+    if dtype is None:
+        arange = schema_of(function).name == "aten::arange"
+        return arange and all(type(each) is int for each in arguments)
+    return not dtype.is_floating_point and not dtype.is_complex
 
 
 def overloads_of(operation: Any) -> Any:

@@ -113,6 +113,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.testing._internal.distributed.fake_pg:FakeStore",
         "torch:ops.aten._local_scalar_dense.default",
         "torch:ops.mkldnn._is_mkldnn_bf16_supported",
+        "torch:ops.aten._grouped_mm",
         "torch._C._distributed_c10d:_create_work_from_future",
     ),
     "no floating-point operations are counted": ("torch:ops.aten.add.Tensor._overloadpacket",),

@@ -19,7 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal._torch.dispatch import UncompiledMode, schema_of, tree_leaves, without_modes
+from shoal._torch.dispatch import (
+    UncompiledMode,
+    has_values,
+    schema_of,
+    tree_leaves,
+    without_modes,
+)
 from shoal._torch.versions import imported, required
 
 _FEATURE = "a trace of `shoal plan`"
@@ -94,15 +100,30 @@ def constructing(numbers: KnownNumbers) -> Iterator[None]:
 
 
 class FakeTensors(FakeTensorMode):
-    """Fake tensors, which have a shape and no values; an error is raised if a value is read."""
+    """Fake tensors, which have a shape and no values; an error is raised if a value is read.
+
+    While `keeps_values` is true, operations on tensors with values alone compute, and new integers have
+    values.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.keeps_values = False
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
-        """Run an operation, with the workspace of recurrent layers."""
+        """Run an operation, with the workspace of recurrent layers.
+
+        torch's fake product of groups of rows, as of experts, takes no other numbers than bfloat16.
+        """
+        if function is torch.ops.aten._grouped_mm.default and arguments[0].dim() == 2:
+            rows, weights = arguments[:2]
+            groups = (len(arguments[2]),) if weights.dim() == 2 else ()  # gradients of weights
+            with self:
+                return rows.new_empty(*groups, len(rows), weights.shape[-1])
+        if self.keeps_values and has_values(function, arguments, named or {}):
+            return function(*arguments, **(named or {}))
         result: Any = super().__torch_dispatch__(function, types, arguments, named or {})
         if function is torch.ops.aten.mkldnn_rnn_layer.default:
             *outputs, workspace = result
@@ -200,7 +221,8 @@ _COPYING = ("_allgather_base_", "_reduce_scatter_base_")
 class LocalCollectives(UncompiledMode):
     """Replaces the collectives of process groups: none communicates, and tensors do not change.
 
-    All-gathers and reduce-scatters allocate a copy of the full tensor, as Gloo does; NCCL does not.
+    Lists of tensors are gathered as if every rank had that of this one. All-gathers and reduce-scatters
+    allocate a copy of the full tensor, as Gloo does; NCCL does not.
     """
 
     def __torch_dispatch__(
@@ -214,6 +236,9 @@ class LocalCollectives(UncompiledMode):
         tensors = arguments[0]
         if schema_of(function).name.endswith(_COPYING):
             torch.empty_like(max(tree_leaves(arguments[:2]), key=lambda each: each.numel()))
+        if schema_of(function).name == "c10d::allgather_":
+            for each in tree_leaves(tensors):
+                each.copy_(arguments[1][0])
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result([tensors] if isinstance(tensors, Tensor) else tensors)
         finish = imported("torch._C._distributed_c10d", "_create_work_from_future", _FEATURE)

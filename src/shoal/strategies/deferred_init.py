@@ -288,7 +288,9 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
 def move_allocated(module: nn.Module, device: torch.device) -> None:
     """Move tensors to `device`, except those on the meta device."""
-    apply_to_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    found = [t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
+    if any(each != device for each in found):  # torch can't replace fake parameters
+        apply_to_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:

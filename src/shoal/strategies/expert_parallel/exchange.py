@@ -59,6 +59,8 @@ class Exchange:
         result = torch.empty_like(numbers)
         with waiting(self._world.timeline):
             dist.all_to_all_single(result, numbers.contiguous(), group=self.group)
+        if self._world.simulated:  # every rank sends what this one does
+            return numbers.view(len(self.ranks), -1)[self.rank].repeat(len(self.ranks))
         return result
 
 

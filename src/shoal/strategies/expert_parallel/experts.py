@@ -75,8 +75,9 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
             given=f"shoal.ExpertParallel() around {type(model).__name__}",
             found="no module has parameters of shape (experts, …), or a ModuleList of experts with the "
             f"same parameters, and a {_SIGNATURE}",
-            fix="put the experts into a module of their own, which gets the tokens, the experts that "
-            "the router has chosen for each, and their weights",
+            fix="leave the expert axis out of the layout, or put the experts into a module of their "
+            "own, which gets the tokens, the experts that the router has chosen for each, and their "
+            "weights",
         )
     return found
 
@@ -99,7 +100,8 @@ def divide(name: str, module: nn.Module, world: World) -> None:
 
 def _distribute(module: nn.Module, world: World) -> None:
     mesh = world.mesh["expert"]
-    broadcast([p.data for p in module.parameters()], world.data_group)
+    if not world.simulated:
+        broadcast([p.data for p in module.parameters()], world.data_group)
     for part in module.modules():
         for key, parameter in part.named_parameters(recurse=False):
             divided: Any = distribute_tensor(parameter.detach(), mesh, [Shard(0)])

@@ -209,7 +209,8 @@ def divide(
     # FSDP2 shards no scalars: each rank keeps them.
     options["ignored_params"] = {parameter for parameter in module.parameters() if not parameter.dim()}
     experts = divided_experts(module)
-    divided: list[Any] = [*experts, *(unit for unit in units if unit not in experts), module]
+    inside = {part for each in experts for part in each.modules()}  # experts may be repeated blocks
+    divided: list[Any] = [*experts, *(unit for unit in units if unit not in inside), module]
     for part in divided:
         options["mesh"] = _mesh(world, "expert") if part in experts else _mesh(world)
         sharded: Any = fully_shard(part, reshard_after_forward=reshard_after_forward, **options)

@@ -26,13 +26,21 @@ def flop_formula(operator: Any) -> Callable[..., Any] | None:
     """Return torch's formula for the FLOPs of an operator, or None if there is none.
 
     The arguments of fused attention on the CPU, which lacks a formula, begin with those of the GPU's.
+    torch has none for products of groups of rows.
     """
     packet = overloads_of(operator)
     name = str(packet).rpartition(".")[2]
+    if name == "_grouped_mm":
+        return _grouped_flops
     if name.endswith((_ON_CPU, f"{_ON_CPU}_backward")):
         packet = getattr(torch.ops.aten, name.replace(_ON_CPU, ""))
     found: Callable[..., Any] | None = flop_registry.get(packet)
     return found
+
+
+def _grouped_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of the products of groups of rows with one matrix each, such as experts."""
+    return 2 * int(rows.numel()) * int(weights.shape[-1])
 
 
 class FlopCounting:

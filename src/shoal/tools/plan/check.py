@@ -126,8 +126,8 @@ def _plan_of(
     if degrees.expert > 1:
         raise _unusable(
             directory,
-            f"its layout is {layout}, and shoal plan does not know mixtures of experts",
-            "check a run of a model without experts",
+            f"its layout is {layout}, and neither --model nor the events of the run have the experts",
+            'plan the module, and compare while it trains: shoal.Run(…, plan="plan.json")',
         )
     local = max(1, batch // degrees.data_size)
     if micro_batch is not None and (micro_batch > local or local % micro_batch):

@@ -33,12 +33,15 @@ from shoal._torch.simulation import (
 )
 from shoal.data import Loader
 from shoal.data.batch import Batch
+from shoal.distributed.layout import Layout
 from shoal.strategies import parallelize
 from shoal.strategies.activation_checkpoint import ActivationCheckpointing
 from shoal.strategies.context_parallel.options import ContextParallel
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.data_parallel.local_sgd import DiLoCo, LocalSGD
 from shoal.strategies.dtensor import share
+from shoal.strategies.expert_parallel.options import ExpertParallel
+from shoal.strategies.expert_parallel.parts import number_of_experts
 from shoal.strategies.fsdp.options import FSDP
 from shoal.strategies.pipeline.flow import KnownForms
 from shoal.strategies.pipeline.options import Pipeline
@@ -46,6 +49,7 @@ from shoal.strategies.tensor_parallel.options import TensorParallel
 from shoal.tools.bench.scaling.models import Workload
 from shoal.tools.plan.memory.estimate import RankMemory
 from shoal.tools.plan.memory.live_bytes import LiveBytes, PeakStorage, reserved_bytes
+from shoal.tools.plan.work.assumed_routing import AssumedRouting
 from shoal.tools.plan.work.planned_step import PlannedStep, Work, WorkSegment
 from shoal.tools.plan.work.simulated_world import SimulatedWorld, simulated_world
 from shoal.tools.plan.work.traced_stages import split_points, stage_forms
@@ -65,13 +69,15 @@ class TracedStep:
     """The memory of one rank in an optimizer step, and its operations in their order.
 
     `plan` is the traced plan, with the split points of a pipeline. `every` is the number of steps of
-    which one averages the parameters, as the traced step does; 1 for other strategies.
+    which one averages the parameters, as the traced step does; 1 for other strategies. `imbalance` is
+    the number of tokens of the busiest rank's experts, relative to the mean.
     """
 
     plan: PlannedStep
     memory: RankMemory
     segments: tuple[WorkSegment, ...]
     every: int = 1
+    imbalance: float = 1.0
 
     @property
     def work(self) -> Work:
@@ -87,6 +93,7 @@ def trace_step(
     devices: int = 8,
     fake: bool = True,
     averaging: bool = True,
+    busiest: bool = False,
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> TracedStep:
     """Return the memory and the work of one rank in a step of a training, without the other ranks.
@@ -94,7 +101,8 @@ def trace_step(
     `build` returns the model, its task, its dataset and its strategy, None for those of the plan; it is
     called once. `devices` is the number of devices of a node. With `fake=False`, the steps compute with
     values, in the memory of this machine. `averaging` says whether the step of a strategy such as
-    LocalSGD averages the parameters. `optimizer` makes another one than AdamW.
+    LocalSGD averages the parameters, and `busiest` that the experts of this rank get the tokens of the
+    busiest rank, in place of the mean. `optimizer` makes another one than AdamW.
 
     Raises:
         ShoalError: If the module fails on fake tensors, with its name, or the plan does not fit it.
@@ -107,18 +115,40 @@ def trace_step(
         )
     world = simulated_world(plan.layout, rank, devices)
     try:
-        trace = _Trace(build(), plan, world, fake=fake)
+        trace = _Trace(build(), plan, world, fake=fake, busiest=busiest)
         return trace.run(optimizer or partial(torch.optim.AdamW, lr=1e-4), averaging=averaging)
     finally:
         world.close()
         end_fake_group()
 
 
+def numbers_of_experts(build: Callable[[], Workload], *, fake: bool = True) -> set[int]:
+    """Return the numbers of experts that the modules of a model have; none without experts."""
+    plan = PlannedStep(layout=Layout(), global_batch=1, micro_batch=1)
+    world = simulated_world(plan.layout, 0, 1)
+    trace = _Trace(build(), plan, world, fake=fake, busiest=False)
+    try:
+        with simulating(), trace.fake or nullcontext(), trace.numbers:
+            return {number_of_experts(module) for module in trace.built().modules()} - {0}
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise trace.failure(error, {}) from error
+    finally:
+        world.close()
+
+
 class _Trace:
     """Steps of one rank, and the storages that live in them."""
 
     def __init__(
-        self, workload: Workload, plan: PlannedStep, world: SimulatedWorld, *, fake: bool
+        self,
+        workload: Workload,
+        plan: PlannedStep,
+        world: SimulatedWorld,
+        *,
+        fake: bool,
+        busiest: bool,
     ) -> None:
         self.workload = workload
         self.plan = plan
@@ -131,6 +161,7 @@ class _Trace:
         self.passing = "forward"
         self.gradients: set[int] = set()
         self.fake = FakeTensors() if fake else None
+        self.routing = AssumedRouting(world, self.fake, busiest=busiest)
         self.constructing = False
         self.numbers = KnownNumbers(self.read_by_user)
         self.live = LiveBytes(self.moment)
@@ -162,7 +193,7 @@ class _Trace:
         try:
             strategy, every = self.strategy(averaging=averaging)
             with self.counted():
-                model = parallelize(self.built(), self.world, strategy)
+                model = parallelize(self.routed(), self.world, strategy)
                 optimizer = make_optimizer(model.parameters())
                 optimizer.register_step_pre_hook(self.note_gradients)
                 precision = STEP_PRECISIONS[self.plan.precision]
@@ -187,7 +218,13 @@ class _Trace:
         except Exception as error:
             raise self.failure(error, names) from error
         memory = self.kinds(model, optimizer)
-        return TracedStep(plan=self.plan, memory=memory, segments=self.work.segments, every=every)
+        return TracedStep(
+            plan=self.plan,
+            memory=memory,
+            segments=self.work.segments,
+            every=every,
+            imbalance=self.routing.imbalance,
+        )
 
     def strategy(self, *, averaging: bool) -> tuple[Any, int]:
         """Return the strategy of the steps, and the number of steps of which one averages parameters.
@@ -215,9 +252,9 @@ class _Trace:
         with simulating(), self.fake or nullcontext(), self.numbers:
             micro = self.fake_batch(next(self.batches())).micros[0]
             task = self.workload.task
-            points = split_points(self.built(), self.plan, task, micro)
+            points = split_points(self.routed(), self.plan, task, micro)
             autocast = PRECISIONS[STEP_PRECISIONS[self.plan.precision]]
-            forms = stage_forms(self.built(), points, self.world, task, micro, autocast)
+            forms = stage_forms(self.routed(), points, self.world, task, micro, autocast)
         self.world.provide(KnownForms, KnownForms(forms))
         return replace(self.plan, split_points=points)
 
@@ -251,6 +288,10 @@ class _Trace:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def routed(self) -> nn.Module:
+        """Return the model, whose routers choose all experts equally often."""
+        return self.routing.attach(self.built())
 
     def built(self) -> nn.Module:
         """Return the model of the workload, as a fake one if steps are.
@@ -340,6 +381,7 @@ class _Trace:
     def step(self, step: Step, batch: Batch) -> None:
         """Take an optimizer step for any values of loss and gradients."""
         engine, autocast = step.engine, PRECISIONS[step.precision]
+        self.routing.imbalance = 1.0  # the checks have parts of the batch
         engine.gradients(self.workload.task, batch, autocast=autocast, scale=1.0)
         self.updating = True
         engine.update(step.optimizer, 0.5)
@@ -438,6 +480,8 @@ def planned_strategies(plan: PlannedStep) -> list[Any]:
         found.append(ContextParallel())
     if layout.tensor > 1:
         found.append(TensorParallel())
+    if layout.expert > 1:
+        found.append(ExpertParallel())
     if layout.pipeline > 1:
         found.append(Pipeline(split_points=plan.split_points, schedule=plan.schedule))
     elif layout.shard > 1 or not found:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -21,8 +22,13 @@ from shoal.tools.bench.scaling.configurations import SIZES, BuiltIn, parse_subje
 from shoal.tools.bench.scaling.models import Workload, make_model, workload_of
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.search import Prediction, RejectedLayout, SearchResult
-from shoal.tools.plan.time.simulation import collective_totals, mean_time, run_ranks
-from shoal.tools.plan.trace import TracedStep, trace_step
+from shoal.tools.plan.time.simulation import (
+    collective_totals,
+    mean_time,
+    run_ranks,
+    with_imbalance,
+)
+from shoal.tools.plan.trace import TracedStep, numbers_of_experts, trace_step
 from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.util.errors import LaunchError, ShoalError
 
@@ -123,15 +129,8 @@ def plan_of(
 
 
 def _resolved(layout: str, devices: int) -> Layout:
-    parsed = Layout.parse(layout)
-    if parsed.expert != 1:
-        raise ShoalError(
-            given=f"--layout {layout}",
-            found="shoal plan does not know mixtures of experts",
-            fix="use a layout without the expert axis for a model without experts",
-        )
     try:
-        return parsed.resolve(devices)
+        return Layout.parse(layout).resolve(devices)
     except ShoalError as error:
         raise ShoalError(
             given=f"--layout {layout} -n {devices}",
@@ -154,11 +153,14 @@ def trace_pipeline(
     *,
     fake: bool = True,
     averaging: bool = True,
+    busiest: bool = False,
 ) -> list[TracedStep]:
     """Return the steps of the ranks of one replica of the pipeline, traced one after another.
 
-    On a GPU, AdamW updates lists of parameters with few kernels (`foreach`), as it does by default.
+    On a GPU, AdamW updates lists of parameters with few kernels (`foreach`), as it does by default. It
+    can't if tensor or expert parallelism shards some of them.
     """
+    listed = machine.cores is None and plan.layout.tensor == plan.layout.expert == 1
     trace = partial(
         trace_step,
         build,
@@ -166,7 +168,8 @@ def trace_pipeline(
         devices=machine.devices,
         fake=fake,
         averaging=averaging,
-        optimizer=partial(torch.optim.AdamW, foreach=machine.cores is None),
+        busiest=busiest,
+        optimizer=partial(torch.optim.AdamW, foreach=listed),
     )
     return [trace(rank=rank) for rank in plan.layout.group(0, "pipeline")]
 
@@ -208,7 +211,8 @@ def fit_plan(
     """Trace one plan. Raises ShoalError if the module can't be traced with it.
 
     The time of a strategy that averages the parameters in one of several steps is that of the mean
-    step; its memory and its collectives are those of a step that averages.
+    step; its memory and its collectives are those of a step that averages. Those of experts are of
+    equal numbers of tokens, and their time is that of the rank with most.
     """
     steps = trace_pipeline(build, plan, machine, fake=fake)
     place = max(range(len(steps)), key=lambda each: steps[each].memory.reserved)
@@ -221,6 +225,14 @@ def fit_plan(
             replace(each, time=mean_time(run.time, each.time, step.every))
             for run, each in zip(runs, rest, strict=True)
         ]
+    imbalance = max(each.imbalance for each in steps)
+    if imbalance > 1:
+        others = trace_pipeline(build, plan, machine, fake=fake, busiest=True)
+        rest = run_ranks([each.segments for each in others], step.plan, machine)
+        runs = [
+            replace(each, time=with_imbalance(run.time, each.time))
+            for run, each in zip(rest, runs, strict=True)
+        ]
     return Prediction(
         plan=step.plan,
         memory=memory,
@@ -228,6 +240,7 @@ def fit_plan(
         available=machine.available,
         change=change,
         margin=round(margin_of(plan.layout) * memory.reserved) + SMALL_MARGIN,
+        imbalance=imbalance,
         place=place,
         memories=tuple(each.memory for each in steps),
         runs=tuple(runs),
@@ -243,7 +256,7 @@ def _changes(plan: PlannedStep, *, layouts: bool) -> Iterator[tuple[str, Planned
     if plan.recompute != "full":
         changes["--recompute full"] = {"recompute": "full"}
     if layouts and plan.layout.replicate > 1:
-        sharded = replace(plan.layout, shard=plan.layout.data_size, replicate=1)
+        sharded = replace(plan.layout, shard=plan.layout.shard * plan.layout.replicate, replicate=1)
         changes[f"--layout {sharded}"] = {"layout": sharded}
     for change, values in changes.items():
         yield change, replace(plan, **values)
@@ -252,7 +265,7 @@ def _changes(plan: PlannedStep, *, layouts: bool) -> Iterator[tuple[str, Planned
         yield "all of them", replace(plan, **together)
 
 
-_AXES = ("replicate", "shard", "tensor", "context", "pipeline")
+_AXES = ("replicate", "shard", "tensor", "context", "pipeline", "expert")
 _INSIDE = ("tensor", "context")
 """Axes that stay within a node."""
 
@@ -279,7 +292,7 @@ def search_module(
     Raises:
         ShoalError: The error of the first layout, if the module can't be traced in any of them.
     """
-    layouts = module_layouts(devices, machine)
+    layouts = module_layouts(devices, machine, numbers_of_experts(build, fake=fake))
     fits: list[Prediction] = []
     rejected: list[RejectedLayout] = []
     first: ShoalError | None = None
@@ -312,8 +325,11 @@ def search_module(
     )
 
 
-def module_layouts(devices: int, machine: Machine) -> list[Layout]:
-    """Return the layouts of a number of devices with at most two axes; those with one come first."""
+def module_layouts(devices: int, machine: Machine, experts: Collection[int] = ()) -> list[Layout]:
+    """Return the layouts of a number of devices with at most two axes; those with one come first.
+
+    `experts` are the numbers of experts in a layer, which the degree of the expert axis divides.
+    """
     single = [Layout(**{axis: devices}) for axis in (_AXES if devices > 1 else _AXES[:1])]
     pairs = [
         Layout(**{first: degree, second: devices // degree})
@@ -325,4 +341,5 @@ def module_layouts(devices: int, machine: Machine) -> list[Layout]:
         each
         for each in (*single, *pairs)
         if all(each.degree(axis) <= machine.devices for axis in _INSIDE)
+        and (each.expert == 1 or (experts and math.gcd(*experts) % each.expert == 0))
     ]

@@ -32,7 +32,8 @@ class Prediction:
 
     `change` says how the plan differs from the given one. `memories` and `runs` are those of the traced
     ranks of one replica, in the order of the pipeline; the rank is the one at `place`, and
-    `collectives` are its own. `margin` is the number of bytes that a training may need in addition.
+    `collectives` are its own. `margin` is the number of bytes that a training may need in addition,
+    `imbalance` the number of tokens of the busiest rank's experts, relative to the mean.
     """
 
     plan: PlannedStep
@@ -41,6 +42,7 @@ class Prediction:
     available: float
     change: str = "as given"
     margin: int = 0
+    imbalance: float = 1.0
     place: int = 0
     memories: tuple[RankMemory, ...] = ()
     runs: tuple[RankRun, ...] = ()

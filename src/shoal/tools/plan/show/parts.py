@@ -65,6 +65,7 @@ def prediction_values(model: Transformer | None, machine: Machine, found: Predic
         "memory": {**memory.kinds, "moment": memory.moment, "reserved": memory.reserved},
         "rank_bytes": [each.total for each in found.memories],
         "collectives": found.collectives,
+        "imbalance": found.imbalance,
     }
 
 
@@ -99,6 +100,7 @@ _NAMES = {
     "data": "exposed data parallel",
     "launch": "launch and host",
     "stragglers": "slowest device",
+    "imbalance": "busiest experts",
     "repeated": "repeated steps",
     "waiting": "waiting for nodes",
 }

@@ -91,8 +91,14 @@ def _memory(labels: Sequence[str], found: Sequence[Prediction]) -> list[Document
 def _time(labels: Sequence[str], found: Sequence[Prediction]) -> list[DocumentBlock]:
     """Return the seconds of a step by part, and its collectives."""
     first = found[0]
+    text = f"A step takes {duration(first.step_seconds)}."
+    if first.imbalance > 1:
+        text += (
+            " If routers choose at random, the busiest rank's experts get "
+            f"{percent(first.imbalance - 1, tenths=True)} more tokens than the mean."
+        )
     blocks: list[DocumentBlock] = [
-        Text(text=f"A step takes {duration(first.step_seconds)}."),
+        Text(text=text),
         *time_bars("Step of a rank", "A step by part", labels, [each.time.parts for each in found]),
     ]
     if first.plan.split_points:

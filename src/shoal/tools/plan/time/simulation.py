@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.time.rates import CONTENTION, ComputeSeconds, collective_seconds, compute_seconds
-from shoal.tools.plan.time.step_time import Span, StepParts, add_span, slowest
+from shoal.tools.plan.time.step_time import Span, StepParts, add_span
 from shoal.tools.plan.work.planned_step import PlannedStep, RankGroup, StepCollective, WorkSegment
+from shoal.tools.plan.work.slowest import slowest
 
 
 class Computation(NamedTuple):
@@ -129,6 +130,11 @@ def mean_time(one: StepParts, others: StepParts, every: int) -> StepParts:
     return StepParts(mean)
 
 
+def with_imbalance(busiest: StepParts, mean: StepParts) -> StepParts:
+    """Return the time of a step with the mean number of tokens, and what the busiest rank adds."""
+    return StepParts({**mean.parts, "imbalance": max(0.0, busiest.total - mean.total)})
+
+
 def run_ranks(
     ranks: Sequence[Sequence[WorkSegment]], plan: PlannedStep, machine: Machine
 ) -> list[RankRun]:
@@ -236,6 +242,7 @@ class _Timeline:
             "communication": max(0.0, round(self.now - self.waited - busy, 12)),
             "bubble": self.waited + end - self.now,
             "stragglers": spread * busy,
+            "imbalance": 0.0,
         }
         return StepParts.of(**{name: value for name, value in parts.items() if name != "host"})
 

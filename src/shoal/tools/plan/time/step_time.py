@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -26,6 +24,7 @@ from shoal.tools.plan.time.rates import (
 )
 from shoal.tools.plan.work.layers import transformer_work
 from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
+from shoal.tools.plan.work.slowest import slowest
 from shoal.tools.plan.work.transformer import Transformer
 
 _PASSES = ("products", "convolutions", "attention", "memory", "recompute", "launch")
@@ -199,15 +198,6 @@ def estimate_step(
         optimizer=parameters / plan.shards * updated / bandwidth,
         stragglers=spread * (passes.total + again),
     )
-
-
-@lru_cache
-def slowest(count: int) -> float:
-    """Return the expected maximum of `count` values of the standard normal distribution.
-
-    The approximation of Blom 1958.
-    """
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 _ROUNDS = 6

@@ -169,7 +169,8 @@ class PlannedStep:
     @property
     def micro_batches(self) -> Quantity:
         """Micro-batches of one rank in one optimizer step."""
-        return self.global_batch // (self.layout.replicate * self.layout.shard * self.micro_batch)
+        data = self.layout.replicate * self.layout.shard * self.layout.expert
+        return self.global_batch // (data * self.micro_batch)
 
     def tabulate(self, columns: Sequence[str], function: Callable[[PlannedStep], Values]) -> Values:
         """Return a function that depends on these options only."""
