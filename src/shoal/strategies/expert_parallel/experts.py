@@ -20,6 +20,7 @@ from shoal.strategies.eval_mode import each_in_eval_mode
 from shoal.strategies.expert_parallel.exchange import Exchange, Linked
 from shoal.strategies.expert_parallel.keyed_draws import KeyedDraws, Keys
 from shoal.strategies.expert_parallel.parts import experts_in, number_of_experts, some_experts
+from shoal.strategies.expert_parallel.routed_tokens import RoutedTokens
 from shoal.strategies.idle_experts import COUNT
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.random_draws.draws import constant_draws
@@ -85,6 +86,13 @@ def divided_experts(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
 
 
+def count_tokens(name: str, module: nn.Module, world: World) -> None:
+    """Count the tokens of experts that are all on this rank."""
+    routed = RoutedTokens(name, number_of_experts(module), world)
+    routed.attach(module)
+    module.register_forward_pre_hook(routed.before_forward)
+
+
 def divide(name: str, module: nn.Module, world: World) -> None:
     """Keep this rank's experts of `module`, and send tokens to their experts in its forward.
 
@@ -122,6 +130,8 @@ class DividedExperts:
     def __init__(self, name: str, module: nn.Module, world: World) -> None:
         self.name = name
         self.number = number_of_experts(module)
+        self.routed = RoutedTokens(name, self.number, world)
+        self.routed.attach(module)
         self._exchange = Exchange(world)
         self._keyed = KeyedDraws(name, world)
         self._compute = type(module).forward
@@ -166,6 +176,7 @@ class DividedExperts:
         tokens, choices = index.shape
         chosen = index.reshape(-1).long()
         chosen = chosen.masked_fill(chosen < 0, self.number).clamp(max=self.number)
+        self.routed.add(module, chosen.view_as(index))
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self.number + 1)[: self.number]  # without dropped choices
         arriving = self._exchange.numbers(counts).view(len(self._exchange.ranks), -1)
