@@ -1,4 +1,4 @@
-"""What a Run records of mixtures of experts: the choices of their routers, as one process makes them."""
+"""What a Run records of mixtures of experts: the choices of their routers, as on one process."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def record(
 
 
 def loads(directory: Path) -> list[ExpertLoad]:
-    latest = read_history(directory).latest
-    assert latest is not None
-    return expert_loads(latest)
+    return expert_loads(read_history(directory))
 
 
 @pytest.mark.parametrize(

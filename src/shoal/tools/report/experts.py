@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.distributed.layout import AXES, Layout
 from shoal.tools.report.causes import Finding, join_names
-from shoal.tools.report.history import Array, Attempt, Event, History, integer_in, text_in
+from shoal.tools.report.history import Array, Event, History, integer_in, text_in
 from shoal.util.errors import LayoutError
 from shoal.util.units import percent
 
@@ -60,13 +60,21 @@ class ExpertLoad:
         return math.exp(-float((fractions * np.log(fractions)).sum()))
 
     @property
+    def used(self) -> float:
+        """The effective number of experts divided by their number."""
+        return self.effective / len(self.tokens)
+
+    @property
     def collapsed(self) -> bool:
         """Whether the effective number of experts is at most half of their number."""
-        return len(self.tokens) > 1 and self.effective <= COLLAPSED * len(self.tokens) * (1 + 1e-9)
+        return len(self.tokens) > 1 and any(self.tokens) and self.used <= COLLAPSED * (1 + 1e-9)
 
 
-def expert_loads(attempt: Attempt) -> list[ExpertLoad]:
-    """Return the load of each module of experts, in the order of the model."""
+def expert_loads(history: History) -> list[ExpertLoad]:
+    """Return the load of each module of experts in the last attempt, in the order of the model."""
+    attempt = history.latest
+    if attempt is None:
+        return []
     counts: dict[tuple[str, str], dict[int, dict[int, Array]]] = {}
     for (rank, name), events in attempt.experts.items():
         for event in events:
@@ -125,14 +133,10 @@ def _imbalance(counts: Mapping[int, Array], layout: str) -> float | None:
 
 def collapsed_routers(history: History) -> Iterator[Finding]:
     """Yield a finding if routers of the last attempt have collapsed."""
-    loads = [] if history.latest is None else expert_loads(history.latest)
-    found = sorted((each for each in loads if each.collapsed), key=_use)
+    collapsed = [load for load in expert_loads(history) if load.collapsed]
+    found = sorted(collapsed, key=lambda load: load.used)
     if found:
         yield Finding(f"{_collapse(found)}.", _ADVICE)
-
-
-def _use(load: ExpertLoad) -> float:
-    return load.effective / len(load.tokens)
 
 
 def _collapse(found: Sequence[ExpertLoad]) -> str:

@@ -203,7 +203,7 @@ def run_document(history: History, verdict: BottleneckReport) -> Document:
         speed = [Text(text=text, only="page")] if text else []
         used = [*speed, *memory_figures(latest), tables.usage_table(latest)]
         sections += [
-            ("Mixtures of experts", [tables.experts_table(latest)]),
+            ("Mixtures of experts", [tables.experts_table(history)]),
             ("Collectives", [tables.collectives_table(latest)]),
             ("Memory and power", used),
         ]
@@ -268,10 +268,7 @@ def summarize_run(history: History, verdict: BottleneckReport) -> dict[str, Any]
             for attempt, last in last_kept_steps(history)
         ],
         "splits": list_splits(history),
-        "experts": [
-            _named(each, *_EXPERTS)
-            for each in (expert_loads(history.latest) if history.latest is not None else ())
-        ],
+        "experts": [_named(each, *_EXPERTS) for each in expert_loads(history)],
         "unreadable_lines": history.skipped,
     }
     if verdict.judged:

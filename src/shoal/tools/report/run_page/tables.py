@@ -248,9 +248,9 @@ def collectives_table(attempt: Attempt) -> Table:
     )
 
 
-def experts_table(attempt: Attempt) -> Table:
+def experts_table(history: History) -> Table:
     """Return how evenly routers use their experts; no rows if the model has none."""
-    loads = expert_loads(attempt)
+    loads = expert_loads(history)
     rows = [
         [
             each.layer,
@@ -259,9 +259,9 @@ def experts_table(attempt: Attempt) -> Table:
             str(each.idle),
             f"{each.effective:.3g}",
             "" if each.imbalance is None else f"{each.imbalance:.2f} x",
-            percent(each.dropped_share, tenths=True),
+            percent(each.dropped_share, tenths=True) if each.dropped else "",
         ]
-        for each in sorted(loads, key=lambda load: load.effective / len(load.tokens))[:MOST]
+        for each in sorted(loads, key=lambda load: load.used)[:MOST]
     ]
     of = f", the {MOST} of {len(loads)} layers with the most uneven load" if len(loads) > MOST else ""
     numbers = ["experts", "busiest", "idle", "effective", "busiest rank", "dropped"]
