@@ -86,21 +86,18 @@ def divided_experts(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
 
 
-def count_tokens(name: str, module: nn.Module, world: World) -> None:
-    """Count the tokens of experts that are all on this rank."""
-    routed = RoutedTokens(name, number_of_experts(module), world)
-    routed.attach(module)
-    module.register_forward_pre_hook(routed.before_forward)
-
-
 def divide(name: str, module: nn.Module, world: World) -> None:
     """Keep this rank's experts of `module`, and send tokens to their experts in its forward.
 
     On one rank, forward is replaced until it is known that experts draw no random numbers.
     """
-    object.__setattr__(module, ATTRIBUTE, DividedExperts(name, module, world))
+    divided = DividedExperts(name, module, world)
+    object.__setattr__(module, ATTRIBUTE, divided)
+    divided.routed.attach(module)
     if world.layout.degree("expert") > 1:
         _distribute(module, world)
+    else:
+        module.register_forward_pre_hook(divided.routed.before_forward)
     module.forward = MethodType(_uncompiled, module)
 
 
@@ -131,7 +128,6 @@ class DividedExperts:
         self.name = name
         self.number = number_of_experts(module)
         self.routed = RoutedTokens(name, self.number, world)
-        self.routed.attach(module)
         self._exchange = Exchange(world)
         self._keyed = KeyedDraws(name, world)
         self._compute = type(module).forward
@@ -156,6 +152,8 @@ class DividedExperts:
         if not self._checked:
             self._check(module, *values)
             self._checked = True
+        if self._exchange.group is not None:
+            self.routed.add(module, index)
         return self._dispatched(module, hidden, index, weights, self._keyed.keys(module, hidden))
 
     def _dispatched(
@@ -176,7 +174,6 @@ class DividedExperts:
         tokens, choices = index.shape
         chosen = index.reshape(-1).long()
         chosen = chosen.masked_fill(chosen < 0, self.number).clamp(max=self.number)
-        self.routed.add(module, chosen.view_as(index))
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self.number + 1)[: self.number]  # without dropped choices
         arriving = self._exchange.numbers(counts).view(len(self._exchange.ranks), -1)

@@ -39,21 +39,21 @@ class RoutedTokens:
         vars(module)[_ATTRIBUTE] = self
 
     def before_forward(self, module: nn.Module, given: tuple[Any, ...]) -> None:
-        """Count as a forward pre-hook of experts that are not distributed; not in compiled code."""
-        if torch.compiler.is_compiling() or len(given) < 2:
-            return
-        none = len(self.counts) - 1
-        index = given[1].long()
-        self.add(module, index.masked_fill(index < 0, none).clamp(max=none))
+        """Count as a forward pre-hook of experts that are all on this rank, not in compiled code."""
+        index = given[1] if len(given) > 1 and not torch.compiler.is_compiling() else None
+        if isinstance(index, Tensor) and index.dim() == 2:
+            self.add(module, index)
 
-    def add(self, module: nn.Module, chosen: Tensor) -> None:
-        """Count choices of shape (tokens, choices): experts, or their number for none."""
+    def add(self, module: nn.Module, index: Tensor) -> None:
+        """Count chosen experts of shape (tokens, choices), a number without an expert for none."""
         if self._step is None or not module.training or in_backward():
             return
         micro = self._step.micro
         if micro is None or not micro.weight:  # outside a step, or padding
             return
-        real = chosen[: len(chosen) * micro.samples // self._step.rows].flatten()
+        real = index[: len(index) * micro.samples // self._step.rows].flatten().long()
+        none = len(self.counts) - 1
+        real = real.masked_fill(real < 0, none).clamp(max=none)
         self.counts.scatter_add_(0, real, torch.ones_like(real))
 
 
