@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.causal_transformer import WIDTH
-from helpers.mixtures import PLAN, DroppingGPT, Experts, ListedGPT, Mixture, Trained, trained
+from helpers.mixtures import (
+    PLAN,
+    ComputedGPT,
+    DroppingGPT,
+    Experts,
+    ListedGPT,
+    Mixture,
+    Trained,
+    trained,
+)
 from helpers.ranks import RankError, Ranks
 from shoal.strategies import mesh_reducer
 from shoal.strategies.expert_parallel import exchange, experts
@@ -63,18 +72,20 @@ def test_a_mixture_trains_like_one_process(
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy"),
+    ("layout", "make"),
     [
-        ("expert=2", EXPERTS),
-        pytest.param("expert=4", EXPERTS, marks=pytest.mark.full),
-        pytest.param("shard=2,expert=2", EXPERTS, marks=pytest.mark.full),
+        ("expert=2", ListedGPT),
+        ("expert=2", ComputedGPT),
+        ("replicate=2", ListedGPT),
+        pytest.param("expert=4", ListedGPT, marks=pytest.mark.full),
+        pytest.param("shard=2,expert=2", ListedGPT, marks=pytest.mark.full),
     ],
 )
-def test_experts_in_a_list_train_like_one_process(layout: str, strategy: Any) -> None:
+def test_experts_in_a_list_train_like_one_process(layout: str, make: type[ListedGPT]) -> None:
     with shoal.init() as world:
-        expected = trained(world, None, 6, make=ListedGPT)
+        expected = trained(world, None, 6, make=make)
     with Ranks(shoal.Layout.parse(layout).size, layout=layout) as ranks:
-        for found in ranks.call(partial(trained, strategy=strategy, steps=6, make=ListedGPT)):
+        for found in ranks.call(partial(trained, strategy=EXPERTS, steps=6, make=make)):
             assert found.distance(expected) < 1e-9
 
 

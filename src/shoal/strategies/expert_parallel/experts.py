@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -131,10 +132,11 @@ class DividedExperts:
         self._exchange = Exchange(world)
         self._keyed = KeyedDraws(name, world)
         self._compute = type(module).forward
-        listed = experts_in(module)
         self._counts = torch.zeros(self.number, dtype=torch.int64, device=world.device)
-        for expert, count in zip(listed or (), self._counts, strict=listed is not None):
-            vars(expert)[COUNT] = count
+        self._listed = list(experts_in(module) or ())
+        self._drops_idle = False
+        for expert in self._listed:
+            vars(expert)[COUNT] = None
         self._checked = False
 
     def __deepcopy__(self, memo: object) -> DividedExperts:
@@ -177,8 +179,10 @@ class DividedExperts:
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self.number + 1)[: self.number]  # without dropped choices
         arriving = self._exchange.numbers(counts).view(len(self._exchange.ranks), -1)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._drops_idle:
             self._counts += counts
+            for expert, count in zip(self._listed, self._counts, strict=True):
+                vars(expert)[COUNT] = count
         sizes = torch.stack((counts.view_as(arriving).sum(1), arriving.sum(1)))
         sent, received = sizes.tolist()  # the only values that the host reads
         order = order[: sum(sent)]
@@ -228,6 +232,7 @@ class DividedExperts:
             found = self._dispatched(module, hidden, index, weights)
             with some_experts(module, self._exchange, every=True):
                 expected = self._compute(module, hidden, index, weights)
+                self._find_idle(module, hidden[:0], index[:0], weights[:0])
         apart = distance(found, expected)
         wrong = apart > TOLERANCES[found.dtype]
         group = self._exchange.group
@@ -238,3 +243,13 @@ class DividedExperts:
                 fix="leave it out of modules=…; each row of its output must be the sum of its experts' "
                 "outputs for this row, times their weights",
             )
+
+    def _find_idle(self, module: nn.Module, *nothing: Tensor) -> None:
+        """Find whether experts in a list compute without tokens, and so get gradients of zero."""
+        called: list[nn.Module] = []
+        with ExitStack() as stack:
+            for expert in self._listed:
+                hook = expert.register_forward_pre_hook(lambda each, _: called.append(each))
+                stack.callback(hook.remove)
+            self._compute(module, *nothing)
+        self._drops_idle = bool(self._listed) and not called
