@@ -11,11 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+ATTRIBUTE = "_shoal_experts"
+"""The attribute with the dispatch of a module of experts."""
 COUNT = "_shoal_choices"
 """The attribute of an expert with the number of times that this rank has used it in the batch.
 
 None for experts whose gradients autograd decides about.
 """
+
+
+def divided_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of experts that are distributed over ranks."""
+    return [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
 
 
 class IdleExperts:

@@ -22,14 +22,13 @@ from shoal.strategies.expert_parallel.exchange import Exchange, Linked
 from shoal.strategies.expert_parallel.keyed_draws import KeyedDraws, Keys
 from shoal.strategies.expert_parallel.parts import experts_in, number_of_experts, some_experts
 from shoal.strategies.expert_parallel.routed_tokens import RoutedTokens
-from shoal.strategies.idle_experts import COUNT
+from shoal.strategies.idle_experts import ATTRIBUTE, COUNT
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.random_draws.draws import constant_draws
 from shoal.strategies.sharded_parameter import ShardedParameter
 from shoal.strategies.tolerance import TOLERANCES, distance
 from shoal.util.errors import StepError
 
-ATTRIBUTE = "_shoal_experts"
 _SIGNATURE = "forward(hidden, index, weights)"
 
 
@@ -80,11 +79,6 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
             "the router has chosen for each, and their weights",
         )
     return found
-
-
-def divided_experts(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of experts that are distributed over ranks."""
-    return [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
 
 
 def divide(name: str, module: nn.Module, world: World) -> None:
