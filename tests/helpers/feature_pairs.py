@@ -45,6 +45,7 @@ SPREAD = {  # how it is spread: the axes of the layout, and what is written
     "sequence": ("tensor",),
     "logits": ("tensor",),
     "ContextParallel": ("context",),
+    "ExpertParallel": ("expert",),
     "Pipeline": ("pipeline",),
     "zero bubble": ("pipeline",),
     "DevicePlacement": (),
@@ -127,7 +128,7 @@ def cells(rows: Sequence[str], columns: Sequence[str]) -> list[Pair]:
 def layout(pair: Pair) -> str:
     """The layout of a pair; features alone are tried with DDP."""
     axes = {axis for name in pair for axis in SPREAD.get(name, ())} or {"replicate"}
-    order = ("replicate", "shard", "context", "tensor", "pipeline")
+    order = ("replicate", "shard", "expert", "context", "tensor", "pipeline")
     return ",".join(f"{axis}=2" for axis in order if axis in axes)
 
 
@@ -141,6 +142,7 @@ def attempt(ranks: Ranks, pair: Pair, directory: Path) -> str | None:
     AssertionError for all else: other numbers, other errors, ranks that don't agree.
     """
     names = {*pair} if {*pair} & (SPREAD.keys() | APPROXIMATE.keys()) else {*pair, "DDP"}
+    names |= {"experts"} if "ExpertParallel" in names else set()
     saves = "checkpoint" in names
     results = ranks.attempt(train, names, directory if saves else None)
     errors = [result for result in results if isinstance(result, RankError)]

@@ -40,13 +40,41 @@ APPROXIMATE: dict[str, Any] = {  # what does not give the numbers of one process
 }
 
 
-class Block(nn.Module):
+class Experts(nn.Module):
+    """Experts that compute all tokens, so that compiled code has no sizes that depend on values."""
+
     def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) / WIDTH)
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden[:, :WIDTH])
+        for expert in range(len(self.weight)):
+            chosen = (weights * (index == expert)).sum(1, keepdim=True)
+            result = result + F.linear(hidden, self.weight[expert]) * chosen.to(hidden.dtype)
+        return result
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(2 * WIDTH, 4), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, index = self.router(tokens).softmax(-1).topk(2)
+        mixed: Tensor = self.experts(tokens, index, weights)
+        return mixed.view(x.shape[0], x.shape[1], WIDTH)
+
+
+class Block(nn.Module):
+    def __init__(self, names: Names) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.value, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = Mixture() if "experts" in names else nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
@@ -65,7 +93,7 @@ class Net(nn.Module):
     def __init__(self, names: Names, *, critic: bool) -> None:
         super().__init__()
         self.first = nn.Linear(WORDS, WIDTH) if critic else nn.Embedding(WORDS, WIDTH)
-        self.blocks: Any = nn.ModuleList([Block(), Block()])
+        self.blocks: Any = nn.ModuleList([Block(names), Block(names)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if "tied" in names and not critic:
@@ -346,12 +374,15 @@ def strategies(names: Names, model: str, world: shoal.World) -> Any:
         some.append(shoal.ActivationCheckpointing())
     if "ActivationCheckpointing, save" in names:
         some.append(shoal.ActivationCheckpointing(save=("products", "attention")))
-    if "DevicePlacement" in names:
-        some.append(shoal.DevicePlacement((0, 0)))
-    if "ContextParallel" in names:
-        some.append(shoal.ContextParallel())
+    plain = {
+        "DevicePlacement": shoal.DevicePlacement((0, 0)),
+        "ContextParallel": shoal.ContextParallel(),
+    }
+    some += [each for name, each in plain.items() if name in names]
     if {"TensorParallel", "sequence", "logits"} & {*names}:
         some.append(shoal.TensorParallel(plan=plan(names, model)))
+    if "ExpertParallel" in names:
+        some.append(shoal.ExpertParallel())
     if "Pipeline" in names:
         some.append(shoal.Pipeline(split_points=("blocks.1",)))
     elif "RPCPipeline" in names:
@@ -383,6 +414,8 @@ def plan(names: Names, model: str) -> dict[str, str]:
     columns = ("query", "key", "value", "wide")
     found = {f"blocks.*.{name}": "column" for name in columns}
     found |= {f"blocks.*.{name}": "row" for name in ("out", "narrow")}
+    if "experts" in names:
+        found = {name: way for name, way in found.items() if not name.endswith(("wide", "narrow"))}
     if "sequence" in names:
         found["first"] = "sequence" if model == "critic" else "vocabulary"
         found |= {f"blocks.*.norm{number}": "sequence" for number in (1, 2)} | {"norm": "sequence"}

@@ -51,12 +51,14 @@ class ExpertList(nn.ModuleList):
             for _ in range(number)
         )
 
+    computes_idle = False
+
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts."""
         result = hidden.new_zeros(len(hidden), WIDTH)
         for number, expert in enumerate(self):
             token, choice = torch.where(index == number)
-            if len(token):
+            if self.computes_idle or len(token):
                 output = expert(hidden[token]) * weights[token, choice, None]
                 result = result.index_add(0, token, output)
         return result
@@ -157,6 +159,16 @@ class ListedGPT(MixedGPT):
             mixture.experts = ExpertList(EXPERTS, 2 * WIDTH)
             mixture.router.bias.data[2] = -100.0
         self.double()
+
+
+class ComputedGPT(ListedGPT):
+    """The same, but idle experts compute without tokens, and get gradients of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            mixture: Any = block.narrow
+            mixture.experts.computes_idle = True
 
 
 class DroppingGPT(MixedGPT):

@@ -66,6 +66,7 @@ def run(tmp_path: Path) -> Path:
             {"event": "collectives", "seconds": 10, "step": 550, "kinds": [kind | sums]},
             {"event": "usage", "step": 500, "rss": 2e9, "power": 300.0, "energy": 7.2e6},
             {"event": "flops", **flops},
+            {"event": "experts", "name": "step", "step": 550, "layers": {HOSTILE: [9, 0, 0, 1]}},
         )
     add(directory, 1, {"event": "end", "step": 550, "reason": "error", "error": HOSTILE})
     return directory
@@ -121,7 +122,8 @@ def test_the_page_and_its_files(run: Path) -> None:
     assert "\x1b" not in html
     assert "\u202e" not in html
     assert "&lt;img src=x onerror=alert(1)&gt;$\\frac\\x1b[31m\\u202eevil" in html
-    for heading in ("Where the time goes", "Stragglers", "Collectives", ">Attempts<"):
+    headings = ("Where the time goes", "Stragglers", "Mixtures of experts", "Collectives", ">Attempts<")
+    for heading in headings:
         assert heading in html
 
     rows = list(csv.reader(io.StringIO((folder / "step-by-rank.csv").read_text())))

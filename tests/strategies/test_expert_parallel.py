@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -15,7 +14,16 @@ from torch import Tensor, nn
 
 import shoal
 from helpers.causal_transformer import WIDTH
-from helpers.mixtures import PLAN, DroppingGPT, Experts, ListedGPT, Mixture, Trained, trained
+from helpers.mixtures import (
+    PLAN,
+    ComputedGPT,
+    DroppingGPT,
+    Experts,
+    ListedGPT,
+    Mixture,
+    Trained,
+    trained,
+)
 from helpers.ranks import RankError, Ranks
 from shoal.strategies import mesh_reducer
 from shoal.strategies.expert_parallel import exchange, experts
@@ -63,25 +71,23 @@ def test_a_mixture_trains_like_one_process(
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy"),
+    ("layout", "make"),
     [
-        ("expert=2", EXPERTS),
+        ("expert=2", ListedGPT),
+        ("expert=2", ComputedGPT),
+        ("replicate=2", ListedGPT),
         *(
-            pytest.param(*row, marks=pytest.mark.full)
-            for row in (
-                ("expert=4", EXPERTS),
-                ("shard=2,expert=2", EXPERTS),
-                ("replicate=2", EXPERTS),
-                ("tensor=2", [shoal.TensorParallel(plan=PLAN), EXPERTS]),
-            )
+            pytest.param(layout, ListedGPT, marks=pytest.mark.full)
+            for layout in ("expert=4", "shard=2,expert=2", "expert=2,tensor=2")
         ),
     ],
 )
-def test_experts_in_a_list_train_like_one_process(layout: str, strategy: Any) -> None:
+def test_experts_in_a_list_train_like_one_process(layout: str, make: type[ListedGPT]) -> None:
     with shoal.init() as world:
-        expected = trained(world, None, 6, make=ListedGPT)
+        expected = trained(world, None, 6, make=make)
+    tensor = [shoal.TensorParallel(plan=PLAN)] if "tensor" in layout else []
     with Ranks(shoal.Layout.parse(layout).size, layout=layout) as ranks:
-        for found in ranks.call(partial(trained, strategy=strategy, steps=6, make=ListedGPT)):
+        for found in ranks.call(partial(trained, strategy=[*tensor, EXPERTS], steps=6, make=make)):
             assert found.distance(expected) < 1e-9
 
 
@@ -254,7 +260,7 @@ class Buffered(Mixture):
 class Patched(Mixture):
     def __init__(self) -> None:
         super().__init__()
-        vars(self.experts).update(forward=MethodType(Centered.forward, self.experts))
+        vars(self.experts).update(forward=partial(vars(Centered)["forward"], self.experts))
 
 
 def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:

@@ -88,7 +88,10 @@ def test_everything_holds_for_shoal(home: Path, args: tuple[str, ...]) -> None:
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "layout",
-    ["shard", *(pytest.param(each, marks=pytest.mark.long) for each in ("tensor", "pipeline"))],
+    [
+        "shard",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("tensor", "pipeline", "expert")),
+    ],
 )
 def test_shards_and_stages_are_compared_with_a_full_model(home: Path, layout: str) -> None:
     report = audit(home, "layout_script.py", layout, kills=1)

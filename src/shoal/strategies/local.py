@@ -22,6 +22,7 @@ from shoal.strategies.correction import AnyTotals
 from shoal.strategies.coupling.batch_norm import own_classes
 from shoal.strategies.engine import ReducerEngine
 from shoal.strategies.held_parameters import HeldParameters
+from shoal.strategies.idle_experts import divided_experts
 from shoal.strategies.multi_device import DeviceSpan
 from shoal.strategies.random_draws.graphs import keyed_backend
 from shoal.strategies.reducer import LocalReducer, Reducer
@@ -60,6 +61,12 @@ class LocalEngine(ReducerEngine):
         if how == "inductor":
             self.call = self.reducer.compiled(torch.compile(self.module, backend=keyed_backend()))
             return
+        if divided_experts(self.module):
+            raise StepError(
+                given="compile='script' with shoal.ExpertParallel()",
+                found="TorchScript cannot call the functions that send tokens to their experts",
+                fix="compile='blocks'",
+            )
         if self.world.layout.degree("context") > 1:
             raise StepError(
                 given="compile='script' with shoal.ContextParallel()",

@@ -51,6 +51,7 @@ EventKind: TypeAlias = Literal[
     "usage",
     "collectives",
     "flops",
+    "experts",
     "plan",
     "save",
     "save_failed",

@@ -436,7 +436,7 @@ class Run:
                 error = reason = late = found
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
         self._stopping.stop()  # not before: a signal would cut the save short
-        self._observer.end()
+        self._observer.end(failed=not (reason is None or isinstance(reason, StoppedExit)))
         for guard in self._guards:
             guard.close()
         self._logged.write(wait=reason is None)

@@ -1,4 +1,4 @@
-"""Monitoring of a Run: network traffic, memory, power, and the FLOPs of one step."""
+"""Monitoring of a Run: network traffic, memory, power, the FLOPs of one step, tokens of experts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shoal.telemetry.events import Events
 from shoal.telemetry.profiler.window import Window
 from shoal.telemetry.usage.flops import FlopCounting, peak_here
 from shoal.telemetry.usage.sampler import PeriodicTask, Usage, UsageSampler, noting
+from shoal.training.expert_counts import ExpertCounts
 from shoal.training.trace_recorder import Recorder
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class RunMonitor:
     ) -> None:
         self._world = world
         self._recorder = Recorder(world, directory, profile)
+        self._experts = ExpertCounts(steps, events)
         self._steps = steps
         self._first = next(iter(steps.values()))
         self._loader = loader
@@ -105,11 +107,14 @@ class RunMonitor:
                     step.counting = self._counted[name][1]
         elif self._counted:
             self._conclude()
+        self._experts.tick()
         self._recorder.tick(self._first.number)
 
-    def end(self) -> None:
-        """Take the last samples, write them, and end the thread."""
+    def end(self, *, failed: bool) -> None:
+        """Take the last samples, write them, and end the thread; after a failure, of the host only."""
         self._recorder.end()
+        if self._ticks and not failed:
+            self._experts.end()
         for step in self._steps.values():
             step.counting = nullcontext()
         if self._sampler is not None:

@@ -16,7 +16,32 @@ STRATEGIES = {
     "shard": lambda: shoal.FSDP(),
     "tensor": lambda: shoal.TensorParallel(plan={"0": "column", "2": "row"}),
     "pipeline": lambda: shoal.Pipeline(split_points=["2"]),
+    "expert": lambda: shoal.ExpertParallel(),
 }
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8) / 3)
+
+    def forward(self, hidden, index, weights):
+        result = torch.zeros_like(hidden)
+        for expert in range(len(self.weight)):
+            token, choice = torch.where(index == expert)
+            output = F.linear(hidden[token], self.weight[expert]) * weights[token, choice, None]
+            result = result.index_add(0, token, output)
+        return result
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), Experts()
+
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(2)
+        return self.experts(x, index, weights)
 
 
 def loss(output, batch):
@@ -24,8 +49,10 @@ def loss(output, batch):
 
 
 with shoal.init(seed=0, layout=f"{KIND}=2,replicate=-1" if SIZE > 1 else "replicate=-1") as world:
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-    model = shoal.parallelize(model, world, STRATEGIES[KIND]() if SIZE > 1 else None)
+    middle = Mixture() if KIND == "expert" else nn.Linear(8, 8)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), middle, nn.ReLU(), nn.Linear(8, 1))
+    with_strategy = SIZE > 1 or KIND == "expert"
+    model = shoal.parallelize(model, world, STRATEGIES[KIND]() if with_strategy else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     step = shoal.Step(model, optimizer, shoal.Task(loss))
     inputs = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))

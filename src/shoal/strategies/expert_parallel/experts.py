@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -21,14 +23,14 @@ from shoal.strategies.eval_mode import each_in_eval_mode
 from shoal.strategies.expert_parallel.exchange import Exchange, Linked
 from shoal.strategies.expert_parallel.keyed_draws import KeyedDraws, Keys
 from shoal.strategies.expert_parallel.parts import experts_in, number_of_experts, some_experts
-from shoal.strategies.idle_experts import COUNT
+from shoal.strategies.expert_parallel.routed_tokens import RoutedTokens
+from shoal.strategies.idle_experts import ATTRIBUTE, COUNT
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.random_draws.draws import constant_draws
 from shoal.strategies.sharded_parameter import ShardedParameter
 from shoal.strategies.tolerance import TOLERANCES, distance
 from shoal.util.errors import StepError
 
-ATTRIBUTE = "_shoal_experts"
 _SIGNATURE = "forward(hidden, index, weights)"
 
 
@@ -51,7 +53,9 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
                 fix="name the module of the experts, not the layer with its router",
             )
         buffers = [key for key, each in module.named_buffers() if each.shape[:1] == (number,)]
-        if degree > 1 and (buffers or "forward" in vars(module)):
+        own = vars(module).get("forward", module.forward)
+        replaced = getattr(own, "__func__", None) is not type(module).forward
+        if degree > 1 and (buffers or replaced):
             raise StepError(
                 given=given,
                 found=f"each rank would have all of {buffers[0]}, a buffer with a row for each expert"
@@ -82,20 +86,16 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
     return found
 
 
-def divided_experts(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of experts that are distributed over ranks."""
-    return [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
-
-
 def divide(name: str, module: nn.Module, world: World) -> None:
-    """Keep this rank's experts of `module`, and send tokens to their experts in its forward.
-
-    On one rank, forward is replaced until it is known that experts draw no random numbers.
-    """
-    object.__setattr__(module, ATTRIBUTE, DividedExperts(name, module, world))
+    """Keep this rank's experts of `module`, and send tokens to their experts in its forward."""
+    divided = DividedExperts(name, module, world)
+    divided.routed.attach(module)
     if world.layout.degree("expert") > 1:
+        object.__setattr__(module, ATTRIBUTE, divided)
         _distribute(module, world)
-    module.forward = MethodType(_uncompiled, module)
+    else:
+        module.register_forward_pre_hook(divided.routed.before_forward)
+    module.forward = _ExpertsForward(module, divided)
 
 
 def _distribute(module: nn.Module, world: World) -> None:
@@ -110,12 +110,35 @@ def _distribute(module: nn.Module, world: World) -> None:
             table_of(part)[key] = divided
 
 
-def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    found: DividedExperts = getattr(module, ATTRIBUTE)
-    return found(module, hidden, index, weights)
+class _ExpertsForward:
+    """The forward of experts, which replaces that of their class.
+
+    If all are on this rank, only until it is known that they draw no random numbers. Pickled, it is the
+    forward of their class.
+    """
+
+    def __init__(self, module: nn.Module, divided: DividedExperts) -> None:
+        self._module = module
+        self._divided = divided
+
+    def __call__(self, *given: Tensor, **named: Tensor) -> Tensor:
+        """Return the output of the experts."""
+        result: Tensor = _uncompiled(self._divided, self._module, *given, **named)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ExpertsForward:
+        return _ExpertsForward(copy.deepcopy(self._module, memo), self._divided)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (self._module, "forward")
 
 
-_uncompiled = torch.compiler.disable(_forward)
+def _call(divided: DividedExperts, module: nn.Module, *given: Tensor, **named: Tensor) -> Tensor:
+    bound = inspect.signature(type(module).forward).bind(module, *given, **named)
+    return divided(*bound.args)
+
+
+_uncompiled = torch.compiler.disable(_call)
 """Not compiled with its block, since sizes depend on the values of the router."""
 
 
@@ -125,13 +148,15 @@ class DividedExperts:
     def __init__(self, name: str, module: nn.Module, world: World) -> None:
         self.name = name
         self.number = number_of_experts(module)
+        self.routed = RoutedTokens(name, self.number, world)
         self._exchange = Exchange(world)
         self._keyed = KeyedDraws(name, world)
         self._compute = type(module).forward
-        listed = experts_in(module) if self._exchange.group else None
         self._counts = torch.zeros(self.number, dtype=torch.int64, device=world.device)
-        for expert, count in zip(listed or (), self._counts, strict=listed is not None):
-            vars(expert)[COUNT] = count
+        self._listed = list(experts_in(module) or ())
+        self._drops_idle = False
+        for expert in self._listed:
+            vars(expert)[COUNT] = None
         self._checked = False
 
     def __deepcopy__(self, memo: object) -> DividedExperts:
@@ -151,6 +176,8 @@ class DividedExperts:
         if not self._checked and not traced:
             self._check(module, *values)
             self._checked = True
+        if self._exchange.group is not None:
+            self.routed.add(module, index)
         return self._dispatched(module, hidden, index, weights, self._keyed.keys(module, hidden))
 
     def _dispatched(
@@ -175,8 +202,10 @@ class DividedExperts:
         counts = chosen.new_zeros(self.number + 1)  # bincount would read its largest value
         counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))[: self.number]
         arriving = self._exchange.numbers(counts).view(len(self._exchange.ranks), -1)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._drops_idle:
             self._counts += counts
+            for expert, count in zip(self._listed, self._counts, strict=True):
+                vars(expert)[COUNT] = count
         sizes = torch.stack((counts.view_as(arriving).sum(1), arriving.sum(1)))
         sent, received = sizes.tolist()  # the only values that the host reads
         order = order[: sum(sent)]
@@ -226,6 +255,7 @@ class DividedExperts:
             found = self._dispatched(module, hidden, index, weights)
             with some_experts(module, self._exchange, every=True):
                 expected = self._compute(module, hidden, index, weights)
+                self._find_idle(module, hidden[:0], index[:0], weights[:0])
         apart = distance(found, expected)
         wrong = apart > TOLERANCES[found.dtype]
         group = self._exchange.group
@@ -236,3 +266,13 @@ class DividedExperts:
                 fix="leave it out of modules=…; each row of its output must be the sum of its experts' "
                 "outputs for this row, times their weights",
             )
+
+    def _find_idle(self, module: nn.Module, *nothing: Tensor) -> None:
+        """Find whether experts in a list compute without tokens, and so get gradients of zero."""
+        called: list[nn.Module] = []
+        with ExitStack() as stack:
+            for expert in self._listed:
+                hook = expert.register_forward_pre_hook(lambda each, _: called.append(each))
+                stack.callback(hook.remove)
+            self._compute(module, *nothing)
+        self._drops_idle = bool(self._listed) and not called

@@ -39,8 +39,8 @@ from shoal.strategies.compiled import RepeatedBlocks, compile_parts
 from shoal.strategies.contracts import Engine
 from shoal.strategies.correction import AnyTotals
 from shoal.strategies.dtensor import is_divided
-from shoal.strategies.expert_parallel.experts import divided_experts
 from shoal.strategies.held_parameters import HeldParameters
+from shoal.strategies.idle_experts import divided_experts
 from shoal.strategies.mesh_reducer import (
     MeshReducer,
     data_group,

@@ -93,11 +93,13 @@ class RPCPipeline:
                 degree=-1,
                 fix="use layout='pipeline=2', or shoal.ContextParallel() with shoal.FSDP()",
             )
-        if division_of(model) is not None:
+        experts = world.layout.degree("expert") > 1
+        if experts or division_of(model) is not None:
+            before = "shoal.ExpertParallel()" if experts else "shoal.TensorParallel(plan=…)"
             raise StepError(
-                given=f"[shoal.TensorParallel(…), {given}]",
+                given=f"[{before}, {given}]",
                 found="each call of a stage with sharded layers would have to run on several ranks",
-                fix="[shoal.TensorParallel(plan=…), shoal.Pipeline(split_points=…)]",
+                fix=f"[{before}, shoal.Pipeline(split_points=…)]",
             )
         check_learns(model)
         if world.size == 1:

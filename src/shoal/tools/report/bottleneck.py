@@ -29,6 +29,7 @@ from shoal.tools.report.causes import (
     rank_names,
     straggler_cost,
 )
+from shoal.tools.report.experts import collapsed_routers
 from shoal.tools.report.history import Attempt, Event, History, integer_in, number_in, text_in
 from shoal.tools.report.stragglers import Straggler, find_stragglers
 from shoal.util.grouping import group_by
@@ -56,7 +57,15 @@ def list_findings(
     found.sort(key=lambda each: -each.cost)
     corrupt = _corruptions(history)
     planned = _planned(history)
-    return [*corrupt, *found, *planned, *unread_findings(history), *_left_out(history, judged[-1])]
+    routers = collapsed_routers(history)
+    return [
+        *corrupt,
+        *routers,
+        *found,
+        *planned,
+        *unread_findings(history),
+        *_left_out(history, judged[-1]),
+    ]
 
 
 def _planned(history: History) -> Iterator[Finding]:

@@ -130,6 +130,8 @@ class Attempt:
     steps: dict[tuple[int, str], GrowingArray] = field(default_factory=dict)
     usage: dict[int, GrowingArray] = field(default_factory=dict)
     traffic: dict[tuple[int, TrafficKey], TrafficTotal] = field(default_factory=dict)
+    experts: dict[tuple[int, str], list[Event]] = field(default_factory=dict)
+    """The last two events with the tokens of experts, by rank and name of the Step."""
     events: list[tuple[int, Event]] = field(default_factory=list)
     seen: float = 0.0
     """Time of the last event of any rank."""
@@ -242,6 +244,7 @@ class History:
             ours.steps |= theirs.steps
             ours.usage |= theirs.usage
             ours.traffic |= theirs.traffic
+            ours.experts |= theirs.experts
             ours.events += theirs.events
             ours.seen = max(ours.seen, theirs.seen)
         self.files += other.files

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shoal.tools.report.bottleneck import find_bottleneck
 from shoal.tools.report.dashboard.snapshot_builder import SnapshotBuilder
+from shoal.tools.report.experts import expert_loads
 from shoal.tools.report.reader import read_history
 
 
@@ -36,6 +37,13 @@ def _metrics(run: str) -> Iterator[tuple[str, str, str, float | None]]:
     yield "samples_per_second", "gauge", "Samples per second of the latest steps.", rate
     efficient = find_bottleneck(history).efficient if history.attempts else None
     yield "goodput_ratio", "gauge", "Part of the time that ranks spent computing.", efficient
+    used = min((each.used for each in expert_loads(history)), default=None)
+    yield (
+        "experts_used_ratio",
+        "gauge",
+        "Effective number of experts of the worst router, as a part of all.",
+        used,
+    )
     yield "restarts_total", "counter", "Restarts of the run.", now.restarts.count
     yield "ranks", "gauge", "Ranks of the latest attempt.", now.size
     running = float(now.state.kind == "running")

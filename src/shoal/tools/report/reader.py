@@ -30,6 +30,7 @@ from shoal.tools.report.history import (
     GrowingArray,
     History,
     TrafficTotal,
+    text_in,
 )
 from shoal.util.errors import CheckpointError
 
@@ -141,6 +142,9 @@ class Reader:
                 _add_usage(self._attempt(file), file.rank, event)
             case "collectives":
                 _add_traffic(self._attempt(file), file.rank, event)
+            case "experts":  # of many layers, they would fill the memory
+                found = self._attempt(file).experts.setdefault((file.rank, text_in(event, "name")), [])
+                found[:] = [*found[-1:], event]
             case _ if kind == "restore" or file.attempt is None:
                 file.waiting.append(event)
             case _ if kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):

@@ -26,6 +26,7 @@ from shoal.tools.report.attempts import (
     list_splits,
     throughput_curve,
 )
+from shoal.tools.report.experts import expert_loads
 from shoal.tools.report.run_page import tables
 from shoal.tools.report.run_page.tables import ranks_to_show
 from shoal.util.clock import CLOCK, local_time
@@ -45,6 +46,17 @@ from shoal.util.units import counted, duration
 
 SHOWN_RANKS = 32
 SHOWN_LINES = 8
+_EXPERTS = (
+    "layer",
+    "step",
+    "tokens",
+    "dropped",
+    "imbalance",
+    "busiest",
+    "idle",
+    "effective",
+    "collapsed",
+)
 FILLS = {LABELS[part]: (paint.colour, paint.hatch) for part, paint in PALETTE.items()}
 
 
@@ -191,6 +203,7 @@ def run_document(history: History, verdict: BottleneckReport) -> Document:
         speed = [Text(text=text, only="page")] if text else []
         used = [*speed, *memory_figures(latest), tables.usage_table(latest)]
         sections += [
+            ("Mixtures of experts", [tables.experts_table(history)]),
             ("Collectives", [tables.collectives_table(latest)]),
             ("Memory and power", used),
         ]
@@ -255,6 +268,7 @@ def summarize_run(history: History, verdict: BottleneckReport) -> dict[str, Any]
             for attempt, last in last_kept_steps(history)
         ],
         "splits": list_splits(history),
+        "experts": [_named(each, *_EXPERTS) for each in expert_loads(history)],
         "unreadable_lines": history.skipped,
     }
     if verdict.judged:

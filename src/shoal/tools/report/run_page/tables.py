@@ -25,6 +25,7 @@ from shoal.tools.report.attempts import (
     list_saves,
     list_splits,
 )
+from shoal.tools.report.experts import expert_loads
 from shoal.util.clock import CLOCK, local_time
 from shoal.util.document import Table
 from shoal.util.grouping import group_by
@@ -244,6 +245,31 @@ def collectives_table(attempt: Attempt) -> Table:
         head=["kind", "group", "ranks", "backend", "calls", "bytes", "time", *bandwidths, "times are"],
         rows=rows,
         right=["ranks", "calls", "bytes", "time", *bandwidths],
+    )
+
+
+def experts_table(history: History) -> Table:
+    """Return how evenly routers use their experts; no rows if the model has none."""
+    loads = expert_loads(history)
+    rows = [
+        [
+            each.layer,
+            str(len(each.tokens)),
+            percent(each.busiest, tenths=True),
+            str(each.idle),
+            f"{each.effective:.3g}",
+            "" if each.imbalance is None else f"{each.imbalance:.2f} x",
+            percent(each.dropped_share, tenths=True) if each.dropped else "",
+        ]
+        for each in sorted(loads, key=lambda load: load.used)[:MOST]
+    ]
+    of = f", the {MOST} of {len(loads)} layers with the most uneven load" if len(loads) > MOST else ""
+    numbers = ["experts", "busiest", "idle", "effective", "busiest rank", "dropped"]
+    return Table(
+        caption=f"Tokens of experts, last interval up to step {loads[-1].step:,}{of}" if loads else "",
+        head=["layer", *numbers],
+        rows=rows,
+        right=numbers,
     )
 
 
