@@ -5,8 +5,7 @@
 A Mixtral of transformers trains with AdamW in float32, on the same tokens in each way. The ways take
 turns in the same processes:
 
-- Shoal: `parallelize(…, shoal.ExpertParallel())` with the layout `expert=2`, or `shard=-1,expert=2`
-  on more than two ranks.
+- Shoal: `parallelize(…, shoal.ExpertParallel())` with the layout `expert=-1`.
 - transformers: `DistributedConfig(fsdp_size=…, ep_size=…, ep_implementation="all_to_all")`.
 - FSDP: torch's `fully_shard` around each layer; each rank computes with all experts.
 - dense: the same for a model whose MLP has the FLOPs of the chosen experts.
@@ -202,8 +201,7 @@ def main() -> None:
     """Compare the ways on some ranks."""
     given = parse(__doc__, ranks=2, width=256, layers=4, rounds=10, steps=3)
     transformers.logging.disable_progress_bar()
-    layout = "expert=2" if given.ranks == 2 else f"shard={given.ranks // 2},expert=2"
-    with tempfile.TemporaryDirectory() as folder, Ranks(given.ranks, layout=layout) as ranks:
+    with tempfile.TemporaryDirectory() as folder, Ranks(given.ranks, layout="expert=-1") as ranks:
         size = Size(given.width, given.layers, folder)
         torch.manual_seed(0)
         transformers.MixtralForCausalLM(config(size)).save_pretrained(folder)

@@ -3,7 +3,8 @@
 # ep_implementation="all_to_all"), each of two processes has half of the experts and half of the samples.
 # All gradients are the means over both halves, as on one process, except those of experts, which are
 # divided by ep_size once more. AdamW hides most of it; clipping, weight decay against the gradient, and
-# SGD do not. One might expect the gradients of one process, as those of the router and of attention are.
+# SGD do not. With four processes, fsdp_size=4 and ep_size=2, they are right. One might expect the gradients
+# of one process, as those of the router and of attention are.
 # Source: transformers/distributed/ (the FSDP mesh of experts), seen by comparing gradients.
 set -eu
 directory=$(mktemp -d)
