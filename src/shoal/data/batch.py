@@ -113,6 +113,7 @@ class Batch:
         "__weakref__",
         "_current",
         "_loader",
+        "_looping",
         "_noise",
         "_world",
         "backwards",
@@ -154,6 +155,7 @@ class Batch:
         self._world = world
         self._loader = loader
         self._current = -1
+        self._looping = False
         self.backwards: list[object] = []
         """The engines that `backward` has run on, once for each micro-batch."""
         self._noise: Noise | None = None
@@ -188,14 +190,15 @@ class Batch:
             step.drop()  # of a batch that was skipped
         try:
             for index, micro in enumerate(self.micros):
-                self._current = index
+                self._current, self._looping = index, True
                 self._noise = None
                 CURRENT_DRAWS.set(Draws(micro, self.seed))
                 if step is not None:
                     step.begin(micro)
                 yield micro.value
-        finally:
             self._current = -1
+        finally:
+            self._looping = False
             CURRENT_DRAWS.set(None)
             if step is not None:
                 step.begin(None)
@@ -236,7 +239,7 @@ class Batch:
     @property
     def has_more(self) -> bool:
         """Whether a loop over the batch is running, with micro-batches still to come."""
-        return 0 <= self._current < len(self.micros) - 1
+        return self._looping and self._current < len(self.micros) - 1
 
     @property
     def micro(self) -> MicroBatch:
