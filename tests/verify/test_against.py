@@ -37,7 +37,7 @@ def compare(
     scratch = home.parent / "scratch"
     scratch.mkdir()
     request = VerifyRequest(
-        script=script, args=args, ranks=ranks, steps=steps, limit=300.0, scratch=scratch
+        script=script, args=args, ranks=ranks, steps=steps, limit=60.0, scratch=scratch
     )
     return compare_losses(request, PLAIN, size=size, progress=lambda _: None)
 
