@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,6 +183,44 @@ class DroppingGPT(MixedGPT):
         for expert in blocks[1].narrow.experts:
             expert.insert(2, nn.Dropout(0.3))
         self.double()
+
+
+class Packed(Mixture):
+    """A mixture for some of the tokens: other numbers of them on each rank."""
+
+    declares = True
+    """Whether it tells the sample of each token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[..., 0] > 0
+        tokens = x[kept]
+        weights, index = self.router(tokens).softmax(-1).topk(CHOICES)
+        samples = torch.arange(len(x)).repeat_interleave(kept.sum(1))
+        with shoal.samples(index=samples) if self.declares else nullcontext():
+            mixed = self.experts(tokens, index, weights)
+        result: Tensor = self.shared(x)
+        return result + torch.zeros_like(result).index_put((kept,), mixed)
+
+
+class PackedGPT(MixedGPT):
+    """A GPT of such mixtures, with dropout inside the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.narrow = Packed()
+            block.narrow.experts.dropout = 0.3
+        self.double()
+
+
+class Untold(PackedGPT):
+    """The same without the sample of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks: list[Any] = list(self.blocks)
+        for block in blocks:
+            block.narrow.declares = False
 
 
 class Trained(NamedTuple):

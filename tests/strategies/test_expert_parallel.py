@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,9 @@ from helpers.mixtures import (
     Experts,
     ListedGPT,
     Mixture,
+    PackedGPT,
     Trained,
+    Untold,
     trained,
 )
 from helpers.ranks import RankError, Ranks
@@ -96,6 +100,7 @@ def test_experts_in_a_list_train_like_one_process(layout: str, make: type[Listed
     [
         ("expert=2", [shoal.ActivationCheckpointing(), EXPERTS]),
         pytest.param("replicate=2", EXPERTS, marks=pytest.mark.full),
+        ("pipeline=2", [EXPERTS, shoal.Pipeline(split_points=("blocks.1",))]),
         pytest.param(
             "pipeline=2,expert=2",
             [EXPERTS, shoal.Pipeline(split_points=("blocks.1",))],
@@ -142,6 +147,20 @@ def test_other_axes_divide_the_rest(expected: Trained, layout: str, strategy: An
     with Ranks(shoal.Layout.parse(layout).size, layout=layout) as ranks:
         for found in ranks.call(trained, strategy):
             assert found.distance(expected) < 1e-9
+
+
+def untold(world: shoal.World) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        trained(world, EXPERTS, 2, make=Untold)
+    return said.getvalue()
+
+
+def test_experts_that_draw_may_get_any_tokens_of_a_sample(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = trained(world, EXPERTS, 4, make=PackedGPT)
+    for found in two.call(partial(trained, make=PackedGPT), EXPERTS, 4):
+        assert found.distance(expected) < 1e-9
+    assert "shoal.samples(index=…) tells the sample of each row" in two.call(untold)[0]
 
 
 def resumed(world: shoal.World, directory: Path, steps: int) -> Trained:

@@ -167,7 +167,7 @@ class DividedExperts:
         values = hidden.detach(), index, weights.detach()
         traced = has_no_values(hidden)
         if not traced:
-            self._keyed.find(module, hidden, partial(self._dispatched, module, *values))
+            self._keyed.find(module, len(hidden), partial(self._dispatched, module, *values))
         if self._exchange.group is None and not self._keyed.used:
             if self._keyed.used is False:
                 del module.forward
@@ -178,7 +178,7 @@ class DividedExperts:
             self._checked = True
         if self._exchange.group is not None:
             self.routed.add(module, index)
-        return self._dispatched(module, hidden, index, weights, self._keyed.keys(module, hidden))
+        return self._dispatched(module, hidden, index, weights, self._keyed.keys(module, len(hidden)))
 
     def _dispatched(
         self,
@@ -275,4 +275,5 @@ class DividedExperts:
                 hook = expert.register_forward_pre_hook(lambda each, _: called.append(each))
                 stack.callback(hook.remove)
             self._compute(module, *nothing)
-        self._drops_idle = bool(self._listed) and not called
+        divided = self._exchange.group is not None  # otherwise, autograd decides
+        self._drops_idle = divided and bool(self._listed) and not called

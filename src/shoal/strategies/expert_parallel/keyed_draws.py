@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from shoal.data.micro import CURRENT_DRAWS, Drawing, Draws, MicroBatch
 from shoal.distributed.objects import gather_numbers
 from shoal.distributed.world import World
-from shoal.strategies.random_draws.draws import draws_of_another_pass, first_time
-from shoal.strategies.random_draws.layouts import samples
+from shoal.strategies.random_draws.draws import draws_of_another_pass, first_time, layouts_of
+from shoal.strategies.random_draws.layouts import declared_samples, samples
+from shoal.strategies.random_draws.row_index import batch_rows
 
 _SPLIT = ("tensor", "context")
 """Axes whose ranks have parts of a sample."""
@@ -44,34 +45,46 @@ class KeyedDraws:
         self.used = None if possible else False
         self._drawn = False
 
-    def find(self, module: nn.Module, hidden: Tensor, run: Callable[[Keys], object]) -> None:
+    def find(self, module: nn.Module, tokens: int, run: Callable[[Keys], object]) -> None:
         """Let the experts `run` to find whether they draw. Collective."""
         if self.used is not None or not module.training:
             return
         with draws_of_another_pass(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            keys = self._keys(hidden)
-            if keys is None or keys[0] is None:
+            keys = self._keys(module, tokens)
+            if keys is None:  # outside a step, on all ranks
                 return
             run(keys[0])
         group = self._world.data_group
         self.used = self._drawn if group is None else any(gather_numbers(self._drawn, group))
 
-    def keys(self, module: nn.Module, hidden: Tensor) -> Keys | None:
+    def keys(self, module: nn.Module, tokens: int) -> Keys | None:
         """Return the keys of the draws for these tokens; None if the experts do not draw."""
-        return first_time(partial(self._keys, hidden)) if self.used and module.training else None
+        return (
+            first_time(partial(self._keys, module, tokens)) if self.used and module.training else None
+        )
 
-    def _keys(self, hidden: Tensor) -> tuple[Keys | None] | None:
+    def _keys(self, module: nn.Module, tokens: int) -> tuple[Keys] | None:
         now = CURRENT_DRAWS.get()
         if now is None:
             return None
-        each, rest = divmod(len(hidden), now.micro.samples)
-        if rest:
-            return (None,)
         calls = (id(self), "")
         number = now.made[calls] = now.made.get(calls, 0) + 1
-        positions = now.micro.first + torch.arange(now.micro.samples, device=hidden.device)
-        call = f"{now.scope}call {number} of {self._name}, expert "
-        return (Keys(positions.repeat_interleave(each), call, now),)
+        positions = now.micro.first + self._samples(module, tokens, now)
+        return (Keys(positions, f"{now.scope}call {number} of {self._name}, expert ", now),)
+
+    def _samples(self, module: nn.Module, tokens: int, now: Draws) -> Tensor:
+        """Return the sample of each token in the micro-batch; 0 for all if it is not known."""
+        each, rest = divmod(tokens, now.micro.samples)
+        found = declared_samples(tokens)
+        if found is None and not rest:
+            found = torch.arange(now.micro.samples).repeat_interleave(each)
+        elif found is None and (told := batch_rows(now).index(tokens)) is not None:
+            found = told.samples
+        elif found is None:
+            found = torch.zeros(tokens, dtype=torch.int64)
+            if self.used:
+                layouts_of(module).unknown.add_rows(self._name)
+        return found.to(self._world.device)
 
     def one_by_one(
         self,

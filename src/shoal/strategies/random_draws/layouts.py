@@ -81,6 +81,10 @@ class Unknown:
         """Note a module for a reason."""
         self.found.add((reason, module))
 
+    def add_rows(self, module: str) -> None:
+        """Note a module that draws for rows of which the sample is not known."""
+        self.add(_ROWS, module)
+
     def take_lines(self, nameless: str) -> Iterator[str]:
         """Yield each reason with the modules that were not yielded before."""
         new, self._taken = self.found - self._taken, self.found.copy()
@@ -175,10 +179,10 @@ class Layouts:
         sizes, sizes_before = _row_sizes(shape, fit, batch.samples), before.sizes(fit)
         if fit is None and shape == before.shape:
             if batch.samples == before.samples and batch.numbers_of_rows.intersection(shape):
-                self.unknown.add(_ROWS, module)
+                self.unknown.add_rows(module)
             return
         if len(sizes) != len(sizes_before):
-            self.unknown.add(_ROWS, module)
+            self.unknown.add_rows(module)
             return
         ragged = fit is None or fit[1] == 0
         for dim, (one, other) in enumerate(zip(sizes_before, sizes, strict=True)):
@@ -186,11 +190,11 @@ class Layouts:
                 continue
             kind = _explained(one, other, before.lengths, batch.lengths)
             if ragged and other in batch.numbers_of_rows:  # as in attention between packed tokens
-                self.unknown.add(_ROWS, module)
+                self.unknown.add_rows(module)
             elif kind == "multiple":
                 self.unknown.add(_MERGED, module)
             elif kind is None and (fit is None or (dim == 0 and fit[1] > 0)):
-                self.unknown.add(_ROWS, module)
+                self.unknown.add_rows(module)
             elif self._is_padded_left(before, batch):
                 self.unknown.add(_LEFT, module)
 
@@ -312,6 +316,13 @@ def samples(*, dim: int | None = 0, index: Tensor | None = None) -> Iterator[Non
         yield
     finally:
         _CHOSEN.reset(token)
+
+
+def declared_samples(rows: int) -> Tensor | None:
+    """Return the sample of each of these rows, as `samples` declares it now; None if it does not."""
+    chosen = _CHOSEN.get()
+    told = None if chosen is None or chosen.rows is None else chosen.rows.samples
+    return told if told is not None and len(told) == rows else None
 
 
 def _checked_index(index: Tensor, dim: int | None) -> RowIndex:
