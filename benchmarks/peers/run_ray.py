@@ -30,6 +30,8 @@ def train() -> None:
     ray.train.torch.enable_reproducibility(0)
     record = StepRecord()
     model: Any = ray.train.torch.prepare_model(build_model())
+    # prepare_model wraps the model in DDP only if there are several workers.
+    plain = getattr(model, "module", model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader: Any = ray.train.torch.prepare_data_loader(
         DataLoader(Samples(), BATCH // RANKS, shuffle=True)
@@ -38,7 +40,7 @@ def train() -> None:
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as directory:
             state = torch.load(Path(directory, "state.pt"))
-        model.module.load_state_dict(state["model"])
+        plain.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     for epoch in range(step // PER_EPOCH, EPOCHS):
@@ -54,8 +56,7 @@ def train() -> None:
             optimizer.step()
             step += 1
             if step % EVERY == 0:
-                model_state = model.module.state_dict()
-                save({"model": model_state, "optimizer": optimizer.state_dict(), "step": step})
+                save({"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
     record.end(model)
 
 

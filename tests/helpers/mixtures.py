@@ -223,6 +223,29 @@ class Untold(PackedGPT):
             block.narrow.declares = False
 
 
+class Choosing(Mixture):
+    """A mixture whose experts choose tokens of each sample (Zhou et al. 2022)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen = weights.topk(x.shape[1] // 2, 1).indices
+        taken = torch.zeros_like(weights, dtype=torch.bool).scatter(1, chosen, True)
+        index = torch.arange(weights.shape[-1]).where(taken, -1)
+        tokens = [each.flatten(0, 1) for each in (x, index, weights)]
+        result: Tensor = self.shared(x) + self.experts(*tokens).view(*x.shape[:-1], -1)
+        return result
+
+
+class ChoosingGPT(MixedGPT):
+    """A GPT of such mixtures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.narrow = Choosing()
+        self.double()
+
+
 class Trained(NamedTuple):
     """Losses, norms and counts of each step, an evaluation, and the parameters."""
 

@@ -18,6 +18,7 @@ import shoal
 from helpers.causal_transformer import WIDTH
 from helpers.mixtures import (
     PLAN,
+    ChoosingGPT,
     ComputedGPT,
     DroppingGPT,
     Experts,
@@ -153,6 +154,13 @@ def untold(world: shoal.World) -> str:
     with redirect_stdout(io.StringIO()) as said:
         trained(world, EXPERTS, 2, make=Untold)
     return said.getvalue()
+
+
+def test_experts_may_choose_their_tokens(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = trained(world, steps=4, make=ChoosingGPT)
+    for found in two.call(partial(trained, strategy=EXPERTS, steps=4, make=ChoosingGPT)):
+        assert found.distance(expected) < 1e-9
 
 
 def test_experts_that_draw_may_get_any_tokens_of_a_sample(two: Ranks) -> None:

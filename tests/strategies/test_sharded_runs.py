@@ -251,6 +251,21 @@ def test_a_forward_whose_backward_never_comes_leaves_nothing_stale(ranks: Ranks,
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def tried_first(world: shoal.World, inference: bool) -> float:
+    """The loss of the second step, after a forward pass in inference mode or none."""
+    step = made(world, shoal.FSDP())
+    if inference:
+        with torch.inference_mode():
+            step.model(data()[0])
+    batches = shoal.Loader(data(), world, batch_size=BATCH).epochs(1)
+    step(next(batches))
+    return step(next(batches)).loss
+
+
+def test_the_first_forward_may_be_in_inference_mode(ranks: Ranks) -> None:
+    assert ranks.call(tried_first, True) == ranks.call(tried_first, False)
+
+
 def twice(world: shoal.World, strategy: shoal.FSDP) -> list[float]:
     """A loss that runs the model a second time, on what the first time gave."""
     step = made(world, strategy)

@@ -67,6 +67,8 @@ def fsdp_engine(
     between the forward and the backward pass.
     """
     divided = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in divided:
+        part.register_forward_pre_hook(_gather_in_inference_mode, prepend=True)
     for part in divided[:1] if reshard else divided:
         part.register_forward_pre_hook(_gather_again, prepend=True)
     divided[0].register_forward_pre_hook(partial(_check_parameters, divided), prepend=True)
@@ -240,6 +242,17 @@ def _gather_again(part: nn.Module, *_: object) -> None:
     """
     if isinstance(part, FSDPModule) and not in_backward():
         part.reshard()
+
+
+def _gather_in_inference_mode(part: nn.Module, *_: object) -> None:
+    """Gather parameters into tensors that training can use later.
+
+    torch keeps the tensors of the first forward pass, and can't change them outside inference mode if
+    it has created them there.
+    """
+    if torch.is_inference_mode_enabled() and isinstance(part, FSDPModule):
+        with torch.inference_mode(False), torch.no_grad():
+            part.unshard()
 
 
 def _check_parameters(divided: Sequence[Any], *_: object) -> None:
