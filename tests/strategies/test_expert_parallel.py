@@ -21,9 +21,11 @@ from helpers.mixtures import (
     ChoosingGPT,
     ComputedGPT,
     DroppingGPT,
+    ExpertList,
     Experts,
     ListedGPT,
     Mixture,
+    Packed,
     PackedGPT,
     Trained,
     Untold,
@@ -290,6 +292,13 @@ class Patched(Mixture):
         vars(self.experts).update(forward=partial(vars(Centered)["forward"], self.experts))
 
 
+class Tied(nn.Sequential):
+    def __init__(self) -> None:
+        one, other = Mixture(), Mixture()
+        other.experts.into = one.experts.into
+        super().__init__(one, other)
+
+
 def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
     shoal.parallelize(model, world, strategy)(torch.randn(6, 2 * WIDTH, dtype=torch.float64))
 
@@ -308,6 +317,7 @@ def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
         (Mixture(), [EXPERTS, shoal.LocalSGD()], "ranks step separately"),
         (Mixture(), [EXPERTS, shoal.DDP()], "or shoal.ExpertParallel() alone"),
         (Coupling(), EXPERTS, "each row of its output must be the sum"),
+        (Tied(), EXPERTS, "they are different modules with the same parameters"),
     ],
     ids=[
         "no experts",
@@ -321,6 +331,7 @@ def refused(world: shoal.World, model: nn.Module, strategy: Any) -> None:
         "LocalSGD",
         "DDP",
         "coupled",
+        "tied",
     ],
 )
 def test_what_can_not_be_divided_is_refused(
@@ -355,14 +366,115 @@ def test_ranks_without_tokens_and_choices_of_none(two: Ranks, kind: torch.dtype)
         assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
-def odd_index(world: shoal.World) -> None:
+def odd_arguments(world: shoal.World, index: Tensor, weights: Tensor) -> None:
     experts = shoal.parallelize(Experts(4, 8), world, EXPERTS)
-    experts(torch.randn(6, 8), torch.zeros(2, 3, 2).long(), torch.ones(6, 2))
+    experts(torch.randn(6, 8), index, weights)
 
 
-def test_an_index_of_another_shape_is_refused(two: Ranks) -> None:
-    for found in two.attempt(odd_index):
-        assert "index is of shape (2, 3, 2) and int64" in str(found.error)
+@pytest.mark.parametrize(
+    ("index", "weights", "words"),
+    [
+        (torch.zeros(2, 3, 2).long(), torch.ones(6, 2), "index is of shape (2, 3, 2) and int64"),
+        (torch.zeros(6, 2).long(), torch.ones(6, 2, 1), "weights of shape (6, 2, 1)"),
+    ],
+)
+def test_arguments_of_other_shapes_are_refused(
+    two: Ranks, index: Tensor, weights: Tensor, words: str
+) -> None:
+    for found in two.attempt(odd_arguments, index, weights):
+        assert words in str(found.error)
+
+
+class NarrowList(ExpertList):
+    """Experts with a parameter of one row."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__(number, width)
+        for expert in self:
+            expert.register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
+def test_slices_without_rows_are_refused_with_fsdp() -> None:
+    with Ranks(4, layout="shard=2,expert=2") as ranks:
+        for found in ranks.attempt(refused, NarrowList(4, 8), EXPERTS):
+            assert "its 1 row(s) leave a rank without any" in str(found.error)
+
+
+def penalized(world: shoal.World) -> Tensor:
+    world.reseed("weights", by_rank=False)
+    experts = shoal.parallelize(Experts(4, 8).double(), world, EXPERTS)
+    tokens = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    output = experts(tokens, torch.arange(12).view(6, 2) % 4, tokens[:, :2].sigmoid())
+    (gradient,) = torch.autograd.grad(output.sum(), tokens, create_graph=True)
+    (result,) = torch.autograd.grad(gradient.square().sum(), tokens)
+    return result
+
+
+def test_gradients_of_gradients(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = penalized(world)
+    for found in two.call(penalized):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+class Unused(ListedGPT):
+    """A GPT that has run on other tokens, without a backward pass, before it trains."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        blocks: list[Any] = list(self.blocks)
+        if torch.is_grad_enabled():
+            for block in blocks:
+                hidden = torch.zeros(1, 2 * WIDTH, dtype=torch.float64)
+                block.narrow.experts(hidden, torch.tensor([[2]]), torch.ones(1, 1, dtype=torch.float64))
+        return super().forward(tokens)
+
+
+def test_experts_are_used_where_gradients_flow(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = trained(world, steps=4, make=Unused)
+    for found in two.call(partial(trained, strategy=EXPERTS, steps=4, make=Unused)):
+        assert found.distance(expected) < 1e-9
+
+
+def late(world: shoal.World) -> list[float]:
+    world.reseed("weights", by_rank=False)
+    mixture = Packed()
+    mixture.experts.dropout = 0.3
+    model = shoal.parallelize(mixture, world, EXPERTS)
+    inputs = torch.randn(32, 4, 2 * WIDTH, dtype=torch.float64)
+    inputs[:16, :, 0] = -1.0
+    step = shoal.Step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        shoal.Task(lambda output, _: (output.square().sum(), len(output))),
+    )
+    data = shoal.Loader((inputs,), world, batch_size=16, shuffle=False, micro_batches=2)
+    return [step(batch).loss for batch in data.epochs(1)]
+
+
+def test_experts_that_draw_may_get_no_token_at_first(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = late(world)
+    for found in two.call(late):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def rounded(world: shoal.World) -> Tensor:
+    world.reseed("weights", by_rank=False)
+    experts = shoal.parallelize(Experts(4, 64), world, EXPERTS)
+    tokens = torch.randn(64, 64)
+    weights, index = torch.randn(64, 4).softmax(-1).topk(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        output: Tensor = experts(tokens, index, weights)
+    assert output.dtype == torch.float32
+    return output.detach()
+
+
+def test_mixed_precision_rounds_more_than_the_output_tells(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = rounded(world)
+    for found in two.call(rounded):
+        assert torch.allclose(found, expected, rtol=0, atol=0.05)
 
 
 def hugging_face(kind: str) -> Any:

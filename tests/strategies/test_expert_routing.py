@@ -75,6 +75,11 @@ def test_the_first_tokens_are_kept(factor: float) -> None:
     assert kept == expected
 
 
+def test_a_capacity_is_not_rounded_up() -> None:
+    index = torch.zeros(1, 100, 1, dtype=torch.int64)  # 1.1 * 100 / 10 = 11.000000000000002
+    assert int((shoal.ExpertCapacity(10, factor=1.1)(index) == 0).sum()) == 11
+
+
 def before(world: shoal.World) -> Tensor:
     class Layer(shoal.Coupled):
         def forward(self, x: Tensor) -> Tensor:

@@ -73,9 +73,8 @@ class _Rows(torch.autograd.Function):
         return by.moved(rows, sent, received)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.by.moved(gradient, *ctx.sizes), None, None, None
+        return ctx.by(gradient, *ctx.sizes), None, None, None
 
 
 class Linked(torch.autograd.Function):

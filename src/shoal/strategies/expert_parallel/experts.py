@@ -74,6 +74,8 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
                 if common > 1
                 else "use layout='replicate=-1', or another number of experts",
             )
+    if degree > 1:
+        _check_separate(found)
     if not found and (patterns is None or len(patterns)):
         raise StepError(
             given=f"shoal.ExpertParallel() around {type(model).__name__}",
@@ -86,16 +88,60 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, degree: int) 
     return found
 
 
+def _check_separate(found: dict[str, nn.Module]) -> None:
+    """Raise StepError if modules of experts share parameters."""
+    owners: dict[int, str] = {}
+    for name, module in found.items():
+        for parameter in module.parameters():
+            other = owners.setdefault(id(parameter), name)
+            if other != name:
+                raise StepError(
+                    given=f"shoal.ExpertParallel() with {other} and {name}",
+                    found="they are different modules with the same parameters, which would be "
+                    "divided twice",
+                    fix="use one module of experts in both places, which may run several times",
+                )
+
+
+def _check_rows(name: str, module: nn.Module, degree: int) -> None:
+    """Raise StepError if a rank would have no row of a parameter, which FSDP can't shard."""
+    for key, parameter in module.named_parameters():
+        rows = len(parameter)
+        if -(-rows // degree) * (degree - 1) >= rows:
+            raise StepError(
+                given=f"shoal.ExpertParallel() on {degree} ranks and FSDP, with {name}.{key}",
+                found=f"its {rows} row(s) leave a rank without any, which FSDP can't shard",
+                fix="leave the shard axis out of the layout, or stack the parameters of the experts in "
+                "tensors of shape (experts, …)",
+            )
+
+
 def divide(name: str, module: nn.Module, world: World) -> None:
     """Keep this rank's experts of `module`, and send tokens to their experts in its forward."""
     divided = DividedExperts(name, module, world)
     divided.routed.attach(module)
     if world.layout.degree("expert") > 1:
+        if world.layout.degree("shard") > 1:
+            _check_rows(name, module, world.layout.degree("expert"))
         object.__setattr__(module, ATTRIBUTE, divided)
         _distribute(module, world)
     else:
         module.register_forward_pre_hook(divided.routed.before_forward)
     module.forward = _ExpertsForward(module, divided)
+
+
+def _check_arguments(name: str, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+    shapes = [tuple(each.shape) for each in (hidden, index, weights)]
+    alike = len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][0] == shapes[1][0]
+    if index.is_floating_point() or not alike or shapes[2] != shapes[1]:
+        raise StepError(
+            given=f"the experts {name}, for hidden of shape {shapes[0]}",
+            found=f"index is of shape {shapes[1]} and {index.dtype}, weights of shape {shapes[2]}".replace(
+                "torch.", ""
+            ),
+            fix="pass hidden of shape (tokens, features), and the chosen experts, as integers, and "
+            "their weights of shape (tokens, choices)",
+        )
 
 
 def _distribute(module: nn.Module, world: World) -> None:
@@ -188,13 +234,7 @@ class DividedExperts:
         weights: Tensor,
         keys: Keys | None = None,
     ) -> Tensor:
-        if index.dim() != 2 or index.is_floating_point() or len(index) != len(hidden):
-            raise StepError(
-                given=f"the experts {self.name}, for {len(hidden)} tokens",
-                found=f"index is of shape {tuple(index.shape)} and {index.dtype}".replace("torch.", ""),
-                fix="pass hidden of shape (tokens, features), and the chosen experts as integers of "
-                "shape (tokens, choices)",
-            )
+        _check_arguments(self.name, hidden, index, weights)
         tokens, choices = index.shape
         chosen = index.reshape(-1).long()
         chosen = chosen.masked_fill(chosen < 0, self.number).clamp(max=self.number)
@@ -202,10 +242,6 @@ class DividedExperts:
         counts = chosen.new_zeros(self.number + 1)  # bincount would read its largest value
         counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))[: self.number]
         arriving = self._exchange.numbers(counts).view(len(self._exchange.ranks), -1)
-        if torch.is_grad_enabled() and self._drops_idle:
-            self._counts += counts
-            for expert, count in zip(self._listed, self._counts, strict=True):
-                vars(expert)[COUNT] = count
         sizes = torch.stack((counts.view_as(arriving).sum(1), arriving.sum(1)))
         sent, received = sizes.tolist()  # the only values that the host reads
         order = order[: sum(sent)]
@@ -216,9 +252,17 @@ class DividedExperts:
         experts = torch.arange(arriving.shape[1], device=index.device).repeat(len(self._exchange.ranks))
         experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
         outputs = self._exchange(self._computed(module, rows, experts, keys), received, sent)
+        if outputs.requires_grad and self._drops_idle:
+            outputs.register_hook(lambda _: self._count(counts))
         placed = outputs.new_zeros(tokens * choices, outputs.shape[1]).index_copy(0, order, outputs)
         summed = (placed.view(tokens, choices, outputs.shape[1]) * weights.unsqueeze(-1)).sum(1)
         return summed.to(hidden.dtype)
+
+    def _count(self, counts: Tensor) -> None:
+        """Count the experts through which gradients flow."""
+        self._counts += counts
+        for expert, count in zip(self._listed, self._counts, strict=True):
+            vars(expert)[COUNT] = count
 
     def _computed(self, module: nn.Module, rows: Tensor, experts: Tensor, keys: Keys | None) -> Tensor:
         """Return the output of one of this rank's experts for each row."""
@@ -257,7 +301,9 @@ class DividedExperts:
                 expected = self._compute(module, hidden, index, weights)
                 self._find_idle(module, hidden[:0], index[:0], weights[:0])
         apart = distance(found, expected)
-        wrong = apart > TOLERANCES[found.dtype]
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else found.dtype
+        wrong = apart > max(TOLERANCES[dtype], TOLERANCES[found.dtype])
         group = self._exchange.group
         if wrong if group is None else any(gather_numbers(int(wrong), group)):
             raise StepError(

@@ -55,7 +55,11 @@ class KeyedDraws:
                 return
             run(keys[0])
         group = self._world.data_group
-        self.used = self._drawn if group is None else any(gather_numbers(self._drawn, group))
+        drawn, most = int(self._drawn), tokens
+        if group is not None:
+            drawn, most = max(gather_numbers(drawn, group)), max(gather_numbers(tokens, group))
+        if drawn or most:  # experts without tokens draw nothing
+            self.used = bool(drawn)
 
     def keys(self, module: nn.Module, tokens: int) -> Keys | None:
         """Return the keys of the draws for these tokens; None if the experts do not draw."""

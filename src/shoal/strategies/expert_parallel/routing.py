@@ -43,8 +43,17 @@ class BalanceLoss(Coupled):
         Returns:
             A scalar, which adds up over micro-batches and ranks.
         """
-        groups = self.groups(probabilities)
         chosen = _choices(index, probabilities.shape[-1]).sum(2).to(probabilities)
+        shapes = [tuple(each.shape[:2]) for each in (probabilities, index, mask) if each is not None]
+        if len({*shapes}) > 1 or probabilities.dim() != 3:
+            raise StepError(
+                given=f"shoal.BalanceLoss with probabilities of shape {tuple(probabilities.shape)}",
+                found="the chosen experts, or the mask, are of other samples and tokens: "
+                + ", ".join(map(str, shapes[1:])),
+                fix="pass probabilities of shape (samples, tokens, experts), an index of shape "
+                "(samples, tokens, choices) and a mask of shape (samples, tokens)",
+            )
+        groups = self.groups(probabilities)
         if mask is not None:
             chosen, probabilities = chosen * mask.unsqueeze(-1), probabilities * mask.unsqueeze(-1)
         counts = groups.sum(chosen.sum(1))
@@ -73,7 +82,7 @@ class ExpertCapacity(Coupled):
 
     def __init__(self, experts: int, factor: float = 1.25) -> None:
         super().__init__()
-        check_integer(StepError, "shoal.ExpertCapacity", "experts", experts, usual=8)
+        check_integer(StepError, "shoal.ExpertCapacity", "experts", experts, 1, usual=8)
         check_number(StepError, "shoal.ExpertCapacity", "factor", factor, above=True, usual=1.25)
         self.experts = experts
         self.factor = factor
@@ -90,7 +99,8 @@ class ExpertCapacity(Coupled):
         groups = self.groups(index)
         choices = _choices(index, self.experts).flatten(1, 2)
         before = groups.before(choices.sum(1)).unsqueeze(1) + choices.cumsum(1) - choices
-        limits = self.factor / self.experts * groups.sum(choices.sum((1, 2)).double())
+        # A limit of 11 that is rounded to 11.000000000000002 would let a twelfth choice pass.
+        limits = self.factor * (1 - 1e-12) / self.experts * groups.sum(choices.sum((1, 2)).double())
         kept = (before * choices).sum(-1) < groups.expand(limits).unsqueeze(1)
         return index.where(kept.view_as(index) & (index >= 0), self.experts)
 
@@ -120,7 +130,7 @@ class BalancingBias(Coupled):
 
     def __init__(self, experts: int, rate: float = 1e-3) -> None:
         super().__init__()
-        check_integer(StepError, "shoal.BalancingBias", "experts", experts, usual=8)
+        check_integer(StepError, "shoal.BalancingBias", "experts", experts, 1, usual=8)
         check_number(StepError, "shoal.BalancingBias", "rate", rate, above=True, usual=1e-3)
         self.rate = rate
         self.register_buffer("bias", torch.zeros(experts))
