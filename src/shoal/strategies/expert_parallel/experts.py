@@ -136,9 +136,8 @@ def _check_arguments(name: str, hidden: Tensor, index: Tensor, weights: Tensor) 
     if index.is_floating_point() or not alike or shapes[2] != shapes[1]:
         raise StepError(
             given=f"the experts {name}, for hidden of shape {shapes[0]}",
-            found=f"index is of shape {shapes[1]} and {index.dtype}, weights of shape {shapes[2]}".replace(
-                "torch.", ""
-            ),
+            found=f"index is of shape {shapes[1]} and {str(index.dtype).removeprefix('torch.')}, "
+            f"weights of shape {shapes[2]}",
             fix="pass hidden of shape (tokens, features), and the chosen experts, as integers, and "
             "their weights of shape (tokens, choices)",
         )
