@@ -236,6 +236,12 @@ def verify(
     limit: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of one run.")
     ] = 600.0,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0, metavar="SECONDS", help="Time after which all that is known is reported."
+        ),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML page.")
     ] = None,
@@ -245,43 +251,67 @@ def verify(
 
     The script need not use Shoal. Shoal runs it unchanged, in copies of the current directory, and
     observes it. The exit code is 1 if a property is refuted, or a loss differs from that of --against.
+    Else it is 124 at --time-limit, and 128 + N after signal N.
     """
-    from shoal.tools.bench.options import parse_numbers
+    from shoal.launcher.signals import Interrupts
+    from shoal.tools.bench.options import check_output, parse_numbers
     from shoal.tools.verify.against import compare_losses, loss_document
     from shoal.tools.verify.audit import audit_document, audit_script
+    from shoal.tools.verify.progress import VerifyProgress
+    from shoal.tools.verify.run_servers import RunServers
     from shoal.tools.verify.variants import VerifyRequest, check_request
-    from shoal.util.tables import plain_console, print_path
+    from shoal.util.tables import plain_console
 
-    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as scratch:
+    check_output("--html", html)
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
+        scratch = Path(folder).resolve()
         request = VerifyRequest(
             script=os.path.relpath(Path(script)),
             args=tuple(script_arguments(args)),
-            restart_args=tuple(shlex.split(restart_args)),
+            restart_args=_split("--restart-args", restart_args),
             ranks=parse_numbers("--ranks", ranks, least=0),
             kills=kills,
             steps=steps,
             limit=limit,
-            scratch=Path(scratch).resolve(),
+            scratch=scratch,
         )
         check_request(request)
-        stderr = plain_console(stderr=True)
-
-        def progress(name: str) -> None:
-            print_path(stderr, f"running: {name}")
-
         if against is None:
             _check_source(ctx, "against_ranks", only="with")
-            audit = audit_script(request, progress)
-            document, failed = audit_document(audit), audit.refuted > 0
+            old = None
         else:
             for name in ("kills", "restart_args"):
                 _check_source(ctx, name, only="without")
             old = os.path.relpath(against)
             check_request(replace(request, script=old))
-            losses = compare_losses(request, old, size=against_ranks, progress=progress)
-            document, failed = loss_document(losses), not losses.same
+        most = max(*request.ranks, against_ranks)
+        with (
+            VerifyProgress(plain_console(stderr=True)) as progress,
+            RunServers(scratch, processes=most, look=progress.look, time_limit=time_limit) as servers,
+            Interrupts().handled(lambda _: False),
+        ):
+            if old is None:
+                audit = audit_script(request, servers, progress)
+                document, failed = audit_document(audit), audit.refuted > 0
+            else:
+                losses = compare_losses(
+                    request, old, size=against_ranks, servers=servers, progress=progress
+                )
+                document, failed = loss_document(losses), not losses.same
     show_document(document, as_json=as_json, page=html)
-    raise typer.Exit(int(failed))
+    raise typer.Exit(1 if failed else servers.code)
+
+
+def _split(option: str, text: str) -> tuple[str, ...]:
+    """Return the words of a shell command."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise LaunchError(
+            given=f"{option} {text}",
+            found=str(error),
+            fix=f"{option} {shlex.quote('--resume last.pt')}",
+        ) from None
 
 
 def _check_source(ctx: typer.Context, name: str, *, only: str) -> None:
