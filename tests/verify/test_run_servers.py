@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from helpers.commands import wait_for
 from shoal.tools.verify.observations import ObserverOptions
 from shoal.tools.verify.run_servers import RunServers, observed_script
 
@@ -49,7 +51,7 @@ if __name__ == "__main__":
 """
 
 
-def run_new(servers: RunServers, tmp_path: Path, name: str, *, processes: int) -> dict[str, object]:
+def run_new(servers: RunServers, tmp_path: Path, name: str, *, processes: int) -> dict[str, Any]:
     """Run NEW in its directory and return the state that it has seen."""
     home, folder = tmp_path / name, tmp_path / f"{name} records"
     home.mkdir()
@@ -59,7 +61,7 @@ def run_new(servers: RunServers, tmp_path: Path, name: str, *, processes: int) -
     script = observed_script("new.py", ("--a", "b"), observer, processes=processes, reverse_files=False)
     assert servers.run(script, processes, hash_seed=1, limit=300.0) == 3
     assert "not flushed" in (folder / "output.txt").read_text()
-    found: dict[str, object] = json.loads((home / "state.json").read_text())
+    found: dict[str, Any] = json.loads((home / "state.json").read_text())
     assert found["path"] == found["folder"] == found["spawned"] == str(home)
     return found
 
@@ -72,10 +74,10 @@ def test_each_run_is_as_in_new_processes(tmp_path: Path, monkeypatch: pytest.Mon
         assert state["argv"] == ["new.py", "--a", "b"]
         assert state["rank"] == ["0", "1", "1"]
         assert not state["leftovers"]
-        threads, used = state["threads"]  # type: ignore[misc]
+        threads, used = state["threads"]
         assert threads == used
     assert first["hash"] == second["hash"]
-    draws = zip(first["draws"], second["draws"], strict=True)  # type: ignore[call-overload]
+    draws = zip(first["draws"], second["draws"], strict=True)
     assert all(one != other for one, other in draws)
 
 
@@ -121,8 +123,7 @@ def test_all_that_is_known_is_reported_when_runs_are_stopped(
                 lines.append(line)
                 if line == "running: 2 ranks\n":
                     break
-            while len(list(stuck.iterdir())) < 2:
-                assert process.poll() is None
+            wait_for(lambda: len(list(stuck.iterdir())) == 2)
             process.send_signal(signal.SIGTERM)
         output, _ = process.communicate()
     found = json.loads(output)

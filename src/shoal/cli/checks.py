@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from shoal.tools.chaos.report import StormRequest
     from shoal.tools.doctor.findings import Examination
     from shoal.tools.doctor.runner import DoctorRequest
+    from shoal.tools.verify.variants import VerifyRequest
+    from shoal.util.document import Document
 
 
 def doctor(
@@ -238,9 +240,7 @@ def verify(
     ] = 600.0,
     time_limit: Annotated[
         float | None,
-        typer.Option(
-            min=1.0, metavar="SECONDS", help="Time after which all that is known is reported."
-        ),
+        typer.Option(min=1.0, metavar="SECONDS", help="Time limit of all runs together."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML page.")
@@ -250,21 +250,14 @@ def verify(
     """Check if restarts or ranks change the results.
 
     The script need not use Shoal. Shoal runs it unchanged, in copies of the current directory, and
-    observes it. The exit code is 1 if a property is refuted, or a loss differs from that of --against.
-    Else it is 124 at --time-limit, and 128 + N after signal N.
+    observes it. The exit code is 1 if a property is refuted, or a loss differs from that of --against,
+    else 124 at --time-limit, 128 + N after signal N.
     """
-    from shoal.launcher.signals import Interrupts
     from shoal.tools.bench.options import check_output, parse_numbers
-    from shoal.tools.verify.against import compare_losses, loss_document
-    from shoal.tools.verify.audit import audit_document, audit_script
-    from shoal.tools.verify.progress import VerifyProgress
-    from shoal.tools.verify.run_servers import RunServers
     from shoal.tools.verify.variants import VerifyRequest, check_request
-    from shoal.util.tables import plain_console
 
     check_output("--html", html)
-    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
-        scratch = Path(folder).resolve()
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as scratch:
         request = VerifyRequest(
             script=os.path.relpath(Path(script)),
             args=tuple(script_arguments(args)),
@@ -273,33 +266,51 @@ def verify(
             kills=kills,
             steps=steps,
             limit=limit,
-            scratch=scratch,
+            scratch=Path(scratch).resolve(),
         )
         check_request(request)
+        old = None
         if against is None:
             _check_source(ctx, "against_ranks", only="with")
-            old = None
         else:
             for name in ("kills", "restart_args"):
                 _check_source(ctx, name, only="without")
             old = os.path.relpath(against)
             check_request(replace(request, script=old))
-        most = max(*request.ranks, against_ranks)
+        document, code = _verified(request, old, against_ranks, time_limit)
+    show_document(document, as_json=as_json, page=html)
+    raise typer.Exit(code)
+
+
+def _verified(
+    request: VerifyRequest, old: str | None, old_ranks: int, time_limit: float | None
+) -> tuple[Document, int]:
+    """Return the report of an audit, or of the comparison with an old script, and the exit code."""
+    from shoal.launcher.signals import Interrupted, Interrupts
+    from shoal.tools.verify import run_servers
+    from shoal.tools.verify.against import compare_losses, loss_document
+    from shoal.tools.verify.audit import audit_document, audit_script
+    from shoal.tools.verify.progress import VerifyProgress
+    from shoal.util.tables import plain_console
+
+    try:
         with (
-            VerifyProgress(plain_console(stderr=True)) as progress,
-            RunServers(scratch, processes=most, look=progress.look, time_limit=time_limit) as servers,
             Interrupts().handled(lambda _: False),
+            VerifyProgress(plain_console(stderr=True)) as progress,
+            run_servers.RunServers(
+                request.scratch,
+                processes=max(*request.ranks, old_ranks),
+                look=progress.look,
+                time_limit=time_limit,
+            ) as servers,
         ):
             if old is None:
                 audit = audit_script(request, servers, progress)
-                document, failed = audit_document(audit), audit.refuted > 0
-            else:
-                losses = compare_losses(
-                    request, old, size=against_ranks, servers=servers, progress=progress
-                )
-                document, failed = loss_document(losses), not losses.same
-    show_document(document, as_json=as_json, page=html)
-    raise typer.Exit(1 if failed else servers.code)
+                return audit_document(audit), 1 if audit.refuted else servers.code
+            losses = compare_losses(request, old, size=old_ranks, servers=servers, progress=progress)
+            return loss_document(losses), servers.code if losses.same else 1
+    except Interrupted as again:
+        raise typer.Exit(128 + again.signum) from None
 
 
 def _split(option: str, text: str) -> tuple[str, ...]:
