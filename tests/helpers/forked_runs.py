@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import sys
@@ -12,16 +11,26 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-import torch
-import torch._dynamo  # optimizers import it at their first step
+import torch._dynamo  # noqa: F401  # optimizers import it at their first step
 
-from shoal.tools.verify.variants import ObservedScript, read_order
+from shoal.tools.verify.run_servers import ObservedScript, RunServers
 
 
-def fork_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int:
-    """Do what `variants.start_ranks` does, except for the hash seed."""
-    job, size = read_order(folder / "order.json")
+class ForkedRuns(RunServers):
+    """Runs without servers, and so without their hash seeds."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__(Path(), processes=1)
+
+    def expect(self, *_: int) -> None:
+        pass
+
+    def run(self, script: ObservedScript, processes: int, *, hash_seed: int, limit: float) -> int:
+        return fork_ranks(script, processes, limit)
+
+
+def fork_ranks(job: ObservedScript, size: int, limit: float) -> int:
+    """Do what `RunServer.run` does."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -29,7 +38,7 @@ def fork_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            _run_rank(job, home, folder / "output.txt", rank, size, port)
+            _run_rank(job, rank, size, port)
         ranks.append(pid)
     deadline = time.monotonic() + limit
     code = 0
@@ -49,16 +58,14 @@ def fork_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int
     return code
 
 
-def _run_rank(
-    job: ObservedScript, home: Path, output: Path, rank: int, size: int, port: int
-) -> NoReturn:
+def _run_rank(job: ObservedScript, rank: int, size: int, port: int) -> NoReturn:
     code = 1
     try:
+        output = Path(job.observer.folder) / "output.txt"
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)
-        os.chdir(home)
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
@@ -68,10 +75,6 @@ def _run_rank(
             MASTER_PORT=str(port),
             TORCHELASTIC_RUN_ID="forked",
         )
-        torch.set_num_threads(1)
-        torch.default_generator.manual_seed(67280421310721)  # that of a new process
-        np.random.seed()
-        random.seed()
         if accelerate := sys.modules.get("accelerate.state"):  # an earlier test may have made its state
             accelerate.AcceleratorState._reset_state(reset_partial_state=True)
         job.run()

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import forked_runs
 from helpers.audits import SCRIPTS
-from shoal.tools.verify import variants
 
 
 @pytest.fixture
@@ -20,8 +18,3 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(script, folder)
     monkeypatch.chdir(folder)
     return folder
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "start_ranks", forked_runs.fork_ranks)

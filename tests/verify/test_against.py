@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from helpers import forked_runs
+from helpers.audits import unseen
 from helpers.cli import refused, shoal
-from shoal.tools.verify import variants
+from helpers.forked_runs import ForkedRuns
+from shoal.tools.verify import run_servers
 from shoal.tools.verify.against import (
     LossReport,
     compare_losses,
@@ -19,11 +20,11 @@ from shoal.tools.verify.against import (
     relative_difference,
 )
 from shoal.tools.verify.observations import TIMED_OUT
+from shoal.tools.verify.run_servers import RunServers
 from shoal.tools.verify.variants import VerifyRequest
 from shoal.util.errors import LaunchError
 
 PLAIN, CONVERTED = "plain_script.py", "converted_script.py"
-forked = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 
 def compare(
@@ -33,17 +34,19 @@ def compare(
     size: int = 1,
     steps: int = 40,
     script: str = CONVERTED,
+    servers: RunServers | None = None,
 ) -> LossReport:
     scratch = home.parent / "scratch"
     scratch.mkdir()
     request = VerifyRequest(
         script=script, args=args, ranks=ranks, steps=steps, limit=60.0, scratch=scratch
     )
-    return compare_losses(request, PLAIN, size=size, progress=lambda _: None)
+    servers = ForkedRuns() if servers is None else servers
+    return compare_losses(request, PLAIN, size=size, servers=servers, progress=unseen())
 
 
 class TestRuns:
-    pytestmark = forked
+    pytestmark = pytest.mark.processes
 
     @pytest.mark.parametrize(
         ("args", "size"),
@@ -132,15 +135,13 @@ class TestRuns:
         assert "numbers of steps differ: plain_script.py 9, 1 rank 12" in report.verdict
 
     @pytest.mark.full
-    def test_runs_that_were_stopped_are_compared_as_far_as_they_came(
-        self, home: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def stop(*args: Any, **named: Any) -> int:
-            assert forked_runs.fork_ranks(*args, **named) == 0
-            return TIMED_OUT
+    def test_runs_that_were_stopped_are_compared_as_far_as_they_came(self, home: Path) -> None:
+        class Slow(ForkedRuns):
+            def run(self, *args: Any, **named: Any) -> int:
+                assert super().run(*args, **named) == 0
+                return TIMED_OUT
 
-        monkeypatch.setattr(variants, "start_ranks", stop)
-        report = compare(home, "shorter")
+        report = compare(home, "shorter", servers=Slow())
         assert report.same
         assert {len(each) for each in report.losses.values()} == {9}
         assert f"ended after 60 seconds: {PLAIN}" in report.notes
@@ -162,7 +163,10 @@ class TestRuns:
             compare(home, "vector")
         assert found in error.value.found
 
-    def test_the_command_prints_losses_side_by_side(self, home: Path) -> None:
+    def test_the_command_prints_losses_side_by_side(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(run_servers, "RunServers", ForkedRuns)
         command = ("verify", "--against", PLAIN, "--ranks", "1", "--html", "a.html")
         done = shoal(*command, CONVERTED, "seed")
         assert done.exit_code == 1, done.output

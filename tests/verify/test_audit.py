@@ -104,7 +104,6 @@ CLEAN = [
 
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("ways", CLEAN)
 def test_other_clean_scripts_raise_no_alarm(home: Path, ways: str) -> None:
     ranks = (1,) if ways == "dropout on one rank" else (1, 2)
@@ -115,7 +114,6 @@ def test_other_clean_scripts_raise_no_alarm(home: Path, ways: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("forked")
 def test_a_clean_script_raises_no_alarm(home: Path) -> None:
     report = audit(home, "ddp.py", kills=1)
     assert [
@@ -125,7 +123,6 @@ def test_a_clean_script_raises_no_alarm(home: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("restart_args", "verdict"), [((), "not decidable"), (("--resume",), "held")])
 def test_a_script_may_need_an_argument_to_resume(
     home: Path, restart_args: tuple[str, ...], verdict: str
@@ -136,7 +133,6 @@ def test_a_script_may_need_an_argument_to_resume(
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("fault", "ranks", "kills", "name", "mark"),
     [*FAULTS, *(pytest.param(*fault, marks=pytest.mark.full) for fault in MORE)],
@@ -151,7 +147,6 @@ def test_planted_faults_are_found_with_their_line(
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("fault", "ranks", "cause", "operation"),
     [OPERATIONS[0], *(pytest.param(*row, marks=pytest.mark.long) for row in OPERATIONS[1:])],
@@ -169,7 +164,6 @@ def test_the_operation_that_differs_is_found(
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("text", "found", "fix"),
     [
@@ -243,18 +237,16 @@ def test_what_can_not_be_run_is_an_error(
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("forked")
 def test_a_script_is_named_by_its_path_in_the_current_directory(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
-    monkeypatch.setattr(audits, "audit_script", lambda request, _: started.append(request.script))
+    monkeypatch.setattr(audits, "audit_script", lambda request, *_: started.append(request.script))
     shoal("verify", str(home / "files" / ".." / "ddp.py"))
     assert started == ["ddp.py"]
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("forked")
 def test_pipes_sockets_and_files_that_vanish_are_not_copied(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,6 @@ MORE = [
 ]
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("script", "args", "module", "expected"),
     [
@@ -85,7 +84,6 @@ def test_everything_holds_for_shoal(home: Path, args: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "layout",
     [

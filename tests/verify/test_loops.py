@@ -10,7 +10,7 @@ from helpers.audits import SCRIPTS, audit
 from shoal.tools.verify.operations import PropertyFinding
 from shoal.tools.verify.properties import EVALUATION, ORDER, SAMPLES, SCHEDULE, WORLD
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.processes
 
 
 LINES = (SCRIPTS / "loops_script.py").read_text().splitlines()

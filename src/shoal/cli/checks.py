@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from shoal.tools.chaos.report import StormRequest
     from shoal.tools.doctor.findings import Examination
     from shoal.tools.doctor.runner import DoctorRequest
+    from shoal.tools.verify.variants import VerifyRequest
+    from shoal.util.document import Document
 
 
 def doctor(
@@ -236,6 +238,10 @@ def verify(
     limit: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of one run.")
     ] = 600.0,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(min=1.0, metavar="SECONDS", help="Time limit of all runs together."),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML page.")
     ] = None,
@@ -244,19 +250,18 @@ def verify(
     """Check if restarts or ranks change the results.
 
     The script need not use Shoal. Shoal runs it unchanged, in copies of the current directory, and
-    observes it. The exit code is 1 if a property is refuted, or a loss differs from that of --against.
+    observes it. The exit code is 1 if a property is refuted, or a loss differs from that of --against,
+    else 124 at --time-limit, 128 + N after signal N.
     """
-    from shoal.tools.bench.options import parse_numbers
-    from shoal.tools.verify.against import compare_losses, loss_document
-    from shoal.tools.verify.audit import audit_document, audit_script
+    from shoal.tools.bench.options import check_output, parse_numbers
     from shoal.tools.verify.variants import VerifyRequest, check_request
-    from shoal.util.tables import plain_console, print_path
 
+    check_output("--html", html)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as scratch:
         request = VerifyRequest(
             script=os.path.relpath(Path(script)),
             args=tuple(script_arguments(args)),
-            restart_args=tuple(shlex.split(restart_args)),
+            restart_args=_split("--restart-args", restart_args),
             ranks=parse_numbers("--ranks", ranks, least=0),
             kills=kills,
             steps=steps,
@@ -264,24 +269,60 @@ def verify(
             scratch=Path(scratch).resolve(),
         )
         check_request(request)
-        stderr = plain_console(stderr=True)
-
-        def progress(name: str) -> None:
-            print_path(stderr, f"running: {name}")
-
+        old = None
         if against is None:
             _check_source(ctx, "against_ranks", only="with")
-            audit = audit_script(request, progress)
-            document, failed = audit_document(audit), audit.refuted > 0
         else:
             for name in ("kills", "restart_args"):
                 _check_source(ctx, name, only="without")
             old = os.path.relpath(against)
             check_request(replace(request, script=old))
-            losses = compare_losses(request, old, size=against_ranks, progress=progress)
-            document, failed = loss_document(losses), not losses.same
+        document, code = _verified(request, old, against_ranks, time_limit)
     show_document(document, as_json=as_json, page=html)
-    raise typer.Exit(int(failed))
+    raise typer.Exit(code)
+
+
+def _verified(
+    request: VerifyRequest, old: str | None, old_ranks: int, time_limit: float | None
+) -> tuple[Document, int]:
+    """Return the report of an audit, or of the comparison with an old script, and the exit code."""
+    from shoal.launcher.signals import Interrupted, Interrupts
+    from shoal.tools.verify import run_servers
+    from shoal.tools.verify.against import compare_losses, loss_document
+    from shoal.tools.verify.audit import audit_document, audit_script
+    from shoal.tools.verify.progress import VerifyProgress
+    from shoal.util.tables import plain_console
+
+    try:
+        with (
+            Interrupts().handled(lambda _: False),
+            VerifyProgress(plain_console(stderr=True)) as progress,
+            run_servers.RunServers(
+                request.scratch,
+                processes=max(*request.ranks, old_ranks),
+                look=progress.look,
+                time_limit=time_limit,
+            ) as servers,
+        ):
+            if old is None:
+                audit = audit_script(request, servers, progress)
+                return audit_document(audit), 1 if audit.refuted else servers.code
+            losses = compare_losses(request, old, size=old_ranks, servers=servers, progress=progress)
+            return loss_document(losses), servers.code if losses.same else 1
+    except Interrupted as again:
+        raise typer.Exit(128 + again.signum) from None
+
+
+def _split(option: str, text: str) -> tuple[str, ...]:
+    """Return the words of a shell command."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise LaunchError(
+            given=f"{option} {text}",
+            found=str(error),
+            fix=f"{option} {shlex.quote('--resume last.pt')}",
+        ) from None
 
 
 def _check_source(ctx: typer.Context, name: str, *, only: str) -> None:

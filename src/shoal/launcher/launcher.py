@@ -50,7 +50,7 @@ class Launcher:
 
     `logs`, if given, receive the output of the ranks. `undisturbed(*signals)` returns a context in
     which these signals, or all without arguments, do not interrupt. With `nodes` this is one launcher
-    of several, whose agents decide together.
+    of several, whose agents decide together. With `keep_server`, the fork server stays for other runs.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class Launcher:
         logs: Logs | None,
         undisturbed: Callable[..., AbstractContextManager[None]],
         nodes: Nodes | None = None,
+        keep_server: bool = False,
     ) -> None:
         self._job = job
+        self._keep_server = keep_server
         self._processes = processes
         self._nodes = nodes
         self._restarts = restarts
@@ -126,7 +128,8 @@ class Launcher:
                     self._agent.kill()
                     self._agent.join()
                 self._orphans.release()
-                stop_fork_server()
+                if not self._keep_server:
+                    stop_fork_server()
 
     def _end_orphans(self, grace: float) -> None:
         """Let processes that ranks left in their own sessions finish, then kill and report the rest."""

@@ -125,8 +125,12 @@ def run_job(
     grace: float | None = None,
     logs: Logs | None = None,
     nodes: Nodes | None = None,
+    keep_server: bool = False,
 ) -> RunEnd:
-    """Do for any job what `run` does for a script."""
+    """Do for any job what `run` does for a script.
+
+    With `keep_server`, the fork server stays, for the next call.
+    """
     check_folder()
     _open_standard_files()
     interrupts = Interrupts()
@@ -140,6 +144,7 @@ def run_job(
         logs=logs,
         undisturbed=interrupts.held,
         nodes=nodes,
+        keep_server=keep_server,
     )
     # OMP_NUM_THREADS must be set when the fork server loads torch.
     variables = set_variables(worker_threads(processes))

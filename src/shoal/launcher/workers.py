@@ -49,9 +49,12 @@ seconds after theirs.
 """
 
 
-def start_server() -> None:
-    """Start the fork server, the only process of a run that imports torch."""
-    multiprocessing.set_forkserver_preload(_PRELOAD)
+def start_server(imports: Sequence[str] = ()) -> None:
+    """Start the fork server, the only process of a run that imports torch, and these modules.
+
+    It does nothing if there is one.
+    """
+    multiprocessing.set_forkserver_preload([*_PRELOAD, *imports])
     # Schedulers signal every process of a job, and the parent of the ranks must not die before they
     # save. It inherits the mask; ranks remove it when they are ready, and lose no signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)

@@ -44,6 +44,7 @@ def main():
         disable_tqdm=True,
         seed=0,
     )
+    torch.manual_seed(0)  # the Trainer seeds after the model is built
     trainer = Trainer(model=Tagger(), args=options, train_dataset=Sentences())
     last = get_last_checkpoint("out") if os.path.isdir("out") else None
     trainer.train(resume_from_checkpoint=last)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from shoal.launcher.signals import Interrupted
 from shoal.tools.verify.audit import check_run, name_ranks
 from shoal.tools.verify.observations import TIMED_OUT, LossRecord, RunRecord
+from shoal.tools.verify.progress import VerifyProgress
+from shoal.tools.verify.run_servers import RunServers, TimeLimitError
 from shoal.tools.verify.variants import Variant, VerifyRequest, run_variant
 from shoal.util.document import Document, KeyNumbers, Section, Table, Text, to_plain
 from shoal.util.errors import LaunchError
@@ -30,7 +33,7 @@ class LossReport:
     """The losses of each run by its name, that of the old script first, and what explains differences.
 
     `differences` has the largest relative difference of each step, `first` the number of the first step
-    whose losses differ.
+    whose losses differ. `stopped` says why the script did not run on all numbers of ranks.
     """
 
     command: str
@@ -41,6 +44,7 @@ class LossReport:
     causes: Sequence[Cause]
     notes: Sequence[str]
     versions: Mapping[str, str]
+    stopped: str = ""
 
     @property
     def same(self) -> bool:
@@ -56,11 +60,17 @@ class LossReport:
         digits = f"{math.floor(-math.log10(most))} digits" if most else "all digits"
         found = f"the losses of {steps} step{'s'[: steps != 1]} are the same in {digits}"
         lengths = ", ".join(f"{name} {len(each)}" for name, each in self.losses.items())
-        return found if self.same else f"{found}, but the numbers of steps differ: {lengths}"
+        found += "" if self.same else f", but the numbers of steps differ: {lengths}"
+        return f"{found} ({self.stopped})" if self.stopped else found
 
 
 def compare_losses(
-    request: VerifyRequest, against: str, *, size: int, progress: Callable[[str], None]
+    request: VerifyRequest,
+    against: str,
+    *,
+    size: int,
+    servers: RunServers,
+    progress: VerifyProgress,
 ) -> LossReport:
     """Run the old script on `size` ranks, and the script on each number of ranks.
 
@@ -68,7 +78,8 @@ def compare_losses(
         request: The script and its runs.
         against: Path of the old script, which gets the same arguments.
         size: Ranks of the old script.
-        progress: Called with the name of each run before it starts.
+        servers: The processes that start the runs, which may end the comparison early.
+        progress: Shows each run.
 
     Returns:
         The losses, and the likely causes of their differences.
@@ -76,22 +87,7 @@ def compare_losses(
     Raises:
         LaunchError: If a script fails by itself, or its losses can't be observed.
     """
-
-    def start(script: str, name: str, size: int) -> RunRecord:
-        progress(name)
-        asked = replace(request, script=script)
-        run = run_variant(asked, Variant(name=name, size=size, losses=True))
-        check_run(asked, run)
-        if not step_losses(run):
-            raise LaunchError(
-                given=f"shoal verify --against {against} {request.script} ({name})",
-                found="no scalar whose backward pass ran before Optimizer.step",
-                fix=f"call loss.backward() on the scalar that {script} minimizes",
-            )
-        return run.alone()
-
-    runs = [start(against, against if size == 1 else f"{against}, {name_ranks(size)}", size)]
-    runs += [start(request.script, name_ranks(size), size) for size in request.ranks]
+    runs = _run_all(request, against, size=size, servers=servers, progress=progress)
     slow = [run.name for run in runs if run.code == TIMED_OUT]
     records = [step_losses(run)[: request.steps] for run in runs]
     common = min(map(len, records))
@@ -122,8 +118,47 @@ def compare_losses(
         first=None if wrong is None else _first(differences) + 1,
         causes=causes,
         notes=[f"ended after {request.limit:g} seconds: {name}" for name in slow],
+        stopped=servers.reason,
         versions=versions(),
     )
+
+
+def _run_all(
+    request: VerifyRequest,
+    against: str,
+    *,
+    size: int,
+    servers: RunServers,
+    progress: VerifyProgress,
+) -> list[RunRecord]:
+    """Return the runs: all, or at least two if the servers are stopped."""
+    old = against if size == 1 else f"{against}, {name_ranks(size)}"
+    wanted = [(against, old, size), *((request.script, name_ranks(n), n) for n in request.ranks)]
+    runs: list[RunRecord] = []
+    try:
+        for script, name, ranks in wanted:
+            progress.run_starts(name, request.steps)
+            asked = replace(request, script=script)
+            run = run_variant(asked, Variant(name=name, size=ranks, losses=True), servers)
+            if servers.stopped is not None:
+                raise servers.stopped
+            check_run(asked, run)
+            if not step_losses(run):
+                raise LaunchError(
+                    given=f"shoal verify --against {against} {request.script} ({name})",
+                    found="no scalar whose backward pass ran before Optimizer.step",
+                    fix=f"call loss.backward() on the scalar that {script} minimizes",
+                )
+            runs.append(run.alone())
+    except (TimeLimitError, Interrupted) as stop:
+        servers.stopped = stop
+        if len(runs) < 2:
+            raise LaunchError(
+                given=f"shoal verify --against {against} {request.script}",
+                found=f"{servers.reason} before two runs had ended",
+                fix="compare fewer steps: --steps 10",
+            ) from None
+    return runs
 
 
 def step_losses(run: RunRecord) -> list[LossRecord]:

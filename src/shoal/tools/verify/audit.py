@@ -6,10 +6,12 @@ A second pass runs two variants again and finds the operation that differs.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shoal.launcher.signals import Interrupted
 from shoal.tools.verify import properties
 from shoal.tools.verify.causes import (
     DROPOUT,
@@ -24,16 +26,49 @@ from shoal.tools.verify.operations import (
     LikelyCause,
     OperationDifference,
     PropertyFinding,
+    TracedOperation,
     first_operation,
     first_operation_by_rows,
 )
-from shoal.tools.verify.properties import REPEATABLE, RESUME, WORLD, cause_of
+from shoal.tools.verify.progress import VerifyProgress
+from shoal.tools.verify.properties import (
+    DRAWS,
+    EVALUATION,
+    FILES,
+    MICRO_BATCHES,
+    ORDER,
+    REPEATABLE,
+    REPLICAS,
+    RESUME,
+    SAMPLES,
+    SCHEDULE,
+    WORLD,
+    cause_of,
+)
+from shoal.tools.verify.run_servers import RunServers, TimeLimitError
 from shoal.tools.verify.variants import Variant, VerifyRequest, last_output, run_killed, run_variant
 from shoal.util.document import Document, KeyNumbers, Section, Table, Text, to_plain
 from shoal.util.errors import LaunchError
 from shoal.util.packages import versions
 
-DRAWS = {
+PROPERTIES = (
+    REPEATABLE,
+    RESUME,
+    SAMPLES,
+    ORDER,
+    DRAWS,
+    EVALUATION,
+    WORLD,
+    REPLICAS,
+    MICRO_BATCHES,
+    SCHEDULE,
+    FILES,
+)
+"""In the order of the report."""
+FIRST_SEED, OTHER_SEED = 1, 2
+"""Hash seeds of all runs, and of the repetition."""
+
+DRAWN = {
     REPEATABLE: ("unseeded torch generator", "seed torch with the same number in each run"),
     RESUME: ("generator state not in the checkpoint", "save and restore `torch.get_rng_state()`"),
     WORLD: (
@@ -63,50 +98,6 @@ OUTSIDE = {
 """Causes of differences in a part of an operation."""
 
 
-def locate_operation(
-    request: VerifyRequest,
-    finding: PropertyFinding,
-    variants: Mapping[str, Variant],
-    source: ScriptSource,
-    announce: Callable[[Variant], None],
-) -> PropertyFinding:
-    """Run two variants again, record the operations of the step that differs, and compare them.
-
-    Args:
-        request: The script.
-        finding: A finding, returned unchanged if no step is known in which tensors differ.
-        variants: The runs so far, by name.
-        source: The script's text.
-        announce: Called with each run before it starts.
-
-    Returns:
-        The finding, with the operation and a cause at its line if one was found.
-    """
-    difference = finding.difference
-    if difference is None:
-        return finding
-    traces = []
-    for name, step in zip((difference.first, difference.second), difference.steps, strict=True):
-        # A name of its own: it is the name of the run's directory.
-        variant = replace(
-            variants[name], name=f"{name}, operations for '{finding.name}'", trace_at=step
-        )
-        announce(variant)
-        run = run_variant if variant.kill_at is None else run_killed
-        traces.append([rank.operations for rank in run(request, variant).ranks])
-    first, second = traces
-    compare = first_operation if len(first) == len(second) else first_operation_by_rows
-    found = compare(first, second)
-    if found is None:
-        return finding
-    return replace(
-        finding,
-        evidence=f"{finding.evidence}; {found}",
-        operation=found,
-        cause=operation_cause(finding.name, found, finding.cause, source),
-    )
-
-
 def operation_cause(
     name: str, found: OperationDifference, known: LikelyCause | None, source: ScriptSource
 ) -> LikelyCause:
@@ -118,7 +109,7 @@ def operation_cause(
     if found.part == "generator":
         if known is not None and known.name == DROPOUT:
             return known
-        cause, change = DRAWS[name]
+        cause, change = DRAWN[name]
     elif found.part in OUTSIDE:
         cause, change = OUTSIDE[found.part]
     elif name == WORLD:
@@ -131,18 +122,19 @@ def operation_cause(
     return LikelyCause(name=cause, line=line, change=change.format(found.detail))
 
 
-Progress = Callable[[str], None]
-
-
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The answers for one script, and the runs and versions that they are from."""
+    """The answers for one script, and the runs and versions that they are from.
+
+    `stopped` says why the audit ended before all properties were decided, "" if it did not.
+    """
 
     command: str
     runs: tuple[str, ...]
     findings: tuple[PropertyFinding, ...]
     notes: tuple[str, ...]
     versions: dict[str, str]
+    stopped: str = ""
 
     @property
     def refuted(self) -> int:
@@ -150,94 +142,195 @@ class AuditReport:
         return sum(finding.verdict == "refuted" for finding in self.findings)
 
 
-def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
+def audit_script(request: VerifyRequest, servers: RunServers, progress: VerifyProgress) -> AuditReport:
     """Run a script in its variants and decide its properties.
 
     Args:
         request: The script and the variants.
-        progress: Called with the name of each run before it starts.
+        servers: The processes that start the runs, which may end the audit early.
+        progress: Shows each run, and each property as soon as it is decided.
 
     Returns:
-        The answer for each property.
+        The answer for each property: `not decided` for those that the audit did not reach.
 
     Raises:
         LaunchError: If the script fails by itself, or takes no optimizer step that can be observed.
     """
-    text = Path(request.script).read_text(encoding="utf-8", errors="replace")
-    source = ScriptSource(name=request.script, text=text)
-    done: list[str] = []
-    variants: dict[str, Variant] = {}
+    audit = _Audit(request, servers, progress)
+    try:
+        audit.run()
+    except (TimeLimitError, Interrupted) as stop:
+        servers.stopped = stop
+    return audit.report(servers.reason)
 
-    def announce(variant: Variant) -> None:
-        progress(variant.name)
-        variants[variant.name] = variant
+
+class _Audit:
+    """The runs of an audit so far, and the properties that they have decided."""
+
+    def __init__(self, request: VerifyRequest, servers: RunServers, progress: VerifyProgress) -> None:
+        self._request, self._servers, self._progress = request, servers, progress
+        text = Path(request.script).read_text(encoding="utf-8", errors="replace")
+        self._source = ScriptSource(name=request.script, text=text)
+        self._started: list[str] = []
+        self._variants: dict[str, Variant] = {}
+        self._traces: dict[tuple[str, int], list[tuple[TracedOperation, ...]]] = {}
+        self._runs: list[RunRecord] = []
+        """One run for each number of ranks, then the repetition."""
+        self._found: dict[str, PropertyFinding] = {}
+        self._decided: set[str] = set()
+
+    def run(self) -> None:
+        """Run all variants."""
+        request = self._request
+        self._servers.expect(FIRST_SEED, OTHER_SEED)
+        most = max(request.ranks)
+        sizes = sorted(set(request.ranks))
+        for size in sizes:
+            self._observe(Variant(name=name_ranks(size), size=size, hash_seed=FIRST_SEED))
+        baseline = self._runs[-1]
+        # Another hash seed and order of files are what the next start of the same command may have.
+        name = f"{name_ranks(most)}, again"
+        repeat = Variant(name=name, size=most, hash_seed=OTHER_SEED, reverse_files=True)
+        second = self._observe(repeat)
+        self._decide(*self._decisions(), final=True)
+        repeatable = properties.decide_repeatable(baseline, second, self._source)
+        self._decide(repeatable, final=True)
+        if repeatable.verdict == "refuted":
+            self._isolate(repeatable, repeat, baseline)
+        self._restart(baseline, repeatable)
+        changed = None
+        if any(loader.part is not None for loader in baseline.ranks[0].loaders.values()):
+            name = f"{name_ranks(most)}, twice the micro-batches"
+            changed = self._start(replace(self._variants[baseline.name], name=name, micro_batches=2))
+        finding = properties.decide_micro_batches(baseline, changed)
+        self._decide(finding, final=self._servers.stopped is None)
+        self._check_stopped()
+        for name in PROPERTIES:
+            self._locate_operation(self._found[name])
+
+    def _start(self, variant: Variant) -> RunRecord:
+        """Run a variant and return its records, only the first ones if the audit is stopped."""
         at = "" if variant.kill_at is None else f" before step {variant.kill_at}"
-        done.append(f"{variant.name}{at}")
+        self._started.append(f"{variant.name}{at}")
+        self._variants[variant.name] = variant
+        self._progress.run_starts(variant.name, variant.trace_at or self._request.steps)
+        run = run_variant if variant.kill_at is None else run_killed
+        return run(self._request, variant, self._servers)
 
-    def start(variant: Variant) -> RunRecord:
-        announce(variant)
-        record = run_variant(request, variant)
-        check_run(request, record)
+    def _observe(self, variant: Variant) -> RunRecord:
+        """Run the script, and decide what the run refutes."""
+        record = self._start(variant)
+        if self._servers.stopped is None:
+            check_run(self._request, record)
+        if record.length:
+            self._runs.append(record)
+            self._decide(*self._decisions(), final=False)
+        self._check_stopped()
         return record
 
-    most = max(request.ranks)
-    sizes = sorted(set(request.ranks))
-    by_size = [start(Variant(name=name_ranks(size), size=size)) for size in sizes]
-    baseline = by_size[-1]
-    # Another hash seed and order of files are what the next start of the same command may have.
-    repeat = Variant(name=f"{name_ranks(most)}, again", size=most, hash_seed=2, reverse_files=True)
-    second = start(repeat)
-    repeatable = properties.decide_repeatable(baseline, second, source)
-    if repeatable.verdict == "refuted":
-        repeatable = _isolate(repeatable, repeat, baseline, source, start)
-    restarts = []
-    if repeatable.verdict == "held":
-        for number, step in enumerate(kill_steps(baseline.length, request.kills), start=1):
-            variant = Variant(name=f"{name_ranks(most)}, kill {number}", size=most, kill_at=step)
-            announce(variant)
-            restarts.append(run_killed(request, variant))
-    resume = properties.decide_resume(baseline, restarts, source)
-    if repeatable.verdict != "held":
-        reason = "two runs without a kill differ already"
-        resume = replace(resume, verdict="not decidable", evidence=reason)
-    changed = _run_with_more_micro_batches(request, baseline, announce)
-    by_size = [run.alone() for run in by_size]
-    runs = [*by_size, second.alone()]
-    findings: tuple[PropertyFinding, ...] = (
-        repeatable,
-        resume,
-        properties.decide_counts(runs, source, training=True),
-        properties.decide_order(runs),
-        properties.decide_draws(runs, source),
-        properties.decide_counts(runs, source, training=False),
-        properties.decide_world_size(by_size, source),
-        properties.decide_replicas(runs, source),
-        properties.decide_micro_batches(baseline, changed),
-        properties.decide_schedule(runs),
-        properties.decide_files(runs),
-    )
-    findings = tuple(
-        locate_operation(request, finding, variants, source, announce) for finding in findings
-    )
-    return AuditReport(
-        command=shlex.join((request.script, *request.args)),
-        runs=tuple(done),
-        findings=findings,
-        notes=_notes(runs, request),
-        versions=versions(),
-    )
+    def _check_stopped(self) -> None:
+        if self._servers.stopped is not None:
+            raise self._servers.stopped
 
+    def _decisions(self) -> Iterator[PropertyFinding]:
+        """Yield what the runs so far say about the properties that no other run decides."""
+        runs, source = [run.alone() for run in self._runs], self._source
+        yield properties.decide_counts(runs, source, training=True)
+        yield properties.decide_order(runs)
+        yield properties.decide_draws(runs, source)
+        yield properties.decide_counts(runs, source, training=False)
+        yield properties.decide_world_size(runs[: len(set(self._request.ranks))], source)
+        yield properties.decide_replicas(runs, source)
+        yield properties.decide_schedule(runs)
+        yield properties.decide_files(runs)
 
-def _run_with_more_micro_batches(
-    request: VerifyRequest, baseline: RunRecord, announce: Callable[[Variant], None]
-) -> RunRecord | None:
-    """Return a run like the baseline with twice the micro-batches, None without a shoal.Loader."""
-    if all(loader.part is None for loader in baseline.ranks[0].loaders.values()):
-        return None
-    name = f"{name_ranks(baseline.size)}, twice the micro-batches"
-    variant = Variant(name=name, size=baseline.size, micro_batches=2)
-    announce(variant)
-    return run_variant(request, variant)
+    def _decide(self, *findings: PropertyFinding, final: bool) -> None:
+        """Keep findings, and show those that are decided: no further run takes a refutation back."""
+        for finding in findings:
+            if finding.name not in self._decided:
+                self._found[finding.name] = finding
+                if final or finding.verdict == "refuted":
+                    self._decided.add(finding.name)
+                    self._progress.decided(finding)
+
+    def _isolate(self, finding: PropertyFinding, repeat: Variant, baseline: RunRecord) -> None:
+        """Run again with the hash seed, then with the order of files of the first run."""
+        seed, files = (f"{repeat.name}, same {what}" for what in ("hash seed", "files"))
+        for changed, cause in (
+            (replace(repeat, name=seed, hash_seed=FIRST_SEED), hash_order_cause),
+            (replace(repeat, name=files, reverse_files=False), file_order_cause),
+        ):
+            record = self._start(changed)
+            self._check_stopped()
+            check_run(self._request, record)
+            if properties.first_difference(baseline, record) is None:
+                self._found[finding.name] = replace(finding, cause=cause(self._source))
+                return
+
+    def _restart(self, baseline: RunRecord, repeatable: PropertyFinding) -> None:
+        """Decide whether runs that are killed resume."""
+        restarts: list[RunRecord] = []
+        if repeatable.verdict == "held":
+            steps = kill_steps(baseline.length, self._request.kills)
+            for number, step in enumerate(steps, start=1):
+                name = f"{name_ranks(baseline.size)}, kill {number}"
+                record = self._start(Variant(name=name, size=baseline.size, kill_at=step))
+                if self._servers.stopped is None or record.length:
+                    restarts.append(record)
+                    resume = properties.decide_resume(baseline, restarts, self._source)
+                    self._decide(resume, final=False)
+                self._check_stopped()
+        resume = properties.decide_resume(baseline, restarts, self._source)
+        if repeatable.verdict != "held":
+            reason = "two runs without a kill differ already"
+            resume = replace(resume, verdict="not decidable", evidence=reason)
+        self._decide(resume, final=True)
+
+    def _locate_operation(self, finding: PropertyFinding) -> None:
+        """Compare the operations of the step in which tensors differ, if there is one."""
+        difference = finding.difference
+        if difference is None:
+            return
+        names = difference.first, difference.second
+        first, second = map(self._trace, names, difference.steps)
+        compare = first_operation if len(first) == len(second) else first_operation_by_rows
+        found = compare(first, second)
+        if found is not None:
+            self._found[finding.name] = replace(
+                finding,
+                evidence=f"{finding.evidence}; {found}",
+                operation=found,
+                cause=operation_cause(finding.name, found, finding.cause, self._source),
+            )
+
+    def _trace(self, name: str, step: int) -> list[tuple[TracedOperation, ...]]:
+        """Return the operations of each rank in one step of a run, which runs again for them once."""
+        if (name, step) not in self._traces:
+            # A name of its own: it is the name of the run's directory.
+            traced = f"{name}, operations of step {step}"
+            record = self._start(replace(self._variants[name], name=traced, trace_at=step))
+            self._check_stopped()
+            self._traces[name, step] = [rank.operations for rank in record.ranks]
+        return self._traces[name, step]
+
+    def report(self, stopped: str) -> AuditReport:
+        """Return the answers, and for properties without one why the audit was `stopped`."""
+        findings = []
+        for name in PROPERTIES:
+            finding = self._found.get(name, PropertyFinding(name=name, verdict="not decided"))
+            if name not in self._decided:
+                far = f"; {finding.answer} so far" if finding.verdict == "held" else ""
+                finding = replace(finding, verdict="not decided", evidence=f"{stopped}{far}")
+            findings.append(finding)
+        request = self._request
+        return AuditReport(
+            command=shlex.join((request.script, *request.args)),
+            runs=tuple(self._started),
+            findings=tuple(findings),
+            notes=_notes(self._runs, request, self._started[-1:] if stopped else []),
+            versions=versions(),
+            stopped=stopped,
+        )
 
 
 def kill_steps(length: int, kills: int) -> list[int]:
@@ -276,31 +369,15 @@ def _advice(notes: str, output: str, request: VerifyRequest) -> str:
     return f"run it by itself first: shoal run -n {request.ranks[0]} {request.script}"
 
 
-def _isolate(
-    finding: PropertyFinding,
-    repeat: Variant,
-    baseline: RunRecord,
-    source: ScriptSource,
-    start: Callable[[Variant], RunRecord],
-) -> PropertyFinding:
-    """Run again with the hash seed, then with the order of files of the first run."""
-    for changed, cause in (
-        (replace(repeat, name=f"{repeat.name}, same hash seed", hash_seed=1), hash_order_cause),
-        (replace(repeat, name=f"{repeat.name}, same files", reverse_files=False), file_order_cause),
-    ):
-        if properties.first_difference(baseline, start(changed)) is None:
-            return replace(finding, cause=cause(source))
-    return finding
-
-
 def name_ranks(size: int) -> str:
     """Return the name of a run on this many ranks."""
     return "1 rank" if size == 1 else f"{size} ranks"
 
 
-def _notes(runs: list[RunRecord], request: VerifyRequest) -> tuple[str, ...]:
+def _notes(runs: list[RunRecord], request: VerifyRequest, stopped: list[str]) -> tuple[str, ...]:
+    """Return what the script does that matters, and the runs that took too long."""
     found = [f"the script {note}" for run in runs for rank in run.ranks for note in rank.notes]
-    short = [run.name for run in runs if run.code == TIMED_OUT]
+    short = [run.name for run in runs if run.code == TIMED_OUT and run.name not in stopped]
     if short:
         found.append(f"ended after {request.limit:g} seconds: {', '.join(short)}")
     return tuple(dict.fromkeys(found))
@@ -308,8 +385,11 @@ def _notes(runs: list[RunRecord], request: VerifyRequest) -> tuple[str, ...]:
 
 def audit_document(report: AuditReport) -> Document:
     """Return the answers, then the causes and the runs."""
-    held = sum(finding.verdict == "held" for finding in report.findings)
-    unknown = len(report.findings) - held - report.refuted
+    counts = Counter(finding.verdict for finding in report.findings)
+    verdict = f"{report.command}: {counts['held']} properties held, {counts['refuted']} refuted, "
+    verdict += f"{counts['not decidable']} not decidable"
+    if report.stopped:
+        verdict += f", {counts['not decided']} not decided ({report.stopped})"
     answers = Table(
         caption="Properties",
         head=("property", "answer", "evidence"),
@@ -325,8 +405,7 @@ def audit_document(report: AuditReport) -> Document:
     return Document(
         title=f"shoal verify {report.command}",
         # It claims no more than the runs showed.
-        verdict=f"{report.command}: {held} properties held, {report.refuted} refuted, {unknown} not "
-        "decidable",
+        verdict=verdict,
         sections=[
             Section(heading="Answers", blocks=[answers]),
             Section(heading="Causes", blocks=causes),

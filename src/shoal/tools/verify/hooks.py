@@ -91,6 +91,7 @@ class Observer:
         self.built: Counter[str] = Counter()
         self.datasets = DatasetNumbers()
         self.roots: WeakSet[torch.nn.Module] = WeakSet()
+        self.inner: WeakSet[torch.nn.Module] = WeakSet()
         self.depth = 0
         self.epochs: dict[LoaderKey, int] = {}
         self.schedulers: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
@@ -241,8 +242,11 @@ class Observer:
     # -- model and optimizer ----------------------------------------------------------------------
 
     def forward_begins(self, module: Any, _inputs: Any) -> None:
-        """Find the outermost module."""
-        if self.depth == 0 and isinstance(module, torch.nn.Module) and module not in self.roots:
+        """Find the outermost module. A part of it that is called again, as in the backward pass of a
+        checkpointed one, is none.
+        """
+        if self.depth == 0 and isinstance(module, torch.nn.Module) and module not in self.inner:
+            self.inner.update(module.modules())
             if any(True for _ in module.parameters()):
                 self.roots.add(user_module(module))
             for part in module.modules():

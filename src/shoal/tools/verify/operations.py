@@ -233,7 +233,7 @@ def _are_close(left: Sequence[float], right: Sequence[float], limit: float) -> b
     return all(abs(a - b) <= limit * scale for a, b in zip(left, right, strict=True))
 
 
-Verdict = Literal["held", "refuted", "not decidable"]
+Verdict = Literal["held", "refuted", "not decidable", "not decided"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,10 +273,10 @@ class PropertyFinding:
 
     @property
     def answer(self) -> str:
-        """The verdict in words: `held in 2 runs`, `refuted`, `not decidable here`."""
+        """The verdict in words: `held in 2 runs`, `refuted`, `not decidable here`, `not decided`."""
         if self.verdict == "held":
             return f"held in {self.runs} run{'s' if self.runs != 1 else ''}"
-        return "not decidable here" if self.verdict == "not decidable" else "refuted"
+        return "not decidable here" if self.verdict == "not decidable" else self.verdict
 
 
 def held(name: str, runs: int, evidence: str = "") -> PropertyFinding:

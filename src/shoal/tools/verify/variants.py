@@ -1,70 +1,23 @@
-"""Runs a script in its variants, each in a separate copy of the working directory.
-
-The process of a variant starts the ranks of an observed script, as `shoal run` does. Its argument is
-the path of an order: the fields of an ObservedScript, and the number of ranks.
-"""
+"""Runs a script in its variants, each in a separate copy of the working directory."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.distributed.env_vars import placement
-from shoal.launcher.entry_point import Script, find_script
-from shoal.launcher.local import run_job
-from shoal.tools.verify.observations import TIMED_OUT, ObserverOptions, RunRecord, read_run
+from shoal.launcher.entry_point import find_script
+from shoal.tools.verify.observations import ObserverOptions, RunRecord, read_run
+from shoal.tools.verify.run_servers import RunServers, observed_script
 from shoal.util.errors import LaunchError
-from shoal.util.plain import from_plain
-from shoal.util.python import code_command
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObservedScript(Script):
-    """A script that a rank runs under observation."""
-
-    observer: ObserverOptions
-    reverse_files: bool
-
-    def run(self) -> None:
-        """Install the hooks and run the script as `__main__`."""
-        from shoal.tools.verify.hooks import install_hooks
-        from shoal.tools.verify.observed_calls import reverse_listings
-
-        observer = install_hooks(self.observer, placement().rank)
-        if self.observer.losses:
-            from shoal.tools.verify.loss_hooks import observe_losses
-
-            observe_losses(observer)
-        if self.reverse_files:
-            reverse_listings()
-        super().run()
-
-
-def read_order(path: Path) -> tuple[ObservedScript, int]:
-    """Return the script of an order, and the number of ranks."""
-    order = json.loads(path.read_text(encoding="utf-8"))
-    return from_plain(ObservedScript, order["script"]), order["processes"]
-
-
-def main() -> None:
-    """Run the order and exit with the code of its ranks."""
-    job, processes = read_order(Path(sys.argv[1]))
-    sys.exit(run_job(job, processes=processes).code)
-
 
 LARGE = 64 << 20
 """Bytes of a file that is linked instead of copied."""
 MOST_RANKS = 1024
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "node_modules", "venv")
 LINES = 25
-START = "from shoal.tools.verify.variants import main; main()"
-"""Not `-m`: ranks must find its classes under the module's name, not under `__main__`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +78,12 @@ def check_request(request: VerifyRequest) -> None:
         )
 
 
-def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None = None) -> RunRecord:
+def run_variant(
+    request: VerifyRequest, variant: Variant, servers: RunServers, *, home: Path | None = None
+) -> RunRecord:
     """Run one variant and return its records.
 
-    `home` is the working directory; by default a new copy of the current one. Raises LaunchError with
-    the script's own output if the first run fails.
+    `home` is the working directory; by default a new copy of the current one.
     """
     if home is None:
         home = request.scratch / variant.name / "home"
@@ -145,47 +99,26 @@ def run_variant(request: VerifyRequest, variant: Variant, *, home: Path | None =
         micro_batches=variant.micro_batches,
         losses=variant.losses,
     )
-    script = ObservedScript(
-        path=request.script,
-        args=request.args,
-        observer=observer,
+    script = observed_script(
+        request.script,
+        request.args,
+        observer,
+        processes=variant.size,
         reverse_files=variant.reverse_files,
     )
-    order = {"script": asdict(script), "processes": variant.size}
-    (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
-    code = start_ranks(folder, home, hash_seed=variant.hash_seed, limit=request.limit)
+    code = servers.run(script, variant.size, hash_seed=variant.hash_seed, limit=request.limit)
     return read_run(folder, name=variant.name, size=variant.size, code=code)
 
 
-def start_ranks(folder: Path, home: Path, *, hash_seed: int, limit: float) -> int:
-    """Run the order in `folder` and return its exit code, TIMED_OUT after `limit` seconds."""
-    # `env` sets the seed before Python starts, and leaves this process's environment alone.
-    command = ["env", f"PYTHONHASHSEED={hash_seed}"]
-    command += code_command(START, str(folder / "order.json"))
-    with (folder / "output.txt").open("wb") as output:
-        try:
-            return subprocess.run(
-                command,
-                cwd=home,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return TIMED_OUT
-
-
-def run_killed(request: VerifyRequest, variant: Variant) -> RunRecord:
+def run_killed(request: VerifyRequest, variant: Variant, servers: RunServers) -> RunRecord:
     """Run a variant until its kill, then again in the same directory; return the second's records.
 
     `trace_at` applies to the second run.
     """
-    run_variant(request, replace(variant, trace_at=None))
+    run_variant(request, replace(variant, trace_at=None), servers)
     home = request.scratch / variant.name / "home"
     again = replace(request, args=(*request.args, *request.restart_args))
-    return run_variant(again, replace(variant, kill_at=None), home=home)
+    return run_variant(again, replace(variant, kill_at=None), servers, home=home)
 
 
 def last_output(request: VerifyRequest, name: str) -> str:
