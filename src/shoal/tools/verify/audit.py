@@ -12,61 +12,32 @@ from pathlib import Path
 
 from shoal.tools.verify import properties
 from shoal.tools.verify.causes import (
-    DROPOUT,
-    GUESSED,
+    Restart,
     ScriptSource,
-    batch_norm_cause,
     file_order_cause,
     hash_order_cause,
+    operation_cause,
 )
 from shoal.tools.verify.observations import TIMED_OUT, RunRecord
 from shoal.tools.verify.operations import (
-    LikelyCause,
-    OperationDifference,
     PropertyFinding,
+    Trace,
     first_operation,
     first_operation_by_rows,
+    same_step,
 )
-from shoal.tools.verify.properties import REPEATABLE, RESUME, WORLD, cause_of
+from shoal.tools.verify.properties import RESUME, WORLD, cause_of
 from shoal.tools.verify.variants import Variant, VerifyRequest, last_output, run_killed, run_variant
 from shoal.util.document import Document, KeyNumbers, Section, Table, Text, to_plain
 from shoal.util.errors import LaunchError
 from shoal.util.packages import versions
-
-DRAWS = {
-    REPEATABLE: ("unseeded torch generator", "seed torch with the same number in each run"),
-    RESUME: ("generator state not in the checkpoint", "save and restore `torch.get_rng_state()`"),
-    WORLD: (
-        "random numbers drawn per rank",
-        "draw by sample, as Shoal does, or expect statistical equality only",
-    ),
-}
-
-OUTSIDE = {
-    "argument": (
-        "value from outside of torch",
-        "compute it from the seed, the step or the sample: it is {}",
-    ),
-    "input": (
-        "tensor from outside of torch's operations",
-        "seed or save the source of this tensor: {}",
-    ),
-    "mean": (
-        "mean of means",
-        "divide the sum of the losses by the number of samples or tokens of all ranks",
-    ),
-    "operation": (
-        "other operations are called",
-        "do not branch on the rank, the time, or the order of a set",
-    ),
-}
-"""Causes of differences in a part of an operation."""
 
 
 def locate_operation(
     request: VerifyRequest,
     finding: PropertyFinding,
     variants: Mapping[str, Variant],
+    records: Mapping[str, RunRecord],
     source: ScriptSource,
     announce: Callable[[Variant], None],
 ) -> PropertyFinding:
@@ -76,16 +47,17 @@ def locate_operation(
         request: The script.
         finding: A finding, returned unchanged if no step is known in which tensors differ.
         variants: The runs so far, by name.
+        records: Their records, by name.
         source: The script's text.
         announce: Called with each run before it starts.
 
     Returns:
-        The finding, with the operation and a cause at its line if one was found.
+        The finding, with the operation and its cause if the evidence of one was observed.
     """
     difference = finding.difference
     if difference is None:
         return finding
-    traces = []
+    traces: list[list[Trace]] = []
     for name, step in zip((difference.first, difference.second), difference.steps, strict=True):
         # A name of its own: it is the name of the run's directory.
         variant = replace(
@@ -95,40 +67,27 @@ def locate_operation(
         run = run_variant if variant.kill_at is None else run_killed
         traces.append([rank.operations for rank in run(request, variant).ranks])
     first, second = traces
+    runs = [records[name] for name in (difference.first, difference.second)]
+    restart = None
+    if finding.name == RESUME:
+        offset = difference.steps[0] - difference.steps[1]
+        restart = Restart(runs[0], runs[1], offset, source)
+        ends = [same_step(*pair) for pair in zip(first, second, strict=True)]
+        first, second = [a for a, _ in ends], [b for _, b in ends]
     compare = first_operation if len(first) == len(second) else first_operation_by_rows
     found = compare(first, second)
+    line = runs[1].ranks[0].steps[difference.steps[1] - 1].line
     if found is None:
-        return finding
-    return replace(
-        finding,
-        evidence=f"{finding.evidence}; {found}",
-        operation=found,
-        cause=operation_cause(finding.name, found, finding.cause, source),
+        unknown = f"cause not known; {finding.evidence}, before {line}"
+        return finding if finding.cause else replace(finding, evidence=unknown)
+    cause = finding.cause or operation_cause(
+        found,
+        restart=restart,
+        ranks=finding.name == WORLD,
+        layers={**runs[0].ranks[0].layers, **runs[1].ranks[0].layers},
+        source=source,
     )
-
-
-def operation_cause(
-    name: str, found: OperationDifference, known: LikelyCause | None, source: ScriptSource
-) -> LikelyCause:
-    """Return the cause at an operation, or the known cause unless it is a guess."""
-    if known is not None and known.name not in GUESSED:
-        return known
-    if "batch_norm" in found.operation and name == WORLD:
-        return batch_norm_cause(source)
-    if found.part == "generator":
-        if known is not None and known.name == DROPOUT:
-            return known
-        cause, change = DRAWS[name]
-    elif found.part in OUTSIDE:
-        cause, change = OUTSIDE[found.part]
-    elif name == WORLD:
-        cause = "operation depends on the rank or on other samples"
-        change = "compute the output of each sample from this sample only"
-    else:
-        cause = "operation is not deterministic"
-        change = "call `torch.use_deterministic_algorithms(True)`, or replace the operation"
-    line = found.line or source.name
-    return LikelyCause(name=cause, line=line, change=change.format(found.detail))
+    return replace(finding, evidence=f"{finding.evidence}; {found}", operation=found, cause=cause)
 
 
 Progress = Callable[[str], None]
@@ -167,6 +126,7 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
     source = ScriptSource(name=request.script, text=text)
     done: list[str] = []
     variants: dict[str, Variant] = {}
+    records: dict[str, RunRecord] = {}
 
     def announce(variant: Variant) -> None:
         progress(variant.name)
@@ -176,7 +136,7 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
 
     def start(variant: Variant) -> RunRecord:
         announce(variant)
-        record = run_variant(request, variant)
+        record = records[variant.name] = run_variant(request, variant)
         check_run(request, record)
         return record
 
@@ -195,7 +155,8 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
         for number, step in enumerate(kill_steps(baseline.length, request.kills), start=1):
             variant = Variant(name=f"{name_ranks(most)}, kill {number}", size=most, kill_at=step)
             announce(variant)
-            restarts.append(run_killed(request, variant))
+            records[variant.name] = run_killed(request, variant)
+            restarts.append(records[variant.name])
     resume = properties.decide_resume(baseline, restarts, source)
     if repeatable.verdict != "held":
         reason = "two runs without a kill differ already"
@@ -217,7 +178,7 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
         properties.decide_files(runs),
     )
     findings = tuple(
-        locate_operation(request, finding, variants, source, announce) for finding in findings
+        locate_operation(request, finding, variants, records, source, announce) for finding in findings
     )
     return AuditReport(
         command=shlex.join((request.script, *request.args)),

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -55,7 +56,14 @@ from shoal.tools.verify.observations import (
     ObserverOptions,
     WrittenFile,
 )
-from shoal.tools.verify.observed_calls import call_after, observe_clipping, observe_written_files
+from shoal.tools.verify.observed_calls import (
+    REDUCTIONS,
+    NoInput,
+    call_after,
+    observe_calls,
+    observe_clipping,
+    observe_written_files,
+)
 from shoal.tools.verify.operation_trace import (
     OperationTrace,
     checksum_generators,
@@ -94,7 +102,12 @@ class Observer:
         self.depth = 0
         self.epochs: dict[LoaderKey, int] = {}
         self.schedulers: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
-        self.clips: dict[str, str] = {}
+        self.clips: dict[str, Any] = {"unclipped": {}}
+        self.wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+        self.wrapper_calls = self.backward_passes = 0
+        self.reductions = {"reduce_line": "", "early_line": ""}
+        self.forward_line = ""
+        self.called: set[tuple[str, str]] = set()
         self.before: dict[str, Any] = {}
         self.drawn: set[tuple[str, str]] = set()
         self.trace = OperationTrace(lambda inner: self.user_line(called_by_autograd=inner))
@@ -232,6 +245,21 @@ class Observer:
         if current is not None:
             self.write_event("complete", loader=current.loader, epoch=current.epoch)
 
+    def function_called(self, what: str) -> None:
+        """Record a call that is evidence of a cause, once for each line."""
+        if self.trace.is_paused:
+            return
+        line = self.user_line()
+        if what in REDUCTIONS:
+            self.reductions["reduce_line"] = line
+        elif what == "backward":
+            early = self.reductions["reduce_line"] or self.reductions["early_line"]
+            self.reductions = {"reduce_line": "", "early_line": early if self.backward_passes else ""}
+            self.backward_passes += 1
+        if line and (what, line) not in self.called:
+            self.called.add((what, line))
+            self.write_event("call", what=what, line=line)
+
     def file_written(self, path: str) -> None:
         """Record a file that the script replaces."""
         self.write_event(
@@ -252,6 +280,11 @@ class Observer:
                         self.write_event("layer", kind=kind, name=type(part).__name__)
         if self.depth == 0 and torch.is_grad_enabled() and self.pending:
             self.used.add(len(self.pending) - 1)
+        if self.depth == 0 and torch.is_grad_enabled():
+            self.forward_line = self.user_line()
+        if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+            self.wrappers.add(module)
+            self.wrapper_calls += 1
         self.trace.module_begins(module, outermost=self.depth == 0)
         self.depth += 1
 
@@ -303,7 +336,18 @@ class Observer:
                 "generators": checksum_generators(),
                 "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
                 "gradients": {n: sketch(p.grad) for n, p in parameters.items() if p.grad is not None},
+                **self._wrapper_state(parameters),
             }
+
+    def _wrapper_state(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        wrapped = {id(p) for each in list(self.wrappers) for p in each.parameters()}
+        return {
+            "forward_line": self.forward_line,
+            **self.reductions,
+            "wrapped": [name for name, value in parameters.items() if id(value) in wrapped],
+            "wrapper_calls": self.wrapper_calls,
+            "synchronized": all(each.require_forward_param_sync for each in list(self.wrappers)),
+        }
 
     def after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Record the update; end the process after the last step to observe."""
@@ -344,17 +388,20 @@ class Observer:
             line=self.user_line(),
             distributed=dist.is_available() and dist.is_initialized(),
         )
-        self.pending, self.clips = [], {}
+        self.pending, self.clips = [], {"unclipped": {}}
+        self.wrapper_calls = 0
         self.used.clear()
 
     def gradients_clipped(self, parameters: Any) -> None:
-        """Record gradients before they are clipped."""
+        """Record gradients before they are clipped for the first time."""
+        roots = list(self.roots)
+        names = {id(p): plain_name(name) for root in roots for name, p in root.named_parameters()}
         with self.trace.paused():
-            gradients = checksum_state([p.grad for p in parameters if p.grad is not None])
-        self.clips = {
-            "clipped_gradients": self.clips.get("clipped_gradients", "") + gradients,
-            "clip_line": self.user_line(),
-        }
+            for parameter in parameters:
+                name = names.get(id(parameter))
+                if name is not None and parameter.grad is not None:
+                    self.clips["unclipped"].setdefault(name, sketch(parameter.grad))
+        self.clips["clip_line"] = self.user_line()
 
     def scheduler_stepped(self, scheduler: Any) -> None:
         """Count a step of a scheduler by the user's code."""
@@ -370,30 +417,6 @@ class Observer:
         stepped = _parameters(optimizer)
         own = [each for each in self.schedulers if _parameters(each.optimizer) & stepped]
         return max((self.schedulers.pop(each) for each in own), default=(0, ""))
-
-
-class _NoInput:
-    """Standard input of an observed script."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-
-    def _read(self, *_arguments: Any) -> NoReturn:
-        self._observer.write_event("note", text=f"{READS_STDIN} ({self._observer.user_line()})")
-        raise EOFError("shoal verify gives the script no standard input")
-
-    read = readline = readlines = __iter__ = __next__ = _read
-
-    def fileno(self) -> int:
-        """Return the descriptor, which is /dev/null."""
-        return 0
-
-    def isatty(self) -> bool:
-        """Return False."""
-        return False
-
-    def close(self) -> None:
-        """Do nothing: multiprocessing closes standard input in the processes that it starts."""
 
 
 def _makes_state() -> bool:
@@ -428,6 +451,7 @@ def install_hooks(options: ObserverOptions, rank: int) -> Observer:
     observe_batches(observer.pass_started, observer.batch_delivered, observer.pass_ended)
     observe_loaders(observer)
     observe_clipping(observer.gradients_clipped)
+    observe_calls(observer.function_called)
     observe_written_files(options.root, observer.file_written)
     if options.micro_batches > 1:
         multiply_micro_batches(options.micro_batches)
@@ -465,6 +489,8 @@ def install_hooks(options: ObserverOptions, rank: int) -> Observer:
             observer.write_event("note", text=f"{STARTS} ({observer.user_line()})")
 
     call_after(subprocess.Popen, "__init__", program_started)
-    sys.stdin = _NoInput(observer)
+    sys.stdin = NoInput(
+        lambda: observer.write_event("note", text=f"{READS_STDIN} ({observer.user_line()})")
+    )
     observer.begin_trace()
     return observer
