@@ -165,7 +165,7 @@ def test_a_reduction_that_fails_has_its_evidence(
 ) -> None:
     same = {name: Sketch(checksum="", norm=1.0, projection=0.0) for name in OTHER}
     other = {**same, **{name: OTHER[name] for name in names}}
-    first = step(1, gradients=same, parameters=same, **changes)
+    first = replace(step(1, gradients=same, parameters=same), **changes)  # type: ignore[arg-type]
     second = replace(first, gradients=other, parameters=other)
     ranks = run(RankRecord(rank=0, steps=(first,)), RankRecord(rank=1, steps=(second,)))
     found = properties.decide_replicas([ranks], SOURCE).cause

@@ -174,7 +174,7 @@ def replica_cause(run: RunRecord, position: int, source: ScriptSource) -> Likely
         (
             any(step.parameters_before != first.parameters_before for step in steps),
             "initial parameters depend on the rank",
-            source.line("torch.manual_seed", "seed_everything", "set_seed"),
+            _seed_line(run) or source.line("torch.manual_seed", "seed_everything", "set_seed"),
         ),
         (any(step.lr != first.lr for step in steps), "learning rates depend on the rank", step_line),
         (wrapped and not first.wrapper_calls, "model called without its wrapper", first.forward_line),
@@ -186,7 +186,7 @@ def replica_cause(run: RunRecord, position: int, source: ScriptSource) -> Likely
         (
             first.wrapped and names and not wrapped,
             "parameters outside of DistributedDataParallel",
-            run.ranks[0].called("wrapper") or step_line,
+            next((first.outside[name] for name in names if name in first.outside), step_line),
         ),
         (
             not first.wrapped and some and first.reduce_line,
@@ -207,6 +207,16 @@ def replica_cause(run: RunRecord, position: int, source: ScriptSource) -> Likely
         if holds:
             return because(name, line, ", ".join(names[:3]))
     return None
+
+
+def _seed_line(run: RunRecord) -> str:
+    """Return the line that seeds torch differently on two ranks, or ""."""
+    by_rank = [[each for each in rank.calls if each.what.startswith("seed ")] for rank in run.ranks]
+    equal = [each.line for each in by_rank[0] if all(each in calls for calls in by_rank)]
+    shared = {line for lines in equal for line in lines.split(" < ")}
+    other = (each.line.split(" < ") for each in by_rank[0] if each.line not in equal)
+    lines = next(other, [])
+    return next((line for line in lines if line not in shared), "")
 
 
 def schedule_cause(line: str) -> LikelyCause:

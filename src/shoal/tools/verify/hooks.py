@@ -60,6 +60,7 @@ from shoal.tools.verify.observed_calls import (
     REDUCTIONS,
     NoInput,
     call_after,
+    makes_state,
     observe_calls,
     observe_clipping,
     observe_written_files,
@@ -78,7 +79,6 @@ LAYERS = {
     "batch norm": ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
 }
 CALLERS_OF_BACKWARD = ("torch/autograd/graph.py", "torch/autograd/__init__.py")
-MAKER_OF_STATE = "torch/distributed/checkpoint/state_dict.py"
 READS_STDIN = "reads standard input"
 STARTS = "starts processes itself"
 LAUNCHERS = ("python", "torchrun", "accelerate")
@@ -107,6 +107,7 @@ class Observer:
         self.wrapper_calls = self.backward_passes = 0
         self.reductions = {"reduce_line": "", "early_line": ""}
         self.forward_line = ""
+        self.lines: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self.called: set[tuple[str, str]] = set()
         self.before: dict[str, Any] = {}
         self.drawn: set[tuple[str, str]] = set()
@@ -249,7 +250,8 @@ class Observer:
         """Record a call that is evidence of a cause, once for each line."""
         if self.trace.is_paused:
             return
-        line = self.user_line()
+        # A function of the script may seed several times: its callers' lines distinguish them.
+        line = " < ".join(self.user_lines()) if what.startswith("seed ") else self.user_line()
         if what in REDUCTIONS:
             self.reductions["reduce_line"] = line
         elif what == "backward":
@@ -281,7 +283,7 @@ class Observer:
         if self.depth == 0 and torch.is_grad_enabled() and self.pending:
             self.used.add(len(self.pending) - 1)
         if self.depth == 0 and torch.is_grad_enabled():
-            self.forward_line = self.user_line()
+            self.lines[user_module(module)] = self.forward_line = self.user_line()
         if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
             self.wrappers.add(module)
             self.wrapper_calls += 1
@@ -320,7 +322,7 @@ class Observer:
 
     def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Record the state before an update; end the process if this is the step of the kill."""
-        if _makes_state():
+        if makes_state():
             return
         self.depth = 0  # hooks after an exception in a forward pass do not run
         if self.options.kill_at is not None and self.step + 1 >= self.options.kill_at:
@@ -345,13 +347,19 @@ class Observer:
             "forward_line": self.forward_line,
             **self.reductions,
             "wrapped": [name for name, value in parameters.items() if id(value) in wrapped],
+            "outside": {
+                plain_name(name): line
+                for root, line in list(self.lines.items())
+                for name, value in root.named_parameters()
+                if id(value) not in wrapped
+            },
             "wrapper_calls": self.wrapper_calls,
             "synchronized": all(each.require_forward_param_sync for each in list(self.wrappers)),
         }
 
     def after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Record the update; end the process after the last step to observe."""
-        if _makes_state():
+        if makes_state():
             return
         self.step += 1
         self.trace.phase = ""
@@ -417,16 +425,6 @@ class Observer:
         stepped = _parameters(optimizer)
         own = [each for each in self.schedulers if _parameters(each.optimizer) & stepped]
         return max((self.schedulers.pop(each) for each in own), default=(0, ""))
-
-
-def _makes_state() -> bool:
-    """Return whether torch takes an empty step, to create optimizer state before it is loaded."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(MAKER_OF_STATE):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _parameters(optimizer: Any) -> set[int]:

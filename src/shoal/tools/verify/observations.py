@@ -82,9 +82,10 @@ class StepRecord:
     `scheduler_steps` are the most steps of one scheduler since the last step of its optimizer, which is
     this one. `unclipped` are the gradients before the first clipping, empty if none were clipped.
     `distributed` is false if the rank had no process group. Of DistributedDataParallel, `wrapped` are
-    the names of its parameters, `wrapper_calls` the calls since the last step, and `synchronized`
-    whether the last of them was outside of `no_sync`. `forward_line` called the model; `reduce_line`
-    called a reduction over ranks after the last backward pass, `early_line` before it.
+    the names of its parameters, `outside` the lines that call the modules of others,
+    `wrapper_calls` the calls since the last step, and `synchronized` whether the last of them was
+    outside of `no_sync`. `forward_line` called the model; `reduce_line` called a reduction over ranks
+    after the last backward pass, `early_line` before it.
     """
 
     step: int
@@ -106,6 +107,7 @@ class StepRecord:
     early_line: str = ""
     distributed: bool = True
     wrapped: frozenset[str] = frozenset()
+    outside: Mapping[str, str] = field(default_factory=dict)
     wrapper_calls: int = 0
     synchronized: bool = True
 

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable
 from functools import wraps
+from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 Written = Callable[[str], None]
 CACHES = ("__pycache__", ".lock")
 """Parts of the names of files that ranks may share."""
+MAKER_OF_STATE = "torch/distributed/checkpoint/state_dict.py"
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 REDUCTIONS = (
     *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
@@ -41,7 +43,6 @@ CALLS: tuple[tuple[Any, str, str], ...] = (
     (random, "setstate", "python generator restored"),
     (np.random, "get_state", "numpy generator saved"),
     (np.random, "set_state", "numpy generator restored"),
-    (DistributedDataParallel, "__init__", "wrapper"),
     (DistributedDataParallel, "no_sync", "no_sync"),
     *((dist, name, name) for name in REDUCTIONS if dist.is_available()),
 )
@@ -77,6 +78,7 @@ def observe_calls(called: Callable[[str], None]) -> None:
     """Call `called` with what a function of CALLS does before each of its calls."""
     for owner, name, what in CALLS:
         call_before(owner, name, lambda *_, what=what, **__: called(what))
+    call_before(torch, "manual_seed", lambda seed: called(f"seed {seed}"))
 
 
 def observe_written_files(root: str, written: Written) -> None:
@@ -161,3 +163,13 @@ class NoInput:
 
     def close(self) -> None:
         """Do nothing: multiprocessing closes standard input in the processes that it starts."""
+
+
+def makes_state() -> bool:
+    """Return whether torch takes an empty step, to create optimizer state before it is loaded."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(MAKER_OF_STATE):
+            return True
+        frame = frame.f_back
+    return False
