@@ -158,7 +158,7 @@ CAUSES = (
     ),
     Cause(
         "mean of means",
-        "equal inputs, another mean over ranks",
+        "another mean over ranks, or first uneven batches",
         "divide the sum of the losses by the number of samples or tokens of all ranks",
     ),
     Cause(
@@ -231,7 +231,7 @@ STATES = {
     "argument": ("value", "the value of this argument: {}", ""),
     "input": ("tensor", "this tensor: {}", ""),
 }
-"""What may be missing after a restart: its name, what to save, and the calls that save and restore."""
+"""States that a restart may lack: the name, the object to save, and its calls."""
 
 
 def because(name: str, line: str, change: str = "", *, of: str = "") -> LikelyCause:

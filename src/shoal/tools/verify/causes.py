@@ -107,6 +107,8 @@ class Restart(NamedTuple):
         """Return why an operation of the same step differs."""
         if found.drawn:
             return self.missing(found.drawn[0])
+        if found.part == "argument" and found.detail.startswith(("True", "False")):
+            return None  # the mode of a module, which checkpoints do not have
         return self.missing(found.part, found.detail) if found.part in STATES else None
 
 
@@ -255,7 +257,16 @@ def world_size_cause(
         return because("gradients summed over ranks", line)
     if _are_scaled(a, b, position, 1 / ratio):
         return because("gradients divided by the number of ranks twice", line)
+    uneven = [_is_uneven(a, step) or _is_uneven(b, step) for step in range(position + 1)]
+    if position and uneven[-1] and not any(uneven[:-1]):
+        return because("mean of means", b.ranks[0].called("backward") or source.name)
     return None
+
+
+def _is_uneven(run: RunRecord, position: int) -> bool:
+    """Return whether micro-batches of this step have different sizes."""
+    batches = [batch for rank in run.ranks for batch in rank.steps[position].batches]
+    return len({len(batch.indices) for batch in batches if batch.training}) > 1
 
 
 def _are_scaled(a: RunRecord, b: RunRecord, position: int, ratio: float) -> bool:

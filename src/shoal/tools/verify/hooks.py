@@ -388,7 +388,7 @@ class Observer:
             batches=[
                 asdict(batch)
                 for number, batch in enumerate(self.pending)
-                if number in self.used or not self.used
+                if number in self.used or not self.used or self.backward_passes == len(self.pending)
             ],
             scheduler_steps=scheduler_steps,
             scheduler_line=scheduler_line,
