@@ -24,7 +24,7 @@ def test_the_page_has_the_evidence_of_each_cause() -> None:
 
 
 ROWS = tomllib.loads((KEPT / "expected.toml").read_text())
-QUICK = ("step_count", "adam_sum", "sigma_ae")
+QUICK = ("step_count", "accum_window", "mf_partial")
 
 
 def test_most_kept_scripts_get_the_right_cause() -> None:

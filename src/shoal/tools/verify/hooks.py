@@ -397,7 +397,7 @@ class Observer:
             distributed=dist.is_available() and dist.is_initialized(),
         )
         self.pending, self.clips = [], {"unclipped": {}}
-        self.wrapper_calls = 0
+        self.wrapper_calls = self.backward_passes = 0
         self.used.clear()
 
     def gradients_clipped(self, parameters: Any) -> None:
