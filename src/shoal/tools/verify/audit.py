@@ -167,12 +167,7 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
     findings: tuple[PropertyFinding, ...] = (
         repeatable,
         resume,
-        properties.decide_counts(runs, source, training=True),
-        properties.decide_order(runs),
-        properties.decide_draws(runs, source),
-        properties.decide_counts(runs, source, training=False),
-        properties.decide_world_size(by_size, source),
-        properties.decide_replicas(runs, source),
+        *_decide(runs, by_size, source),
         properties.decide_micro_batches(baseline, changed),
         properties.decide_schedule(runs),
         properties.decide_files(runs),
@@ -186,6 +181,20 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
         findings=findings,
         notes=_notes(runs, request),
         versions=versions(),
+    )
+
+
+def _decide(
+    runs: list[RunRecord], by_size: list[RunRecord], source: ScriptSource
+) -> tuple[PropertyFinding, ...]:
+    """Return the findings about samples, ranks, schedules and files."""
+    return (
+        properties.decide_counts(runs, source, training=True),
+        properties.decide_order(runs),
+        properties.decide_draws(runs, source),
+        properties.decide_counts(runs, source, training=False),
+        properties.decide_world_size(by_size, source),
+        properties.decide_replicas(runs, source),
     )
 
 
