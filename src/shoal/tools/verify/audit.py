@@ -167,10 +167,7 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
     findings: tuple[PropertyFinding, ...] = (
         repeatable,
         resume,
-        *_decide(runs, by_size, source),
-        properties.decide_micro_batches(baseline, changed),
-        properties.decide_schedule(runs),
-        properties.decide_files(runs),
+        *_decide(runs, by_size, source, properties.decide_micro_batches(baseline, changed)),
     )
     findings = tuple(
         locate_operation(request, finding, variants, records, source, announce) for finding in findings
@@ -185,7 +182,10 @@ def audit_script(request: VerifyRequest, progress: Progress) -> AuditReport:
 
 
 def _decide(
-    runs: list[RunRecord], by_size: list[RunRecord], source: ScriptSource
+    runs: list[RunRecord],
+    by_size: list[RunRecord],
+    source: ScriptSource,
+    micro_batches: PropertyFinding,
 ) -> tuple[PropertyFinding, ...]:
     """Return the findings about samples, ranks, schedules and files."""
     return (
@@ -195,6 +195,9 @@ def _decide(
         properties.decide_counts(runs, source, training=False),
         properties.decide_world_size(by_size, source),
         properties.decide_replicas(runs, source),
+        micro_batches,
+        properties.decide_schedule(runs),
+        properties.decide_files(runs),
     )
 
 
