@@ -23,9 +23,10 @@ def audit(
     ranks: tuple[int, ...] = (1, 2),
     kills: int = 0,
     restart_args: tuple[str, ...] = (),
+    steps: int = 12,
     servers: RunServers | None = None,
 ) -> AuditReport:
-    """Audit a script in the current directory, whose runs have 12 steps at most."""
+    """Audit a script in the current directory, whose runs have `steps` steps at most."""
     scratch = home.parent / "scratch"
     scratch.mkdir()
     request = VerifyRequest(
@@ -34,7 +35,7 @@ def audit(
         restart_args=restart_args,
         ranks=ranks,
         kills=kills,
-        steps=12,
+        steps=steps,
         scratch=scratch,
         limit=300.0,
     )

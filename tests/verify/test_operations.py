@@ -10,6 +10,7 @@ from shoal.tools.verify.operations import (
     TracedTensor,
     first_operation,
     first_operation_by_rows,
+    same_step,
 )
 
 
@@ -107,3 +108,14 @@ def test_a_mean_of_means_is_found_if_no_sample_is_treated_otherwise() -> None:
     found = first_operation_by_rows([mean(1.0, 2.0, 6.0, value=3.0)], uneven)
     assert found is not None
     assert found.part == "mean"
+
+
+def test_the_start_of_a_restarted_script_is_not_compared() -> None:
+    start = call("load", tensor(7.0), tensor(7.0), line="train.py:3")
+    before = call("save", tensor(8.0), tensor(8.0), line="train.py:4")
+    changed = replace(B, arguments=("0.2",))
+    ends = same_step([before, A, B], [start, start, A, changed])
+    assert ends == ([A, B], [A, changed])
+    found = first_operation([ends[0]], [ends[1]])
+    assert found is not None
+    assert found.part == "argument"

@@ -8,6 +8,7 @@ from shoal.tools.verify import properties
 from shoal.tools.verify.audit import kill_steps
 from shoal.tools.verify.causes import ScriptSource
 from shoal.tools.verify.observations import (
+    CalledFunction,
     DeliveredBatch,
     DrawRecord,
     LoaderKey,
@@ -53,7 +54,7 @@ def run(*ranks: RankRecord, name: str = "a") -> RunRecord:
     return RunRecord(name=name, size=len(ranks), ranks=ranks)
 
 
-STEPS = tuple(step(number) for number in range(1, 6))
+STEPS = tuple(step(number, (number,)) for number in range(1, 6))
 BASE = run(RankRecord(rank=0, steps=STEPS))
 
 
@@ -79,16 +80,96 @@ def test_a_resumed_run_is_compared_from_its_first_step() -> None:
     assert found.cause is not None
     assert found.cause.name == "optimizer state not in the checkpoint"
     assert found.cause.line == "train.py:5"
-    missed = resumed(batches=())
+    missed = resumed(batches=step(1, (1,)).batches)
     assert missed.cause is not None
     assert missed.cause.name == "loader position not in the checkpoint"
 
 
-def test_a_generator_is_the_cause_if_only_it_and_the_gradients_differ() -> None:
+def test_gradients_that_differ_after_a_restart_are_not_blamed_on_generators() -> None:
     other = {"weight": Sketch(checksum="x", norm=3.0, projection=0.0)}
     found = resumed(gradients=other, generators={"python": "", "numpy": "", "torch": "x"})
-    assert found.cause is not None
-    assert found.cause.name == "generator state not in the checkpoint"
+    assert found.cause is None
+    assert found.difference is not None
+
+
+def test_state_that_was_saved_and_not_loaded_is_not_restored() -> None:
+    calls = tuple(CalledFunction(what=what, line="train.py:4") for what in ("optimizer saved", "save"))
+    saved = run(RankRecord(rank=0, steps=STEPS, calls=calls))
+    first = replace(STEPS[2], optimizer_before="0")
+    load = (CalledFunction(what="load", line="train.py:8"),)
+    for restored, cause in (
+        ((), ("optimizer state not restored", "train.py:8")),
+        ((CalledFunction(what="optimizer restored", line="train.py:9"),), None),
+    ):
+        again = run(RankRecord(rank=0, steps=(first, *STEPS[3:]), calls=(*load, *restored)))
+        found = properties.decide_resume(saved, [again], SOURCE).cause
+        assert (None if found is None else (found.name, found.line)) == cause
+
+
+def scaled(factor: float, *, ranks: int, unclipped: bool = False) -> RunRecord:
+    value = {"weight": Sketch(checksum="", norm=factor, projection=factor)}
+    before = {"unclipped": value, "clip_line": "train.py:6"} if unclipped else {"gradients": value}
+    each = step(1, reduce_line="train.py:5", **before)
+    name = f"{ranks} ranks"
+    parts = (RankRecord(rank=r, steps=(replace(each, batches=()),)) for r in range(ranks))
+    return run(*parts, name=name)
+
+
+@pytest.mark.parametrize("unclipped", [False, True])
+@pytest.mark.parametrize(
+    ("factor", "cause"),
+    [
+        (2.0, "gradients summed over ranks"),
+        (0.5, "gradients divided by the number of ranks twice"),
+        (1.5, None),
+    ],
+)
+def test_the_scale_of_gradients_is_seen_before_clipping(
+    factor: float, cause: str | None, unclipped: bool
+) -> None:
+    one, two = scaled(1.0, ranks=1, unclipped=unclipped), scaled(factor, ranks=2, unclipped=unclipped)
+    found = properties.decide_world_size([one, two], SOURCE)
+    assert found.verdict == "refuted"
+    assert (None if found.cause is None else found.cause.name) == cause
+
+
+OTHER = {name: Sketch(checksum="x", norm=1.0, projection=0.0) for name in ("weight", "bias")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "cause"),
+    [
+        ({"wrapped": frozenset({"weight"})}, ("weight",), "model called without its wrapper"),
+        (
+            {"wrapped": frozenset({"weight"}), "wrapper_calls": 1, "synchronized": False},
+            ("weight",),
+            "last micro-batch in no_sync",
+        ),
+        (
+            {"wrapped": frozenset({"weight"}), "wrapper_calls": 1},
+            ("bias",),
+            "parameters outside of DistributedDataParallel",
+        ),
+        ({"reduce_line": "train.py:5"}, ("bias",), "not all gradients averaged"),
+        (
+            {"early_line": "train.py:5"},
+            ("weight", "bias"),
+            "gradients averaged before the last micro-batch",
+        ),
+        ({"reduce_line": "train.py:5"}, ("weight", "bias"), None),
+        ({}, ("weight", "bias"), "gradients not averaged"),
+    ],
+)
+def test_a_reduction_that_fails_has_its_evidence(
+    changes: dict[str, object], names: tuple[str, ...], cause: str | None
+) -> None:
+    same = {name: Sketch(checksum="", norm=1.0, projection=0.0) for name in OTHER}
+    other = {**same, **{name: OTHER[name] for name in names}}
+    first = replace(step(1, gradients=same, parameters=same), **changes)  # type: ignore[arg-type]
+    second = replace(first, gradients=other, parameters=other)
+    ranks = run(RankRecord(rank=0, steps=(first,)), RankRecord(rank=1, steps=(second,)))
+    found = properties.decide_replicas([ranks], SOURCE).cause
+    assert (None if found is None else found.name) == cause
 
 
 def test_a_restart_that_exceeds_the_time_limit_is_compared_up_to_its_last_step() -> None:

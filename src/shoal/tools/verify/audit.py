@@ -14,21 +14,19 @@ from pathlib import Path
 from shoal.launcher.signals import Interrupted
 from shoal.tools.verify import properties
 from shoal.tools.verify.causes import (
-    DROPOUT,
-    GUESSED,
+    Restart,
     ScriptSource,
-    batch_norm_cause,
     file_order_cause,
     hash_order_cause,
+    operation_cause,
 )
 from shoal.tools.verify.observations import TIMED_OUT, RunRecord
 from shoal.tools.verify.operations import (
-    LikelyCause,
-    OperationDifference,
     PropertyFinding,
-    TracedOperation,
+    Trace,
     first_operation,
     first_operation_by_rows,
+    same_step,
 )
 from shoal.tools.verify.progress import VerifyProgress
 from shoal.tools.verify.properties import (
@@ -67,59 +65,6 @@ PROPERTIES = (
 """In the order of the report."""
 FIRST_SEED, OTHER_SEED = 1, 2
 """Hash seeds of all runs, and of the repetition."""
-
-DRAWN = {
-    REPEATABLE: ("unseeded torch generator", "seed torch with the same number in each run"),
-    RESUME: ("generator state not in the checkpoint", "save and restore `torch.get_rng_state()`"),
-    WORLD: (
-        "random numbers drawn per rank",
-        "draw by sample, as Shoal does, or expect statistical equality only",
-    ),
-}
-
-OUTSIDE = {
-    "argument": (
-        "value from outside of torch",
-        "compute it from the seed, the step or the sample: it is {}",
-    ),
-    "input": (
-        "tensor from outside of torch's operations",
-        "seed or save the source of this tensor: {}",
-    ),
-    "mean": (
-        "mean of means",
-        "divide the sum of the losses by the number of samples or tokens of all ranks",
-    ),
-    "operation": (
-        "other operations are called",
-        "do not branch on the rank, the time, or the order of a set",
-    ),
-}
-"""Causes of differences in a part of an operation."""
-
-
-def operation_cause(
-    name: str, found: OperationDifference, known: LikelyCause | None, source: ScriptSource
-) -> LikelyCause:
-    """Return the cause at an operation, or the known cause unless it is a guess."""
-    if known is not None and known.name not in GUESSED:
-        return known
-    if "batch_norm" in found.operation and name == WORLD:
-        return batch_norm_cause(source)
-    if found.part == "generator":
-        if known is not None and known.name == DROPOUT:
-            return known
-        cause, change = DRAWN[name]
-    elif found.part in OUTSIDE:
-        cause, change = OUTSIDE[found.part]
-    elif name == WORLD:
-        cause = "operation depends on the rank or on other samples"
-        change = "compute the output of each sample from this sample only"
-    else:
-        cause = "operation is not deterministic"
-        change = "call `torch.use_deterministic_algorithms(True)`, or replace the operation"
-    line = found.line or source.name
-    return LikelyCause(name=cause, line=line, change=change.format(found.detail))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +118,8 @@ class _Audit:
         self._source = ScriptSource(name=request.script, text=text)
         self._started: list[str] = []
         self._variants: dict[str, Variant] = {}
-        self._traces: dict[tuple[str, int], list[tuple[TracedOperation, ...]]] = {}
+        self._records: dict[str, RunRecord] = {}
+        self._traces: dict[tuple[str, int], list[Trace]] = {}
         self._runs: list[RunRecord] = []
         """One run for each number of ranks, then the repetition."""
         self._found: dict[str, PropertyFinding] = {}
@@ -215,7 +161,8 @@ class _Audit:
         self._variants[variant.name] = variant
         self._progress.run_starts(variant.name, variant.trace_at or self._request.steps)
         run = run_variant if variant.kill_at is None else run_killed
-        return run(self._request, variant, self._servers)
+        record = self._records[variant.name] = run(self._request, variant, self._servers)
+        return record
 
     def _observe(self, variant: Variant) -> RunRecord:
         """Run the script, and decide what the run refutes."""
@@ -293,17 +240,32 @@ class _Audit:
             return
         names = difference.first, difference.second
         first, second = map(self._trace, names, difference.steps)
+        runs = [self._records[name] for name in names]
+        restart = None
+        if finding.name == RESUME:
+            offset = difference.steps[0] - difference.steps[1]
+            restart = Restart(runs[0], runs[1], offset, self._source)
+            ends = [same_step(*pair) for pair in zip(first, second, strict=True)]
+            first, second = [a for a, _ in ends], [b for _, b in ends]
         compare = first_operation if len(first) == len(second) else first_operation_by_rows
         found = compare(first, second)
+        evidence, cause = finding.evidence, finding.cause
         if found is not None:
-            self._found[finding.name] = replace(
-                finding,
-                evidence=f"{finding.evidence}; {found}",
-                operation=found,
-                cause=operation_cause(finding.name, found, finding.cause, self._source),
+            evidence = f"{evidence}; {found}"
+        elif cause is None:
+            line = runs[1].ranks[0].steps[difference.steps[1] - 1].line
+            evidence = f"cause not known; {evidence}, before {line}"
+        if found is not None and cause is None:
+            cause = operation_cause(
+                found,
+                restart=restart,
+                ranks=finding.name == WORLD,
+                layers={**runs[0].ranks[0].layers, **runs[1].ranks[0].layers},
+                source=self._source,
             )
+        self._found[finding.name] = replace(finding, evidence=evidence, operation=found, cause=cause)
 
-    def _trace(self, name: str, step: int) -> list[tuple[TracedOperation, ...]]:
+    def _trace(self, name: str, step: int) -> list[Trace]:
         """Return the operations of each rank in one step of a run, which runs again for them once."""
         if (name, step) not in self._traces:
             # A name of its own: it is the name of the run's directory.
@@ -356,6 +318,8 @@ def check_run(request: VerifyRequest, run: RunRecord) -> None:
         reason = f"; it {notes}" if notes else ""
         found = f"the script ended without a call of Optimizer.step in its ranks{reason}"
         fix = _advice(notes, output, request)
+        if not notes:
+            fix += ", or verify without its checkpoints, if it has resumed a finished training"
         raise LaunchError(given=given, found=found, fix=fix)
 
 

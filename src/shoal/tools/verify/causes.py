@@ -1,42 +1,21 @@
-"""Likely causes of refuted properties, each with a line of the script and the change to make."""
+"""Causes of refuted properties. A cause is reported only if its evidence was observed."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from shoal.tools.verify.cause_table import STATES, because
 from shoal.tools.verify.observations import (
     ACCELERATE,
     GENERATORS,
     DrawRecord,
     LoaderRecord,
     RunRecord,
-    StepRecord,
 )
-from shoal.tools.verify.operations import LikelyCause
-
-KEYED = "derive a generator from the sample's index: `torch.Generator().manual_seed(seed + index)`"
-
-BATCH_NORM = "BatchNorm over the local batch"
-DROPOUT = "dropout drawn per rank"
-CLIPPING = "gradients clipped before they are averaged"
-MISSING = {
-    "optimizer states": ("optimizer state", "save and load `optimizer.state_dict()`"),
-    "learning rates": ("scheduler state", "save and load `scheduler.state_dict()`"),
-    "samples": (
-        "loader position",
-        "save epoch and batch, and skip the batches that were trained with",
-    ),
-    "gradients": ("generator state", "save and restore the states of these generators: {}"),
-    "buffers": (
-        "buffers",
-        "save `model.state_dict()`, which includes buffers, after synchronizing them",
-    ),
-}
-"""By what differs after a restart: the state that the checkpoint lacks, and the change to make."""
-GUESSED = (BATCH_NORM, DROPOUT, CLIPPING)
-"""Causes that are reported because the model has such a layer, or the script makes such a call."""
+from shoal.tools.verify.operations import ROUNDING, LikelyCause, OperationDifference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,103 +32,120 @@ class ScriptSource:
 
 
 def repeat_cause(first: RunRecord, second: RunRecord, source: ScriptSource) -> LikelyCause | None:
-    """Return which global generator the script draws from and does not seed."""
-    a, b = first.ranks[0].steps[0].generators, second.ranks[0].steps[0].generators
+    """Return which generator the script draws from and seeds differently in each run."""
+    a, b = first.ranks[0], second.ranks[0]
     for generator in GENERATORS:
         line = find_global_draw(source.text, generator, 1)
-        if a[generator] != b[generator] and line is not None:
-            return LikelyCause(
-                name=f"unseeded {generator} generator",
-                line=f"{source.name}:{line}",
-                change="seed the generator with the same number in each run",
-            )
+        if a.steps[0].generators[generator] != b.steps[0].generators[generator] and line is not None:
+            return because("unseeded {} generator", f"{source.name}:{line}", of=generator)
+    for key, loader in a.loaders.items():
+        if key in b.loaders and loader.seed != b.loaders[key].seed:
+            return because("generator of the loader seeded differently in each run", loader.line)
     return None
 
 
 def hash_order_cause(source: ScriptSource) -> LikelyCause:
     """Return the cause for runs that are equal with the same PYTHONHASHSEED only."""
-    return LikelyCause(
-        name="hash order",
-        line=source.line("hash", "set", "frozenset"),
-        change="sort the set before iterating over it; use hashlib in place of hash()",
-    )
+    return because("hash order", source.line("hash", "set", "frozenset"))
 
 
 def file_order_cause(source: ScriptSource) -> LikelyCause:
     """Return the cause for runs that are equal with the same order of directory entries only."""
-    return LikelyCause(
-        name="file order",
-        line=source.line("listdir", "iterdir", "scandir", "glob"),
-        change="sort the names: `sorted(os.listdir(folder))`",
-    )
+    return because("file order", source.line("listdir", "iterdir", "scandir", "glob"))
 
 
-def resume_cause(kind: str, generators: Sequence[str], source: ScriptSource) -> LikelyCause | None:
-    """Return which state the checkpoint lacks."""
-    if kind not in MISSING or (kind == "gradients" and not generators):
+class Restart(NamedTuple):
+    """A run without a kill and its restart, which begins after `offset` steps of it."""
+
+    baseline: RunRecord
+    again: RunRecord
+    offset: int
+    source: ScriptSource
+
+    def missing(self, state: str, detail: str = "") -> LikelyCause | None:
+        """Return how the restart lost a state, None if the script saves and restores it."""
+        name, what, calls = STATES[state]
+        saved = _called(self.baseline, f"{calls} saved") if calls else ""
+        restored = _called(self.again, f"{calls} restored") if calls else ""
+        if saved and restored:
+            return None
+        if saved:
+            line = _called(self.again, "load") or self.source.line("load")
+            return because("{} not restored", line, what, of=name)
+        line = _called(self.baseline, "save")
+        line = line or self.source.line("save", "save_pretrained", "save_state")
+        return because("{} not in the checkpoint", line, what.format(detail), of=name)
+
+    def state_cause(self, kind: str, position: int, rank: int) -> LikelyCause | None:
+        """Return why this kind of state differs at this position, None if an operation must tell."""
+        if kind == "learning rates":
+            return self._rate_cause(first=position == 0)
+        if kind == "samples":
+            return self._samples_cause(self.again.ranks[rank].steps[position].samples, rank)
+        return self.missing(kind) if kind in ("optimizer states", "buffers") else None
+
+    def _rate_cause(self, *, first: bool) -> LikelyCause | None:
+        calls = [call.what for call in self.again.ranks[0].calls]
+        built = "scheduler built" in calls
+        if first and built and "optimizer restored" in calls[: calls.index("scheduler built")]:
+            line = _called(self.again, "scheduler built")
+            return because("scheduler built after the optimizer was restored", line)
+        if built:
+            return self.missing("learning rates")
+        return self.missing("optimizer states") or self.missing("rate")
+
+    def _samples_cause(self, samples: Sequence[object], rank: int) -> LikelyCause | None:
+        """Samples of another step are evidence of the position; others of the order."""
+        if any(step.samples == samples for step in self.baseline.ranks[rank].steps):
+            return self.missing("samples")
+        loaders = self.again.ranks[rank].loaders.values()
+        if any(each.sampler == "RandomSampler" and each.seed is None for each in loaders):
+            return self.missing("torch")
         return None
-    state, change = MISSING[kind]
-    return LikelyCause(
-        name=f"{state} not in the checkpoint",
-        line=source.line("save", "save_pretrained", "save_state"),
-        change=change.format(", ".join(generators)),
-    )
+
+    def operation_cause(self, found: OperationDifference) -> LikelyCause | None:
+        """Return why an operation of the same step differs."""
+        if found.drawn:
+            return self.missing(found.drawn[0])
+        if found.part == "argument" and found.detail.startswith(("True", "False")):
+            return None  # the mode of a module, which checkpoints do not have
+        return self.missing(found.part, found.detail) if found.part in STATES else None
 
 
-def sampler_cause(loader: LoaderRecord, repeated: int, size: int) -> LikelyCause | None:
-    """Return why an epoch repeats or leaves out samples."""
-    if repeated and "Distributed" in loader.sampler:
-        return _distributed_cause(loader, repeated, size)
-    if repeated and loader.sampler == ACCELERATE:
-        return LikelyCause(
-            name="padding of Accelerate's sampler",
-            line=loader.line,
-            change="use a number of samples that the ranks divide, or pass `even_batches=False`",
-        )
-    if repeated and size > 1:
-        return LikelyCause(
-            name="no distributed sampler",
-            line=loader.line,
-            change="pass `sampler=DistributedSampler(dataset)` to the DataLoader",
-        )
-    if loader.drop_last:
-        return LikelyCause(
-            name="drop_last", line=loader.line, change="set `drop_last=False`, or accept the loss"
-        )
-    return None
+def _called(run: RunRecord, what: str) -> str:
+    return next((line for rank in run.ranks if (line := rank.called(what))), "")
 
 
-def _distributed_cause(loader: LoaderRecord, repeated: int, size: int) -> LikelyCause | None:
-    """Return why DistributedSamplers repeat samples: padding repeats fewer than there are ranks."""
-    if loader.size is not None and repeated <= -loader.size % size:
-        return LikelyCause(
-            name="DistributedSampler padding",
-            line=loader.line,
-            change="use a number of samples that the ranks divide, or a sampler without padding",
-        )
-    if loader.shuffle:
-        return LikelyCause(
-            name="different seed or epoch of the samplers on the ranks",
-            line=loader.line,
-            change="give the samplers of all ranks the same seed, and call `set_epoch(epoch)` on each",
-        )
+def sampler_cause(loader: LoaderRecord, repeated: int, size: int, alone: bool) -> LikelyCause | None:
+    """Return why an epoch repeats or leaves out samples; `alone` if some ranks read nothing."""
+    distributed = "Distributed" in loader.sampler
+    # Padding repeats fewer samples than there are ranks.
+    padded = loader.size is not None and repeated <= -loader.size % size
+    for holds, name in (
+        (repeated and distributed and padded, "DistributedSampler padding"),
+        (
+            repeated and distributed and loader.shuffle and not padded,
+            "different seed or epoch of the samplers on the ranks",
+        ),
+        (repeated and loader.sampler == ACCELERATE, "padding of Accelerate's sampler"),
+        (
+            repeated and not distributed and loader.sampler != ACCELERATE and size > 1,
+            "no distributed sampler",
+        ),
+        (not repeated and loader.drop_last, "drop_last"),
+        (not repeated and alone, "not all ranks read their samples"),
+    ):
+        if holds:
+            return because(name, loader.line)
     return None
 
 
 def order_cause(loader: LoaderRecord, set_epoch_calls: int) -> LikelyCause | None:
     """Return why two epochs have the same order."""
     if "Distributed" in loader.sampler and not set_epoch_calls:
-        return LikelyCause(
-            name="set_epoch forgotten",
-            line=loader.line,
-            change="call `sampler.set_epoch(epoch)` at the start of each epoch",
-        )
+        return because("set_epoch forgotten", loader.line)
     if loader.sampler == "RandomSampler":
-        return LikelyCause(
-            name="generator seeded again in each epoch",
-            line=loader.line,
-            change="seed the generator once, before the first epoch, or with the epoch's number",
-        )
+        return because("generator seeded again in each epoch", loader.line)
     return None
 
 
@@ -159,97 +155,170 @@ def draw_cause(draw: DrawRecord, source: ScriptSource) -> LikelyCause:
     line = None
     if file == source.name:
         line = find_global_draw(source.text, draw.generator, int(first))
-    return LikelyCause(
-        name=f"global {draw.generator} draw in Dataset.__getitem__",
-        line=draw.line if line is None else f"{file}:{line}",
-        change=KEYED,
-    )
+    place = draw.line if line is None else f"{file}:{line}"
+    return because("global {} draw in Dataset.__getitem__", place, of=draw.generator)
 
 
-def replica_cause(steps: Sequence[StepRecord], source: ScriptSource) -> LikelyCause | None:
+def replica_cause(run: RunRecord, position: int, source: ScriptSource) -> LikelyCause | None:
     """Return why ranks hold different parameters after this step, the first at which they do."""
-    if any(step.parameters_before != steps[0].parameters_before for step in steps):
-        return LikelyCause(
-            name="initial parameters depend on the rank",
-            line=source.line("torch.manual_seed", "seed_everything", "set_seed"),
-            change="give all ranks the same seed before the model is built",
-        )
-    if any(step.gradients != steps[0].gradients for step in steps):
-        return LikelyCause(
-            name="gradients not averaged",
-            line=steps[0].line or source.name,
-            change="wrap the model in DistributedDataParallel",
-        )
+    steps = [rank.steps[position] for rank in run.ranks]
+    first = steps[0]
+    names = [
+        name
+        for name in first.gradients
+        if len({step.gradients[name].checksum for step in steps if name in step.gradients}) > 1
+    ]
+    wrapped = first.wrapped.intersection(names)
+    some = 0 < len(names) < len(first.gradients)
+    reduces = bool(first.reduce_line or first.early_line)
+    step_line = first.line or source.name
+    for holds, name, line in (
+        (
+            any(step.parameters_before != first.parameters_before for step in steps),
+            "initial parameters depend on the rank",
+            _seed_line(run) or source.line("torch.manual_seed", "seed_everything", "set_seed"),
+        ),
+        (any(step.lr != first.lr for step in steps), "learning rates depend on the rank", step_line),
+        (wrapped and not first.wrapper_calls, "model called without its wrapper", first.forward_line),
+        (
+            wrapped and not first.synchronized,
+            "last micro-batch in no_sync",
+            run.ranks[0].called("no_sync") or first.forward_line,
+        ),
+        (
+            first.wrapped and names and not wrapped,
+            "parameters outside of DistributedDataParallel",
+            next((first.outside[name] for name in names if name in first.outside), step_line),
+        ),
+        (
+            not first.wrapped and some and first.reduce_line,
+            "not all gradients averaged",
+            first.reduce_line,
+        ),
+        (
+            not first.wrapped and names and first.early_line and not first.reduce_line,
+            "gradients averaged before the last micro-batch",
+            first.early_line,
+        ),
+        (
+            not first.wrapped and not reduces and names,
+            "gradients not averaged",
+            step_line,
+        ),
+    ):
+        if holds:
+            return because(name, line, ", ".join(names[:3]))
     return None
 
 
-def batch_norm_cause(source: ScriptSource) -> LikelyCause:
-    """Return the line of a BatchNorm layer."""
-    return LikelyCause(
-        name=BATCH_NORM,
-        line=source.line("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
-        change="convert with `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`",
-    )
+def _seed_line(run: RunRecord) -> str:
+    """Return the line that seeds torch differently on two ranks, or ""."""
+    by_rank = [[each for each in rank.calls if each.what.startswith("seed ")] for rank in run.ranks]
+    equal = [each.line for each in by_rank[0] if all(each in calls for calls in by_rank)]
+    shared = {line for lines in equal for line in lines.split(" < ")}
+    other = (each.line.split(" < ") for each in by_rank[0] if each.line not in equal)
+    lines = next(other, [])
+    return next((line for line in lines if line not in shared), "")
 
 
 def schedule_cause(line: str) -> LikelyCause:
     """Return the line that steps a scheduler more than once per optimizer step."""
-    return LikelyCause(
-        name="scheduler stepped per micro-batch or per rank",
-        line=line,
-        change="call `scheduler.step()` once after each `optimizer.step()`",
-    )
+    return because("scheduler stepped per micro-batch or per rank", line)
 
 
 def file_cause(line: str) -> LikelyCause:
     """Return the line that writes one file on several ranks."""
-    return LikelyCause(
-        name="each rank writes the same file",
-        line=line,
-        change="write it on one rank, `if dist.get_rank() == 0:`, or put the rank into its name",
-    )
+    return because("each rank writes the same file", line)
 
 
 def world_size_cause(
     kind: str, a: RunRecord, b: RunRecord, position: int, source: ScriptSource
 ) -> LikelyCause | None:
-    """Return why a run on another number of ranks differs in this step."""
+    """Return why a run on another number of ranks differs in this step, if the records tell."""
     loaders = list(b.ranks[0].loaders.values())
     line = loaders[0].line if loaders else source.name
-    first = [len(run.global_samples(0)) for run in (a, b)]
-    if position == 0 and first[0] * b.size == first[1] * a.size and first[0] != first[1]:
-        return LikelyCause(
-            name="batch size per rank",
-            line=line,
-            change="divide the batch size by the world size",
-        )
+    samples = [len(run.global_samples(0)) for run in (a, b)]
+    if position == 0 and samples[0] * b.size == samples[1] * a.size and samples[0] != samples[1]:
+        return because("batch size per rank", line)
     if not kind.startswith(("gradients", "parameters")):
         return None
-    layers = {**a.ranks[0].layers, **b.ranks[0].layers}
-    if "batch norm" in layers:
-        return batch_norm_cause(source)
-    if "dropout" in layers:
-        return LikelyCause(
-            name=DROPOUT,
-            line=source.line(layers["dropout"]),
-            change="draw masks by sample, as Shoal does, or expect statistical equality only",
-        )
-    sizes = {len(rank.steps[position].samples) for rank in b.ranks}
-    if len(sizes) > 1:
-        return LikelyCause(
-            name="mean of means",
-            line=source.line("backward"),
-            change="weight each rank's loss by its number of samples",
-        )
     steps = [rank.steps[position] for rank in b.ranks]
-    # Gradients that are averaged already are equal on all ranks, unless these hold parts of them.
-    if len({step.clipped_gradients for step in steps}) > 1 and not steps[0].sharded:
-        return LikelyCause(
-            name=CLIPPING,
-            line=steps[0].clip_line or source.name,
-            change="clip after the gradients of all ranks have been averaged",
-        )
+    first = steps[0]
+    if first.sharded:
+        return None
+    if any(step.parameters != first.parameters for step in steps):
+        return replica_cause(b, position, source)
+    # Gradients that are averaged already are equal on all ranks.
+    if any(step.unclipped != first.unclipped for step in steps) and first.reduce_line:
+        return because("gradients clipped before they are averaged", first.clip_line or source.name)
+    ratio = b.size / a.size
+    line = first.reduce_line or b.ranks[0].called("backward") or source.name
+    if _are_scaled(a, b, position, ratio):
+        return because("gradients summed over ranks", line)
+    if _are_scaled(a, b, position, 1 / ratio):
+        return because("gradients divided by the number of ranks twice", line)
+    uneven = [_is_uneven(a, step) or _is_uneven(b, step) for step in range(position + 1)]
+    if position and uneven[-1] and not any(uneven[:-1]):
+        return because("mean of means", b.ranks[0].called("backward") or source.name)
     return None
+
+
+def _is_uneven(run: RunRecord, position: int) -> bool:
+    """Return whether micro-batches of this step have different sizes."""
+    batches = [batch for rank in run.ranks for batch in rank.steps[position].batches]
+    return len({len(batch.indices) for batch in batches if batch.training}) > 1
+
+
+def _are_scaled(a: RunRecord, b: RunRecord, position: int, ratio: float) -> bool:
+    """Return whether each gradient of the second run is that of the first, or that times the ratio."""
+    left, right = a.tensors(position, "computed"), b.tensors(position, "computed")
+    limit = 10 * ROUNDING * max((value.norm for value in left.values()), default=0.0)
+    scaled = 0
+    for name, value in left.items():
+        other = right.get(name)
+        if other is None:
+            return False
+        gaps = [
+            abs(value.norm * factor - other.norm) + abs(value.projection * factor - other.projection)
+            for factor in (1.0, ratio)
+        ]
+        if min(gaps) > limit:
+            return False
+        scaled += gaps[0] > limit
+    return scaled > 0
+
+
+def operation_cause(
+    found: OperationDifference,
+    *,
+    restart: Restart | None,
+    ranks: bool,
+    layers: Mapping[str, str],
+    source: ScriptSource,
+) -> LikelyCause | None:
+    """Return the cause at an operation that differs after a restart, between `ranks`, or runs."""
+    if restart is not None:
+        return restart.operation_cause(found)
+    line = found.line or source.name
+    if ranks and "batch_norm" in found.operation:
+        line = source.line("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+        return because("BatchNorm over the local batch", line)
+    if ranks and found.part == "generator" and "dropout" in layers and found.module:
+        return because("dropout drawn per rank", source.line(layers["dropout"]))
+    if found.drawn:
+        if ranks:
+            return because("random numbers drawn per rank", line)
+        return because("unseeded {} generator", line, of=found.drawn[0])
+    name = {
+        "argument": "value depends on the rank" if ranks else "value from outside of torch",
+        "input": "tensor from outside of torch's operations",
+        "mean": "mean of means",
+        "operation": "other operations are called",
+        "output": "operation depends on the rank or on other samples"
+        if ranks
+        else "operation is not deterministic",
+    }[found.part]
+    return because(name, line, found.detail)
 
 
 GLOBAL_DRAWS = {

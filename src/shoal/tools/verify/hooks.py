@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -55,7 +56,15 @@ from shoal.tools.verify.observations import (
     ObserverOptions,
     WrittenFile,
 )
-from shoal.tools.verify.observed_calls import call_after, observe_clipping, observe_written_files
+from shoal.tools.verify.observed_calls import (
+    REDUCTIONS,
+    NoInput,
+    call_after,
+    makes_state,
+    observe_calls,
+    observe_clipping,
+    observe_written_files,
+)
 from shoal.tools.verify.operation_trace import (
     OperationTrace,
     checksum_generators,
@@ -70,7 +79,6 @@ LAYERS = {
     "batch norm": ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
 }
 CALLERS_OF_BACKWARD = ("torch/autograd/graph.py", "torch/autograd/__init__.py")
-MAKER_OF_STATE = "torch/distributed/checkpoint/state_dict.py"
 READS_STDIN = "reads standard input"
 STARTS = "starts processes itself"
 LAUNCHERS = ("python", "torchrun", "accelerate")
@@ -95,7 +103,13 @@ class Observer:
         self.depth = 0
         self.epochs: dict[LoaderKey, int] = {}
         self.schedulers: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
-        self.clips: dict[str, str] = {}
+        self.clips: dict[str, Any] = {"unclipped": {}}
+        self.wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+        self.wrapper_calls = self.backward_passes = 0
+        self.reductions = {"reduce_line": "", "early_line": ""}
+        self.forward_line = ""
+        self.lines: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self.called: set[tuple[str, str]] = set()
         self.before: dict[str, Any] = {}
         self.drawn: set[tuple[str, str]] = set()
         self.trace = OperationTrace(lambda inner: self.user_line(called_by_autograd=inner))
@@ -233,6 +247,22 @@ class Observer:
         if current is not None:
             self.write_event("complete", loader=current.loader, epoch=current.epoch)
 
+    def function_called(self, what: str) -> None:
+        """Record a call that is evidence of a cause, once for each line."""
+        if self.trace.is_paused:
+            return
+        # A function of the script may seed several times: its callers' lines distinguish them.
+        line = " < ".join(self.user_lines()) if what.startswith("seed ") else self.user_line()
+        if what in REDUCTIONS:
+            self.reductions["reduce_line"] = line
+        elif what == "backward":
+            early = self.reductions["reduce_line"] or self.reductions["early_line"]
+            self.reductions = {"reduce_line": "", "early_line": early if self.backward_passes else ""}
+            self.backward_passes += 1
+        if line and (what, line) not in self.called:
+            self.called.add((what, line))
+            self.write_event("call", what=what, line=line)
+
     def file_written(self, path: str) -> None:
         """Record a file that the script replaces."""
         self.write_event(
@@ -256,6 +286,11 @@ class Observer:
                         self.write_event("layer", kind=kind, name=type(part).__name__)
         if self.depth == 0 and torch.is_grad_enabled() and self.pending:
             self.used.add(len(self.pending) - 1)
+        if self.depth == 0 and torch.is_grad_enabled():
+            self.lines[user_module(module)] = self.forward_line = self.user_line()
+        if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+            self.wrappers.add(module)
+            self.wrapper_calls += 1
         self.trace.module_begins(module, outermost=self.depth == 0)
         self.depth += 1
 
@@ -291,7 +326,7 @@ class Observer:
 
     def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Record the state before an update; end the process if this is the step of the kill."""
-        if _makes_state():
+        if makes_state():
             return
         self.depth = 0  # hooks after an exception in a forward pass do not run
         if self.options.kill_at is not None and self.step + 1 >= self.options.kill_at:
@@ -307,11 +342,28 @@ class Observer:
                 "generators": checksum_generators(),
                 "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
                 "gradients": {n: sketch(p.grad) for n, p in parameters.items() if p.grad is not None},
+                **self._wrapper_state(parameters),
             }
+
+    def _wrapper_state(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        wrapped = {id(p) for each in list(self.wrappers) for p in each.parameters()}
+        return {
+            "forward_line": self.forward_line,
+            **self.reductions,
+            "wrapped": [name for name, value in parameters.items() if id(value) in wrapped],
+            "outside": {
+                plain_name(name): line
+                for root, line in list(self.lines.items())
+                for name, value in root.named_parameters()
+                if id(value) not in wrapped
+            },
+            "wrapper_calls": self.wrapper_calls,
+            "synchronized": all(each.require_forward_param_sync for each in list(self.wrappers)),
+        }
 
     def after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Record the update; end the process after the last step to observe."""
-        if _makes_state():
+        if makes_state():
             return
         self.step += 1
         self.trace.phase = ""
@@ -340,7 +392,7 @@ class Observer:
             batches=[
                 asdict(batch)
                 for number, batch in enumerate(self.pending)
-                if number in self.used or not self.used
+                if number in self.used or not self.used or self.backward_passes == len(self.pending)
             ],
             scheduler_steps=scheduler_steps,
             scheduler_line=scheduler_line,
@@ -348,17 +400,20 @@ class Observer:
             line=self.user_line(),
             distributed=dist.is_available() and dist.is_initialized(),
         )
-        self.pending, self.clips = [], {}
+        self.pending, self.clips = [], {"unclipped": {}}
+        self.wrapper_calls = self.backward_passes = 0
         self.used.clear()
 
     def gradients_clipped(self, parameters: Any) -> None:
-        """Record gradients before they are clipped."""
+        """Record gradients before they are clipped for the first time."""
+        roots = list(self.roots)
+        names = {id(p): plain_name(name) for root in roots for name, p in root.named_parameters()}
         with self.trace.paused():
-            gradients = checksum_state([p.grad for p in parameters if p.grad is not None])
-        self.clips = {
-            "clipped_gradients": self.clips.get("clipped_gradients", "") + gradients,
-            "clip_line": self.user_line(),
-        }
+            for parameter in parameters:
+                name = names.get(id(parameter))
+                if name is not None and parameter.grad is not None:
+                    self.clips["unclipped"].setdefault(name, sketch(parameter.grad))
+        self.clips["clip_line"] = self.user_line()
 
     def scheduler_stepped(self, scheduler: Any) -> None:
         """Count a step of a scheduler by the user's code."""
@@ -374,40 +429,6 @@ class Observer:
         stepped = _parameters(optimizer)
         own = [each for each in self.schedulers if _parameters(each.optimizer) & stepped]
         return max((self.schedulers.pop(each) for each in own), default=(0, ""))
-
-
-class _NoInput:
-    """Standard input of an observed script."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-
-    def _read(self, *_arguments: Any) -> NoReturn:
-        self._observer.write_event("note", text=f"{READS_STDIN} ({self._observer.user_line()})")
-        raise EOFError("shoal verify gives the script no standard input")
-
-    read = readline = readlines = __iter__ = __next__ = _read
-
-    def fileno(self) -> int:
-        """Return the descriptor, which is /dev/null."""
-        return 0
-
-    def isatty(self) -> bool:
-        """Return False."""
-        return False
-
-    def close(self) -> None:
-        """Do nothing: multiprocessing closes standard input in the processes that it starts."""
-
-
-def _makes_state() -> bool:
-    """Return whether torch takes an empty step, to create optimizer state before it is loaded."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(MAKER_OF_STATE):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _parameters(optimizer: Any) -> set[int]:
@@ -432,6 +453,7 @@ def install_hooks(options: ObserverOptions, rank: int) -> Observer:
     observe_batches(observer.pass_started, observer.batch_delivered, observer.pass_ended)
     observe_loaders(observer)
     observe_clipping(observer.gradients_clipped)
+    observe_calls(observer.function_called)
     observe_written_files(options.root, observer.file_written)
     if options.micro_batches > 1:
         multiply_micro_batches(options.micro_batches)
@@ -469,6 +491,8 @@ def install_hooks(options: ObserverOptions, rank: int) -> Observer:
             observer.write_event("note", text=f"{STARTS} ({observer.user_line()})")
 
     call_after(subprocess.Popen, "__init__", program_started)
-    sys.stdin = _NoInput(observer)
+    sys.stdin = NoInput(
+        lambda: observer.write_event("note", text=f"{READS_STDIN} ({observer.user_line()})")
+    )
     observer.begin_trace()
     return observer

@@ -90,6 +90,7 @@ def describe_torch_loader(
     read = getattr(sampler, "indices", getattr(sampler, "dataset", loader.dataset))
     subset = subset_indices(loader.dataset)
     samples = _inside(_integers(read), subset) if hasattr(sampler, "indices") else subset
+    generator = getattr(sampler, "generator", None)
     return LoaderRecord(
         loader=key,
         size=len(read) if hasattr(read, "__len__") else None,
@@ -101,6 +102,7 @@ def describe_torch_loader(
         samples=None if samples is None else tuple(samples.tolist()),
         dataset=datasets.of(innermost_dataset(loader.dataset)),
         draws_observed=not isinstance(loader.dataset, IterableDataset),
+        seed=None if generator is None else generator.initial_seed(),
     )
 
 

@@ -80,8 +80,12 @@ class StepRecord:
     `parameters_before`, `optimizer_before`, `buffers_before` and `generators` are checksums of the
     state before the step; `parameters` and `gradients` are by name, after and before it.
     `scheduler_steps` are the most steps of one scheduler since the last step of its optimizer, which is
-    this one. `clipped_gradients` is a checksum of the gradients that were clipped, before they were.
-    `distributed` is false if the rank had no process group.
+    this one. `unclipped` are the gradients before the first clipping, empty if none were clipped.
+    `distributed` is false if the rank had no process group. Of DistributedDataParallel, `wrapped` are
+    the names of its parameters, `outside` the lines that call the modules of others,
+    `wrapper_calls` the calls since the last step, and `synchronized` whether the last of them was
+    outside of `no_sync`. `forward_line` called the model; `reduce_line` called a reduction over ranks
+    after the last backward pass, `early_line` before it.
     """
 
     step: int
@@ -95,10 +99,17 @@ class StepRecord:
     batches: tuple[DeliveredBatch, ...]
     scheduler_steps: int
     scheduler_line: str = ""
-    clipped_gradients: str = ""
+    unclipped: Mapping[str, Sketch] = field(default_factory=dict)
     clip_line: str = ""
     line: str = ""
+    forward_line: str = ""
+    reduce_line: str = ""
+    early_line: str = ""
     distributed: bool = True
+    wrapped: frozenset[str] = frozenset()
+    outside: Mapping[str, str] = field(default_factory=dict)
+    wrapper_calls: int = 0
+    synchronized: bool = True
 
     @property
     def sharded(self) -> bool:
@@ -109,6 +120,11 @@ class StepRecord:
     def samples(self) -> tuple[Any, ...]:
         """The indices with which this rank trained since its last step."""
         return tuple(i for batch in self.batches if batch.training for i in batch.indices)
+
+    @property
+    def computed(self) -> Mapping[str, Sketch]:
+        """The gradients before they were clipped, which may hide their scale."""
+        return {**self.gradients, **self.unclipped}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +163,7 @@ class LoaderRecord:
     draws_observed: bool = True
     micro_batches: int = 1
     dataset: int | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +181,17 @@ class WrittenFile:
 
     path: str
     step: int
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalledFunction:
+    """The first call of a function at one line of the script, in the order of the calls.
+
+    `what` is one of `shoal.tools.verify.observed_calls.CALLS`.
+    """
+
+    what: str
     line: str
 
 
@@ -189,6 +217,11 @@ class RankRecord:
     scheduled: bool = False
     notes: tuple[str, ...] = ()
     operations: tuple[TracedOperation, ...] = ()
+    calls: tuple[CalledFunction, ...] = ()
+
+    def called(self, *whats: str) -> str:
+        """Return the line of the last of these calls that was new, or ""."""
+        return next((call.line for call in reversed(self.calls) if call.what in whats), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +252,8 @@ class RunRecord:
     def tensors(self, position: int, kind: str) -> dict[str, Sketch]:
         """Return the full tensors of all ranks in the step at this position.
 
-        `kind` is "parameters" or "gradients". Shards are put together. The checksum of a tensor in
-        several shards is that of its shards.
+        `kind` is "parameters", or "computed" for gradients. Shards are put together. The checksum of a
+        tensor in several shards is that of its shards.
         """
         shards: dict[str, dict[tuple[int, ...] | None, Sketch]] = {}
         for rank in self.ranks:
@@ -287,6 +320,7 @@ def _rank(rank: int, events: list[Any]) -> RankRecord:
         set_epoch_calls=len(by_kind.get("set_epoch", [])),
         scheduled="scheduler" in by_kind,
         operations=tuple(read_operation(event) for event in by_kind.get("operation", [])),
+        calls=tuple(CalledFunction(**event) for event in by_kind.get("call", [])),
         notes=tuple(dict.fromkeys(event["text"] for event in by_kind.get("note", []))),
     )
 
@@ -308,7 +342,8 @@ def _step(event: Any) -> StepRecord:
             name: Sketch(checksum=c, norm=n, projection=p, place=None if at is None else tuple(at))
             for name, (c, n, p, at) in event[key].items()
         }
-        for key in ("gradients", "parameters")
+        for key in ("gradients", "parameters", "unclipped")
     }
     batches = tuple(_batch(batch) for batch in event["batches"])
-    return StepRecord(**{**event, **sketches, "lr": tuple(event["lr"]), "batches": batches})
+    plain = {"lr": tuple(event["lr"]), "wrapped": frozenset(event["wrapped"]), "batches": batches}
+    return StepRecord(**{**event, **sketches, **plain})

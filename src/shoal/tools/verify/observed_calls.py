@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 Written = Callable[[str], None]
 CACHES = ("__pycache__", ".lock")
 """Parts of the names of files that ranks may share."""
+MAKER_OF_STATE = "torch/distributed/checkpoint/state_dict.py"
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+REDUCTIONS = (
+    *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
+    *("reduce_scatter_tensor", "all_reduce_coalesced"),
+)
+CALLS: tuple[tuple[Any, str, str], ...] = (
+    (torch, "save", "save"),
+    (torch, "load", "load"),
+    (torch.autograd, "backward", "backward"),
+    (Optimizer, "state_dict", "optimizer saved"),
+    (Optimizer, "load_state_dict", "optimizer restored"),
+    (LRScheduler, "__init__", "scheduler built"),
+    (LRScheduler, "state_dict", "scheduler saved"),
+    (LRScheduler, "load_state_dict", "scheduler restored"),
+    (torch, "get_rng_state", "torch generator saved"),
+    (torch, "set_rng_state", "torch generator restored"),
+    (random, "getstate", "python generator saved"),
+    (random, "setstate", "python generator restored"),
+    (np.random, "get_state", "numpy generator saved"),
+    (np.random, "set_state", "numpy generator restored"),
+    (DistributedDataParallel, "no_sync", "no_sync"),
+    *((dist, name, name) for name in REDUCTIONS if dist.is_available()),
+)
+"""Functions whose calls by the script are evidence of a cause: owner, name, and what a call does."""
 
 
 def call_before(owner: Any, name: str, call: Callable[..., None]) -> None:
@@ -41,6 +72,13 @@ def call_after(owner: Any, name: str, call: Callable[..., None]) -> None:
         return result
 
     setattr(owner, name, function)
+
+
+def observe_calls(called: Callable[[str], None]) -> None:
+    """Call `called` with what a function of CALLS does before each of its calls."""
+    for owner, name, what in CALLS:
+        call_before(owner, name, lambda *_, what=what, **__: called(what))
+    call_before(torch, "manual_seed", lambda seed: called(f"seed {seed}"))
 
 
 def observe_written_files(root: str, written: Written) -> None:
@@ -101,3 +139,37 @@ def reverse_listings() -> None:
         return original(*arguments)[::-1]
 
     os.listdir = listdir  # type: ignore[assignment]
+
+
+class NoInput:
+    """Standard input of an observed script. `read` is called when the script reads."""
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        self._called = read
+
+    def _read(self, *_arguments: Any) -> NoReturn:
+        self._called()
+        raise EOFError("shoal verify gives the script no standard input")
+
+    read = readline = readlines = __iter__ = __next__ = _read
+
+    def fileno(self) -> int:
+        """Return the descriptor, which is /dev/null."""
+        return 0
+
+    def isatty(self) -> bool:
+        """Return False."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing: multiprocessing closes standard input in the processes that it starts."""
+
+
+def makes_state() -> bool:
+    """Return whether torch takes an empty step, to create optimizer state before it is loaded."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(MAKER_OF_STATE):
+            return True
+        frame = frame.f_back
+    return False

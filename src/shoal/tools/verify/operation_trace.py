@@ -129,6 +129,12 @@ class OperationTrace(UncompiledMode):
         self._modules: dict[int, str] = {}
         self._tensors: dict[int, str] = {}
         self._nodes: dict[int, tuple[str, str]] = {}
+        self._states: dict[str, Any] = {}
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the observer itself computes."""
+        return self._paused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -189,9 +195,17 @@ class OperationTrace(UncompiledMode):
                 ),
                 outputs=() if space in COLLECTIVES else self._describe(changed),
                 generator=generator,
+                drawn=self._drawn(),
             )
         )
         return result
+
+    def _drawn(self) -> tuple[str, ...]:
+        """Return the generators whose states changed since the last operation."""
+        before = self._states
+        _, key, *place = np.random.get_state(legacy=True)
+        self._states = {"python": random.getstate(), "numpy": (np.asarray(key).tobytes(), *place)}
+        return tuple(name for name, state in before.items() if state != self._states[name])
 
     def _place(self) -> tuple[str, str, str]:
         """Return the phase, the module and the line of an operation that begins."""

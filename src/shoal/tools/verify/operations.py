@@ -36,7 +36,8 @@ class TracedOperation:
     """One operation that torch dispatched.
 
     `phase` is `forward`, `backward` or `update`. `arguments` are the arguments that are not tensors.
-    `generator` is the checksum of the generator's state, if the operation draws from it. `outputs` is
+    `generator` is the checksum of the generator's state, if the operation draws from it. `drawn` are
+    Python's and NumPy's generators from which the script drew since the operation before. `outputs` is
     empty if they are not known yet, as after a collective.
     """
 
@@ -48,6 +49,7 @@ class TracedOperation:
     arguments: tuple[str, ...] = ()
     outputs: tuple[TracedTensor, ...] = ()
     generator: str = ""
+    drawn: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ class OperationDifference:
 
     `part` is the first part of it that differs: another operation, an argument, an input, the state of
     the generator, or only the output. It is `mean` if the output is a mean over samples, and the mean
-    over all ranks differs. `detail` has the two values of an argument, or names an input.
+    over all ranks differs. `detail` has the two values of an argument, or names an input. `drawn` are
+    the generators from which the script drew for this operation.
     """
 
     operation: str
@@ -65,6 +68,7 @@ class OperationDifference:
     line: str
     part: Part
     detail: str = ""
+    drawn: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = f" of {self.module}" if self.module else ""
@@ -97,10 +101,25 @@ def read_operation(event: dict[str, Any]) -> TracedOperation:
         )
         for key in ("inputs", "outputs")
     }
-    return TracedOperation(**{**event, **tensors, "arguments": tuple(event["arguments"])})
+    plain = {key: tuple(event[key]) for key in ("arguments", "drawn")}
+    return TracedOperation(**{**event, **tensors, **plain})
 
 
 Trace = Sequence[TracedOperation]
+
+
+def same_step(first: Trace, second: Trace) -> tuple[Trace, Trace]:
+    """Return the ends of two traces that call the same operations at the same lines, before the update.
+
+    The traced step of a restart follows the start of the script, that of the other run the step before.
+    """
+    computed = [[each for each in trace if each.phase != "update"] for trace in (first, second)]
+    count = 0
+    for x, y in zip(reversed(computed[0]), reversed(computed[1]), strict=False):
+        if (x.operation, x.phase, x.line) != (y.operation, y.phase, y.line):
+            break
+        count += 1
+    return computed[0][len(computed[0]) - count :], computed[1][len(computed[1]) - count :]
 
 
 def first_operation(first: Sequence[Trace], second: Sequence[Trace]) -> OperationDifference | None:
@@ -144,6 +163,7 @@ def _differs(record: TracedOperation, part: Part, detail: str) -> OperationDiffe
         line=record.line,
         part=part,
         detail=detail,
+        drawn=record.drawn if part != "generator" else ("torch",),
     )
 
 
@@ -172,6 +192,9 @@ def first_operation_by_rows(
         same_call = len({other.arguments for other in same}) == 1
         copied = not split and same_call and (bool(record.module) or not record.generator)
         for answer, kind in outputs:
+            if answer == "differs" and not record.generator and split and not same_call:
+                values = " and ".join(dict.fromkeys(str(other.arguments) for other in same))
+                return _differs(same[-1], "argument", values)
             if answer == "differs" and (kind == "split" or copied):
                 return _differs(same[-1], "generator" if record.generator else "output", "")
         if mean is None and split and record.phase == "forward" and _is_uneven_mean(same, len(first)):

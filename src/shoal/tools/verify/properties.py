@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.tools.verify.causes import (
+    Restart,
     ScriptSource,
     draw_cause,
     file_cause,
     order_cause,
     repeat_cause,
     replica_cause,
-    resume_cause,
     sampler_cause,
     schedule_cause,
     world_size_cause,
 )
 from shoal.tools.verify.observations import (
     ACCELERATE,
-    GENERATORS,
     TIMED_OUT,
     LoaderKey,
     Pass,
@@ -129,11 +128,16 @@ def decide_resume(
         offset = before.index(start.parameters_before)
         found = _resumed_difference(baseline, again, offset)
         if found is not None:
-            step, kind, generators = found
+            position, kind, rank = found
+            step = offset + position + 1
             evidence = (
                 f"resumed at step {offset + 1}; step {step}: {kind} differ from the run without a kill"
             )
-            cause = resume_cause(kind, generators, source)
+            replicas = _replica_difference(baseline)
+            if replicas is not None:  # a checkpoint of one rank lacks the parameters of the others
+                return refuted(RESUME, evidence, replica_cause(baseline, replicas[0], source))
+            restart = Restart(baseline, again, offset, source)
+            cause = restart.state_cause(kind, position, rank)
             where = _differing_step(baseline, again, (step, step - offset), kind)
             return refuted(RESUME, evidence, cause, where)
     if reason:
@@ -143,17 +147,13 @@ def decide_resume(
 
 def _resumed_difference(
     baseline: RunRecord, again: RunRecord, offset: int
-) -> tuple[int, str, tuple[str, ...]] | None:
-    for a, b in zip(baseline.ranks, again.ranks, strict=True):
-        pairs = list(zip(a.steps[offset:], b.steps, strict=False))
-        restored = pairs[0]
-        generators = tuple(
-            name for name in GENERATORS if restored[0].generators[name] != restored[1].generators[name]
-        )
-        for position, (x, y) in enumerate(pairs):
+) -> tuple[int, str, int] | None:
+    """Return the first step after the restart that differs, the kind of state, and the rank."""
+    for rank, (a, b) in enumerate(zip(baseline.ranks, again.ranks, strict=True)):
+        for position, (x, y) in enumerate(zip(a.steps[offset:], b.steps, strict=False)):
             kind = differing_state(x, y)
             if kind:
-                return offset + position + 1, kind, generators
+                return position, kind, rank
     return None
 
 
@@ -175,7 +175,8 @@ def decide_counts(
             if not training and all(Counter(by_rank[0]) == Counter(read) for read in by_rank):
                 by_rank = by_rank[:1]  # each rank evaluates everything: redundant, and not wrong
             counts = Counter(index for read in by_rank for index in read)
-            ended = all((loader, epoch) in rank.complete for rank in run.ranks)
+            alone = _is_read_alone(run.ranks, (loader, epoch))
+            ended = alone or all((loader, epoch) in rank.complete for rank in run.ranks)
             repeated = sum(counts.values()) - len(counts)
             missing = size - len(counts) if ended else 0
             if repeated and not missing and not training and record.sampler == ACCELERATE:
@@ -187,7 +188,7 @@ def decide_counts(
                     f"{run.name}: epoch {epoch + 1} read {sum(counts.values())} samples of "
                     f"{size}: {repeated} repeated, {missing} missing"
                 )
-                return refuted(name, evidence, sampler_cause(record, repeated, run.size))
+                return refuted(name, evidence, sampler_cause(record, repeated, run.size, alone))
             seen += ended or len(counts) == size
         complete += bool(seen)
     if complete:
@@ -202,6 +203,15 @@ def _passes(run: RunRecord, *, training: bool) -> list[Pass]:
         for batch in rank.delivered:
             found[batch.loader, batch.epoch] = batch.training
     return [key for key, value in found.items() if value == training]
+
+
+def _is_read_alone(ranks: Sequence[RankRecord], key: Pass) -> bool:
+    """Return whether some ranks completed a pass, and others read nothing of it and trained on."""
+    readers = [rank for rank in ranks if any((b.loader, b.epoch) == key for b in rank.delivered)]
+    if not 0 < len(readers) < len(ranks) or any(key not in rank.complete for rank in readers):
+        return False
+    last = readers[0].delivered[-1]
+    return last.training and (last.loader, last.epoch) != key
 
 
 def _readers(ranks: Sequence[RankRecord], loader: LoaderKey) -> list[RankRecord]:
@@ -295,26 +305,33 @@ def decide_replicas(runs: Sequence[RunRecord], source: ScriptSource) -> Property
     several = [run for run in runs if run.size > 1 and run.length]
     if not several:
         return undecided(REPLICAS, "no run had several ranks and took a step")
-    shared = False
     for run in several:
-        for position in range(run.length):
-            steps = [rank.steps[position] for rank in run.ranks]
-            holders: dict[tuple[str, tuple[int, ...] | None], tuple[int, Sketch]] = {}
-            for rank, step in enumerate(steps):
-                for name, value in step.parameters.items():
-                    first, known = holders.setdefault((name, value.place), (rank, value))
-                    shared = shared or first != rank
-                    if known.checksum != value.checksum:
-                        evidence = f"{run.name}, step {step.step}: "
-                        evidence += f"{name} differs between ranks {first} and {rank}"
-                        return refuted(
-                            REPLICAS,
-                            evidence,
-                            replica_cause(steps, source),
-                        )
-    if not shared:
+        found = _replica_difference(run)
+        if found is not None:
+            position, evidence = found
+            evidence = f"{run.name}, step {run.ranks[0].steps[position].step}: {evidence}"
+            return refuted(REPLICAS, evidence, replica_cause(run, position, source))
+    held_by = Counter(
+        (run.name, name, value.place)
+        for run in several
+        for rank in run.ranks
+        for name, value in rank.steps[0].parameters.items()
+    )
+    if all(count == 1 for count in held_by.values()):
         return undecided(REPLICAS, "no two ranks hold the same part of a parameter")
     return held(REPLICAS, len(several))
+
+
+def _replica_difference(run: RunRecord) -> tuple[int, str] | None:
+    """Return the first step after which two ranks hold different values of the same parameter."""
+    for position in range(run.length):
+        holders: dict[tuple[str, tuple[int, ...] | None], tuple[int, Sketch]] = {}
+        for rank in run.ranks:
+            for name, value in rank.steps[position].parameters.items():
+                first, known = holders.setdefault((name, value.place), (rank.rank, value))
+                if known.checksum != value.checksum:
+                    return position, f"{name} differs between ranks {first} and {rank.rank}"
+    return None
 
 
 def decide_schedule(runs: Sequence[RunRecord]) -> PropertyFinding:
@@ -411,10 +428,11 @@ def _difference_up_to_rounding(a: RunRecord, b: RunRecord, position: int) -> tup
     if x.lr != y.lr:
         return f"learning rates {x.lr} and {y.lr}", 0.0
     largest = 0.0
-    gradients = a.tensors(position, "gradients")
+    gradients = a.tensors(position, "computed")
     slope = ROUNDING * max((value.norm for value in gradients.values()), default=0.0)
     for kind in ("gradients", "parameters"):
-        left, right = a.tensors(position, kind), b.tensors(position, kind)
+        key = "computed" if kind == "gradients" else kind
+        left, right = a.tensors(position, key), b.tensors(position, key)
         scale = max((value.norm for value in left.values()), default=0.0) or 1.0
         for name, value in left.items():
             if kind == "parameters" and name in gradients and gradients[name].norm < slope:
