@@ -110,7 +110,7 @@ def page_table(report: Sequence[Columns]) -> str:
     names = {
         "table": "table",
         "rows": "rows",
-        "median": "median error",
+        "median": "median error, %",
         "mean": "mean",
         "inside": "in band",
         "width": "half-width",
@@ -119,14 +119,14 @@ def page_table(report: Sequence[Columns]) -> str:
     }
     lines = [list(names.values()), ["---"] * len(names)]
     lines += [[f"{row[key]:,}" if key == "rows" else str(row[key]) for key in names] for row in report]
-    cells = [[each.replace("%", " %") for each in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    text = [f"|{'|'.join(line)}|" for line in lines]
+    return "\n".join([*text[:2], *(line.replace("%", "") for line in text[2:])])
 
 
 def write_page(report: Sequence[Columns]) -> None:
     """Replace the table of the accuracy page."""
     text = PAGE.read_text(encoding="utf-8")
-    found = re.sub(r"(?m)^\| table \| rows .*\n(\|.*\n)+", page_table(report) + "\n", text)
+    found = re.sub(r"(?m)^\|table\|rows\|.*\n(\|.*\n)+", page_table(report) + "\n", text)
     PAGE.write_text(found, encoding="utf-8")
 
 

@@ -26,7 +26,7 @@ SUSTAINED = find_machine(LIMITED[0]).efficiency.product
 MOST = 60
 """Rows of a table that are fitted on; the others of a table say little more."""
 PRIOR: Mapping[str, float] = {
-    "source": 0.055,
+    "source": 0.07,
     "step": 0.05,
     "host": 0.22,
     "communication": 0.15,
@@ -35,9 +35,8 @@ PRIOR: Mapping[str, float] = {
 """Standard deviations before any table is seen, each known up to a factor of about two."""
 UNKNOWN = 0.15
 """That of a machine without rows: the H100 differs by 0.2 from its fastest product, the A100 by 0."""
-FITTED = ("step", "communication", "attention")
-"""Those that are derived from tables. That of sources is the root mean square of the median errors of
-tables that were left out; one table can't tell that of the host."""
+FITTED = ("source", "step", "communication", "attention")
+"""Those that are derived from tables. One table can't tell that of the host."""
 _DOUBT = math.log(1.4)
 _GRID = np.exp(np.linspace(-1.2, 1.2, 13))
 
@@ -61,7 +60,7 @@ class Rates(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What is derived from tables: see `step_time.OVERHEAD`, `machines.toml` and `StepErrors`."""
+    """The constants from tables: `step_time.OVERHEAD`, rates in `machines.toml`, `StepErrors`."""
 
     rates: Rates
     overhead: float

@@ -67,7 +67,7 @@ def known_machine(
     fractions: Mapping[str, float],
     measured: float,
 ) -> Machine:
-    """Return the machine that fits a measured step, but for the error that this step has alone."""
+    """Return the machine that fits a measured step, except the error that this step has alone."""
     common = errors.covariance(fractions, fractions)
     before = seconds_of(machine)
     target = before * (measured / before) ** (common / (common + errors.alone(fractions)))
