@@ -217,8 +217,9 @@ def main() -> None:
     tables = read_tables(given.tables)
     found = [left_out(name, tables) for name in tables]
     report = [own for own, _, _ in found]
-    every = ([each for own in found for each in own[place]] for place in (1, 2))
-    report.append(pooled("all rows", *every))
+    plain = [each for _, judged, _ in found for each in judged]
+    with_step = [each for _, _, again in found for each in again]
+    report.append(pooled("all rows", plain, with_step))
     known = derive(tables)
     peers = find_peers(given.peers) if given.peers else {}
     compared: list[Columns] = []

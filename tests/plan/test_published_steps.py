@@ -163,10 +163,10 @@ def test_a_known_step_moves_other_predictions() -> None:
     before = estimate_step(LLAMA, plan, A100).total
     machine = machine_of_step(LLAMA, plan, A100, 1.2 * before)
     # A step has an error of its own too.
-    assert 1.1 < estimate_step(LLAMA, plan, machine).total / before < 1.2
+    assert 1.08 < estimate_step(LLAMA, plan, machine).total / before < 1.2
     other = replace(plan, layout=Layout(replicate=2, shard=8), global_batch=128)
     moved, usual = (estimate_step(LLAMA, other, each) for each in (machine, A100))
-    assert moved.total > 1.1 * usual.total
+    assert moved.total > 1.07 * usual.total
     bands = step_band(moved, machine), step_band(usual, A100)
     known, published = (band.high / band.low for band in bands)
     assert known < published

@@ -119,9 +119,13 @@ class PlanOptions:
                 {**started, "--check": self.run, "--what-if": self.what_if, **model}
             )
         elif self.run is not None:
-            known = {"--known-step-time": self.known_step}
             _refuse(
-                {**started, **known, "--training": self.training, "--what-if": self.what_if},
+                {
+                    **started,
+                    "--training": self.training,
+                    "--what-if": self.what_if,
+                    "--known-step-time": self.known_step,
+                },
                 "--check",
                 "leave {} out",
             )

@@ -59,7 +59,7 @@ def peak_rate(plan: PlannedStep, machine: Machine) -> Quantity:
     return np.where(plan.numbers.activation == 2, machine.half, machine.tf32 or machine.fp32)
 
 
-_CONTENTION = 0.2
+CONTENTION = 0.2
 """The part of a device that collectives at the rate of its links take from the computation that they
 overlap: about 20 of the 108 multiprocessors of an A100 run NCCL's channels."""
 _BUCKET = 25e6
@@ -93,7 +93,7 @@ def contention(group: RankGroup, machine: Machine) -> Quantity:
     Slower networks need fewer channels.
     """
     inside = machine.link * machine.efficiency.link
-    return _CONTENTION * np.minimum(1.0, ring_bandwidth(group, machine) / inside)
+    return CONTENTION * np.minimum(1.0, ring_bandwidth(group, machine) / inside)
 
 
 def collective_seconds(operation: str, count: Quantity, group: RankGroup, machine: Machine) -> Quantity:

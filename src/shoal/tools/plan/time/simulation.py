@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.time.rates import ComputeSeconds, collective_seconds, compute_seconds, contention
+from shoal.tools.plan.time.rates import CONTENTION, ComputeSeconds, collective_seconds, compute_seconds
 from shoal.tools.plan.time.step_time import Span, StepParts, add_span
 from shoal.tools.plan.work.planned_step import PlannedStep, RankGroup, StepCollective, WorkSegment
 from shoal.tools.plan.work.slowest import slowest
@@ -302,7 +302,7 @@ class _Timeline:
     def _slowed(self, collective: StepCollective, seconds: float) -> float:
         """Return the seconds by which a collective delays the computation that it overlaps."""
         if self.machine.cores is None:
-            return float(contention(collective.group, self.machine)) * seconds
+            return CONTENTION * seconds
         inside = collective.group.per_node(self.machine.devices) == collective.group.size
         return seconds if inside else 0.0  # within a node, cores copy the bytes
 
