@@ -71,6 +71,8 @@ SHARED = (
     "guards_training",
     "plan_peers",
     "plan_calibration",
+    "plan_errors",
+    "plan_tables",
 )
 PICTURES = ("monitoring_pictures", "pipeline_picture", "same_loss")
 

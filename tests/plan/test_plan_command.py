@@ -14,7 +14,7 @@ def test_text_and_page(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     for part in (
         *("Fastest", "Step of the first", "Memory of the first", "optimizer"),
-        *("80 % of measured", "replicate=8", "does not fit: "),
+        *("is the median", "replicate=8", "does not fit: "),
     ):
         assert part in done.stdout
     page = (tmp_path / "index.html").read_text()
@@ -29,8 +29,8 @@ def test_json() -> None:
     found = json.loads(done.stdout)
     first, second = found["best"]
     assert first["step_seconds"] <= second["step_seconds"]
-    assert first["kind"] == "sharded"
-    assert 0.9 * first["step_seconds"] < first["band"][0] < first["band"][1]
+    low, high = first["band"]
+    assert 0.8 < low / first["step_seconds"] < 1 < high / first["step_seconds"] < 1.3
     assert sum(first["step"].values()) == pytest.approx(first["step_seconds"])
     assert first["memory_bytes"] <= found["available_bytes"]
     assert 0.2 < first["mfu"] < 0.8
@@ -51,7 +51,7 @@ def test_layouts_stay_on_one_line_of_a_terminal_with_80_columns() -> None:
 
 def test_small_layers_have_a_warning() -> None:
     done = shoal("plan", "--model", "gpt2", "-n", "8", "--batch", "8", "--machine", "b200")
-    assert "wait for the host" in done.stdout
+    assert "wait for the host" in " ".join(done.stdout.split())
 
 
 def test_nothing_fits() -> None:

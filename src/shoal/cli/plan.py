@@ -123,6 +123,14 @@ _WhatIf = Annotated[
         "efficiency), slowest=1.2 (of a device).",
     ),
 ]
+_KnownStepTime = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STEP",
+        help="A step of this model that was measured, in s or as MFU in %: '7.4 layout=shard=8 "
+        "batch=64', with micro_batch, recompute, precision. Predictions then fit it.",
+    ),
+]
 _Submit = Annotated[
     int | None,
     typer.Option(
@@ -173,6 +181,7 @@ def plan(
     measure: _Measure = False,
     training: _Training = None,
     what_if: _WhatIf = None,
+    known_step_time: _KnownStepTime = None,
     submit: _Submit = None,
     tried: _Try = None,
     words: _SubmitWords = None,
@@ -207,12 +216,14 @@ def plan(
         fake=not measure,
         training=training,
         what_if=what_if or (),
+        known_step=known_step_time,
         submitted=submit,
         tried=tried,
         words=words or (),
     )
     _check_files(html, machine, updated=update, run=check)
     options.check()
+    options = options.with_known_step()
     found = command.answer_plan(options)
     page = None if html is None else html / "index.html"
     show_document(found.document, as_json=as_json, page=page, option="--html DIR")

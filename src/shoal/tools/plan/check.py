@@ -16,12 +16,13 @@ from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine, find_machine, limited_efficiency
 from shoal.tools.plan.show.parts import time_bars
-from shoal.tools.plan.time.step_time import BANDS, StepParts, estimate_step, step_kind
+from shoal.tools.plan.time.step_error import StepBand, step_band
+from shoal.tools.plan.time.step_time import StepParts, estimate_step
 from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.tools.report import LABELS, SHOWN, Attempt, profile, read_history
 from shoal.util.clock import utc_now
-from shoal.util.document import Document, Section, Table
+from shoal.util.document import Document, Section, Table, Text
 from shoal.util.errors import ShoalError
 from shoal.util.safe_text import printable
 from shoal.util.units import counted, duration
@@ -51,6 +52,7 @@ class RunCheck:
 
     plan: PlannedStep
     step: StepParts
+    band: StepBand
     steps: int
     parts: tuple[PartCheck, ...]
 
@@ -60,16 +62,25 @@ class RunCheck:
         return sum(part.measured for part in self.parts)
 
     @property
+    def known_step(self) -> str:
+        """The step as `--known-step-time` takes it, without what a prediction does not have."""
+        plan = self.plan
+        seconds = sum(part.measured for part in self.parts if part.predicted is not None)
+        return (
+            f"{seconds:.4g} layout={plan.layout} batch={plan.global_batch} "
+            f"micro_batch={plan.micro_batch} recompute={plan.recompute} precision={plan.precision}"
+        )
+
+    @property
     def verdict(self) -> str:
         """One sentence: the ratio, the band, and the part that differs most."""
-        kind = step_kind(self.plan, self.step)
-        low, high = BANDS[kind]
+        low, high = (edge / self.step.total for edge in (self.band.low, self.band.high))
         ratio = self.measured / self.step.total
         where = "within" if low <= ratio <= high else "outside"
         largest = max(self.parts, key=lambda part: abs(part.measured - (part.predicted or 0.0)))
         return (
             f"A step takes {ratio:.2f} times the predicted time, {where} the band of {low:.2f} to "
-            f"{high:.2f} ({kind}). The largest difference is in {largest.name}."
+            f"{high:.2f}. The largest difference is in {largest.name}."
         )
 
 
@@ -107,7 +118,13 @@ def check_run(
         for each in _REST
         if measured[each] > 0
     ]
-    return RunCheck(plan=plan, step=step, steps=found.steps, parts=tuple(parts))
+    return RunCheck(
+        plan=plan,
+        step=step,
+        band=step_band(step, machine),
+        steps=found.steps,
+        parts=tuple(parts),
+    )
 
 
 def _plan_of(
@@ -172,11 +189,12 @@ def check_document(found: RunCheck) -> Document:
     predicted = {each.name: each.predicted or 0.0 for each in found.parts}
     measured = {each.name: each.measured for each in found.parts}
     bars = time_bars("", "A step by part, predicted and measured", head[1:], [predicted, measured])
+    known = Text(text=f'To plan with this step: --known-step-time "{found.known_step}".')
     return Document(
         title=f"Prediction and run: {found.plan.layout}",
         verdict=found.verdict,
         about=f"shoal plan --check, {found.steps:,} steps",
-        sections=[Section(heading="Parts", blocks=[*bars, table])],
+        sections=[Section(heading="Parts", blocks=[*bars, table, known])],
         values={
             "verdict": found.verdict,
             "layout": str(found.plan.layout),
@@ -185,6 +203,7 @@ def check_document(found: RunCheck) -> Document:
             "predicted_seconds": found.step.total,
             "measured_seconds": found.measured,
             "parts": found.parts,
+            "known_step": found.known_step,
         },
     )
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.search import Prediction, search_plans
 from shoal.tools.plan.show.parts import prediction_values, training_columns, training_values
-from shoal.tools.plan.time.step_time import step_band
+from shoal.tools.plan.time.step_error import step_band
 from shoal.tools.plan.training.whole_training import Training, TrainingEstimate, training_of
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.document import Document, DocumentBlock, Figure, LinePlot, Section, Series, Table, Text
@@ -99,7 +99,7 @@ def numbers_document(
     title = f"{compact(model.parameters)} parameters on {machine.name}"
     usable = f"{title}, {size(machine.available)} usable per device."
     blocks: list[DocumentBlock] = [Text(text=usable)]
-    blocks += [_throughput(model, best)] if best else []
+    blocks += [_throughput(model, machine, best)] if best else []
     blocks.append(_table(model, found))
     blocks += [
         Text(text=f"{counted(each.devices, 'device')}: {each.reason}.")
@@ -159,18 +159,18 @@ def _verdict(found: Sequence[NumberOfDevices], first: NumberOfDevices | None) ->
     return f"Least cost{within}: {counted(first.devices, 'device')}, with {hours}{price}."
 
 
-def _throughput(model: Transformer, best: Sequence[Prediction]) -> Figure:
+def _throughput(model: Transformer, machine: Machine, best: Sequence[Prediction]) -> Figure:
     devices = [float(each.plan.layout.size) for each in best]
     tokens = [_tokens(model, each) for each in best]
-    bands = [step_band(each.plan, each.time) for each in best]
+    bands = [step_band(each.time, machine) for each in best]
     predicted = [count / each.step_seconds for count, each in zip(tokens, best, strict=True)]
     lines = [
         Series(
             label="predicted",
             x=devices,
             y=predicted,
-            low=[count / high for count, (_, high) in zip(tokens, bands, strict=True)],
-            high=[count / low for count, (low, _) in zip(tokens, bands, strict=True)],
+            low=[count / each.high for count, each in zip(tokens, bands, strict=True)],
+            high=[count / each.low for count, each in zip(tokens, bands, strict=True)],
             points=True,
         ),
         Series(
@@ -183,7 +183,7 @@ def _throughput(model: Transformer, best: Sequence[Prediction]) -> Figure:
     return Figure(
         name="throughput",
         caption="Tokens per second of the fastest layout on each number of devices. 80 % of measured "
-        "steps of the same kinds are within the band.",
+        "steps are expected within the band.",
         drawing=LinePlot(
             series=lines,
             x="devices",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.bench.options import fill_places
 from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.time.known_step import machine_of_step, parse_known_step
 from shoal.tools.plan.training.measured_start import fill_in_measured
 from shoal.tools.plan.training.whole_training import Training, parse_training
 from shoal.tools.plan.work.planned_step import (
@@ -19,6 +20,7 @@ from shoal.tools.plan.work.planned_step import (
     PlannedStep,
     Recompute,
 )
+from shoal.tools.plan.work.transformer import parse_model
 from shoal.util.arguments import check_choice
 from shoal.util.errors import ShoalError
 from shoal.util.tables import plain_console, print_line
@@ -53,6 +55,7 @@ class PlanOptions:
     fake: bool
     training: str | None
     what_if: Sequence[str]
+    known_step: str | None
     submitted: int | None
     tried: int | None
     words: Sequence[str]
@@ -66,6 +69,14 @@ class PlanOptions:
     def traced(self) -> bool:
         """Whether the model is a module, and not the dimensions of a transformer."""
         return ":" in self.model
+
+    def with_known_step(self) -> PlanOptions:
+        """Return the options with the machine on which the known step takes its time."""
+        if self.known_step is None:
+            return self
+        model = parse_model(self.model)
+        plan, seconds = parse_known_step(self.known_step, model, self.machine)
+        return replace(self, machine=machine_of_step(model, plan, self.machine, seconds))
 
     def training_on(self, devices: int) -> Training | None:
         """Return what `--training` describes; print each value that is measured in place of `auto`."""
@@ -93,6 +104,12 @@ class PlanOptions:
         check_value("--schedule", self.schedule, SCHEDULES, fix="pass --schedule 1f1b")
         if self.traced:
             self._check_traced()
+        elif self.known_step is not None and any(each.startswith("machine=") for each in self.what_if):
+            raise ShoalError(
+                given="--known-step-time with --what-if machine=…",
+                found="the step was not measured on the other machine",
+                fix="plan each machine by itself",
+            )
         else:
             self._check_dimensions()
         started = {"--submit": self.submitted, "--try": self.tried}
@@ -103,14 +120,19 @@ class PlanOptions:
             )
         elif self.run is not None:
             _refuse(
-                {**started, "--training": self.training, "--what-if": self.what_if},
+                {
+                    **started,
+                    "--training": self.training,
+                    "--what-if": self.what_if,
+                    "--known-step-time": self.known_step,
+                },
                 "--check",
                 "leave {} out",
             )
 
     def _check_traced(self) -> None:
         _refuse(
-            {"--what-if": self.what_if},
+            {"--what-if": self.what_if, "--known-step-time": self.known_step},
             f"--model {self.model}",
             "leave {} out, or describe the model as in --model llama-7b",
         )

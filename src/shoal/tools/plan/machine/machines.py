@@ -49,7 +49,7 @@ class Efficiency:
     """Gloo's copies of the full tensor in all-gathers and reduce-scatters, of the memory bandwidth."""
     launch: float = 4e-6
     """Seconds on the device between two operations."""
-    host: float = 35e-6
+    host: float = 44e-6
     """Seconds of the host for one operation."""
     step: float = 2e-3
     """Seconds of the host for the rest of a step: clipping, the optimizer's call, logging."""
@@ -92,6 +92,8 @@ class Machine:
 
     Only CPUs have `cores`, the cores of a node. Each device uses `threads` of them while it is alone on
     the node; devices that together have more threads than the node has cores take turns.
+
+    `known_step` are the fractions of the parts of a measured step, which the efficiencies fit.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Machine:
     cores: int | None = None
     threads: int = 1
     efficiency: Efficiency = field(default_factory=Efficiency)
+    known_step: Mapping[str, float] | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -188,7 +191,7 @@ def parse_machine(name: str, table: object) -> Machine:
     """Return the machine that a table of TOML describes; raise ShoalError with all its mistakes."""
     if not isinstance(table, dict):
         raise _wrong(name, "it is not a table")
-    known = {each.name for each in fields(Machine)} - {"name"}
+    known = {each.name for each in fields(Machine)} - {"name", "known_step"}
     required = known - {"tf32", "units", "cores", "threads", "efficiency"}
     mistakes = [f"{key} is unknown" for key in sorted(table.keys() - known)]
     mistakes += [f"{key} is missing" for key in sorted(required - table.keys())]

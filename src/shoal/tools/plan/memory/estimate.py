@@ -83,16 +83,20 @@ def stage_parameters(model: Transformer, plan: PlannedStep) -> Quantity:
 
 
 def _logit_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
-    """Return the bytes of the output layer's result: float32 scores, their gradient, the product."""
+    """Return the bytes of the output layer's result.
+
+    The product; in float32 the logarithms of probabilities, their gradient, and that of the scores.
+    """
     columns = model.vocab / np.where(plan.splits_logits, plan.layout.tensor, 1)
-    return plan.tokens(model.seq) * columns * (8 + plan.numbers.activation)
+    return plan.tokens(model.seq) * columns * (12 + plan.numbers.activation)
 
 
 def _buffer_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
     """Return the bytes of the buffers of collectives."""
     layout, numbers = plan.layout, plan.numbers
     parameters = stage_parameters(model, plan)
-    sent = 2 * plan.tokens(model.seq) * model.hidden * numbers.activation
+    # The gathered inputs of attention and MLP, and their gradients.
+    sent = 4 * plan.tokens(model.seq) * model.hidden * numbers.activation
     messages = np.where((layout.tensor > 1) | (layout.context > 1), sent, 0.0)
     # Two gathered layers, one in use and one prefetched, and the gradient of one.
     layer = max(model.layer_weights, model.embedding) / layout.tensor

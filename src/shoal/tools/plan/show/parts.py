@@ -10,7 +10,8 @@ from typing import Any
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.search.search import Prediction
 from shoal.tools.plan.time.rates import peak_rate
-from shoal.tools.plan.time.step_time import Span, step_band, step_kind
+from shoal.tools.plan.time.step_error import step_band
+from shoal.tools.plan.time.step_time import Span
 from shoal.tools.plan.training.whole_training import TrainingEstimate
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.document import BarPlot, DocumentBlock, Figure, SpanPlot, Table, Text
@@ -48,9 +49,10 @@ def prediction_values(model: Transformer | None, machine: Machine, found: Predic
         "step": time.parts,
     }
     if model is not None:
+        band = step_band(time, machine)
         return values | {
-            "kind": step_kind(plan, time),
-            "band": step_band(plan, time),
+            "band": (band.low, band.high),
+            "band_reasons": band.reasons,
             "tokens_per_second": plan.global_batch * model.seq / time.total,
             "mfu": utilization(model, machine, found),
             "memory_bytes": memory.total,
@@ -100,6 +102,7 @@ _NAMES = {
     "data": "exposed data parallel",
     "launch": "launch and host",
     "stragglers": "slowest device",
+    "overhead": "eager overhead",
     "imbalance": "busiest experts",
     "repeated": "repeated steps",
     "waiting": "waiting for nodes",

@@ -21,7 +21,8 @@ from shoal.tools.plan.show.parts import (
     training_values,
     utilization,
 )
-from shoal.tools.plan.time.step_time import BANDS, Span, pass_seconds, pipeline_bubble, step_kind
+from shoal.tools.plan.time.step_error import step_band
+from shoal.tools.plan.time.step_time import Span, pass_seconds, pipeline_bubble
 from shoal.tools.plan.training.whole_training import Training, TrainingEstimate, training_of
 from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
@@ -241,7 +242,7 @@ def _fastest(report: PlanReport) -> list[DocumentBlock]:
     ]
     if len({each.plan.precision for each in result.best}) > 1:
         blocks.append(Text(text=_NUMERICS))
-    return blocks if model is None else [*blocks, *_band(model, result.best[0])]
+    return blocks if model is None else [*blocks, *_band(model, machine, result.best[0])]
 
 
 def _fastest_table(model: Transformer | None, machine: Machine, best: Sequence[Prediction]) -> Table:
@@ -283,19 +284,25 @@ def _options(plan: PlannedStep) -> list[str]:
     return ["no reshard"] * plan.keeps_parameters + ["whole"] * plan.keeps_gradients
 
 
-def _band(model: Transformer, first: Prediction) -> list[DocumentBlock]:
+def _band(model: Transformer, machine: Machine, first: Prediction) -> list[DocumentBlock]:
     """Return the throughput of a prediction and the band of measured steps, as sentences."""
-    total = first.step_seconds
-    kind = step_kind(first.plan, first.time)
-    low, high = BANDS[kind]
+    total, band = first.step_seconds, step_band(first.time, machine)
     tokens = compact(first.plan.global_batch * model.seq / total)
-    band = Text(
-        text=f"The first: {tokens} tokens/s. 80 % of measured steps of this kind ({kind}) took "
-        f"{low:.2f} to {high:.2f} times the predicted time: {duration(low * total)} to "
-        f"{duration(high * total)}.",
-    )
-    small = "Layers this small wait for the host, so that the error is larger: measure."
-    return [band, Text(text=small)] if kind == "host" else [band]
+    source = "your known step" if machine.known_step is not None else "published steps"
+    blocks: list[DocumentBlock] = [
+        Text(
+            text=f"The first: {tokens} tokens/s. {duration(total)} is the median; by {source}, 80 % "
+            f"are expected from {duration(band.low)} to {duration(band.high)}."
+        )
+    ]
+    if band.reasons:
+        blocks.append(
+            Text(
+                text=f"The band is wide: {'; '.join(band.reasons)}. A step that you measured makes it "
+                "narrower: --known-step-time."
+            )
+        )
+    return blocks
 
 
 def _step_sections(model: Transformer, machine: Machine, best: Sequence[Prediction]) -> list[Section]:

@@ -60,8 +60,8 @@ def peak_rate(plan: PlannedStep, machine: Machine) -> Quantity:
 
 
 CONTENTION = 0.2
-"""The part of a device that collectives take from the computation that they overlap: about 20 of the
-108 multiprocessors of an A100 run NCCL's channels."""
+"""The part of a device that collectives at the rate of its links take from the computation that they
+overlap: about 20 of the 108 multiprocessors of an A100 run NCCL's channels."""
 _BUCKET = 25e6
 """Bytes of the last bucket of gradients, which no computation hides."""
 
@@ -85,6 +85,15 @@ def ring_bandwidth(group: RankGroup, machine: Machine) -> Quantity:
     between = members * machine.network * machine.efficiency.network
     slowest = np.where(members == 1, between, np.minimum(inside, between))
     return np.where(members == group.size, inside, slowest)
+
+
+def contention(group: RankGroup, machine: Machine) -> Quantity:
+    """Return the part of a device that a collective takes from the computation that it overlaps.
+
+    Slower networks need fewer channels.
+    """
+    inside = machine.link * machine.efficiency.link
+    return CONTENTION * np.minimum(1.0, ring_bandwidth(group, machine) / inside)
 
 
 def collective_seconds(operation: str, count: Quantity, group: RankGroup, machine: Machine) -> Quantity:
@@ -199,8 +208,10 @@ def _sharded_seconds(
     gathers = np.where(piped, 1, plan.micro_batches)
     sums = np.where(plan.keeps_gradients, 1, plan.micro_batches)
     again = np.where(plan.keeps_parameters, 0.0, gather)
-    waits = gathers * _overlapped(gather, forward) + sums * _overlapped(again + scatter, backward)
-    waits += (gathers - sums) * _overlapped(again, backward)
+    part = contention(shard, machine)
+    waits = gathers * _overlapped(gather, forward, part)
+    waits += sums * _overlapped(again + scatter, backward, part)
+    waits += (gathers - sums) * _overlapped(again, backward, part)
     moved = table * numbers.gathered * np.where(plan.keeps_parameters, 1, 2)
     both = moved + table * numbers.reduced
     alone = sums * collective_seconds("all_gather", both, shard, machine)
@@ -208,7 +219,8 @@ def _sharded_seconds(
     return model.layers / plan.layout.pipeline * waits + alone
 
 
-def _overlapped(communication: Quantity, compute: Quantity) -> Quantity:
-    """Return the seconds that communication adds to the compute that it overlaps."""
+def _overlapped(communication: Quantity, compute: Quantity, part: Quantity) -> Quantity:
+    """Return the seconds that communication adds to the compute that it overlaps, of which it takes a
+    part."""
     hidden = np.minimum(communication, compute)
-    return communication - hidden + CONTENTION * hidden
+    return communication - hidden + part * hidden

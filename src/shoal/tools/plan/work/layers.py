@@ -31,6 +31,10 @@ _SPLITS = (1, 2, 4, 8)
 _UNALIGNED = 2.5
 """Time of a product whose rows do not begin at multiples of 16 bytes, relative to aligned rows."""
 
+EAGER = 1.5
+"""Bytes of element-wise operations, relative to fused kernels (1 to 3): norms and activations of eager
+PyTorch read and write intermediate results."""
+
 Shape = tuple[Quantity, Quantity, Quantity]
 """Rows, columns and terms of each sum of a matrix product."""
 
@@ -88,9 +92,10 @@ def transformer_work(model: Transformer, plan: PlannedStep, units: int | None) -
     unsplit = rows * model.hidden * 2 * 2 * size / plan.slices
     moved = 0 if model.flash else 2 * model.qkv
     split = rows * ((2 + model.gated) * model.width + moved) * size / tensor
-    rest += Work(traffic=residual + unsplit + split, operations=_OTHER_OPERATIONS)
+    times = EAGER if plan.eager else 1.0
+    rest += Work(traffic=times * (residual + unsplit + split), operations=_OTHER_OPERATIONS)
     # The last product of the MLP, and the sum after it.
-    last = product_work(shapes[-1], size, units) + Work(traffic=residual, operations=1)
+    last = product_work(shapes[-1], size, units) + Work(traffic=times * residual, operations=1)
     attention = _attention_work(model, plan)
     forward = attention + rest + last
     # Products have two gradients; fused attention recomputes its scores: five products instead of
