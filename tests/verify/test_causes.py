@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers.audits import audit
 from shoal.tools.verify.cause_table import CAUSES
+from shoal.tools.verify.run_servers import RunServers
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitoring" / "verify.md"
 KEPT = Path(__file__).parent / "kept"
@@ -32,8 +34,13 @@ def test_most_kept_scripts_get_the_right_cause() -> None:
     assert sum("cause" in row for row in ROWS.values()) >= 15
 
 
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunServers]:
+    with RunServers(tmp_path_factory.mktemp("servers"), processes=2) as started:
+        yield started
+
+
 @pytest.mark.processes
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "name",
     [
@@ -41,11 +48,13 @@ def test_most_kept_scripts_get_the_right_cause() -> None:
         for name in ROWS
     ],
 )
-def test_a_kept_script_gets_its_cause_or_none(home: Path, name: str) -> None:
+def test_a_kept_script_gets_its_cause_or_none(home: Path, name: str, servers: RunServers) -> None:
     row = ROWS[name]
     shutil.copy(KEPT / f"{name}.py", home)
     ranks = tuple(int(size) for size in row["ranks"].split(","))
-    report = audit(home, f"{name}.py", ranks=ranks, kills=1, steps=row.get("steps", 20))
+    report = audit(
+        home, f"{name}.py", ranks=ranks, kills=1, steps=row.get("steps", 20), servers=servers
+    )
     causes = {finding.cause for finding in report.findings if finding.cause is not None}
     right = {cause for cause in causes if cause.name == row.get("cause")}
     lines = {int(cause.line.partition(":")[2]) for cause in right}

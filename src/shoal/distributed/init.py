@@ -20,7 +20,7 @@ from shoal.util.errors import LaunchError
 
 def init(
     *,
-    layout: str | Layout = LAYOUT,
+    layout: str | Layout | None = None,
     backend: str | None = None,
     device: str | torch.device | None = None,
     devices_per_rank: int = 1,
@@ -47,8 +47,8 @@ def init(
     `World.decisions` lists every decision with its reason, and `shoal info` prints them.
 
     Args:
-        layout: Degrees of the axes of the device mesh, as a Layout or a string. Default:
-            `"replicate=-1"`, data parallelism over all ranks.
+        layout: Degrees of the axes of the device mesh, as a Layout or a string. Default: None, which
+            means `"replicate=-1"`, data parallelism over all ranks.
         backend: `"nccl"`, `"gloo"`, `"mpi"` (under an MPI launcher) or another backend of torch.
             Default: None, which means NCCL if each rank has its own GPU, and Gloo otherwise.
         device: Device of this rank. Default: None, which means the one that the script has set by
@@ -99,7 +99,7 @@ def init(
     deterministic_mode = DeterministicMode(enabled=deterministic, bits=bits)  # NCCL's groups read it
     try:
         joined = join(
-            layout=layout,
+            layout=LAYOUT if layout is None else layout,
             backend=backend,
             device=device,
             devices_per_rank=devices_per_rank,

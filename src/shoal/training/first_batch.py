@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -256,7 +256,8 @@ class _Trial(TrialRuns):
         reason = next(filter(None, obstacles), None)
         if reason is not None and not any(tried):
             self._world.print(
-                f"shoal: the loss function {place(self._task.loss)} could not be checked: {reason}. "
+                f"shoal: the loss function {place(self._task.loss)} could not be checked: "
+                f"{reason.rstrip('.')}. "
                 "Make sure that it returns the sum of the losses of its samples, not their mean"
             )
 
@@ -305,14 +306,12 @@ class _Trial(TrialRuns):
             return
         middle = self._micro.samples // 2
         is_cut = bool(self._cut_output(middle))
-        try:
+        sums: list[LossSum] = []
+        with suppress(Exception) if is_cut else nullcontext():
             sums = self._reduce_cut(middle)  # exact even if the model draws random numbers
-        except Exception:
-            if not is_cut:
-                raise
+        if is_cut and not sums:
             self._reduce(self._outputs[0], self._parts[0])  # a loss may fail on halves of a batch
-        else:
-            self._sums = sums if is_cut else []
+        self._sums = sums if is_cut else []
         self._missing = self._has_halves and not self._sums
 
     def _odd_anywhere(self) -> bool:

@@ -25,7 +25,9 @@ def is_integer(value: object, *, least: float = 0) -> TypeGuard[int]:
 
 
 def integer_like(value: object, default: int) -> int:
-    """Return the integer that a whole float such as 3.0 means, to show in a fix; else `default`."""
+    """Return the integer that 3.0 or "3" means, to show in a fix; else `default`."""
+    if isinstance(value, str) and value.isdecimal() and int(value):
+        return int(value)
     return int(value) if isinstance(value, float) and value.is_integer() and value > 0 else default
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shoal.tools.verify.operations import LikelyCause
 
 
-class Cause(NamedTuple):
+class CauseEvidence(NamedTuple):
     """A cause: its name, the evidence that it needs, and the change to make."""
 
     name: str
@@ -16,202 +16,202 @@ class Cause(NamedTuple):
 
 
 CAUSES = (
-    Cause(
+    CauseEvidence(
         "DistributedSampler padding",
         "fewer samples repeated than ranks",
         "use a number of samples that the ranks divide, or a sampler without padding",
     ),
-    Cause(
+    CauseEvidence(
         "padding of Accelerate's sampler",
         "samples repeated",
         "use a number of samples that the ranks divide, or pass `even_batches=False`",
     ),
-    Cause(
+    CauseEvidence(
         "different seed or epoch of the samplers on the ranks",
         "more samples repeated than ranks",
         "give the samplers of all ranks the same seed, and call `set_epoch(epoch)` on each",
     ),
-    Cause(
+    CauseEvidence(
         "no distributed sampler",
         "samples repeated by another sampler",
         "pass `sampler=DistributedSampler(dataset)` to the DataLoader",
     ),
-    Cause(
+    CauseEvidence(
         "drop_last",
         "samples missing",
         "set `drop_last=False`, or accept the loss",
     ),
-    Cause(
+    CauseEvidence(
         "not all ranks read their samples",
         "a rank without batches trained on",
         "run the pass on all ranks and combine its results, or give one rank the whole dataset",
     ),
-    Cause(
+    CauseEvidence(
         "set_epoch forgotten",
         "equal orders, no call",
         "call `sampler.set_epoch(epoch)` at the start of each epoch",
     ),
-    Cause(
+    CauseEvidence(
         "generator seeded again in each epoch",
         "equal orders, `RandomSampler`",
         "seed the generator once, before the first epoch, or with the epoch's number",
     ),
-    Cause(
+    CauseEvidence(
         "global {} draw in Dataset.__getitem__",
         "its state changed",
         "derive a generator from the sample's index: `torch.Generator().manual_seed(seed + index)`",
     ),
-    Cause(
+    CauseEvidence(
         "unseeded {} generator",
         "another state, and a draw",
         "seed the generator with the same number in each run",
     ),
-    Cause(
+    CauseEvidence(
         "generator of the loader seeded differently in each run",
         "another seed",
         "seed it with the same number in each run",
     ),
-    Cause(
+    CauseEvidence(
         "hash order",
         "equal with the same `PYTHONHASHSEED`",
         "sort the set before iterating over it; use hashlib in place of hash()",
     ),
-    Cause(
+    CauseEvidence(
         "file order",
         "equal with the same order",
         "sort the names: `sorted(os.listdir(folder))`",
     ),
-    Cause(
+    CauseEvidence(
         "{} not in the checkpoint",
         "differs first, not saved",
         "save and restore {}",
     ),
-    Cause(
+    CauseEvidence(
         "{} not restored",
         "differs first, saved, not loaded",
         "load {} from the checkpoint, which has it",
     ),
-    Cause(
+    CauseEvidence(
         "scheduler built after the optimizer was restored",
         "calls in this order",
         "build the scheduler first: its constructor sets the learning rate",
     ),
-    Cause(
+    CauseEvidence(
         "initial parameters depend on the rank",
         "differ before step 1",
         "give all ranks the same seed before the model is built",
     ),
-    Cause(
+    CauseEvidence(
         "learning rates depend on the rank",
         "differ between ranks",
         "compute the learning rate from values that all ranks share",
     ),
-    Cause(
+    CauseEvidence(
         "model called without its wrapper",
         "no call of `DistributedDataParallel`",
         "call the wrapper, not its `module`",
     ),
-    Cause(
+    CauseEvidence(
         "last micro-batch in no_sync",
         "the last call was",
         "use `no_sync()` for all micro-batches but the last",
     ),
-    Cause(
+    CauseEvidence(
         "parameters outside of DistributedDataParallel",
         "only their gradients differ",
         "wrap the module of these parameters too, or average their gradients: {}",
     ),
-    Cause(
+    CauseEvidence(
         "not all gradients averaged",
         "some differ after `all_reduce`",
         "average these gradients too: {}",
     ),
-    Cause(
+    CauseEvidence(
         "gradients averaged before the last micro-batch",
         "`all_reduce` before it, not after",
         "average once, after the last backward pass",
     ),
-    Cause(
+    CauseEvidence(
         "gradients not averaged",
         "neither wrapper nor `all_reduce`",
         "wrap the model in DistributedDataParallel",
     ),
-    Cause(
+    CauseEvidence(
         "gradients clipped before they are averaged",
         "differ between ranks before clipping only",
         "clip after the gradients of all ranks have been averaged",
     ),
-    Cause(
+    CauseEvidence(
         "gradients summed over ranks",
         "larger by the ratio of ranks",
         "divide by the number of ranks after the sum",
     ),
-    Cause(
+    CauseEvidence(
         "gradients divided by the number of ranks twice",
         "smaller by this ratio",
         "divide once: DistributedDataParallel averages already",
     ),
-    Cause(
+    CauseEvidence(
         "batch size per rank",
         "samples grow with the ranks",
         "divide the batch size by the world size",
     ),
-    Cause(
+    CauseEvidence(
         "mean of means",
         "another mean over ranks, or first uneven batches",
         "divide the sum of the losses by the number of samples or tokens of all ranks",
     ),
-    Cause(
+    CauseEvidence(
         "BatchNorm over the local batch",
         "equal inputs, different output",
         "convert with `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`",
     ),
-    Cause(
+    CauseEvidence(
         "dropout drawn per rank",
         "its masks differ first",
         "draw masks by sample, as Shoal does, or expect statistical equality only",
     ),
-    Cause(
+    CauseEvidence(
         "random numbers drawn per rank",
         "the draw differs first",
         "draw by sample, as Shoal does, or expect statistical equality only",
     ),
-    Cause(
+    CauseEvidence(
         "value depends on the rank",
         "the argument differs between ranks",
         "compute it from the seed, the step or the sample: it is {}",
     ),
-    Cause(
+    CauseEvidence(
         "operation depends on the rank or on other samples",
         "equal inputs, different output",
         "compute the output of each sample from this sample only",
     ),
-    Cause(
+    CauseEvidence(
         "operation is not deterministic",
         "the same in two equal runs",
         "call `torch.use_deterministic_algorithms(True)`, or replace the operation",
     ),
-    Cause(
+    CauseEvidence(
         "value from outside of torch",
         "the argument differs, without a draw",
         "compute it from the seed, the step or the sample: it is {}",
     ),
-    Cause(
+    CauseEvidence(
         "tensor from outside of torch's operations",
         "the input differs, made by no operation",
         "seed or save the source of this tensor: {}",
     ),
-    Cause(
+    CauseEvidence(
         "other operations are called",
         "the operations differ",
         "do not branch on the rank, the time, or the order of a set",
     ),
-    Cause(
+    CauseEvidence(
         "scheduler stepped per micro-batch or per rank",
         "two scheduler steps",
         "call `scheduler.step()` once after each `optimizer.step()`",
     ),
-    Cause(
+    CauseEvidence(
         "each rank writes the same file",
         "two ranks between two steps",
         "write it on one rank, `if dist.get_rank() == 0:`, or put the rank into its name",
