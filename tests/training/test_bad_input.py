@@ -140,8 +140,11 @@ METRICS = "metrics={'accuracy': shoal.Accuracy()}"
 
 TABLE = [
     *(
-        Bad(f"size {size!r}", sized(size), DataError, re.escape(f"batch_size={size!r}"), WHOLE, "=512")
-        for size in (0, -4, 2.5, True, "8", None, np.int64(0), np.float32(8))
+        Bad(f"size {size!r}", sized(size), DataError, re.escape(f"batch_size={size!r}"), WHOLE, fix)
+        for size, fix in (
+            *((each, "=512") for each in (0, -4, 2.5, True, None, np.int64(0), np.float32(8))),
+            ("8", "=8"),
+        )
     ),
     Bad(
         "micro batches 0", sized(8, micro_batches=0),
