@@ -25,6 +25,9 @@ from shoal.strategies.pipeline.stage import StageModule
 from shoal.tools.verify.operations import TracedOperation, TracedTensor
 
 CHUNK = 1 << 20
+_NUMPY_STATE, _PYTHON_STATE = np.random.get_state, random.getstate
+_TORCH_STATE = torch.get_rng_state
+"""The functions before calls of them are observed: this module's are not the script's."""
 
 
 def checksum_bytes(parts: Iterable[bytes]) -> str:
@@ -79,13 +82,13 @@ def checksum_state(state: Any) -> str:
 
 def checksum_generators() -> dict[str, str]:
     """Return the checksums of the states of the Python, NumPy and torch generators."""
-    name, key, *position = np.random.get_state(legacy=True)
+    name, key, *position = _NUMPY_STATE(legacy=True)
     return {
-        "python": checksum_bytes([repr(random.getstate()).encode()]),
+        "python": checksum_bytes([repr(_PYTHON_STATE()).encode()]),
         "numpy": checksum_bytes(
             [str(name).encode(), np.asarray(key).tobytes(), repr(position).encode()]
         ),
-        "torch": checksum_bytes([torch.get_rng_state().numpy().tobytes()]),
+        "torch": checksum_bytes([_TORCH_STATE().numpy().tobytes()]),
     }
 
 
@@ -171,7 +174,7 @@ class OperationTrace(UncompiledMode):
             return operation(*args, **named)
         leaves = tree_leaves((args, named))
         random = torch.Tag.nondeterministic_seeded in operation.tags
-        generator = checksum_bytes([torch.get_rng_state().numpy().tobytes()]) if random else ""
+        generator = checksum_bytes([_TORCH_STATE().numpy().tobytes()]) if random else ""
         inputs = self._describe(leaves)
         phase, module, line = self._place()
         result = operation(*args, **named)
@@ -203,8 +206,8 @@ class OperationTrace(UncompiledMode):
     def _drawn(self) -> tuple[str, ...]:
         """Return the generators whose states changed since the last operation."""
         before = self._states
-        _, key, *place = np.random.get_state(legacy=True)
-        self._states = {"python": random.getstate(), "numpy": (np.asarray(key).tobytes(), *place)}
+        _, key, *place = _NUMPY_STATE(legacy=True)
+        self._states = {"python": _PYTHON_STATE(), "numpy": (np.asarray(key).tobytes(), *place)}
         return tuple(name for name, state in before.items() if state != self._states[name])
 
     def _place(self) -> tuple[str, str, str]:
