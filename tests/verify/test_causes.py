@@ -1,4 +1,4 @@
-"""The documented evidence of causes, and scripts of others, each with one fault and its clean twin."""
+"""The documented evidence of causes, and scripts of others, each with one fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = tomllib.loads((KEPT / "expected.toml").read_text())
 QUICK = ("step_count", "accum_window", "mf_partial")
 
 
-def test_most_kept_scripts_get_the_right_cause() -> None:
+def test_the_table_expects_the_right_cause_of_most_kept_scripts() -> None:
     assert set(ROWS) == {path.stem for path in KEPT.glob("*.py")}
     assert sum("cause" in row for row in ROWS.values()) >= 15
 

@@ -135,7 +135,7 @@ class TimeLimitError(Exception):
 
 
 class RunServer:
-    """A server, for runs on up to `processes` ranks. It starts at once and imports by itself."""
+    """Start a server for runs on up to `processes` ranks, which imports in the background."""
 
     def __init__(self, folder: Path, *, hash_seed: int, processes: int) -> None:
         self._output = folder / f"output-{hash_seed}.txt"
