@@ -194,21 +194,22 @@ def mutate(patch: pytest.MonkeyPatch, mutation: str) -> None:
     """Make one of the mistakes that were reported of other libraries."""
 
     def twice(context: Any, gradient: Tensor) -> Any:
-        return 2 * context.by.moved(gradient, *context.sizes), None, None, None
+        return 2 * received(context, gradient)[0], None, None
 
     def lost(context: Any, gradient: Tensor) -> Any:
-        return torch.zeros_like(context.by.moved(gradient, *context.sizes)), None, None, None
+        return torch.zeros_like(received(context, gradient)[0]), None, None
 
     def without_router(
         self: Any, module: Any, hidden: Tensor, index: Tensor, weights: Tensor, *keys: Any
     ) -> Any:
         return dispatched(self, module, hidden, index, weights.detach(), *keys)
 
+    received = exchange._Started.backward
     dispatched, group = experts.DividedExperts._dispatched, mesh_reducer.summing_group
     if mutation == "gradients times the degree":
-        patch.setattr(exchange._Rows, "backward", staticmethod(twice))
+        patch.setattr(exchange._Started, "backward", staticmethod(twice))
     elif mutation == "gradients of tokens lost":
-        patch.setattr(exchange._Rows, "backward", staticmethod(lost))
+        patch.setattr(exchange._Started, "backward", staticmethod(lost))
     elif mutation == "no gradient of the router":
         patch.setattr(experts.DividedExperts, "_dispatched", without_router)
     elif mutation == "experts summed over all ranks":

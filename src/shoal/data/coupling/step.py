@@ -50,6 +50,7 @@ class CoupledStep:
         rows: Samples in the tensors of `micro`, with those that a pipeline adds as padding.
         calls: The number of calls of each layer in this micro-batch.
         recorded: The sums that each layer has recorded since the batch began.
+        applied: The number of batches whose sums were applied.
     """
 
     def __init__(self, world: World) -> None:
@@ -57,6 +58,7 @@ class CoupledStep:
         self.rows = 0
         self.calls: dict[nn.Module, int] = {}
         self.recorded: dict[nn.Module, Recorded] = {}
+        self.applied = 0
         self.group: dist.ProcessGroup | None = None
         self._couplings: weakref.WeakSet[Coupling] = weakref.WeakSet()
         self._world = world
@@ -114,6 +116,7 @@ class CoupledStep:
 
         Only now: no layer sees a state that depends on where the batch was cut.
         """
+        self.applied += 1
         if self.recorded:  # on all ranks or on none
             with torch.no_grad():
                 self._apply_recorded()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from shoal.strategies.expert_parallel.exchange import Exchange, Linked
 from shoal.strategies.expert_parallel.keyed_draws import KeyedDraws, Keys
 from shoal.strategies.expert_parallel.parts import experts_in, number_of_experts, some_experts
 from shoal.strategies.expert_parallel.routed_tokens import RoutedTokens
+from shoal.strategies.expert_parallel.shared_expert import SharedForward, shared_experts
 from shoal.strategies.idle_experts import ATTRIBUTE, COUNT
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.random_draws.draws import constant_draws
@@ -116,18 +117,20 @@ def _check_rows(name: str, module: nn.Module, degree: int) -> None:
             )
 
 
-def divide(name: str, module: nn.Module, world: World) -> None:
+def divide(name: str, module: nn.Module, parent: nn.Module, world: World) -> None:
     """Keep this rank's experts of `module`, and send tokens to their experts in its forward."""
     divided = DividedExperts(name, module, world)
     divided.routed.attach(module)
+    shared: tuple[SharedForward, ...] = ()
     if world.layout.degree("expert") > 1:
         if world.layout.degree("shard") > 1:
             _check_rows(name, module, world.layout.degree("expert"))
         object.__setattr__(module, ATTRIBUTE, divided)
         _distribute(module, world)
+        shared = shared_experts(parent, world)
     else:
         module.register_forward_pre_hook(divided.routed.before_forward)
-    module.forward = _ExpertsForward(module, divided)
+    module.forward = _ExpertsForward(module, divided, shared)
 
 
 def _check_arguments(name: str, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
@@ -162,13 +165,17 @@ class _ExpertsForward:
     forward of their class.
     """
 
-    def __init__(self, module: nn.Module, divided: DividedExperts) -> None:
+    def __init__(
+        self, module: nn.Module, divided: DividedExperts, shared: tuple[SharedForward, ...] = ()
+    ) -> None:
         self._module = module
         self._divided = divided
+        self._shared = shared
 
     def __call__(self, *given: Tensor, **named: Tensor) -> Tensor:
         """Return the output of the experts."""
-        result: Tensor = _uncompiled(self._divided, self._module, *given, **named)
+        shared = () if torch.compiler.is_compiling() else self._shared
+        result: Tensor = _uncompiled(self._divided, self._module, shared, *given, **named)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ExpertsForward:
@@ -178,9 +185,15 @@ class _ExpertsForward:
         return getattr, (self._module, "forward")
 
 
-def _call(divided: DividedExperts, module: nn.Module, *given: Tensor, **named: Tensor) -> Tensor:
+def _call(
+    divided: DividedExperts,
+    module: nn.Module,
+    shared: tuple[SharedForward, ...],
+    *given: Tensor,
+    **named: Tensor,
+) -> Tensor:
     bound = inspect.signature(type(module).forward).bind(module, *given, **named)
-    return divided(*bound.args)
+    return divided(shared, *bound.args)
 
 
 _uncompiled = torch.compiler.disable(_call)
@@ -207,7 +220,14 @@ class DividedExperts:
     def __deepcopy__(self, memo: object) -> DividedExperts:
         return self  # a copied module is on the same ranks
 
-    def __call__(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self,
+        shared: tuple[SharedForward, ...],
+        module: nn.Module,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, of all ranks."""
         values = hidden.detach(), index, weights.detach()
         traced = has_no_values(hidden)
@@ -223,7 +243,10 @@ class DividedExperts:
             self._checked = True
         if self._exchange.group is not None:
             self.routed.add(module, index)
-        return self._dispatched(module, hidden, index, weights, self._keyed.keys(module, len(hidden)))
+        keys = self._keyed.keys(module, len(hidden))
+        possible = [each.before_experts(hidden) for each in shared]
+        meanwhile = [each for each in possible if each is not None]
+        return self._dispatched(module, hidden, index, weights, keys, meanwhile)
 
     def _dispatched(
         self,
@@ -232,6 +255,7 @@ class DividedExperts:
         index: Tensor,
         weights: Tensor,
         keys: Keys | None = None,
+        meanwhile: Sequence[Callable[[], None]] = (),
     ) -> Tensor:
         _check_arguments(self.name, hidden, index, weights)
         tokens, choices = index.shape
@@ -244,7 +268,7 @@ class DividedExperts:
         sizes = torch.stack((counts.view_as(arriving).sum(1), arriving.sum(1)))
         sent, received = sizes.tolist()  # the only values that the host reads
         order = order[: sum(sent)]
-        rows = self._exchange(hidden[order // choices], sent, received)
+        rows = self._exchange(hidden[order // choices], sent, received, meanwhile)
         if keys is not None:
             positions = self._exchange.moved(keys.positions[order // choices], sent, received)
             keys = keys._replace(positions=positions)

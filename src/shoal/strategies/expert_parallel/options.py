@@ -56,7 +56,7 @@ class ExpertParallel:
         experts = find_experts(model, self.modules, world.layout.degree("expert"))
         move_allocated(model, world.device)
         for name, module in experts.items():
-            divide(name, module, world)
+            divide(name, module, model.get_submodule(name.rpartition(".")[0]), world)
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Divide the experts, and return an engine that sums gradients over ranks."""
