@@ -51,6 +51,18 @@ class Shared(nn.Linear):
         return noted
 
 
+class OneName(Mixture):
+    """A mixture that forgets the tokens of its experts, as DeepSeek-V3 of transformers does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x
+        weights, index = self.router(x.flatten(0, -2)).softmax(-1).topk(2)
+        x = x.flatten(0, -2)
+        x = self.experts(x, index, weights)
+        result: Tensor = x.view_as(before) + self.shared(before)
+        return result
+
+
 class SharedFirst(Mixture):
     """A mixture that calls the shared expert ahead of the others, as Qwen2-MoE does."""
 
@@ -121,10 +133,11 @@ AFTER, AHEAD = "sent arrived sent arrived shared", "sent shared arrived sent arr
     [
         (Mixture, False, AHEAD, "sent arrived sent shared arrived"),
         (Mixture, True, f"{AHEAD} {AHEAD}", "sent arrived sent shared arrived"),
+        (OneName, False, AHEAD, "sent arrived sent shared arrived"),
         (SharedFirst, False, "shared sent arrived sent arrived", AFTER),
         (OtherInput, False, AFTER, "shared sent arrived sent arrived"),
     ],
-    ids=["layer's input", "recomputed", "called first", "other input"],
+    ids=["layer's input", "recomputed", "one name", "called first", "other input"],
 )
 def test_the_shared_expert_computes_while_tokens_are_sent(
     two: Ranks, make: type[Mixture], recompute: bool, forward: str, backward: str

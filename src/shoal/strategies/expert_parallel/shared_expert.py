@@ -36,6 +36,20 @@ def shared_experts(layer: nn.Module, world: World) -> tuple[SharedForward, ...]:
     return found
 
 
+class Computed:
+    """The outputs of one layer that were computed ahead, with what they depend on.
+
+    Recomputing activations ends before it calls for them; the next layer drops them.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.outputs: dict[SharedForward, tuple[Tensor, tuple[Any, ...]]] = {}
+
+    def close(self) -> None:
+        """Forget them."""
+        self.outputs.clear()
+
+
 def _nothing() -> None:
     return None
 
@@ -48,43 +62,49 @@ class SharedForward:
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self.module = module
-        self.of_layer: Callable[[], Tensor | None] = _nothing
+        self._of_layer: Callable[[], Tensor | None] = _nothing
         self._of_experts: Callable[[], Tensor | None] = _nothing
         self._step = world.service(CoupledStep)
-        self._output: tuple[Tensor, tuple[Any, ...]] | None = None
+        self._computed = world.service(Computed)
         self._observed: tuple[int, bool] | None = None
         self._ahead = False
+        self._follows = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return getattr, (self.module, "forward")
 
+    def before_layer(self, given: object) -> None:
+        """Note the input of the layer."""
+        self._of_layer = weakref.ref(given) if isinstance(given, Tensor) else _nothing
+        self._follows = False
+        self._computed.outputs.clear()
+
     def before_experts(self, hidden: Tensor) -> Callable[[], None] | None:
         """Expect a call; return a function that computes its output now, or None."""
-        self._of_experts, self._output = weakref.ref(hidden), None
+        self._of_experts, self._follows = weakref.ref(hidden), True
         trains = self.module.training and torch.is_grad_enabled()
         if self._observed is None or not trains or call_hooks(self.module):
             return None
         step, from_layer = self._observed
         if not in_backward():  # a recomputed forward pass has the order of the first one
             self._ahead = step != self._step.applied
-        given = self.of_layer() if from_layer else hidden
+        given = self._of_layer() if from_layer else hidden
         return partial(self._compute, given) if self._ahead and given is not None else None
 
     def _compute(self, given: Tensor) -> None:
         context = _context(given)
-        self._output = type(self.module).forward(self.module, given), context
+        self._computed.outputs[self] = type(self.module).forward(self.module, given), context
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         """Return the output of the shared expert."""
         forward = partial(type(self.module).forward, self.module)
-        if torch.compiler.is_compiling() or named or len(given) != 1:
+        alone = len(given) == 1 and isinstance(given[0], Tensor) and not named
+        if torch.compiler.is_compiling() or not alone:
             return forward(*given, **named)
-        of_experts, computed = self._of_experts(), self._output
-        self._of_experts, self._output = _nothing, None
-        if of_experts is None:
-            return forward(*given)
-        from_layer = given[0] is self.of_layer()
-        same = from_layer or given[0] is of_experts
+        computed = self._computed.outputs.pop(self, None)
+        from_layer = given[0] is self._of_layer()
+        same = self._follows and (from_layer or given[0] is self._of_experts())
+        self._follows = False
         if computed is not None and same and computed[1] == _context(given[0]):
             return computed[0]
         draws = CURRENT_DRAWS.get()
@@ -112,6 +132,6 @@ class _LayerHook:
         return _LayerHook, ()
 
     def __call__(self, layer: nn.Module, given: tuple[Any, ...]) -> None:
-        if given and isinstance(given[0], Tensor) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             for each in self._shared:
-                each.of_layer = weakref.ref(given[0])
+                each.before_layer(given[0] if given else None)
