@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -35,3 +37,11 @@ def test_a_list_is_refused() -> None:
     assert caught.value.given == "modules=['stages.0']"
     assert caught.value.found.startswith("stages.0 is a ModuleList")
     assert '"stages.0.*"' in caught.value.fix
+
+
+@pytest.mark.parametrize(("modules", "fix"), [("stages.*.*", "stages.*.*"), (3, "blocks.*")])
+def test_one_name_is_not_a_sequence(modules: Any, fix: str) -> None:
+    with pytest.raises(shoal.StepError) as caught:
+        find_units(Stages(), modules)
+    assert caught.value.found == "it is not a sequence of names"
+    assert caught.value.fix == f'use modules=("{fix}",)'

@@ -22,6 +22,13 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Modu
     if patterns is None:
         return _repeated(model)
     given = f"modules={patterns!r}"
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        name = patterns if isinstance(patterns, str) else "blocks.*"
+        raise StepError(
+            given=given,
+            found="it is not a sequence of names",
+            fix=f'use modules=("{name}",)',
+        )
     # Not a set, whose order differs between processes.
     names = dict.fromkeys(name for pattern in patterns for name in named_like(model, pattern, given))
     deepest_first = sorted(names, key=lambda name: -name.count("."))
