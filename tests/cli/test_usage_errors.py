@@ -52,6 +52,7 @@ ONE = [
     ("run -n 2 --grace x train.py", "--grace x", "x is not a number", "--grace SECONDS"),
     ("run -n 2 --module=yes train.py", "--module=yes", "takes no value", "--module"),
     ("run -n 2 -q train.py", "-q", "no such option", "shoal run --help"),
+    ("run -n 2 python train.py", "python", "no file", "leave python out: shoal run -n 2 script.py"),
     ("run -n 2 -m train.py", "-m train.py", "no module train.py", "-m train"),
     ("submit train.py", "shoal submit train.py", "no time limit", "--time 20:00:00 train.py"),
     ("submit --time x train.py", "--time x", "not a duration", "--time 20:00:00"),

@@ -109,7 +109,9 @@ class Module:
 
 def find_script(path: str, command: str = "shoal run -n 2 script.py") -> str:
     """Return the path if it is a file. Raises LaunchError, with a command that takes one."""
-    check_file(LaunchError, path, path, fix=f"give the path of a Python file: {command}")
+    interpreter = os.path.basename(path).startswith("python")
+    fix = f"leave {path} out" if interpreter else "give the path of a Python file"
+    check_file(LaunchError, path, path, fix=f"{fix}: {command}")
     return path
 
 
