@@ -212,8 +212,10 @@ def sum_over(group: dist.ProcessGroup, parameters: Sequence[Tensor]) -> None:
     A rank without a gradient contributes zeros, because samples of other ranks may use the parameter.
     Parameters that no rank uses get none, so that an optimizer does not change them.
     """
-    unused = [parameter.grad is None for parameter in parameters]
-    everywhere = torch.tensor(unused, dtype=torch.uint8, device=parameters[0].device)
+    unused = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+    everywhere = torch.zeros(len(parameters), dtype=torch.uint8, device=parameters[0].device)
+    for number in unused:
+        everywhere[number] = 1  # on the device: a copy from the host would make the host wait
     works = [dist.all_reduce(everywhere, dist.ReduceOp.MIN, group, async_op=True)]
     with torch.no_grad():
         for parameter in parameters:
@@ -223,7 +225,7 @@ def sum_over(group: dist.ProcessGroup, parameters: Sequence[Tensor]) -> None:
     for work in works:
         if work is not None:
             work.wait()
-    if any(unused):  # values of a device are fetched only then
+    if unused:  # values of a device are fetched only then
         for parameter, none in zip(parameters, everywhere.tolist(), strict=True):
             if none:
                 parameter.grad = None
