@@ -15,7 +15,7 @@ from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.strategies.pipeline.schedules import timetable
 from shoal.tools.plan.machine.machines import Machine, find_machine
 from shoal.tools.plan.memory.estimate import estimate_memory
-from shoal.tools.plan.search.candidates import find_candidates
+from shoal.tools.plan.search.candidates import FixedOptions, find_candidates
 from shoal.tools.plan.search.search import Prediction, SearchResult, predict, search_plans
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.planned_step import FORMATS, PlannedStep, Recompute
@@ -187,7 +187,7 @@ def random_case(seed: int) -> tuple[Transformer, Machine, int, int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_bounds_are_below_predictions_and_memory_is_exact(seed: int) -> None:
     model, machine, devices, batch = random_case(seed)
-    candidates = find_candidates(model, machine, devices, batch, tuple(FORMATS))
+    candidates = find_candidates(model, machine, devices, batch, FixedOptions(precision="any"))
     memory = estimate_memory(model, candidates).total
     bounds = estimate_step(model, candidates, machine).total * (1 - 1e-9)
     draws = random.Random(seed)
@@ -202,7 +202,7 @@ def test_bounds_are_below_predictions_and_memory_is_exact(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_the_best_are_those_of_an_exhaustive_search(seed: int) -> None:
     model, machine, devices, batch = random_case(seed)
-    candidates = find_candidates(model, machine, devices, batch, ("mixed",))
+    candidates = find_candidates(model, machine, devices, batch)
     every = [predict(model, candidates.plan(n), machine) for n in range(len(candidates.rows))]
     fitting = sorted((e for e in every if e.memory.total <= machine.available), key=order)
     found = search_plans(model, machine, devices, batch)
@@ -224,7 +224,49 @@ def order(found: Prediction) -> tuple[float, float]:
     return found.time.total, found.memory.total
 
 
+def test_fixed_options_choose_among_all_configurations() -> None:
+    model = replace(MODEL, flash=0)
+    size = model, NODE, 8, 16
+    every = find_candidates(*size)
+    plans = [every.plan(number) for number in range(len(every.rows))]
+    for asked in (
+        {"layout": "shard=4,tensor=2"},
+        {"layout": "pipeline=2,shard=4", "schedule": "zbv"},
+        {"micro_batch": 2, "recompute": "selective"},
+    ):
+        fixed = FixedOptions(**asked)
+        found = find_candidates(*size, fixed)
+        own = [each for each in plans if all(str(getattr(each, a)) == str(v) for a, v in asked.items())]
+        assert own
+        assert [found.plan(number) for number in range(len(found.rows))] == own, asked
+
+
+def test_a_layout_or_options_that_are_not_valid() -> None:
+    model = replace(MODEL, tied=0)
+    for layout, batch, found, fix in (
+        ("shard=4", 16, "4 processes", "--layout"),
+        ("shard=-1,tensor=3", 16, "multiple of 3", "--layout"),
+        ("tensor=8", 16, "tensor=8 does not divide 4 key and value heads", "use tensor=4"),
+        ("pipeline=8", 16, "pipeline=8 does not divide 4 layers", "use pipeline=4"),
+        ("context=2,pipeline=4", 16, "does not combine", "one of the two"),
+        ("expert=8", 16, "no experts", "trace your module"),
+        ("shard=8", 12, "do not divide 12 samples", "--batch 16"),
+    ):
+        with pytest.raises(ShoalError, match=found) as caught:
+            search_plans(replace(model, kv_heads=4), NODE, 8, batch, FixedOptions(layout=layout))
+        assert fix in caught.value.fix, layout
+    with pytest.raises(ShoalError, match="two stages"):
+        search_plans(MODEL, NODE, 8, 16, FixedOptions(layout="pipeline=4,shard=2"))
+    for fixed, fix in (
+        (FixedOptions(layout="shard=8", micro_batch=4), "--micro-batch 1 or 2"),
+        (FixedOptions(layout="shard=4,pipeline=2", schedule="zbv", recompute="full"), "compute none"),
+    ):
+        with pytest.raises(ShoalError, match="no configuration") as caught:
+            search_plans(model, NODE, 8, 16, fixed)
+        assert fix in caught.value.fix
+
+
 def test_rows_are_distinct() -> None:
     model, machine, devices, batch = random_case(3)
-    rows = find_candidates(model, machine, devices, batch, tuple(FORMATS)).rows
+    rows = find_candidates(model, machine, devices, batch, FixedOptions(precision="any")).rows
     assert len(np.unique(rows, axis=0)) == len(rows)

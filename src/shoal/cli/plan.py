@@ -74,19 +74,25 @@ _MicroBatch = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Samples in a micro-batch, of a traced model or the run of --check (default: the local "
-        "batch).",
+        help="Samples in a micro-batch. Default: the fastest; of a traced model or the run of --check, "
+        "the local batch.",
     ),
 ]
 _Recompute = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="KIND",
-        help="Recomputation in a traced model or the run of --check: none, selective, full.",
+        help="Recomputation: none, selective, full. Default: the fastest; of a traced model or the run "
+        "of --check, none.",
     ),
 ]
 _Layout = Annotated[
-    str, typer.Option(metavar="LAYOUT", help="Layout of a traced model, as for shoal.init.")
+    str | None,
+    typer.Option(
+        metavar="LAYOUT",
+        help="Layout as for shoal.init, or auto for all. Default: auto; of a traced model, "
+        "replicate=-1.",
+    ),
 ]
 _SplitPoints = Annotated[
     str,
@@ -96,8 +102,12 @@ _SplitPoints = Annotated[
     ),
 ]
 _Schedule = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Schedule of a traced pipeline or the run of --check."),
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Schedule of pipelines. Default: the fastest; of a traced model or the run of --check, "
+        "1f1b.",
+    ),
 ]
 _Measure = Annotated[
     bool,
@@ -174,10 +184,10 @@ def plan(
     check: _Check = None,
     update: _Update = False,
     micro_batch: _MicroBatch = None,
-    recompute: _Recompute = "none",
-    layout: _Layout = "replicate=-1",
+    recompute: _Recompute = None,
+    layout: _Layout = None,
     split_points: _SplitPoints = "",
-    schedule: _Schedule = "1f1b",
+    schedule: _Schedule = None,
     measure: _Measure = False,
     training: _Training = None,
     what_if: _WhatIf = None,
@@ -190,7 +200,8 @@ def plan(
 ) -> None:
     """Predict layout, step time and memory.
 
-    Find the fastest layout of a transformer from its dimensions; exit with 1 if no configuration fits.
+    Find the fastest layout of a transformer from its dimensions, or predict one (--layout); exit with 1
+    if no configuration fits.
     With a function that returns a model, predict memory and step time of a rank in one layout, or with
     --layout auto in all with at most two axes. --check compares a prediction with the steps of a run.
     --training simulates the training: queue, saves, failures, restarts. --try measures layouts
@@ -209,7 +220,7 @@ def plan(
         top=top,
         run=check,
         micro_batch=micro_batch,
-        recompute=cast("Recompute", recompute),
+        recompute=cast("Recompute | None", recompute),
         layout=layout,
         split_points=tuple(filter(None, split_points.split(","))),
         schedule=schedule,
