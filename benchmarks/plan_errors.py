@@ -19,7 +19,7 @@ from shoal.tools.plan.time.known_step import known_machine
 from shoal.tools.plan.time.step_error import PARTS, StepErrors, published_errors, quantile
 from shoal.tools.plan.time.step_time import OVERHEAD, StepParts, estimate_step
 
-LIMITED = ("h100-sxm", "h200", "b200")
+LIMITED = ("h100-sxm", "h200", "b200", "b300", "gb200", "gb300")
 """Devices whose clock falls at the limit of power in long runs."""
 SUSTAINED = find_machine(LIMITED[0]).efficiency.product
 """The present efficiency of products of the first of them."""

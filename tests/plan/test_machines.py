@@ -26,6 +26,11 @@ def test_the_catalogue() -> None:
     machines = machine_catalogue()
     assert machines["a100-80"].memory_bandwidth == 2039e9
     assert machines["h100-sxm"].half == 989.5e12
+    assert (machines["a100-80"].per_host, machines["gb200"].per_host, machines["gb200"].devices) == (
+        8,
+        4,
+        72,
+    )
     assert all(each.source and each.network <= each.link for each in machines.values())
 
 

@@ -293,7 +293,7 @@ def _submit_plan(
         )
     plan, machine = best[number - 1].plan, options.machine
     devices = plan.layout.size
-    per_node = min(machine.devices, devices)
+    per_node = min(machine.per_host, devices)
     if devices % per_node:
         raise ShoalError(
             given=f"-n {devices} --submit",

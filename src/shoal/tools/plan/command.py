@@ -237,7 +237,7 @@ def _command(count: int, machine: Machine, program: str, arguments: Sequence[str
     """Return the command that starts a script on this machine, or on the nodes of the job."""
     if job_nodes() == 1:
         return shoal_command("run", "-n", str(count), program, "--", *arguments)
-    per_node = min(machine.devices, count)
+    per_node = min(machine.per_host, count)
     size = [f"--nodes={math.ceil(count / per_node)}", f"--ntasks={count}"]
     tasks = [*size, f"--ntasks-per-node={per_node}"]
     return ["srun", *tasks, *script_command(program, *arguments)]
@@ -249,11 +249,11 @@ def _check_devices(count: int, machine: Machine) -> None:
     from shoal.util import accelerator
 
     nodes = job_nodes()
-    if 1 < nodes < math.ceil(count / machine.devices):
+    if 1 < nodes < math.ceil(count / machine.per_host):
         raise ShoalError(
             given=f"-n {count} --machine {machine.name} --try",
-            found=f"the job has {counted(nodes, 'node')}, of {counted(machine.devices, 'device')} each",
-            fix=f"use -n {nodes * machine.devices}, or a job with more nodes",
+            found=f"the job has {counted(nodes, 'node')}, of {counted(machine.per_host, 'device')} each",
+            fix=f"use -n {nodes * machine.per_host}, or a job with more nodes",
         )
     if machine.is_cpu:
         return

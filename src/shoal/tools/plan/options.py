@@ -95,7 +95,7 @@ class PlanOptions:
         if self.training is None:
             return None
         machine = self.machine
-        measured = fill_in_measured(self.training, devices, machine.devices, gpus=not machine.is_cpu)
+        measured = fill_in_measured(self.training, devices, machine.per_host, gpus=not machine.is_cpu)
         print_line(plain_console(stderr=True), *measured[1])
         return parse_training(measured[0])
 
