@@ -31,12 +31,13 @@ PRIOR: Mapping[str, float] = {
     "host": 0.22,
     "communication": 0.15,
     "attention": 0.15,
+    "fp8": 0.3,
 }
 """Standard deviations before any table is seen, each known up to a factor of about two."""
 UNKNOWN = 0.15
 """That of a machine without rows: the H100 differs by 0.2 from its fastest product, the A100 by 0."""
 FITTED = ("source", "step", "communication", "attention")
-"""Those that are derived from tables. One table can't tell that of the host."""
+"""Those that are derived from tables. One table can't tell that of the host or of FP8."""
 _DOUBT = math.log(1.4)
 _GRID = np.exp(np.linspace(-1.2, 1.2, 13))
 
@@ -120,8 +121,8 @@ def sample(rows: Sequence[Row]) -> list[Row]:
 
 
 def derive(tables: Mapping[str, Sequence[Row]]) -> Constants:
-    """Return the constants from some tables."""
-    few = {name: sample(rows) for name, rows in tables.items()}
+    """Return the constants from some tables, without those in FP8."""
+    few = {name: sample(rows) for name, rows in tables.items() if not rows[0].plan.numbers.fp8}
     limited = [rows for rows in few.values() if rows[0].machine.name in LIMITED]
     others = [rows for rows in few.values() if rows[0].machine.name not in LIMITED]
     rates = Rates(SUSTAINED, HOST)

@@ -78,7 +78,7 @@ def test_a_given_layout() -> None:
 
 
 def test_an_unknown_precision() -> None:
-    error = plan_error("plan", "--model", "gpt2", "--precision", "fp8")
+    error = plan_error("plan", "--model", "gpt2", "--precision", "int4")
     assert "--precision mixed" in error.fix
 
 

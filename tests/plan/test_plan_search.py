@@ -266,6 +266,30 @@ def test_a_layout_or_options_that_are_not_valid() -> None:
         assert fix in caught.value.fix
 
 
+def test_only_products_of_layers_are_in_fp8() -> None:
+    model, plan = (
+        parse_model("llama-8b"),
+        PlannedStep(layout=Layout(shard=8), global_batch=64, micro_batch=2),
+    )
+    machine = find_machine("h100-sxm")
+    mixed, fp8 = (predict(model, replace(plan, precision=each), machine) for each in ("mixed", "fp8"))
+    assert fp8.memory == mixed.memory
+    before, after = mixed.time.parts, fp8.time.parts
+    assert machine.fp8 is not None
+    ratio = machine.half / machine.fp8
+    assert after["fp8"] == pytest.approx((before["products"] - after["products"]) * ratio)
+    assert 0 < after["products"] < 0.2 * before["products"]
+    assert after["memory"] > before["memory"]
+    assert after["attention"] == before["attention"]
+    assert 0.6 < fp8.step_seconds / mixed.step_seconds < 0.9
+    for name in ("fp8", "any"):
+        fixed = FixedOptions(precision=name, layout="shard=8")
+        found = search_plans(model, machine, 8, 64, fixed).best[0].plan.precision
+        assert found == "fp8"
+    with pytest.raises(ShoalError, match="no rate of FP8"):
+        find_candidates(model, NODE, 8, 64, FixedOptions(precision="fp8"))
+
+
 def test_rows_are_distinct() -> None:
     model, machine, devices, batch = random_case(3)
     rows = find_candidates(model, machine, devices, batch, FixedOptions(precision="any")).rows

@@ -50,8 +50,9 @@ _Precision = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="mixed (16 bits with float32 parameters), fp16 (the same with 16-bit gradients), half "
-        "(16 bits only), fp32, or any to try all (not for a traced model).",
+        help="mixed (16 bits with float32 parameters), fp8 (the same with linear layers in 8 bits), "
+        "fp16 (with 16-bit gradients), half (16 bits only), fp32, or any to try all. Not of a traced "
+        "model: fp8, any.",
     ),
 ]
 _Top = Annotated[

@@ -248,12 +248,12 @@ def _check_devices(count: int, machine: Machine) -> None:
 
     from shoal.util import accelerator
 
-    nodes = job_nodes()
-    if 1 < nodes < math.ceil(count / machine.per_host):
+    nodes, each = job_nodes(), machine.per_host
+    if 1 < nodes < math.ceil(count / each):
         raise ShoalError(
             given=f"-n {count} --machine {machine.name} --try",
-            found=f"the job has {counted(nodes, 'node')}, of {counted(machine.per_host, 'device')} each",
-            fix=f"use -n {nodes * machine.per_host}, or a job with more nodes",
+            found=f"the job has {counted(nodes, 'node')}, of {counted(each, 'device')} each",
+            fix=f"use -n {nodes * each}, or a job with more nodes",
         )
     if machine.is_cpu:
         return

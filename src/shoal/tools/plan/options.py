@@ -109,7 +109,8 @@ class PlanOptions:
                 fix="use --model hidden=…,layers=…,heads=…,vocab=…,seq=…, or for a module, train with "
                 'shoal.Run(…, plan="plan.json")',
             )
-        known = (*FORMATS, *(() if self.traced else (ANY_PRECISION,)))
+        known = [name for name, each in FORMATS.items() if not (self.traced and each.fp8)]
+        known += [] if self.traced else [ANY_PRECISION]
         check_value = partial(check_choice, ShoalError, "shoal plan")
         check_value("--precision", self.precision, known)
         check_value("--recompute", self.recompute or "none", RECOMPUTES)

@@ -229,12 +229,19 @@ def find_candidates(
 ) -> Candidates:
     """Return all configurations that Shoal can run. There is none if no layout is valid.
 
-    Raises ShoalError for a fixed layout that is not valid.
+    Raises ShoalError for a fixed layout that is not valid, and for FP8 on a machine without it.
     """
+
+    machine.check_precision(fixed.precision)
+    formats = [
+        number
+        for number, each in enumerate(_PRECISIONS)
+        if fixed.precision in (each, ANY_PRECISION) and (machine.fp8 or not FORMATS[each].fp8)
+    ]
 
     @cache
     def choices(local: int, pipeline: int, sharded: bool) -> Integers:
-        return np.array(list(_choices(model, local, pipeline, sharded, fixed)), np.int64)
+        return np.array(list(_choices(model, local, pipeline, sharded, fixed, formats)), np.int64)
 
     layouts: Iterable[Layout] = valid_layouts(model, machine, devices, batch)
     if fixed.layout is not None:
@@ -249,12 +256,14 @@ def find_candidates(
 
 
 def _choices(
-    model: Transformer, local: int, pipeline: int, sharded: bool, fixed: FixedOptions
+    model: Transformer,
+    local: int,
+    pipeline: int,
+    sharded: bool,
+    fixed: FixedOptions,
+    formats: Sequence[int],
 ) -> Iterator[tuple[int, ...]]:
     """Yield the columns of all configurations of one layout after its degrees."""
-    formats = [
-        number for number, each in enumerate(_PRECISIONS) if fixed.precision in (each, ANY_PRECISION)
-    ]
     for micro in divisors(local):
         if fixed.micro_batch not in (None, micro):
             continue

@@ -18,7 +18,12 @@ from shoal.util.errors import ShoalError
 
 _COMPUTATION = ("product", "attention", "memory")
 _LINKS = ("link", "network")
-_PARTS = {"attention": ("attention",), "communication": _LINKS, "host": ("launch", "host")}
+_PARTS = {
+    "attention": ("attention",),
+    "communication": _LINKS,
+    "host": ("launch", "host"),
+    "fp8": ("product",),
+}
 _SECONDS = ("launch", "host")
 """Efficiencies in seconds; the others are fractions of a rate."""
 _EXAMPLE = '--known-step-time "7.4 layout=shard=8 batch=64 micro_batch=2"'
@@ -130,6 +135,7 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
     recompute, precision = values.get("recompute", "none"), values.get("precision", "mixed")
     if recompute not in RECOMPUTES or precision not in FORMATS:
         raise _wrong(text, f"recompute {recompute!r} or precision {precision!r} is unknown")
+    machine.check_precision(precision)
     layout = Layout.parse(values["layout"])
     layout = layout.resolve(math.prod(max(1, each) for each in vars(layout).values()))
     batch = int(values["batch"])

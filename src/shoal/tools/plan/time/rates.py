@@ -31,6 +31,7 @@ class ComputeSeconds(Amounts):
     memory: Quantity = 0.0
     launch: Quantity = 0.0
     host: Quantity = 0.0
+    fp8: Quantity = 0.0
 
     @property
     def total(self) -> Quantity:
@@ -42,6 +43,7 @@ def compute_seconds(work: Work, plan: PlannedStep, machine: Machine) -> ComputeS
     """Return the seconds of some work on one device."""
     rates, peak = machine.efficiency, peak_rate(plan, machine)
     products = work.products / (rates.product * peak)
+    fp8 = work.fp8_products / (rates.product * (machine.fp8 or machine.half))
     convolutions = work.convolutions / (rates.convolution * peak)
     attention = work.attention / (rates.attention * peak)
     memory = (work.product_bytes + work.traffic) / (rates.memory * machine.memory_bandwidth)
@@ -49,9 +51,9 @@ def compute_seconds(work: Work, plan: PlannedStep, machine: Machine) -> ComputeS
     if machine.is_cpu:  # the host computes
         return ComputeSeconds(products, convolutions, attention, memory, 0.0, host)
     launch = work.operations * rates.launch
-    device = products + convolutions + attention + memory + launch
+    device = products + convolutions + attention + memory + launch + fp8
     waited = (device**4 + host**4) ** 0.25 - device
-    return ComputeSeconds(products, convolutions, attention, memory, launch, waited)
+    return ComputeSeconds(products, convolutions, attention, memory, launch, waited, fp8)
 
 
 def peak_rate(plan: PlannedStep, machine: Machine) -> Quantity:

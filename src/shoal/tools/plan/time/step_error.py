@@ -25,11 +25,13 @@ _REASONS = {
     "host": "layers this small wait for the host",
     "communication": "most of the step is communication",
     "attention": "most of the step is attention",
+    "fp8": "steps in FP8 differ in their casts and scales",
 }
 PARTS: Mapping[str, tuple[str, ...]] = {
     "host": ("launch",),
     "communication": ("tensor", "context", "pipeline", "data"),
     "attention": ("attention",),
+    "fp8": ("fp8",),
 }
 """The parts of a step with an uncertainty of their own, and how `StepParts` names them."""
 
@@ -56,8 +58,8 @@ class StepErrors:
         return self.source**2 + sum(common) + self.machine**2 * one["machine"] * other["machine"]
 
     def alone(self, one: Mapping[str, float]) -> float:
-        """Return the variance that a step has alone: half of the host's error is of its layers."""
-        return self.step**2 + (self.parts["host"] / 2 * one["host"]) ** 2
+        """Return the variance that a step has alone: half of the errors of the host and of FP8."""
+        return self.step**2 + sum((self.parts[name] / 2 * one[name]) ** 2 for name in ("host", "fp8"))
 
     def variance(self, one: Mapping[str, float], known: Mapping[str, float] | None = None) -> float:
         """Return the variance of a step, also of one whose source has a known step."""

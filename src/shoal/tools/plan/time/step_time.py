@@ -27,7 +27,7 @@ from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
 from shoal.tools.plan.work.slowest import slowest
 from shoal.tools.plan.work.transformer import Transformer
 
-_PASSES = ("products", "convolutions", "attention", "memory", "recompute", "launch")
+_PASSES = ("products", "fp8", "convolutions", "attention", "memory", "recompute", "launch")
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,7 @@ def estimate_step(
     overhead = 0.0 if plan.split_sends or machine.is_cpu else OVERHEAD
     return StepParts.of(
         products=passes.products,
+        fp8=passes.fp8,
         attention=passes.attention,
         memory=passes.memory,
         recompute=again,
@@ -200,7 +201,7 @@ def pipeline_bubble(
     ranks, stages, count = plan.layout.pipeline, plan.stages, plan.micro_batches
     each, head = layers / (ranks * stages), layer.head
     backward = each * (layer.total - layer.forward_total)
-    weights = each * layer.backward.products / 2
+    weights = each * (layer.backward.products + layer.backward.fp8) / 2
     usual = {
         "F": each * layer.forward_total,
         "B": backward,

@@ -55,18 +55,31 @@ class TransformerWork:
     overlapped: tuple[Work, Work]
 
 
-def product_work(shape: Shape, size: Quantity, units: int | None) -> Work:
-    """Return the work of one matrix product of numbers of `size` bytes."""
+_CAST_BYTES, _CAST_OPERATIONS = 5, 2
+"""Of a cast of a number from 16 to 8 bits: it is read for the largest one, read again, and written."""
+
+
+def product_work(shape: Shape, size: Quantity, units: int | None, fp8: Quantity = 0) -> Work:
+    """Return the work of one matrix product of numbers of `size` bytes.
+
+    With `fp8`, its operands are cast to 8 bits (dynamic scales, as torchao has).
+    """
     rows, columns, inner = shape
-    moved = size * (rows * inner + inner * columns + rows * columns)
-    return Work(products=tiled_flops(rows, columns, inner, units), product_bytes=moved, operations=1)
+    flops, operands = tiled_flops(rows, columns, inner, units), rows * inner + inner * columns
+    return Work(
+        products=flops * (1 - fp8),
+        fp8_products=flops * fp8,
+        product_bytes=(size - fp8) * operands + size * rows * columns,
+        traffic=_CAST_BYTES * operands * fp8,
+        operations=1 + 2 * _CAST_OPERATIONS * fp8,
+    )
 
 
-def gradient_work(shape: Shape, size: Quantity, units: int | None) -> Work:
+def gradient_work(shape: Shape, size: Quantity, units: int | None, fp8: Quantity = 0) -> Work:
     """Return the work of both gradients of a matrix product: of its input and of its weights."""
     rows, columns, inner = shape
-    return product_work((rows, inner, columns), size, units) + product_work(
-        (columns, inner, rows), size, units
+    return product_work((rows, inner, columns), size, units, fp8) + product_work(
+        (columns, inner, rows), size, units, fp8
     )
 
 
@@ -84,8 +97,9 @@ def layer_products(model: Transformer, plan: PlannedStep) -> tuple[Shape, ...]:
 def transformer_work(model: Transformer, plan: PlannedStep, units: int | None) -> TransformerWork:
     """Return the work of one micro-batch, on a device with this many processors."""
     size, tensor, rows = plan.numbers.activation, plan.layout.tensor, plan.tokens(model.seq)
+    fp8 = plan.numbers.fp8
     shapes = layer_products(model, plan)
-    rest = sum((product_work(shape, size, units) for shape in shapes[:-1]), Work())
+    rest = sum((product_work(shape, size, units, fp8) for shape in shapes[:-1]), Work())
     # Read and written: two norms, the sum with the residual, its mask of dropout; the activation; heads
     # that plain attention transposes.
     residual = rows * model.hidden * (3 * size + model.dropout) / plan.slices
@@ -95,13 +109,13 @@ def transformer_work(model: Transformer, plan: PlannedStep, units: int | None) -
     times = EAGER if plan.eager else 1.0
     rest += Work(traffic=times * (residual + unsplit + split), operations=_OTHER_OPERATIONS)
     # The last product of the MLP, and the sum after it.
-    last = product_work(shapes[-1], size, units) + Work(traffic=times * residual, operations=1)
+    last = product_work(shapes[-1], size, units, fp8) + Work(traffic=times * residual, operations=1)
     attention = _attention_work(model, plan)
     forward = attention + rest + last
     # Products have two gradients; fused attention recomputes its scores: five products instead of
-    # four. Element-wise operations read one more tensor than forward.
+    # four. Element-wise operations read one more tensor than forward; three operands are cast, not two.
     backward = replace(
-        sum((gradient_work(shape, size, units) for shape in shapes), Work()),
+        sum((gradient_work(shape, size, units, fp8) for shape in shapes), Work()),
         attention=forward.attention * (2.5 if model.flash else 2),
         traffic=1.5 * forward.traffic,
         operations=2 * forward.operations,
@@ -110,7 +124,7 @@ def transformer_work(model: Transformer, plan: PlannedStep, units: int | None) -
     full = rest + last if model.dropout else rest
     again = attention * (plan.recompute != "none") + full * (plan.recompute == "full")
     overlapped = [
-        product_work((columns, inner, rows), size, units) for rows, columns, inner in shapes[::2]
+        product_work((columns, inner, rows), size, units, fp8) for rows, columns, inner in shapes[::2]
     ]
     table = model.embedding / tensor
     return TransformerWork(
