@@ -16,7 +16,6 @@ from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.tools.plan.check import RunCheck
-    from shoal.tools.plan.machine.machines import Machine
     from shoal.tools.plan.options import PlanOptions
     from shoal.tools.plan.search.search import Prediction
     from shoal.tools.plan.work.planned_step import Recompute
@@ -66,8 +65,7 @@ _Update = Annotated[
     bool,
     typer.Option(
         "--update",
-        help="With --check: move the efficiencies in the file of --machine half of the way to those "
-        "of the run.",
+        help="With --check: write the efficiencies that fit the run into the file of --machine.",
     ),
 ]
 _MicroBatch = Annotated[
@@ -139,7 +137,7 @@ _KnownStepTime = Annotated[
     typer.Option(
         metavar="STEP",
         help="A step of this model that was measured, in s or as MFU in %: '7.4 layout=shard=8 "
-        "batch=64', with micro_batch, recompute, precision. Predictions then fit it.",
+        "batch=64', with micro_batch, recompute, precision, schedule. Predictions then fit it.",
     ),
 ]
 _Submit = Annotated[
@@ -242,7 +240,7 @@ def plan(
     if found.run is None and not found.best:
         raise typer.Exit(1)
     if update and check is not None and found.run is not None:
-        _update(machine, options.machine, check, found.run)
+        _update(machine, check, found.run)
     if submit is not None:
         _submit_plan(found.best, submit, options, as_json=as_json)
 
@@ -263,12 +261,12 @@ def _check_files(html: Path | None, machine: str, *, updated: bool, run: Path | 
         )
 
 
-def _update(path: str, machine: Machine, run: Path, found: RunCheck) -> None:
-    """Change the efficiencies in a machine file towards those of a run, and print the changes."""
+def _update(path: str, run: Path, found: RunCheck) -> None:
+    """Write the efficiencies that fit a run into a machine file, and print the changes."""
     from shoal.tools.plan.check import efficiency_changes, update_machine_file
     from shoal.util.tables import plain_console, print_line
 
-    changes = efficiency_changes(found, machine)
+    changes = efficiency_changes(found)
     update_machine_file(path, run, changes)
     for each in changes:
         line = f"{path}: {each.name} {each.before:.4g} -> {each.after:.4g}"
