@@ -17,6 +17,7 @@ from shoal.tools.plan.machine.machines import Machine, find_machine
 from shoal.tools.plan.memory.estimate import estimate_memory
 from shoal.tools.plan.search.candidates import FixedOptions, find_candidates
 from shoal.tools.plan.search.search import Prediction, SearchResult, predict, search_plans
+from shoal.tools.plan.time.step_error import step_band
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.planned_step import FORMATS, PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer, parse_model
@@ -173,6 +174,8 @@ def random_case(seed: int) -> tuple[Transformer, Machine, int, int]:
         tied=draws.randrange(2),
         dropout=draws.randrange(2),
     )
+    if seed % 2:
+        model = replace(model, experts=4, choices=2)
     machine = find_machine(draws.choice(["a100-80", "h100-pcie", "rtx-4090", "cpu"]))
     memory = 1.5e9 + model.parameters * draws.choice([2, 8, 20, 100])
     machine = replace(
@@ -249,7 +252,7 @@ def test_a_layout_or_options_that_are_not_valid() -> None:
         ("tensor=8", 16, "tensor=8 does not divide 4 key and value heads", "use tensor=4"),
         ("pipeline=8", 16, "pipeline=8 does not divide 4 layers", "use pipeline=4"),
         ("context=2,pipeline=4", 16, "does not combine", "one of the two"),
-        ("expert=8", 16, "no experts", "trace your module"),
+        ("expert=8", 16, "no experts", "experts=8,choices=2"),
         ("shard=8", 12, "do not divide 12 samples", "--batch 16"),
     ):
         with pytest.raises(ShoalError, match=found) as caught:
@@ -288,6 +291,34 @@ def test_only_products_of_layers_are_in_fp8() -> None:
         assert found == "fp8"
     with pytest.raises(ShoalError, match="no rate of FP8"):
         find_candidates(model, NODE, 8, 64, FixedOptions(precision="fp8"))
+
+
+def test_experts_are_on_the_expert_axis_and_tokens_move_to_them() -> None:
+    model = parse_model("mixtral-8x7b,seq=4096")
+    machine = find_machine("h100-sxm")
+    # 12.9 G parameters are active (Jiang et al. 2024), without the embedding.
+    active = model.flops(1) / 6 / model.seq - 2 * model.layers * model.seq * model.hidden
+    assert active == pytest.approx(12.75e9, rel=0.005)
+    layouts = (Layout(expert=8), Layout(shard=2, expert=4), Layout(shard=8))
+    plans = [PlannedStep(layout=each, global_batch=64, micro_batch=1) for each in layouts]
+    apart, both, sharded = (predict(model, plan, machine) for plan in plans)
+    experts = model.layers * model.expert_weights
+    kept = (model.parameters - experts) + experts / 8, model.parameters / 8, model.parameters / 8
+    for found, parameters in zip((apart, both, sharded), kept, strict=True):
+        assert found.memory.kinds["optimizer"] == pytest.approx(8 * parameters)
+    tokens = replace(parse_model("llama-8b,seq=4096,vocab=32000"), ffn=2 * model.width)
+    dense = predict(tokens, plans[2], machine).time.parts
+    # The products are those of an MLP that is twice as wide.
+    assert apart.time.parts["products"] == pytest.approx(dense["products"], rel=0.01)
+    assert sharded.time.parts["experts"] == sharded.time.parts["imbalance"] == 0
+    assert 0 < both.time.parts["experts"] < apart.time.parts["experts"]
+    assert apart.time.parts["imbalance"] > 0
+    assert sharded.time.parts["data"] > both.time.parts["data"]
+    assert "no step with experts" in step_band(apart.time, machine).reasons[0]
+    for layout, fix in (("expert=-1,tensor=2", "the expert axis"), ("expert=16", "use expert=8")):
+        with pytest.raises(ShoalError) as caught:
+            search_plans(model, machine, 16, 64, FixedOptions(layout=layout))
+        assert fix in caught.value.fix
 
 
 def test_rows_are_distinct() -> None:

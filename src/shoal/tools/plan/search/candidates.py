@@ -158,22 +158,33 @@ def valid_layouts(model: Transformer, machine: Machine, devices: int, batch: int
         for context in divisors(node // tensor):
             rest = devices // (tensor * context)
             for pipeline in divisors(math.gcd(model.layers, rest)):
-                for shard in divisors(rest // pipeline):
+                for expert, shard in _data_degrees(model, rest // pipeline):
                     layout = Layout(
                         tensor=tensor,
                         context=context,
                         pipeline=pipeline,
+                        expert=expert,
                         shard=shard,
-                        replicate=rest // pipeline // shard,
+                        replicate=rest // pipeline // expert // shard,
                     )
                     if layout_problem(model, layout, batch) is None:
                         yield layout
 
 
+def _data_degrees(model: Transformer, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield the degrees of the expert and the shard axis for a number of data-parallel ranks."""
+    for expert in divisors(math.gcd(model.experts, ranks)) if model.experts else (1,):
+        for shard in divisors(ranks // expert):
+            yield expert, shard
+
+
 def layout_problem(model: Transformer, layout: Layout, batch: int) -> tuple[str, str] | None:
     """Return why a model can't be trained in a layout, and what helps; None if it can."""
-    if layout.expert > 1:
-        return "the model has no experts", "leave expert out, or trace your module: train.py:build"
+    if layout.expert > 1 and not model.experts:
+        return "the model has no experts", "leave expert out, or use --model …,experts=8,choices=2"
+    if layout.tensor > 1 and model.experts:
+        found = "tensor parallelism leaves experts whole"
+        return found, "use the expert axis, or trace your module: --model train.py:build"
     if layout.pipeline > 1 and layout.context > 1:
         return "Shoal does not combine a pipeline and context parallelism", "use one of the two axes"
     heads = model.key_heads
@@ -183,6 +194,7 @@ def layout_problem(model: Transformer, layout: Layout, batch: int) -> tuple[str,
         (model.seq, "tokens of a sample", "context"),
         (heads // layout.tensor, "key and value heads of a rank", "context"),
         (model.layers, "layers", "pipeline"),
+        (model.experts, "experts", "expert"),
     ):
         degree = layout.degree(axis)
         if count % degree:

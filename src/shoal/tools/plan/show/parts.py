@@ -98,6 +98,7 @@ _NAMES = {
     "fp8": "products in FP8",
     "tensor": "tensor parallel",
     "context": "context parallel",
+    "experts": "expert parallel",
     "bubble": "pipeline bubble",
     "pipeline": "pipeline sends",
     "data": "exposed data parallel",

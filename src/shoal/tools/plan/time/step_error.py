@@ -29,7 +29,7 @@ _REASONS = {
 }
 PARTS: Mapping[str, tuple[str, ...]] = {
     "host": ("launch",),
-    "communication": ("tensor", "context", "pipeline", "data"),
+    "communication": ("tensor", "context", "experts", "imbalance", "pipeline", "data"),
     "attention": ("attention",),
     "fp8": ("fp8",),
 }
@@ -72,7 +72,7 @@ class StepErrors:
     def fractions(self, step: StepParts, machine: Machine) -> dict[str, float]:
         """Return by which fraction of its own change each part changes a step.
 
-        `machine` is 1 without published steps.
+        `machine` is 1 without published steps, as of all models with experts.
         """
         total = float(step.total)
         found = {
@@ -81,7 +81,7 @@ class StepErrors:
         }
         # Layers take (device^4 + host^4)^(1/4), which is how much of a step follows the host.
         found["host"] = 1 - (1 - found["host"]) ** 4
-        return found | {"machine": float(not self.knows(machine))}
+        return found | {"machine": float("experts" in step.parts or not self.knows(machine))}
 
     def knows(self, machine: Machine) -> bool:
         """Return whether steps are published of a machine with the same processors."""
@@ -126,7 +126,8 @@ def step_band(step: StepParts, machine: Machine, errors: StepErrors | None = Non
     reasons = []
     if machine.known_step is None:
         if fractions["machine"]:
-            reasons.append(f"no step on {machine.name} is published")
+            what = "step with experts" if "experts" in step.parts else f"step on {machine.name}"
+            reasons.append(f"no {what} is published")
         large = [name for name in errors.parts if fractions[name] * errors.parts[name] > errors.source]
         reasons += [_REASONS[name] for name in large]
     total = float(step.total)

@@ -246,7 +246,10 @@ class PlannedStep:
             parts.append("shoal.ContextParallel()")
         if self.layout.tensor > 1:
             parts.append("shoal.TensorParallel(plan=…)")
-        parts.append(self._last_strategy())
+        if self.layout.expert > 1:
+            parts.append("shoal.ExpertParallel()")
+        if self.layout.expert == 1 or self.layout.pipeline > 1 or self.sharded:
+            parts.append(self._last_strategy())
         return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
 
     def _last_strategy(self) -> str:
