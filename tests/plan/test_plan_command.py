@@ -73,8 +73,8 @@ def test_a_given_layout() -> None:
         assert found["fits"] == (code == 0)
         first = [*found["best"], *found["rejected"]][0]
         assert (first["layout"], first["recompute"]) == (layout.replace("-1", "8"), "full")
-    error = plan_error(*words, "--layout", "shard=8", "--schedule", "zbv")
-    assert "no pipeline" in error.found
+    for option in (("--schedule", "zbv"), ("--stages", "2")):
+        assert "no pipeline" in plan_error(*words, "--layout", "shard=8", *option).found
 
 
 def test_an_unknown_precision() -> None:

@@ -234,7 +234,7 @@ def test_fixed_options_choose_among_all_configurations() -> None:
     plans = [every.plan(number) for number in range(len(every.rows))]
     for asked in (
         {"layout": "shard=4,tensor=2"},
-        {"layout": "pipeline=2,shard=4", "schedule": "zbv"},
+        {"layout": "pipeline=2,shard=4", "schedule": "zbv", "stages": 2},
         {"micro_batch": 2, "recompute": "selective"},
     ):
         fixed = FixedOptions(**asked)
@@ -263,6 +263,10 @@ def test_a_layout_or_options_that_are_not_valid() -> None:
     for fixed, fix in (
         (FixedOptions(layout="shard=8", micro_batch=4), "--micro-batch 1 or 2"),
         (FixedOptions(layout="shard=4,pipeline=2", schedule="zbv", recompute="full"), "compute none"),
+        (
+            FixedOptions(layout="shard=4,pipeline=2", schedule="1f1b", stages=2),
+            "--schedule interleaved",
+        ),
     ):
         with pytest.raises(ShoalError, match="no configuration") as caught:
             search_plans(model, NODE, 8, 16, fixed)

@@ -73,24 +73,21 @@ _MicroBatch = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Samples in a micro-batch. Default: the fastest; of a traced model or the run of --check, "
-        "the local batch.",
+        help="Samples in a micro-batch. Default: the fastest; traced or --check: the local batch.",
     ),
 ]
 _Recompute = Annotated[
     str | None,
     typer.Option(
         metavar="KIND",
-        help="Recomputation: none, selective, full. Default: the fastest; of a traced model or the run "
-        "of --check, none.",
+        help="Recomputation: none, selective, full. Default: the fastest; traced or --check: none.",
     ),
 ]
 _Layout = Annotated[
     str | None,
     typer.Option(
         metavar="LAYOUT",
-        help="Layout as for shoal.init, or auto for all. Default: auto; of a traced model, "
-        "replicate=-1.",
+        help="Layout as for shoal.init, or auto for all. Default: auto; traced: replicate=-1.",
     ),
 ]
 _SplitPoints = Annotated[
@@ -104,8 +101,15 @@ _Schedule = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Schedule of pipelines. Default: the fastest; of a traced model or the run of --check, "
-        "1f1b.",
+        help="Schedule of pipelines. Default: the fastest; traced or --check: 1f1b.",
+    ),
+]
+_Stages = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Stages per rank of pipelines, not traced. Default: the fastest; --check: the schedule's.",
     ),
 ]
 _Measure = Annotated[
@@ -187,6 +191,7 @@ def plan(
     layout: _Layout = None,
     split_points: _SplitPoints = "",
     schedule: _Schedule = None,
+    stages: _Stages = None,
     measure: _Measure = False,
     training: _Training = None,
     what_if: _WhatIf = None,
@@ -223,6 +228,7 @@ def plan(
         layout=layout,
         split_points=tuple(filter(None, split_points.split(","))),
         schedule=schedule,
+        stages=stages,
         fake=not measure,
         training=training,
         what_if=what_if or (),

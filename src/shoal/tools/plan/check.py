@@ -86,7 +86,7 @@ class RunCheck:
     def known_step(self) -> str:
         """The step as `--known-step-time` takes it."""
         plan = self.plan
-        flow = f" schedule={plan.schedule}" if plan.layout.pipeline > 1 else ""
+        flow = f" schedule={plan.schedule} stages={plan.stages}" if plan.layout.pipeline > 1 else ""
         return (
             f"{self.known_seconds:.4g} layout={plan.layout} batch={plan.global_batch} "
             f"micro_batch={plan.micro_batch} recompute={plan.recompute} "
@@ -114,10 +114,12 @@ def check_run(
     micro_batch: int | None = None,
     recompute: Recompute = "none",
     schedule: str = "1f1b",
+    stages: int | None = None,
 ) -> RunCheck:
     """Return a prediction for the last attempt of a run, and its steps without those that warm up.
 
-    `micro_batch` is in samples. Default: the local batch. `schedule` is that of a pipeline.
+    `micro_batch` is in samples. Default: the local batch. `schedule` is that of a pipeline, and
+    `stages` its stages per rank. Default: those of the schedule.
 
     Raises:
         ShoalError: If the run has no steps or its events lack the layout or the batch size.
@@ -126,7 +128,7 @@ def check_run(
     found = None if attempt is None else profile(attempt)
     if attempt is None or found is None:
         raise _unusable(directory, "it has recorded no steps", "check a run that took some steps")
-    plan = _plan_of(directory, attempt, micro_batch, recompute, schedule)
+    plan = _plan_of(directory, attempt, micro_batch, recompute, schedule, stages)
     usual = np.median(found.average(found.mean), axis=-1)
     measured = dict(zip(SHOWN, (float(each) for each in usual), strict=True))
     step = estimate_step(model, plan, machine)
@@ -157,7 +159,12 @@ def _changes(before: Efficiency, after: Efficiency) -> Iterator[EfficiencyChange
 
 
 def _plan_of(
-    directory: Path, attempt: Attempt, micro_batch: int | None, recompute: Recompute, schedule: str
+    directory: Path,
+    attempt: Attempt,
+    micro_batch: int | None,
+    recompute: Recompute,
+    schedule: str,
+    stages: int | None,
 ) -> PlannedStep:
     """Return the configuration of a run, from the events of its first rank."""
     start = next(iter(attempt.starts.values()), {})
@@ -189,7 +196,7 @@ def _plan_of(
         recompute=recompute,
         precision=_PRECISIONS.get(str(precision), "fp32"),
         sequence_parallel=degrees.tensor > 1 and degrees.pipeline == 1,
-        stages=SCHEDULES[schedule].stages if degrees.pipeline > 1 else 1,
+        stages=(stages or SCHEDULES[schedule].stages) if degrees.pipeline > 1 else 1,
         schedule=schedule,
     )
 

@@ -54,6 +54,7 @@ def answer_plan(options: PlanOptions) -> PlanAnswer:
             micro_batch=options.micro_batch,
             recompute=options.recompute or "none",
             schedule=options.schedule or "1f1b",
+            stages=options.stages,
         )
         return PlanAnswer(document=check_document(run), run=run)
     if len(options.numbers) > 1:

@@ -53,6 +53,7 @@ class PlanOptions:
     layout: str | None
     split_points: tuple[str, ...]
     schedule: str | None
+    stages: int | None
     fake: bool
     training: str | None
     what_if: Sequence[str]
@@ -80,6 +81,7 @@ class PlanOptions:
             recompute=self.recompute,
             precision=self.precision,
             schedule=self.schedule,
+            stages=self.stages,
         )
 
     def with_known_step(self) -> PlanOptions:
@@ -145,7 +147,11 @@ class PlanOptions:
 
     def _check_traced(self) -> None:
         _refuse(
-            {"--what-if": self.what_if, "--known-step-time": self.known_step},
+            {
+                "--what-if": self.what_if,
+                "--known-step-time": self.known_step,
+                f"--stages {self.stages}": self.stages,
+            },
             f"--model {self.model}",
             "leave {} out, or describe the model as in --model llama-7b",
         )
@@ -163,12 +169,13 @@ class PlanOptions:
         if self.run is not None:
             layout = {f"--layout {self.layout}": self.layout}
             _refuse(layout, "--check", "leave it out", "the layout is that of the run")
-        elif self.schedule and self.layout and "pipeline" not in self.layout and self.layout != AUTO:
-            raise ShoalError(
-                given=f"--schedule {self.schedule} --layout {self.layout}",
-                found="the layout has no pipeline",
-                fix="leave --schedule out, or use --layout shard=-1,pipeline=2",
-            )
+        elif self.layout not in (None, AUTO) and "pipeline" not in str(self.layout):
+            pipelined = {
+                f"--schedule {self.schedule}": self.schedule,
+                f"--stages {self.stages}": self.stages,
+            }
+            fix = "leave it out, or use --layout shard=-1,pipeline=2"
+            _refuse(pipelined, f"--layout {self.layout}", fix, "the layout has no pipeline")
 
     def _refuse_with_numbers(self, options: Mapping[str, object]) -> None:
         for name in (name for name, value in options.items() if value):

@@ -51,6 +51,7 @@ class FixedOptions:
     recompute: Recompute | None = None
     precision: str = "mixed"
     schedule: str | None = None
+    stages: int | None = None
 
 
 MIXED = FixedOptions()
@@ -243,7 +244,6 @@ def find_candidates(
 
     Raises ShoalError for a fixed layout that is not valid, and for FP8 on a machine without it.
     """
-
     machine.check_precision(fixed.precision)
     formats = [
         number
@@ -280,7 +280,7 @@ def _choices(
         if fixed.micro_batch not in (None, micro):
             continue
         count = local // micro
-        for schedule, stages in _flows(model, pipeline, sharded, count, fixed.schedule):
+        for schedule, stages in _flows(model, pipeline, sharded, count, fixed):
             recomputes = [
                 number
                 for number, each in enumerate(RECOMPUTES)
@@ -299,20 +299,21 @@ def _choices(
 
 
 def _flows(
-    model: Transformer, pipeline: int, sharded: bool, count: int, fixed: str | None
+    model: Transformer, pipeline: int, sharded: bool, count: int, fixed: FixedOptions
 ) -> Iterator[tuple[str, int]]:
-    """Yield the schedules of a pipeline, or the fixed one, with their stages per rank."""
+    """Yield the schedules of a pipeline with their stages per rank, or those that are fixed."""
     if pipeline == 1:
         yield "1f1b", 1
         return
     layers = model.layers // pipeline
     for name, kind in SCHEDULES.items():
-        if fixed not in (None, name) or (model.tied and not kind.folded):
+        if fixed.schedule not in (None, name) or (model.tied and not kind.folded):
             continue  # if tied and not folded, the embedding and the output layer are on two ranks
-        for stages in (kind.stages,) if kind.fixed else STAGES:
+        tried = STAGES if fixed.stages is None else (fixed.stages,)
+        for stages in tried if fixed.stages or not kind.fixed else (kind.stages,):
             crowded = sharded and stages > _RESIDENT
-            supported = _supports(name, pipeline, count, every=fixed is not None)
-            if layers % stages == 0 and not crowded and supported:
+            supported = _supports(name, pipeline, count, every=fixed.schedule is not None)
+            if kind.allows(stages) and layers % stages == 0 and not crowded and supported:
                 yield name, stages
 
 

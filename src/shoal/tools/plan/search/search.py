@@ -232,7 +232,7 @@ def _no_configuration(
         for name, value in vars(fixed).items()
         if value and name != "precision"
     ]
-    for name in ("micro_batch", "recompute", "schedule"):
+    for name in ("micro_batch", "recompute", "schedule", "stages"):
         unset = {name: None}
         free = replace(fixed, **unset)  # type: ignore[arg-type]
         others = find_candidates(model, machine, devices, batch, free)

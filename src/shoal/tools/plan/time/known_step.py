@@ -28,7 +28,7 @@ _PARTS = {
 _SECONDS = ("launch", "host")
 """Efficiencies in seconds; the others are fractions of a rate."""
 _EXAMPLE = '--known-step-time "7.4 layout=shard=8 batch=64 micro_batch=2"'
-_NAMES = ("layout", "batch", "micro_batch", "recompute", "precision", "schedule")
+_NAMES = ("layout", "batch", "micro_batch", "recompute", "precision", "schedule", "stages")
 _STEPS = 40
 """Halvings of the range of a logarithm."""
 _FARTHEST = 1.5
@@ -117,7 +117,8 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
 
     Args:
         text: Seconds, or an MFU such as `45%`, and `layout=…`, `batch=…`; also `micro_batch=…`
-            (default: the local batch), `recompute=…`, `precision=…` (default: `mixed`), `schedule=…`.
+            (default: the local batch), `recompute=…`, `precision=…` (default: `mixed`), `schedule=…`
+            and `stages=…` (those of a rank).
         model: The transformer of the step.
         machine: The machine, whose peak is that of an MFU.
 
@@ -129,7 +130,7 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
     unknown = [name for name in values if name not in _NAMES]
     missing = [name for name in ("layout", "batch") if name not in values]
     number = re.fullmatch(r"(\d+(?:\.\d+)?)(%|s)?", time)
-    whole = all(values.get(name, "1").isdecimal() for name in ("batch", "micro_batch"))
+    whole = all(values.get(name, "1").isdecimal() for name in ("batch", "micro_batch", "stages"))
     if unknown or missing or number is None or not float(number[1]) or not whole:
         found = f"{time!r} is not a time or an MFU" if number is None else f"it has {sorted(values)}"
         raise _wrong(text, found)
@@ -140,6 +141,7 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
         names = f"recompute {recompute!r}, precision {precision!r} or schedule {schedule!r}"
         raise _wrong(text, f"{names} is unknown")
     machine.check_precision(precision)
+    stages = int(values.get("stages", SCHEDULES[schedule].stages))
     layout = Layout.parse(values["layout"])
     layout = layout.resolve(math.prod(max(1, each) for each in vars(layout).values()))
     batch = int(values["batch"])
@@ -154,7 +156,7 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
         recompute=next(each for each in RECOMPUTES if each == recompute),
         precision=precision,
         schedule=schedule,
-        stages=SCHEDULES[schedule].stages if layout.pipeline > 1 else 1,
+        stages=stages if layout.pipeline > 1 else 1,
         sequence_parallel=layout.tensor > 1 and layout.pipeline == 1,
     )
     seconds = float(number[1])
