@@ -27,7 +27,7 @@ def test_parts_of_a_run_are_compared_with_those_of_its_own_layout(tmp_path: Path
     assert parts["forward and backward"].measured == pytest.approx(14e-3, rel=0.01)
     assert parts["optimizer"].measured == pytest.approx(2e-3, rel=0.01)
     assert parts["communication and waiting"].measured == pytest.approx(3e-3, rel=0.05)
-    assert parts["data"].predicted is None
+    assert parts["data loading"].predicted is None
     assert found.measured == pytest.approx(19.8e-3, rel=0.01)
     predicted = [part.predicted for part in found.parts if part.predicted is not None]
     step = estimate_step(parse_model(MODEL), found.plan, CPU)

@@ -137,8 +137,9 @@ def check_run(
         PartCheck(name=name, predicted=predicted[name], measured=sum(measured[each] for each in own))
         for name, own in _MEASURED.items()
     ]
+    names = {**LABELS, "wait": "data loading"}  # a prediction's part "data" is of data parallelism
     parts += [
-        PartCheck(name=LABELS[each], predicted=None, measured=measured[each])
+        PartCheck(name=names[each], predicted=None, measured=measured[each])
         for each in _REST
         if measured[each] > 0
     ]
