@@ -19,7 +19,7 @@ from shoal.tools.plan.time.known_step import known_machine
 from shoal.tools.plan.time.step_error import PARTS, StepErrors, published_errors, quantile
 from shoal.tools.plan.time.step_time import OVERHEAD, StepParts, estimate_step
 
-LIMITED = ("h100-sxm", "h200", "b200")
+LIMITED = ("h100-sxm", "h200", "b200", "b300", "gb200", "gb300")
 """Devices whose clock falls at the limit of power in long runs."""
 SUSTAINED = find_machine(LIMITED[0]).efficiency.product
 """The present efficiency of products of the first of them."""
@@ -31,12 +31,13 @@ PRIOR: Mapping[str, float] = {
     "host": 0.22,
     "communication": 0.15,
     "attention": 0.15,
+    "fp8": 0.3,
 }
 """Standard deviations before any table is seen, each known up to a factor of about two."""
 UNKNOWN = 0.15
 """That of a machine without rows: the H100 differs by 0.2 from its fastest product, the A100 by 0."""
 FITTED = ("source", "step", "communication", "attention")
-"""Those that are derived from tables. One table can't tell that of the host."""
+"""Those that are derived from tables. One table can't tell that of the host or of FP8."""
 _DOUBT = math.log(1.4)
 _GRID = np.exp(np.linspace(-1.2, 1.2, 13))
 
@@ -120,8 +121,8 @@ def sample(rows: Sequence[Row]) -> list[Row]:
 
 
 def derive(tables: Mapping[str, Sequence[Row]]) -> Constants:
-    """Return the constants from some tables."""
-    few = {name: sample(rows) for name, rows in tables.items()}
+    """Return the constants from some tables, without those in FP8."""
+    few = {name: sample(rows) for name, rows in tables.items() if not rows[0].plan.numbers.fp8}
     limited = [rows for rows in few.values() if rows[0].machine.name in LIMITED]
     others = [rows for rows in few.values() if rows[0].machine.name not in LIMITED]
     rates = Rates(SUSTAINED, HOST)

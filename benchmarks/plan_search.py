@@ -19,10 +19,10 @@ from harness import machine as here
 from shoal.distributed.pipeline_schedules import action_lists
 from shoal.tools.plan.machine.machines import Machine, find_machine
 from shoal.tools.plan.memory.estimate import estimate_memory
-from shoal.tools.plan.search.candidates import Candidates, find_candidates
+from shoal.tools.plan.search.candidates import Candidates, FixedOptions, find_candidates
 from shoal.tools.plan.search.search import search_plans
 from shoal.tools.plan.time.step_time import estimate_step
-from shoal.tools.plan.work.planned_step import ANY_PRECISION, FORMATS
+from shoal.tools.plan.work.planned_step import ANY_PRECISION
 from shoal.tools.plan.work.transformer import Transformer, parse_model
 
 BATCH = 2048
@@ -41,8 +41,7 @@ def seconds(repeats: int, function: Callable[[], object]) -> float:
 
 def screened(model: Transformer, machine: Machine, devices: int, precision: str) -> Candidates:
     """Return all configurations, after the memory and the bounds of those that fit."""
-    precisions = tuple(FORMATS) if precision == ANY_PRECISION else (precision,)
-    candidates = find_candidates(model, machine, devices, BATCH, precisions)
+    candidates = find_candidates(model, machine, devices, BATCH, FixedOptions(precision=precision))
     fits = estimate_memory(model, candidates).total <= machine.available
     estimate_step(model, candidates.where(fits), machine)
     return candidates
@@ -54,7 +53,8 @@ def main() -> None:
     model, machine = parse_model(given.model), find_machine(given.machine)
     rows = []
     for devices, precision in itertools.product(given.devices, ("mixed", ANY_PRECISION)):
-        search = partial(search_plans, model, machine, devices, BATCH, precision=precision)
+        fixed = FixedOptions(precision=precision)
+        search = partial(search_plans, model, machine, devices, BATCH, fixed)
         screen = partial(screened, model, machine, devices, precision)
         found = search()
         rows.append(

@@ -26,6 +26,11 @@ def test_the_catalogue() -> None:
     machines = machine_catalogue()
     assert machines["a100-80"].memory_bandwidth == 2039e9
     assert machines["h100-sxm"].half == 989.5e12
+    assert (machines["a100-80"].per_host, machines["gb200"].per_host, machines["gb200"].devices) == (
+        8,
+        4,
+        72,
+    )
     assert all(each.source and each.network <= each.link for each in machines.values())
 
 
@@ -84,7 +89,7 @@ def test_unknown_machines_give_the_nearest_names() -> None:
 
 def test_parameters_of_published_models() -> None:
     published = {"gpt2-xl": 1.56, "gpt3-175b": 174.6, "llama-7b": 6.74, "llama-8b": 8.03}
-    published["llama-70b"] = 69.0
+    published |= {"llama-70b": 69.0, "mixtral-8x7b": 46.7}
     found = {name: MODELS[name].parameters / 1e9 for name in published}
     assert found == pytest.approx(published, rel=0.005)
 
@@ -98,6 +103,7 @@ def test_models_that_can_not_be() -> None:
         ("llama-7b,seq=-1", "neither a model"),
         ("llama-7b,seq=9999999999", "not between 1 and"),
         ("llama-7b,gated=2", "gated is 2"),
+        ("llama-7b,experts=8", "0 choices among 8 experts"),
         ("llama-7b,seq=8,seq=9", "neither a model"),
     ):
         with pytest.raises(ShoalError, match=found):

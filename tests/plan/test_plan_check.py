@@ -9,6 +9,7 @@ from helpers.cli import plan_error, shoal
 from helpers.synthetic_runs import simulate, write
 from shoal.tools.plan.check import check_run
 from shoal.tools.plan.machine.machines import RANGES, find_machine
+from shoal.tools.plan.time.known_step import machine_of_step, parse_known_step
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.transformer import parse_model
 from shoal.util.errors import ShoalError
@@ -26,7 +27,7 @@ def test_parts_of_a_run_are_compared_with_those_of_its_own_layout(tmp_path: Path
     assert parts["forward and backward"].measured == pytest.approx(14e-3, rel=0.01)
     assert parts["optimizer"].measured == pytest.approx(2e-3, rel=0.01)
     assert parts["communication and waiting"].measured == pytest.approx(3e-3, rel=0.05)
-    assert parts["data"].predicted is None
+    assert parts["data loading"].predicted is None
     assert found.measured == pytest.approx(19.8e-3, rel=0.01)
     predicted = [part.predicted for part in found.parts if part.predicted is not None]
     step = estimate_step(parse_model(MODEL), found.plan, CPU)
@@ -65,10 +66,10 @@ def test_runs_that_can_not_be_checked(tmp_path: Path) -> None:
 FILE = """# our cluster
 [mine]
 half = 1.0
-fp32 = 1.0
+fp32 = 40.0
 memory = 64
-memory_bandwidth = 50  # measured
-link = 10
+memory_bandwidth = 200  # measured
+link = 40
 network = 1.25
 devices = 4
 source = "a test"
@@ -112,15 +113,22 @@ def test_the_next_prediction_is_closer(run: Path, tmp_path: Path) -> None:
 def test_a_table_of_efficiencies_is_added(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(FILE[: FILE.index("[mine.efficiency]")])
-    before = find_machine(str(file)).efficiency
+    machine, model = find_machine(str(file)), parse_model(MODEL)
+    found = check_run(run, model, machine)
     assert shoal(*checked(run, file, "--update")).exit_code == 0
-    assert find_machine(str(file)).efficiency != before
+    # The same step as --known-step-time gives the same machine.
+    plan, seconds = parse_known_step(found.known_step, model, machine)
+    assert plan == found.plan
+    fitted = vars(machine_of_step(model, plan, machine, seconds).efficiency)
+    written = vars(find_machine(str(file)).efficiency)
+    assert written == pytest.approx(fitted, rel=1e-2)
+    assert written != vars(machine.efficiency)
 
 
 def test_the_file_stays_if_it_is_refused(tmp_path: Path) -> None:
     for text, steps, found in (
         (FILE, 15, "fewer than 16"),
-        (FILE.replace("fp32 = 1.0", "fp32 = 1e-6"), 60, "another model"),
+        (FILE.replace("fp32 = 40.0", "fp32 = 1e-6"), 60, "no plausible efficiency"),
         (FILE.replace("[mine.efficiency]\nproduct", "efficiency.product"), 60, "not lines"),
     ):
         run = write(tmp_path / "run", simulate(4, steps, noise=0.0, network=3e-3))

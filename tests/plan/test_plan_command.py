@@ -60,8 +60,25 @@ def test_nothing_fits() -> None:
     assert "No configuration fits" in done.stdout
 
 
+def test_a_given_layout() -> None:
+    words = ("plan", "--model", "llama-7b", "--machine", "a100-80", "-n", "8", "--batch", "64")
+    for layout, code, verdict in (("shard=-1", 0, " fits: "), ("replicate=8", 1, "does not fit: ")):
+        done = shoal(*words, "--layout", layout, "--recompute", "full")
+        assert done.exit_code == code
+        text = " ".join(done.stdout.split())
+        assert verdict in text
+        for part in ("is the median", "optimizer", "per step and"):
+            assert part in text
+        found = json.loads(shoal(*words, "--layout", layout, "--recompute", "full", "--json").stdout)
+        assert found["fits"] == (code == 0)
+        first = [*found["best"], *found["rejected"]][0]
+        assert (first["layout"], first["recompute"]) == (layout.replace("-1", "8"), "full")
+    for option in (("--schedule", "zbv"), ("--stages", "2")):
+        assert "no pipeline" in plan_error(*words, "--layout", "shard=8", *option).found
+
+
 def test_an_unknown_precision() -> None:
-    error = plan_error("plan", "--model", "gpt2", "--precision", "fp8")
+    error = plan_error("plan", "--model", "gpt2", "--precision", "int4")
     assert "--precision mixed" in error.fix
 
 

@@ -15,8 +15,9 @@ from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.strategies.pipeline.schedules import timetable
 from shoal.tools.plan.machine.machines import Machine, find_machine
 from shoal.tools.plan.memory.estimate import estimate_memory
-from shoal.tools.plan.search.candidates import find_candidates
+from shoal.tools.plan.search.candidates import FixedOptions, find_candidates
 from shoal.tools.plan.search.search import Prediction, SearchResult, predict, search_plans
+from shoal.tools.plan.time.step_error import step_band
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.planned_step import FORMATS, PlannedStep, Recompute
 from shoal.tools.plan.work.transformer import Transformer, parse_model
@@ -173,6 +174,8 @@ def random_case(seed: int) -> tuple[Transformer, Machine, int, int]:
         tied=draws.randrange(2),
         dropout=draws.randrange(2),
     )
+    if seed % 2:
+        model = replace(model, experts=4, choices=2)
     machine = find_machine(draws.choice(["a100-80", "h100-pcie", "rtx-4090", "cpu"]))
     memory = 1.5e9 + model.parameters * draws.choice([2, 8, 20, 100])
     machine = replace(
@@ -187,7 +190,7 @@ def random_case(seed: int) -> tuple[Transformer, Machine, int, int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_bounds_are_below_predictions_and_memory_is_exact(seed: int) -> None:
     model, machine, devices, batch = random_case(seed)
-    candidates = find_candidates(model, machine, devices, batch, tuple(FORMATS))
+    candidates = find_candidates(model, machine, devices, batch, FixedOptions(precision="any"))
     memory = estimate_memory(model, candidates).total
     bounds = estimate_step(model, candidates, machine).total * (1 - 1e-9)
     draws = random.Random(seed)
@@ -202,7 +205,7 @@ def test_bounds_are_below_predictions_and_memory_is_exact(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_the_best_are_those_of_an_exhaustive_search(seed: int) -> None:
     model, machine, devices, batch = random_case(seed)
-    candidates = find_candidates(model, machine, devices, batch, ("mixed",))
+    candidates = find_candidates(model, machine, devices, batch)
     every = [predict(model, candidates.plan(n), machine) for n in range(len(candidates.rows))]
     fitting = sorted((e for e in every if e.memory.total <= machine.available), key=order)
     found = search_plans(model, machine, devices, batch)
@@ -224,7 +227,105 @@ def order(found: Prediction) -> tuple[float, float]:
     return found.time.total, found.memory.total
 
 
+def test_fixed_options_choose_among_all_configurations() -> None:
+    model = replace(MODEL, flash=0)
+    size = model, NODE, 8, 16
+    every = find_candidates(*size)
+    plans = [every.plan(number) for number in range(len(every.rows))]
+    for asked in (
+        {"layout": "shard=4,tensor=2"},
+        {"layout": "pipeline=2,shard=4", "schedule": "zbv", "stages": 2},
+        {"micro_batch": 2, "recompute": "selective"},
+    ):
+        fixed = FixedOptions(**asked)
+        found = find_candidates(*size, fixed)
+        own = [each for each in plans if all(str(getattr(each, a)) == str(v) for a, v in asked.items())]
+        assert own
+        assert [found.plan(number) for number in range(len(found.rows))] == own, asked
+
+
+def test_a_layout_or_options_that_are_not_valid() -> None:
+    model = replace(MODEL, tied=0)
+    for layout, batch, found, fix in (
+        ("shard=4", 16, "4 processes", "--layout"),
+        ("shard=-1,tensor=3", 16, "multiple of 3", "--layout"),
+        ("tensor=8", 16, "tensor=8 does not divide 4 key and value heads", "use tensor=4"),
+        ("pipeline=8", 16, "pipeline=8 does not divide 4 layers", "use pipeline=4"),
+        ("context=2,pipeline=4", 16, "does not combine", "one of the two"),
+        ("expert=8", 16, "no experts", "experts=8,choices=2"),
+        ("shard=8", 12, "do not divide 12 samples", "--batch 16"),
+    ):
+        with pytest.raises(ShoalError, match=found) as caught:
+            search_plans(replace(model, kv_heads=4), NODE, 8, batch, FixedOptions(layout=layout))
+        assert fix in caught.value.fix, layout
+    with pytest.raises(ShoalError, match="two stages"):
+        search_plans(MODEL, NODE, 8, 16, FixedOptions(layout="pipeline=4,shard=2"))
+    for fixed, fix in (
+        (FixedOptions(layout="shard=8", micro_batch=4), "--micro-batch 1 or 2"),
+        (FixedOptions(layout="shard=4,pipeline=2", schedule="zbv", recompute="full"), "compute none"),
+        (
+            FixedOptions(layout="shard=4,pipeline=2", schedule="1f1b", stages=2),
+            "or zbv",
+        ),
+    ):
+        with pytest.raises(ShoalError, match="no configuration") as caught:
+            search_plans(model, NODE, 8, 16, fixed)
+        assert fix in caught.value.fix
+
+
+def test_only_products_of_layers_are_in_fp8() -> None:
+    model, plan = (
+        parse_model("llama-8b"),
+        PlannedStep(layout=Layout(shard=8), global_batch=64, micro_batch=2),
+    )
+    machine = find_machine("h100-sxm")
+    mixed, fp8 = (predict(model, replace(plan, precision=each), machine) for each in ("mixed", "fp8"))
+    assert fp8.memory == mixed.memory
+    before, after = mixed.time.parts, fp8.time.parts
+    assert machine.fp8 is not None
+    ratio = machine.half / machine.fp8
+    assert after["fp8"] == pytest.approx((before["products"] - after["products"]) * ratio)
+    assert 0 < after["products"] < 0.2 * before["products"]
+    assert after["memory"] > before["memory"]
+    assert after["attention"] == before["attention"]
+    assert 0.6 < fp8.step_seconds / mixed.step_seconds < 0.9
+    for name in ("fp8", "any"):
+        fixed = FixedOptions(precision=name, layout="shard=8")
+        found = search_plans(model, machine, 8, 64, fixed).best[0].plan.precision
+        assert found == "fp8"
+    with pytest.raises(ShoalError, match="no rate of FP8"):
+        find_candidates(model, NODE, 8, 64, FixedOptions(precision="fp8"))
+
+
+def test_experts_are_on_the_expert_axis_and_tokens_move_to_them() -> None:
+    model = parse_model("mixtral-8x7b,seq=4096")
+    machine = find_machine("h100-sxm")
+    # 12.9 G parameters are active (Jiang et al. 2024), without the embedding.
+    active = model.flops(1) / 6 / model.seq - 2 * model.layers * model.seq * model.hidden
+    assert active == pytest.approx(12.75e9, rel=0.005)
+    layouts = (Layout(expert=8), Layout(shard=2, expert=4), Layout(shard=8))
+    plans = [PlannedStep(layout=each, global_batch=64, micro_batch=1) for each in layouts]
+    apart, both, sharded = (predict(model, plan, machine) for plan in plans)
+    experts = model.layers * model.expert_weights
+    kept = (model.parameters - experts) + experts / 8, model.parameters / 8, model.parameters / 8
+    for found, parameters in zip((apart, both, sharded), kept, strict=True):
+        assert found.memory.kinds["optimizer"] == pytest.approx(8 * parameters)
+    tokens = replace(parse_model("llama-8b,seq=4096,vocab=32000"), ffn=2 * model.width)
+    dense = predict(tokens, plans[2], machine).time.parts
+    # The products are those of an MLP that is twice as wide.
+    assert apart.time.parts["products"] == pytest.approx(dense["products"], rel=0.01)
+    assert sharded.time.parts["experts"] == sharded.time.parts["imbalance"] == 0
+    assert 0 < both.time.parts["experts"] < apart.time.parts["experts"]
+    assert apart.time.parts["imbalance"] > 0
+    assert sharded.time.parts["data"] > both.time.parts["data"]
+    assert "no step with experts" in step_band(apart.time, machine).reasons[0]
+    for layout, fix in (("expert=-1,tensor=2", "the expert axis"), ("expert=16", "use expert=8")):
+        with pytest.raises(ShoalError) as caught:
+            search_plans(model, machine, 16, 64, FixedOptions(layout=layout))
+        assert fix in caught.value.fix
+
+
 def test_rows_are_distinct() -> None:
     model, machine, devices, batch = random_case(3)
-    rows = find_candidates(model, machine, devices, batch, tuple(FORMATS)).rows
+    rows = find_candidates(model, machine, devices, batch, FixedOptions(precision="any")).rows
     assert len(np.unique(rows, axis=0)) == len(rows)

@@ -146,8 +146,9 @@ def test_what_is_plan_error() -> None:
         (("plan", "--model", "dense:", "--try", "2", "--", "t.py", *WORDS), "it is one layout"),
         (("plan", "--model", "dense:", "--check", "runs/a"), "dimensions of a transformer"),
         (("plan", "--model", "resnet50"), "neither a model"),
-        ((*MODEL, "--layout", "shard=8"), "tries all values"),
-        ((*MODEL, "--check", "runs/a", "--layout", "shard=2"), "describes a traced module"),
+        ((*MODEL, "--split-points", "1"), "for a traced module"),
+        (("plan", "--model", "dense:", "--stages", "2"), "search for layouts"),
+        ((*MODEL, "--check", "runs/a", "--layout", "shard=2"), "that of the run"),
     ):
         assert found in plan_error(*words).found, words
 

@@ -16,7 +16,6 @@ from shoal.util.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.tools.plan.check import RunCheck
-    from shoal.tools.plan.machine.machines import Machine
     from shoal.tools.plan.options import PlanOptions
     from shoal.tools.plan.search.search import Prediction
     from shoal.tools.plan.work.planned_step import Recompute
@@ -50,8 +49,9 @@ _Precision = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="mixed (16 bits with float32 parameters), fp16 (the same with 16-bit gradients), half "
-        "(16 bits only), fp32, or any to try all (not for a traced model).",
+        help="mixed (16 bits with float32 parameters), fp8 (the same with linear layers in 8 bits), "
+        "fp16 (with 16-bit gradients), half (16 bits only), fp32, or any to try all. Not of a traced "
+        "model: fp8, any.",
     ),
 ]
 _Top = Annotated[
@@ -65,8 +65,7 @@ _Update = Annotated[
     bool,
     typer.Option(
         "--update",
-        help="With --check: move the efficiencies in the file of --machine half of the way to those "
-        "of the run.",
+        help="With --check: write the efficiencies that fit the run into the file of --machine.",
     ),
 ]
 _MicroBatch = Annotated[
@@ -74,19 +73,22 @@ _MicroBatch = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Samples in a micro-batch, of a traced model or the run of --check (default: the local "
-        "batch).",
+        help="Samples in a micro-batch. Default: the fastest; traced or --check: the local batch.",
     ),
 ]
 _Recompute = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="KIND",
-        help="Recomputation in a traced model or the run of --check: none, selective, full.",
+        help="Recomputation: none, selective, full. Default: the fastest; traced or --check: none.",
     ),
 ]
 _Layout = Annotated[
-    str, typer.Option(metavar="LAYOUT", help="Layout of a traced model, as for shoal.init.")
+    str | None,
+    typer.Option(
+        metavar="LAYOUT",
+        help="Layout as for shoal.init, or auto for all. Default: auto; traced: replicate=-1.",
+    ),
 ]
 _SplitPoints = Annotated[
     str,
@@ -96,8 +98,19 @@ _SplitPoints = Annotated[
     ),
 ]
 _Schedule = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Schedule of a traced pipeline or the run of --check."),
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Schedule of pipelines. Default: the fastest; traced or --check: 1f1b.",
+    ),
+]
+_Stages = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Stages per rank of pipelines, not traced. Default: the fastest; --check: the schedule's.",
+    ),
 ]
 _Measure = Annotated[
     bool,
@@ -128,7 +141,7 @@ _KnownStepTime = Annotated[
     typer.Option(
         metavar="STEP",
         help="A step of this model that was measured, in s or as MFU in %: '7.4 layout=shard=8 "
-        "batch=64', with micro_batch, recompute, precision. Predictions then fit it.",
+        "batch=64', with micro_batch, recompute, precision, schedule. Predictions then fit it.",
     ),
 ]
 _Submit = Annotated[
@@ -174,10 +187,11 @@ def plan(
     check: _Check = None,
     update: _Update = False,
     micro_batch: _MicroBatch = None,
-    recompute: _Recompute = "none",
-    layout: _Layout = "replicate=-1",
+    recompute: _Recompute = None,
+    layout: _Layout = None,
     split_points: _SplitPoints = "",
-    schedule: _Schedule = "1f1b",
+    schedule: _Schedule = None,
+    stages: _Stages = None,
     measure: _Measure = False,
     training: _Training = None,
     what_if: _WhatIf = None,
@@ -190,7 +204,8 @@ def plan(
 ) -> None:
     """Predict layout, step time and memory.
 
-    Find the fastest layout of a transformer from its dimensions; exit with 1 if no configuration fits.
+    Find the fastest layout of a transformer from its dimensions, or predict one (--layout); exit with 1
+    if no configuration fits.
     With a function that returns a model, predict memory and step time of a rank in one layout, or with
     --layout auto in all with at most two axes. --check compares a prediction with the steps of a run.
     --training simulates the training: queue, saves, failures, restarts. --try measures layouts
@@ -209,10 +224,11 @@ def plan(
         top=top,
         run=check,
         micro_batch=micro_batch,
-        recompute=cast("Recompute", recompute),
+        recompute=cast("Recompute | None", recompute),
         layout=layout,
         split_points=tuple(filter(None, split_points.split(","))),
         schedule=schedule,
+        stages=stages,
         fake=not measure,
         training=training,
         what_if=what_if or (),
@@ -230,7 +246,7 @@ def plan(
     if found.run is None and not found.best:
         raise typer.Exit(1)
     if update and check is not None and found.run is not None:
-        _update(machine, options.machine, check, found.run)
+        _update(machine, check, found.run)
     if submit is not None:
         _submit_plan(found.best, submit, options, as_json=as_json)
 
@@ -251,12 +267,12 @@ def _check_files(html: Path | None, machine: str, *, updated: bool, run: Path | 
         )
 
 
-def _update(path: str, machine: Machine, run: Path, found: RunCheck) -> None:
-    """Change the efficiencies in a machine file towards those of a run, and print the changes."""
+def _update(path: str, run: Path, found: RunCheck) -> None:
+    """Write the efficiencies that fit a run into a machine file, and print the changes."""
     from shoal.tools.plan.check import efficiency_changes, update_machine_file
     from shoal.util.tables import plain_console, print_line
 
-    changes = efficiency_changes(found, machine)
+    changes = efficiency_changes(found)
     update_machine_file(path, run, changes)
     for each in changes:
         line = f"{path}: {each.name} {each.before:.4g} -> {each.after:.4g}"
@@ -282,7 +298,7 @@ def _submit_plan(
         )
     plan, machine = best[number - 1].plan, options.machine
     devices = plan.layout.size
-    per_node = min(machine.devices, devices)
+    per_node = min(machine.per_host, devices)
     if devices % per_node:
         raise ShoalError(
             given=f"-n {devices} --submit",

@@ -12,7 +12,7 @@ from shoal.util.errors import StepError
 
 PREDICTED = ("forward and backward", "optimizer", "communication and waiting")
 """The parts of a step that a plan predicts."""
-STEP_PRECISIONS = {"fp32": "fp32", "mixed": "bf16", "fp16": "fp16"}
+STEP_PRECISIONS = {"fp32": "fp32", "mixed": "bf16", "fp8": "bf16", "fp16": "fp16"}
 """The precision of a `shoal.Step` for those precisions of a plan that it has."""
 
 
@@ -27,7 +27,7 @@ class SavedPlan:
         micro_batch: Samples of a micro-batch on a rank.
         micro_batches: Micro-batches of a rank in one step, for `shoal.Loader(micro_batches=…)`.
         recompute: Recomputation of activations: "none", "selective" or "full".
-        precision: "mixed", "fp16", "half" or "fp32".
+        precision: "mixed", "fp8", "fp16", "half" or "fp32".
         schedule: Schedule of the pipeline, for `shoal.Pipeline`; None without a pipeline.
         stages_per_rank: Pipeline stages of a rank.
         split_points: Modules with which stages begin, of a traced pipeline.
@@ -74,7 +74,7 @@ class SavedPlan:
 
     @property
     def step_precision(self) -> str:
-        """The precision for `shoal.Step`: "bf16" for "mixed".
+        """The precision for `shoal.Step`: "bf16" for "mixed" and "fp8".
 
         A plan with "half" keeps the parameters in 16 bits: convert the model to `torch.bfloat16`. The
         step then has "fp32", without autocast.

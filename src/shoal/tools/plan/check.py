@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from shoal.distributed.layout import Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
-from shoal.tools.plan.machine.machines import Machine, find_machine, limited_efficiency
+from shoal.tools.plan.machine.machines import Efficiency, Machine, find_machine
 from shoal.tools.plan.show.parts import time_bars
+from shoal.tools.plan.time.known_step import machine_of_step
 from shoal.tools.plan.time.step_error import StepBand, step_band
 from shoal.tools.plan.time.step_time import StepParts, estimate_step
 from shoal.tools.plan.work.planned_step import PlannedStep, Recompute
@@ -47,14 +48,29 @@ class PartCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EfficiencyChange:
+    """An efficiency of a machine, and the one with which predictions fit a run."""
+
+    name: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunCheck:
-    """A prediction and the measured steps of a run."""
+    """A prediction and the measured steps of a run.
+
+    `changes` are those of the machine with which predictions fit the run; `misfit` says why there is
+    none.
+    """
 
     plan: PlannedStep
     step: StepParts
     band: StepBand
     steps: int
     parts: tuple[PartCheck, ...]
+    changes: tuple[EfficiencyChange, ...] = ()
+    misfit: ShoalError | None = None
 
     @property
     def measured(self) -> float:
@@ -62,13 +78,19 @@ class RunCheck:
         return sum(part.measured for part in self.parts)
 
     @property
+    def known_seconds(self) -> float:
+        """Seconds of a measured step without what a prediction does not have."""
+        return sum(part.measured for part in self.parts if part.predicted is not None)
+
+    @property
     def known_step(self) -> str:
-        """The step as `--known-step-time` takes it, without what a prediction does not have."""
+        """The step as `--known-step-time` takes it."""
         plan = self.plan
-        seconds = sum(part.measured for part in self.parts if part.predicted is not None)
+        flow = f" schedule={plan.schedule} stages={plan.stages}" if plan.layout.pipeline > 1 else ""
         return (
-            f"{seconds:.4g} layout={plan.layout} batch={plan.global_batch} "
-            f"micro_batch={plan.micro_batch} recompute={plan.recompute} precision={plan.precision}"
+            f"{self.known_seconds:.4g} layout={plan.layout} batch={plan.global_batch} "
+            f"micro_batch={plan.micro_batch} recompute={plan.recompute} "
+            f"precision={plan.precision}{flow}"
         )
 
     @property
@@ -92,10 +114,12 @@ def check_run(
     micro_batch: int | None = None,
     recompute: Recompute = "none",
     schedule: str = "1f1b",
+    stages: int | None = None,
 ) -> RunCheck:
     """Return a prediction for the last attempt of a run, and its steps without those that warm up.
 
-    `micro_batch` is in samples. Default: the local batch. `schedule` is that of a pipeline.
+    `micro_batch` is in samples. Default: the local batch. `schedule` is that of a pipeline, and
+    `stages` its stages per rank. Default: those of the schedule.
 
     Raises:
         ShoalError: If the run has no steps or its events lack the layout or the batch size.
@@ -104,7 +128,7 @@ def check_run(
     found = None if attempt is None else profile(attempt)
     if attempt is None or found is None:
         raise _unusable(directory, "it has recorded no steps", "check a run that took some steps")
-    plan = _plan_of(directory, attempt, micro_batch, recompute, schedule)
+    plan = _plan_of(directory, attempt, micro_batch, recompute, schedule, stages)
     usual = np.median(found.average(found.mean), axis=-1)
     measured = dict(zip(SHOWN, (float(each) for each in usual), strict=True))
     step = estimate_step(model, plan, machine)
@@ -113,22 +137,35 @@ def check_run(
         PartCheck(name=name, predicted=predicted[name], measured=sum(measured[each] for each in own))
         for name, own in _MEASURED.items()
     ]
+    names = {**LABELS, "wait": "data loading"}  # a prediction's part "data" is of data parallelism
     parts += [
-        PartCheck(name=LABELS[each], predicted=None, measured=measured[each])
+        PartCheck(name=names[each], predicted=None, measured=measured[each])
         for each in _REST
         if measured[each] > 0
     ]
-    return RunCheck(
-        plan=plan,
-        step=step,
-        band=step_band(step, machine),
-        steps=found.steps,
-        parts=tuple(parts),
-    )
+    band = step_band(step, machine)
+    checked = RunCheck(plan=plan, step=step, band=band, steps=found.steps, parts=tuple(parts))
+    try:
+        fitted = machine_of_step(model, plan, machine, checked.known_seconds)
+    except ShoalError as error:
+        return replace(checked, misfit=error)
+    return replace(checked, changes=tuple(_changes(machine.efficiency, fitted.efficiency)))
+
+
+def _changes(before: Efficiency, after: Efficiency) -> Iterator[EfficiencyChange]:
+    for name, old in vars(before).items():
+        new = float(f"{getattr(after, name):.4g}")
+        if new != old:
+            yield EfficiencyChange(name=name, before=old, after=new)
 
 
 def _plan_of(
-    directory: Path, attempt: Attempt, micro_batch: int | None, recompute: Recompute, schedule: str
+    directory: Path,
+    attempt: Attempt,
+    micro_batch: int | None,
+    recompute: Recompute,
+    schedule: str,
+    stages: int | None,
 ) -> PlannedStep:
     """Return the configuration of a run, from the events of its first rank."""
     start = next(iter(attempt.starts.values()), {})
@@ -160,7 +197,7 @@ def _plan_of(
         recompute=recompute,
         precision=_PRECISIONS.get(str(precision), "fp32"),
         sequence_parallel=degrees.tensor > 1 and degrees.pipeline == 1,
-        stages=SCHEDULES[schedule].stages if degrees.pipeline > 1 else 1,
+        stages=(stages or SCHEDULES[schedule].stages) if degrees.pipeline > 1 else 1,
         schedule=schedule,
     )
 
@@ -189,12 +226,23 @@ def check_document(found: RunCheck) -> Document:
     predicted = {each.name: each.predicted or 0.0 for each in found.parts}
     measured = {each.name: each.measured for each in found.parts}
     bars = time_bars("", "A step by part, predicted and measured", head[1:], [predicted, measured])
-    known = Text(text=f'To plan with this step: --known-step-time "{found.known_step}".')
+    changes = Table(
+        caption="Efficiencies that fit the run",
+        head=("efficiency", "machine", "fitted"),
+        rows=[(each.name, f"{each.before:.4g}", f"{each.after:.4g}") for each in found.changes],
+        right=("machine", "fitted"),
+    )
+    known = Text(
+        text=f'To plan with them: --known-step-time "{found.known_step}", or --update to write them to '
+        "the machine file."
+        if found.misfit is None
+        else f"No machine fits the run: {found.misfit.found}."
+    )
     return Document(
         title=f"Prediction and run: {found.plan.layout}",
         verdict=found.verdict,
         about=f"shoal plan --check, {found.steps:,} steps",
-        sections=[Section(heading="Parts", blocks=[*bars, table, known])],
+        sections=[Section(heading="Parts", blocks=[*bars, table, changes, known])],
         values={
             "verdict": found.verdict,
             "layout": str(found.plan.layout),
@@ -204,36 +252,17 @@ def check_document(found: RunCheck) -> Document:
             "measured_seconds": found.measured,
             "parts": found.parts,
             "known_step": found.known_step,
+            "efficiencies": found.changes,
         },
     )
 
 
 FEWEST = 16
 """Measured steps that an update needs."""
-LARGEST = 1.5
-"""The largest factor of one update, so that one unusual run does not spoil the file."""
-FARTHEST = 20
-"""The largest ratio of measured and predicted time with which a run changes a file."""
-COMPUTATION = ("product", "attention", "memory", "launch", "host")
-_SECONDS = ("launch", "host")
-"""Efficiencies in seconds; the others are fractions of a rate."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EfficiencyChange:
-    """An efficiency before and after an update."""
-
-    name: str
-    before: float
-    after: float
-
-
-def efficiency_changes(found: RunCheck, machine: Machine) -> list[EfficiencyChange]:
-    """Return the efficiencies that move half of the way, in logarithms, to what a run has measured.
-
-    Forward and backward move all efficiencies of the computation by one factor: one run can't tell
-    them apart. Communication moves that of the links within the node, or between nodes if ranks are
-    on several.
+def efficiency_changes(found: RunCheck) -> list[EfficiencyChange]:
+    """Return the changes that an update writes.
 
     Raises ShoalError if the run has too few steps, or takes a time that only another model takes.
     """
@@ -243,32 +272,9 @@ def efficiency_changes(found: RunCheck, machine: Machine) -> list[EfficiencyChan
             found=f"the run has {found.steps} steps after the warm-up, fewer than {FEWEST}",
             fix="check a longer run",
         )
-    parts = {part.name: part for part in found.parts}
-    link = "link" if found.plan.layout.size <= machine.devices else "network"
-    ours = sum(part.predicted or 0.0 for part in found.parts)
-    theirs = sum(part.measured for part in found.parts if part.predicted is not None)
-    if not 1 / FARTHEST <= theirs / ours <= FARTHEST:
-        raise ShoalError(
-            given="--check … --update",
-            found=f"the run takes {theirs / ours:.2g} times the predicted time: it is of another model",
-            fix="use the --model of the run, or measure the machine: shoal bench machine",
-        )
-    changes = []
-    for part, names in (
-        ("forward and backward", COMPUTATION),
-        ("communication and waiting", (link,)),
-    ):
-        predicted, measured = parts[part].predicted, parts[part].measured
-        if not predicted or not measured:
-            continue
-        factor = min(LARGEST, max(1 / LARGEST, (measured / predicted) ** 0.5))
-        for name in names:
-            before = getattr(machine.efficiency, name)
-            moved = before * factor if name in _SECONDS else before / factor
-            after = float(f"{limited_efficiency(name, moved):.4g}")
-            if after != before:
-                changes.append(EfficiencyChange(name=name, before=before, after=after))
-    return changes
+    if found.misfit is not None:
+        raise found.misfit
+    return list(found.changes)
 
 
 def update_machine_file(path: str, run: Path, changes: Sequence[EfficiencyChange]) -> None:

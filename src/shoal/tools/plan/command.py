@@ -15,7 +15,7 @@ from shoal.tools.bench.scaling.jobs import LOG, end_job_on_signals, execute, rea
 from shoal.tools.plan.check import RunCheck, check_document, check_run
 from shoal.tools.plan.device_numbers import numbers_document, search_numbers
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.options import AUTO, PlanOptions, fill_words
+from shoal.tools.plan.options import AUTO, USUAL, PlanOptions, fill_words
 from shoal.tools.plan.search.search import (
     Prediction,
     SearchResult,
@@ -52,13 +52,14 @@ def answer_plan(options: PlanOptions) -> PlanAnswer:
             parse_model(options.model),
             machine,
             micro_batch=options.micro_batch,
-            recompute=options.recompute,
-            schedule=options.schedule,
+            recompute=options.recompute or "none",
+            schedule=options.schedule or "1f1b",
+            stages=options.stages,
         )
         return PlanAnswer(document=check_document(run), run=run)
     if len(options.numbers) > 1:
         model, size = parse_model(options.model), (options.numbers, options.batch)
-        found = search_numbers(model, machine, *size, options.precision, options.training_on)
+        found = search_numbers(model, machine, *size, options.fixed, options.training_on)
         best = [each.best for each in found if each.best]
         return PlanAnswer(document=numbers_document(model, machine, found), best=best)
     report = _traced_report(options) if options.traced else _search_layouts(options)
@@ -72,20 +73,19 @@ def answer_plan(options: PlanOptions) -> PlanAnswer:
 def _search_layouts(options: PlanOptions) -> PlanReport:
     """Search all configurations of a transformer, also with each change that is asked for."""
     model, machine = parse_model(options.model), options.machine
-    size = options.devices, options.batch
+    size, fixed = (options.devices, options.batch), options.fixed
     training = options.training_on(options.devices)
     for question in options.what_if:
         changed_machine(machine, question)  # mistakes are reported before the search
-    result = search_plans(model, machine, *size, precision=options.precision, top=options.top)
-    answers = [
-        answer_what_if(each, result, model, machine, *size, precision=options.precision)
-        for each in options.what_if
-    ]
+    result = search_plans(model, machine, *size, fixed, top=options.top)
+    answers = [answer_what_if(each, result, model, machine, *size, fixed) for each in options.what_if]
+    shown = [*result.best, *(each.best for each in result.rejected if each.best)]
     return PlanReport(
         name=f"{compact(model.parameters)} parameters",
         machine=machine,
         model=model,
         result=result,
+        changes=() if fixed.layout is None else tuple(shown[:1]),
         training=training,
         answers=tuple(answers),
     )
@@ -105,11 +105,12 @@ def _traced_report(options: PlanOptions) -> PlanReport:
             found="the number of tokens in a sample is not known",
             fix="use --training steps=…",
         )
-    size, ways = (options.devices, options.batch), (options.recompute, options.precision)
+    recompute, schedule = options.recompute or "none", options.schedule or "1f1b"
+    size, ways = (options.devices, options.batch), (recompute, options.precision)
     changes: list[Prediction] = []
     if options.layout != AUTO:
-        flow = options.split_points, options.schedule
-        plan = plan_of(options.layout, *size, options.micro_batch, *ways, *flow)
+        flow = options.split_points, schedule
+        plan = plan_of(options.layout or USUAL, *size, options.micro_batch, *ways, *flow)
         build = named_workload(options.model, options.batch)
         changes = fit_module(build, plan, options.machine, fake=options.fake)
         best = tuple(each for each in changes[:1] if each.fits)
@@ -126,9 +127,9 @@ def _traced_report(options: PlanOptions) -> PlanReport:
             *size,
             options.machine,
             micro_batch=options.micro_batch,
-            recompute=options.recompute,
+            recompute=recompute,
             precision=options.precision,
-            schedule=options.schedule,
+            schedule=schedule,
             fake=options.fake,
             top=options.top,
             note=lambda line: print_line(plain_console(stderr=True), line),
@@ -237,7 +238,7 @@ def _command(count: int, machine: Machine, program: str, arguments: Sequence[str
     """Return the command that starts a script on this machine, or on the nodes of the job."""
     if job_nodes() == 1:
         return shoal_command("run", "-n", str(count), program, "--", *arguments)
-    per_node = min(machine.devices, count)
+    per_node = min(machine.per_host, count)
     size = [f"--nodes={math.ceil(count / per_node)}", f"--ntasks={count}"]
     tasks = [*size, f"--ntasks-per-node={per_node}"]
     return ["srun", *tasks, *script_command(program, *arguments)]
@@ -248,12 +249,12 @@ def _check_devices(count: int, machine: Machine) -> None:
 
     from shoal.util import accelerator
 
-    nodes = job_nodes()
-    if 1 < nodes < math.ceil(count / machine.devices):
+    nodes, each = job_nodes(), machine.per_host
+    if 1 < nodes < math.ceil(count / each):
         raise ShoalError(
             given=f"-n {count} --machine {machine.name} --try",
-            found=f"the job has {counted(nodes, 'node')}, of {counted(machine.devices, 'device')} each",
-            fix=f"use -n {nodes * machine.devices}, or a job with more nodes",
+            found=f"the job has {counted(nodes, 'node')}, of {counted(each, 'device')} each",
+            fix=f"use -n {nodes * each}, or a job with more nodes",
         )
     if machine.is_cpu:
         return

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.search.candidates import FixedOptions
 from shoal.tools.plan.search.search import Prediction, search_plans
 from shoal.tools.plan.show.parts import prediction_values, training_columns, training_values
 from shoal.tools.plan.time.step_error import step_band
@@ -45,7 +46,7 @@ def search_numbers(
     machine: Machine,
     numbers: Sequence[int],
     batch: int,
-    precision: str,
+    fixed: FixedOptions,
     training: Callable[[int], Training | None],
 ) -> list[NumberOfDevices]:
     """Return the fastest configuration on each number of devices, and the training with it.
@@ -56,7 +57,7 @@ def search_numbers(
     for devices in numbers:
         asked = training(devices)
         try:
-            found.append(_search_number(model, machine, devices, batch, precision, asked))
+            found.append(_search_number(model, machine, devices, batch, fixed, asked))
         except ShoalError as error:
             errors.append(error)
             found.append(NumberOfDevices(devices=devices, reason=error.found))
@@ -70,10 +71,10 @@ def _search_number(
     machine: Machine,
     devices: int,
     batch: int,
-    precision: str,
+    fixed: FixedOptions,
     training: Training | None,
 ) -> NumberOfDevices:
-    result = search_plans(model, machine, devices, batch, precision=precision, top=1)
+    result = search_plans(model, machine, devices, batch, fixed, top=1)
     if not result.best:
         return NumberOfDevices(devices=devices, reason="no configuration fits")
     best = result.best[0]

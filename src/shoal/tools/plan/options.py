@@ -10,6 +10,7 @@ from pathlib import Path
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.bench.options import fill_places
 from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.search.candidates import FixedOptions
 from shoal.tools.plan.time.known_step import machine_of_step, parse_known_step
 from shoal.tools.plan.training.measured_start import fill_in_measured
 from shoal.tools.plan.training.whole_training import Training, parse_training
@@ -26,7 +27,7 @@ from shoal.util.errors import ShoalError
 from shoal.util.tables import plain_console, print_line
 
 AUTO, USUAL = "auto", "replicate=-1"
-"""The layout with which all layouts of a module are traced, and the default."""
+"""The layout with which a search tries all, and the default of a module."""
 _MOST = 65536
 _SUBMITTED = "--submit 1 -- --time 20:00:00 train.py --layout {layout}"
 _TRIED = "--try 3 -- train.py --layout {layout} --run {run} --steps {steps}"
@@ -48,10 +49,11 @@ class PlanOptions:
     top: int
     run: Path | None
     micro_batch: int | None
-    recompute: Recompute
-    layout: str
+    recompute: Recompute | None
+    layout: str | None
     split_points: tuple[str, ...]
-    schedule: str
+    schedule: str | None
+    stages: int | None
     fake: bool
     training: str | None
     what_if: Sequence[str]
@@ -70,6 +72,18 @@ class PlanOptions:
         """Whether the model is a module, and not the dimensions of a transformer."""
         return ":" in self.model
 
+    @property
+    def fixed(self) -> FixedOptions:
+        """The options that a search for layouts of a transformer does not vary."""
+        return FixedOptions(
+            layout=None if self.layout == AUTO else self.layout,
+            micro_batch=self.micro_batch,
+            recompute=self.recompute,
+            precision=self.precision,
+            schedule=self.schedule,
+            stages=self.stages,
+        )
+
     def with_known_step(self) -> PlanOptions:
         """Return the options with the machine on which the known step takes its time."""
         if self.known_step is None:
@@ -83,7 +97,7 @@ class PlanOptions:
         if self.training is None:
             return None
         machine = self.machine
-        measured = fill_in_measured(self.training, devices, machine.devices, gpus=not machine.is_cpu)
+        measured = fill_in_measured(self.training, devices, machine.per_host, gpus=not machine.is_cpu)
         print_line(plain_console(stderr=True), *measured[1])
         return parse_training(measured[0])
 
@@ -97,11 +111,12 @@ class PlanOptions:
                 fix="use --model hidden=…,layers=…,heads=…,vocab=…,seq=…, or for a module, train with "
                 'shoal.Run(…, plan="plan.json")',
             )
-        known = (*FORMATS, *(() if self.traced else (ANY_PRECISION,)))
+        known = [name for name, each in FORMATS.items() if not (self.traced and each.fp8)]
+        known += [] if self.traced else [ANY_PRECISION]
         check_value = partial(check_choice, ShoalError, "shoal plan")
         check_value("--precision", self.precision, known)
-        check_value("--recompute", self.recompute, RECOMPUTES)
-        check_value("--schedule", self.schedule, SCHEDULES, fix="pass --schedule 1f1b")
+        check_value("--recompute", self.recompute or "none", RECOMPUTES)
+        check_value("--schedule", self.schedule or "1f1b", SCHEDULES, fix="pass --schedule 1f1b")
         if self.traced:
             self._check_traced()
         elif self.known_step is not None and any(each.startswith("machine=") for each in self.what_if):
@@ -132,33 +147,35 @@ class PlanOptions:
 
     def _check_traced(self) -> None:
         _refuse(
-            {"--what-if": self.what_if, "--known-step-time": self.known_step},
+            {
+                "--what-if": self.what_if,
+                "--known-step-time": self.known_step,
+                f"--stages {self.stages}": self.stages,
+            },
             f"--model {self.model}",
             "leave {} out, or describe the model as in --model llama-7b",
         )
         if self.layout != AUTO and (self.tried or 1) > 1:
             raise ShoalError(
-                given=f"--try {self.tried} with --layout {self.layout}",
+                given=f"--try {self.tried} with --layout {self.layout or USUAL}",
                 found="it is one layout",
                 fix=f"use --layout {AUTO}, or --try 1",
             )
 
     def _check_dimensions(self) -> None:
-        of_run = self.run is not None
-        fixed = {
-            f"--layout {self.layout}": self.layout not in (AUTO, USUAL),
-            "--split-points": self.split_points,
-            f"--schedule {self.schedule}": self.schedule != "1f1b" and not of_run,
-            "--measure": not self.fake,
-            f"--micro-batch {self.micro_batch}": self.micro_batch and not of_run,
-            f"--recompute {self.recompute}": self.recompute != "none" and not of_run,
-        }
-        if of_run:
-            found, fix = "it describes a traced module", "leave it out"
-        else:
-            found = "the search for layouts of a transformer tries all values"
-            fix = "leave it out, or trace your module: --model train.py:build"
-        _refuse(fixed, "--check" if of_run else f"--model {self.model}", fix, found)
+        fix = "leave it out, or trace your module: --model train.py:build"
+        traced = {"--split-points": self.split_points, "--measure": not self.fake}
+        _refuse(traced, f"--model {self.model}", fix, "it is for a traced module")
+        if self.run is not None:
+            layout = {f"--layout {self.layout}": self.layout}
+            _refuse(layout, "--check", "leave it out", "the layout is that of the run")
+        elif self.layout not in (None, AUTO) and "pipeline" not in str(self.layout):
+            pipelined = {
+                f"--schedule {self.schedule}": self.schedule,
+                f"--stages {self.stages}": self.stages,
+            }
+            fix = "leave it out, or use --layout shard=-1,pipeline=2"
+            _refuse(pipelined, f"--layout {self.layout}", fix, "the layout has no pipeline")
 
     def _refuse_with_numbers(self, options: Mapping[str, object]) -> None:
         for name in (name for name, value in options.items() if value):

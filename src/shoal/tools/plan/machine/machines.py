@@ -85,10 +85,11 @@ def limited_efficiency(name: str, value: float) -> float:
 class Machine:
     """Nodes of equal devices. Rates are FLOP/s and bytes/s of one device and one direction.
 
-    `half` is the peak of bf16 or fp16 products, `tf32` and `fp32` of float32 products. `link` connects
-    devices of a node, `network` nodes; both are per device. `memory` is in bytes. `devices` is the
-    number of devices of a node, `units` that of the processors of a device that compute one tile of a
-    product each, if products are tiled. `source` says where the figures are from.
+    `half` is the peak of bf16 or fp16 products, `fp8` that of 8-bit ones, `tf32` and `fp32` of float32
+    products. `link` connects devices of a node, `network` nodes; both are per device. `memory` is in
+    bytes. `devices` is the number of devices of a node, of which one operating system has `host`
+    (default: all). `units` is the number of processors of a device that compute one tile of a product
+    each, if products are tiled. `source` says where the figures are from.
 
     Only CPUs have `cores`, the cores of a node. Each device uses `threads` of them while it is alone on
     the node; devices that together have more threads than the node has cores take turns.
@@ -107,6 +108,8 @@ class Machine:
     devices: int
     source: str
     units: int | None = None
+    host: int | None = None
+    fp8: float | None = None
     cores: int | None = None
     threads: int = 1
     efficiency: Efficiency = field(default_factory=Efficiency)
@@ -116,6 +119,20 @@ class Machine:
     def is_cpu(self) -> bool:
         """Whether its devices are CPUs."""
         return self.cores is not None or self.name == "cpu"
+
+    def check_precision(self, precision: str) -> None:
+        """Raise ShoalError for the precision fp8 without its rate."""
+        if precision == "fp8" and self.fp8 is None:
+            raise ShoalError(
+                given=f"precision fp8 on {self.name}",
+                found="the machine has no rate of FP8",
+                fix="use --precision mixed, or a machine file with fp8 = …, the dense peak in TFLOP/s",
+            )
+
+    @property
+    def per_host(self) -> int:
+        """The devices of one operating system, which fail and are submitted together."""
+        return self.host or self.devices
 
     @property
     def available(self) -> float:
@@ -137,9 +154,10 @@ class Machine:
 
 _PLAUSIBLE = (1e-7, 1e9)
 """The values of a machine file, in its units and with those of efficiencies."""
-_WHOLE = ("devices", "units", "cores", "threads")
+_WHOLE = ("devices", "host", "units", "cores", "threads")
 SCALE = {
     "half": 1e12,
+    "fp8": 1e12,
     "tf32": 1e12,
     "fp32": 1e12,
     "memory": 1e9,
@@ -192,7 +210,7 @@ def parse_machine(name: str, table: object) -> Machine:
     if not isinstance(table, dict):
         raise _wrong(name, "it is not a table")
     known = {each.name for each in fields(Machine)} - {"name", "known_step"}
-    required = known - {"tf32", "units", "cores", "threads", "efficiency"}
+    required = known - {"fp8", "tf32", "units", "host", "cores", "threads", "efficiency"}
     mistakes = [f"{key} is unknown" for key in sorted(table.keys() - known)]
     mistakes += [f"{key} is missing" for key in sorted(required - table.keys())]
     for key in sorted((known - {"source", "efficiency"}) & table.keys()):

@@ -48,10 +48,11 @@ def layer_activations(model: Transformer, plan: PlannedStep) -> tuple[Quantity, 
     """
     unit = plan.tokens(model.seq) * model.hidden * plan.numbers.activation / 2
     tensor, slices = plan.layout.tensor, plan.slices
-    width = model.width / model.hidden
+    width = model.token_width / model.hidden
     # Not split by tensor parallelism: two norms, the inputs of attention and MLP, two masks.
     unsplit = (8.0 + 2 * model.dropout) / slices
     split = (2 * (model.qkv / model.hidden + 1) + (2 + model.gated) * 2 * width) / tensor
+    split += 4.0 * model.choices  # what experts get and return
     scores = (2.0 + 3 * model.dropout) * model.heads * model.seq / model.hidden
     kept = 0.0 if model.flash else scores / plan.layout.context / tensor
     full, some = plan.recompute == "full", plan.recompute == "selective"
@@ -77,9 +78,21 @@ def held_micro_batches(plan: PlannedStep) -> Quantity:
 
 def stage_parameters(model: Transformer, plan: PlannedStep) -> Quantity:
     """Return the parameters of one rank before sharding: of the stage with most."""
-    layers = -(-model.layers // plan.layout.pipeline) * model.layer_weights
+    return sum(_stage_parts(model, plan))
+
+
+def sharded_parameters(model: Transformer, plan: PlannedStep) -> Quantity:
+    """Return the parameters that one rank keeps. FSDP shards over the expert axis too."""
+    shared, experts = _stage_parts(model, plan)
+    return (shared / np.where(plan.sharded, plan.layout.expert, 1) + experts) / plan.shards
+
+
+def _stage_parts(model: Transformer, plan: PlannedStep) -> tuple[Quantity, Quantity]:
+    """Return the parameters that every token passes, and those of a rank's experts."""
+    layers = -(-model.layers // plan.layout.pipeline)
     tables = model.embedding * np.where(plan.both_tables, 2 - model.tied, 1)
-    return (layers + tables) / plan.layout.tensor
+    experts = layers * model.expert_weights / plan.layout.expert
+    return (layers * model.shared_weights + tables) / plan.layout.tensor, experts
 
 
 def _logit_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
@@ -99,7 +112,8 @@ def _buffer_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
     sent = 4 * plan.tokens(model.seq) * model.hidden * numbers.activation
     messages = np.where((layout.tensor > 1) | (layout.context > 1), sent, 0.0)
     # Two gathered layers, one in use and one prefetched, and the gradient of one.
-    layer = max(model.layer_weights, model.embedding) / layout.tensor
+    experts = model.expert_weights / layout.expert
+    layer = np.maximum(model.shared_weights / layout.tensor + experts, model.embedding / layout.tensor)
     several = plan.keeps_gradients & (plan.micro_batches > 1)
     gathered = numbers.gathered * np.where(plan.keeps_parameters, parameters, 2 * layer)
     gathered += numbers.reduced * np.where(several, parameters, layer)
@@ -109,7 +123,7 @@ def _buffer_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
 
 def estimate_memory(model: Transformer, plan: PlannedStep) -> RankMemory:
     """Return the bytes of a rank of the stage that needs most: the first or the last."""
-    parameters, numbers = stage_parameters(model, plan) / plan.shards, plan.numbers
+    parameters, numbers = sharded_parameters(model, plan), plan.numbers
     stored, again = layer_activations(model, plan)
     moving = {
         "activations": held_micro_batches(plan) * -(-model.layers // plan.layout.pipeline) * stored

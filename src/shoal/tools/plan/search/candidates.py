@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -17,13 +17,16 @@ from shoal.distributed.layout import AXES, Layout
 from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine
 from shoal.tools.plan.work.planned_step import (
+    ANY_PRECISION,
     FORMATS,
     RECOMPUTES,
     NumberFormat,
     PlannedStep,
+    Recompute,
     Values,
 )
 from shoal.tools.plan.work.transformer import Transformer
+from shoal.util.errors import ShoalError
 
 Integers = npt.NDArray[np.int64]
 
@@ -34,6 +37,25 @@ _RESIDENT = 3
 again and again."""
 _PRECISIONS, _SCHEDULES = tuple(FORMATS), tuple(SCHEDULES)
 _COLUMNS = (*AXES, "micro", "recompute", "precision", "schedule", "stages", "reshard", "sharded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedOptions:
+    """The options that all configurations of a search have; it tries all values of those with None.
+
+    `layout` may have a degree of -1, and `precision` may be ANY_PRECISION.
+    """
+
+    layout: str | None = None
+    micro_batch: int | None = None
+    recompute: Recompute | None = None
+    precision: str = "mixed"
+    schedule: str | None = None
+    stages: int | None = None
+
+
+MIXED = FixedOptions()
+"""The options of a search that tries all values, in mixed precision."""
 
 
 class Candidates(PlannedStep):
@@ -132,40 +154,112 @@ def valid_layouts(model: Transformer, machine: Machine, devices: int, batch: int
 
     Tensor and context parallelism stay within a node; stages have equal numbers of layers.
     """
-    node = min(machine.devices, devices)
-    for tensor in divisors(devices):
-        if tensor > node or node % tensor or model.key_heads % tensor or model.width % tensor:
-            continue
+    node = math.gcd(min(machine.devices, devices), devices)
+    for tensor in divisors(node):
         for context in divisors(node // tensor):
-            if model.seq % context or model.key_heads // tensor % context:
-                continue
-            for pipeline in divisors(math.gcd(model.layers, devices // (tensor * context))):
-                data = devices // (tensor * context * pipeline)
-                if pipeline > 1 and context > 1:
-                    continue  # Shoal does not combine them
-                if batch % data:
-                    continue
-                for shard in divisors(data):
-                    yield Layout(
+            rest = devices // (tensor * context)
+            for pipeline in divisors(math.gcd(model.layers, rest)):
+                for expert, shard in _data_degrees(model, rest // pipeline):
+                    layout = Layout(
                         tensor=tensor,
                         context=context,
                         pipeline=pipeline,
+                        expert=expert,
                         shard=shard,
-                        replicate=data // shard,
+                        replicate=rest // pipeline // expert // shard,
                     )
+                    if layout_problem(model, layout, batch) is None:
+                        yield layout
+
+
+def _data_degrees(model: Transformer, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield the degrees of the expert and the shard axis for a number of data-parallel ranks."""
+    for expert in divisors(math.gcd(model.experts, ranks)) if model.experts else (1,):
+        for shard in divisors(ranks // expert):
+            yield expert, shard
+
+
+def layout_problem(model: Transformer, layout: Layout, batch: int) -> tuple[str, str] | None:
+    """Return why a model can't be trained in a layout, and what helps; None if it can."""
+    if layout.expert > 1 and not model.experts:
+        return "the model has no experts", "leave expert out, or use --model …,experts=8,choices=2"
+    if layout.tensor > 1 and model.experts:
+        found = "tensor parallelism leaves experts whole"
+        return found, "use the expert axis, or trace your module: --model train.py:build"
+    if layout.pipeline > 1 and layout.context > 1:
+        return "Shoal does not combine a pipeline and context parallelism", "use one of the two axes"
+    heads = model.key_heads
+    for count, what, axis in (
+        (heads, "key and value heads", "tensor"),
+        (model.width, "columns of the MLP", "tensor"),
+        (model.seq, "tokens of a sample", "context"),
+        (heads // layout.tensor, "key and value heads of a rank", "context"),
+        (model.layers, "layers", "pipeline"),
+        (model.experts, "experts", "expert"),
+    ):
+        degree = layout.degree(axis)
+        if count % degree:
+            most = math.gcd(count, degree)
+            fix = f"use {axis}={most}, and shard=-1 for the other devices"
+            return f"{axis}={degree} does not divide {count:,} {what}", fix
+    if model.tied and layout.pipeline > 1 and model.layers % (2 * layout.pipeline):
+        stages = 2 * layout.pipeline  # the first and the last stage are on one rank
+        found = f"with tied=1, a rank has two stages, and {stages} do not divide {model.layers} layers"
+        return found, f"use pipeline={math.gcd(model.layers // 2, layout.pipeline)}, or tied=0"
+    if batch % layout.data_size:
+        nearest = max(1, round(batch / layout.data_size)) * layout.data_size
+        found = f"its {layout.data_size:,} data-parallel ranks do not divide {batch:,} samples"
+        return found, f"use --batch {nearest}"
+    return None
+
+
+def resolve_layout(text: str, devices: int) -> Layout:
+    """Return the layout of an option on a number of devices; raise ShoalError for another number."""
+    try:
+        return Layout.parse(text).resolve(devices)
+    except ShoalError as error:
+        raise ShoalError(
+            given=f"--layout {text} -n {devices}",
+            found=error.found,
+            fix="use a layout of as many devices, such as --layout replicate=-1",
+        ) from None
+
+
+def _fixed_layout(model: Transformer, text: str, devices: int, batch: int) -> Layout:
+    layout = resolve_layout(text, devices)
+    problem = layout_problem(model, layout, batch)
+    if problem is not None:
+        raise ShoalError(given=f"--layout {text} -n {devices}", found=problem[0], fix=problem[1])
+    return layout
 
 
 def find_candidates(
-    model: Transformer, machine: Machine, devices: int, batch: int, precisions: Sequence[str]
+    model: Transformer,
+    machine: Machine,
+    devices: int,
+    batch: int,
+    fixed: FixedOptions = MIXED,
 ) -> Candidates:
-    """Return all configurations that Shoal can run. There is none if no layout is valid."""
+    """Return all configurations that Shoal can run. There is none if no layout is valid.
+
+    Raises ShoalError for a fixed layout that is not valid, and for FP8 on a machine without it.
+    """
+    machine.check_precision(fixed.precision)
+    formats = [
+        number
+        for number, each in enumerate(_PRECISIONS)
+        if fixed.precision in (each, ANY_PRECISION) and (machine.fp8 or not FORMATS[each].fp8)
+    ]
 
     @cache
     def choices(local: int, pipeline: int, sharded: bool) -> Integers:
-        return np.array(list(_choices(model, local, pipeline, sharded, precisions)), np.int64)
+        return np.array(list(_choices(model, local, pipeline, sharded, fixed, formats)), np.int64)
 
+    layouts: Iterable[Layout] = valid_layouts(model, machine, devices, batch)
+    if fixed.layout is not None:
+        layouts = [_fixed_layout(model, fixed.layout, devices, batch)]
     blocks = [np.empty((0, len(_COLUMNS)), np.int64)]
-    for layout in valid_layouts(model, machine, devices, batch):
+    for layout in layouts:
         found = choices(batch // layout.data_size, layout.pipeline, layout.shard > 1)
         if len(found):
             degrees = np.array([layout.degree(axis) for axis in AXES])
@@ -174,20 +268,27 @@ def find_candidates(
 
 
 def _choices(
-    model: Transformer, local: int, pipeline: int, sharded: bool, precisions: Sequence[str]
+    model: Transformer,
+    local: int,
+    pipeline: int,
+    sharded: bool,
+    fixed: FixedOptions,
+    formats: Sequence[int],
 ) -> Iterator[tuple[int, ...]]:
     """Yield the columns of all configurations of one layout after its degrees."""
-    formats = [_PRECISIONS.index(each) for each in precisions]
     for micro in divisors(local):
+        if fixed.micro_batch not in (None, micro):
+            continue
         count = local // micro
-        for schedule, stages in _flows(model, pipeline, sharded, count):
+        for schedule, stages in _flows(model, pipeline, sharded, count, fixed):
             recomputes = [
                 number
                 for number, each in enumerate(RECOMPUTES)
-                # Fused attention stores no scores that selective recomputation could save, and a
-                # backward pass in two parts can't recompute.
-                if each == "none"
-                or not (SCHEDULES[schedule].splits or (each[0] == "s" and model.flash))
+                # A backward pass in two parts can't recompute. Fused attention stores no scores that
+                # selective recomputation could save.
+                if (each == "none" or not SCHEDULES[schedule].splits)
+                and (fixed.recompute or each) == each
+                and (fixed.recompute or each[0] != "s" or not model.flash)
             ]
             free = sharded and pipeline == 1
             reshard = (1, 0) if free else (1,)
@@ -197,28 +298,35 @@ def _choices(
                 yield (micro, recompute, number, *flow, *rest)
 
 
-def _flows(model: Transformer, pipeline: int, sharded: bool, count: int) -> Iterator[tuple[str, int]]:
-    """Yield the schedules of a pipeline with their stages per rank."""
+def _flows(
+    model: Transformer, pipeline: int, sharded: bool, count: int, fixed: FixedOptions
+) -> Iterator[tuple[str, int]]:
+    """Yield the schedules of a pipeline with their stages per rank, or those that are fixed."""
     if pipeline == 1:
         yield "1f1b", 1
         return
     layers = model.layers // pipeline
     for name, kind in SCHEDULES.items():
-        if model.tied and not kind.folded:
-            continue  # the embedding and the output layer are on two ranks
-        for stages in (kind.stages,) if kind.fixed else STAGES:
+        if fixed.schedule not in (None, name) or (model.tied and not kind.folded):
+            continue  # if tied and not folded, the embedding and the output layer are on two ranks
+        tried = STAGES if fixed.stages is None else (fixed.stages,)
+        for stages in tried if fixed.stages or not kind.fixed else (kind.stages,):
             crowded = sharded and stages > _RESIDENT
-            if layers % stages == 0 and not crowded and _supports(name, pipeline, count):
+            supported = _supports(name, pipeline, count, every=fixed.schedule is not None)
+            if kind.allows(stages) and layers % stages == 0 and not crowded and supported:
                 yield name, stages
 
 
-def _supports(schedule: str, ranks: int, count: int) -> bool:
-    """Return whether a schedule supports a number of micro-batches, and may be the best one for it."""
+def _supports(schedule: str, ranks: int, count: int, *, every: bool) -> bool:
+    """Return whether a schedule supports a number of micro-batches.
+
+    Without `every`, also whether it may be the best one for it.
+    """
     uneven = count % max(1, count // ranks) > 0
     if schedule == "gpipe":
-        return count < ranks  # else "1f1b" takes the same time with less memory
+        return every or count < ranks  # else "1f1b" takes the same time with less memory
     if schedule == "looped":
-        return uneven  # else "interleaved" takes the same time with less memory
+        return every or uneven  # else "interleaved" takes the same time with less memory
     if schedule == "zbv":
         return True
     return (

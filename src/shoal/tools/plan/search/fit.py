@@ -21,6 +21,7 @@ from shoal.tools.bench.measurement import call_target, import_named
 from shoal.tools.bench.scaling.configurations import SIZES, BuiltIn, parse_subject
 from shoal.tools.bench.scaling.models import Workload, make_model, workload_of
 from shoal.tools.plan.machine.machines import Machine
+from shoal.tools.plan.search.candidates import resolve_layout
 from shoal.tools.plan.search.search import Prediction, RejectedLayout, SearchResult
 from shoal.tools.plan.time.simulation import (
     collective_totals,
@@ -99,7 +100,7 @@ def plan_of(
     Raises ShoalError if the global batch does not divide, or options of a pipeline are given for
     another layout.
     """
-    degrees = _resolved(layout, devices)
+    degrees = resolve_layout(layout, devices)
     pipelined = [f"--split-points {','.join(split_points)}"] if split_points else []
     pipelined += [f"--schedule {schedule}"] if schedule != "1f1b" else []
     if pipelined and degrees.pipeline == 1:
@@ -126,17 +127,6 @@ def plan_of(
         schedule=schedule,
         stages=SCHEDULES[schedule].stages if degrees.pipeline > 1 else 1,
     )
-
-
-def _resolved(layout: str, devices: int) -> Layout:
-    try:
-        return Layout.parse(layout).resolve(devices)
-    except ShoalError as error:
-        raise ShoalError(
-            given=f"--layout {layout} -n {devices}",
-            found=error.found,
-            fix="use a layout of as many devices, such as --layout replicate=-1",
-        ) from None
 
 
 def _micro_batch(layout: Layout, batch: int) -> int:

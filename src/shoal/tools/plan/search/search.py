@@ -17,10 +17,16 @@ import numpy as np
 from shoal.distributed.layout import AXES, Layout
 from shoal.tools.plan.machine.machines import RANGES, Machine, find_machine
 from shoal.tools.plan.memory.estimate import RankMemory, estimate_memory
-from shoal.tools.plan.search.candidates import Candidates, Integers, find_candidates
+from shoal.tools.plan.search.candidates import (
+    MIXED,
+    Candidates,
+    FixedOptions,
+    Integers,
+    find_candidates,
+)
 from shoal.tools.plan.time.simulation import CollectiveTotal, RankRun
 from shoal.tools.plan.time.step_time import StepParts, estimate_step, pass_seconds, pipeline_bubble
-from shoal.tools.plan.work.planned_step import ANY_PRECISION, FORMATS, PlannedStep
+from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer
 from shoal.util.errors import ShoalError
 from shoal.util.units import counted, duration, percent, size
@@ -142,23 +148,22 @@ def search_plans(
     machine: Machine,
     devices: int,
     batch: int,
+    fixed: FixedOptions = MIXED,
     *,
-    precision: str = "mixed",
     top: int = 5,
 ) -> SearchResult:
     """Return the `top` fastest configurations that fit, and why the others are not among them.
 
-    With the precision `"any"`, all are tried. The memory and the step times of all are computed as
+    All have the options that are `fixed`. The memory and the step times of all are computed as
     arrays. In a pipeline, ranks wait at least for the time in these, so they are lower bounds:
     configurations are predicted in their order, until the next bound is above the step times that were
     found.
 
-    Raises ShoalError if no layout is valid. `best` is empty if none fits.
+    Raises ShoalError if no configuration is valid. `best` is empty if none fits.
     """
-    precisions = tuple(FORMATS) if precision == ANY_PRECISION else (precision,)
-    candidates = find_candidates(model, machine, devices, batch, precisions)
+    candidates = find_candidates(model, machine, devices, batch, fixed)
     if not len(candidates.rows):
-        raise _no_layout(model, devices, batch)
+        raise _no_configuration(model, machine, devices, batch, fixed)
     memory = estimate_memory(model, candidates).total
     fitting = np.flatnonzero(memory <= machine.available)
     chosen = _Screened(model, machine, candidates.where(fitting))
@@ -218,7 +223,26 @@ def _too_much(found: Prediction) -> str:
     return f"does not fit: {over} too much; {largest} {size(kinds[largest])}"
 
 
-def _no_layout(model: Transformer, devices: int, batch: int) -> ShoalError:
+def _no_configuration(
+    model: Transformer, machine: Machine, devices: int, batch: int, fixed: FixedOptions
+) -> ShoalError:
+    """Return the error of options that no configuration has, with values of one that would help."""
+    given = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in vars(fixed).items()
+        if value and name != "precision"
+    ]
+    for name in ("micro_batch", "recompute", "schedule", "stages"):
+        unset = {name: None}
+        free = replace(fixed, **unset)  # type: ignore[arg-type]
+        others = find_candidates(model, machine, devices, batch, free)
+        if len(others.rows):
+            values = " or ".join(map(str, np.unique(getattr(others, name))[:8]))
+            return ShoalError(
+                given=f"{' '.join(given)} -n {devices} --batch {batch}",
+                found="no configuration that Shoal can run has these options",
+                fix=f"use --{name.replace('_', '-')} {values}",
+            )
     nearest = max(1, round(batch / devices)) * devices
     return ShoalError(
         given=f"{counted(devices, 'device')}, global batch {batch}",
@@ -296,12 +320,11 @@ def answer_what_if(
     machine: Machine,
     devices: int,
     batch: int,
-    *,
-    precision: str,
+    fixed: FixedOptions = MIXED,
 ) -> WhatIf:
     """Return the fastest configuration with one change, compared with that of the search."""
     changed = changed_machine(machine, question)
-    result = search_plans(model, changed, devices, batch, precision=precision, top=1)
+    result = search_plans(model, changed, devices, batch, fixed, top=1)
     if not result.best or not base.best:
         return WhatIf(question=question, best=result.best[0] if result.best else None)
     best, before = result.best[0], base.best[0]

@@ -95,8 +95,10 @@ _FARTHEST = 5.0
 _TIMES = {"s": 1.0, "ms": 1e3, "µs": 1e6}
 _BYTES = {"GB": 1e-9, "MB": 1e-6, "kB": 1e-3}
 _NAMES = {
+    "fp8": "products in FP8",
     "tensor": "tensor parallel",
     "context": "context parallel",
+    "experts": "expert parallel",
     "bubble": "pipeline bubble",
     "pipeline": "pipeline sends",
     "data": "exposed data parallel",

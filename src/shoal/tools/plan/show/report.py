@@ -125,8 +125,8 @@ _NUMERICS = (
 class PlanReport:
     """The result of a command, and what was asked about it.
 
-    `model` is None for a traced module, whose name is `name`. With one traced layout, `changes` are the
-    given plan and changes of it.
+    `model` is None for a traced module, whose name is `name`. With a given layout, `changes` are the
+    traced plan and changes of it, or the first prediction of a transformer.
     """
 
     name: str
@@ -152,14 +152,18 @@ def plan_document(report: PlanReport) -> Document:
     best, machine = report.result.best, report.machine
     verdict = f"No configuration fits {machine.name}: {size(machine.available)} are usable."
     if report.changes:
-        verdict = f"{report.changes[0].plan.layout} on {machine.name} {report.changes[0].verdict}."
+        first = report.changes[0]
+        takes = "" if report.model is None else f"takes {duration(first.step_seconds)} per step and "
+        verdict = f"{first.plan.layout} on {machine.name} {takes}{first.verdict}."
     elif best:
         verdict = f"{best[0].plan.layout} is the fastest: {duration(best[0].step_seconds)} per step."
-    sections = [] if report.changes else [Section(heading="Fastest", blocks=_fastest(report))]
+    sections = []
+    if report.model is not None or not report.changes:
+        sections.append(Section(heading="Fastest", blocks=_fastest(report)))
     if report.model is None:
         sections += module_sections(report.changes or best)
-    elif best:
-        sections += _step_sections(report.model, machine, best)
+    elif best or report.changes:
+        sections += _step_sections(report.model, machine, best or report.changes)
     sections += [
         Section(heading="Tried", blocks=_tried(report.tried)),
         Section(heading="What if", blocks=[_answers(report.answers)]),
@@ -193,8 +197,9 @@ def _values(report: PlanReport) -> dict[str, Any]:
         values["training"] = training_values(training)
     values = {"machine": machine.name, "available_bytes": machine.available, "best": best}
     if report.changes:
-        tried = [of(each) for each in report.changes]
-        values |= {"fits": report.changes[0].fits, "tried": tried}
+        values["fits"] = report.changes[0].fits
+    if report.changes and model is None:
+        values["tried"] = [of(each) for each in report.changes]
     else:
         values["rejected"] = [
             {"layout": str(each.layout), "reason": each.reason} | of(each.best)
@@ -235,14 +240,17 @@ def _fastest(report: PlanReport) -> list[DocumentBlock]:
         )
     if not result.best:
         half = "" if model is None else ", or --precision half"
-        return [*blocks, Text(text=f"Use more devices, or more memory{half}.")]
+        blocks.append(Text(text=f"Use more devices, or more memory{half}."))
+    best = result.best or report.changes
+    if not best:
+        return blocks
     blocks += [
-        _fastest_table(model, machine, result.best),
-        Text(text=f"The strategy of the first: {strategy_text(result.best[0])}."),
+        _fastest_table(model, machine, best),
+        Text(text=f"The strategy of the first: {strategy_text(best[0])}."),
     ]
-    if len({each.plan.precision for each in result.best}) > 1:
+    if len({each.plan.precision for each in best}) > 1:
         blocks.append(Text(text=_NUMERICS))
-    return blocks if model is None else [*blocks, *_band(model, machine, result.best[0])]
+    return blocks if model is None else [*blocks, *_band(model, machine, best[0])]
 
 
 def _fastest_table(model: Transformer | None, machine: Machine, best: Sequence[Prediction]) -> Table:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from shoal.distributed.layout import Layout
+from shoal.distributed.pipeline_schedules import SCHEDULES
 from shoal.tools.plan.machine.machines import Machine, limited_efficiency
 from shoal.tools.plan.time.rates import peak_rate
 from shoal.tools.plan.time.step_error import StepErrors, published_errors
@@ -18,11 +19,16 @@ from shoal.util.errors import ShoalError
 
 _COMPUTATION = ("product", "attention", "memory")
 _LINKS = ("link", "network")
-_PARTS = {"attention": ("attention",), "communication": _LINKS, "host": ("launch", "host")}
+_PARTS = {
+    "attention": ("attention",),
+    "communication": _LINKS,
+    "host": ("launch", "host"),
+    "fp8": ("product",),
+}
 _SECONDS = ("launch", "host")
 """Efficiencies in seconds; the others are fractions of a rate."""
 _EXAMPLE = '--known-step-time "7.4 layout=shard=8 batch=64 micro_batch=2"'
-_NAMES = ("layout", "batch", "micro_batch", "recompute", "precision")
+_NAMES = ("layout", "batch", "micro_batch", "recompute", "precision", "schedule", "stages")
 _STEPS = 40
 """Halvings of the range of a logarithm."""
 _FARTHEST = 1.5
@@ -99,7 +105,7 @@ def machine_of_step(model: Transformer, plan: PlannedStep, machine: Machine, sec
     found = known_machine(seconds_of, machine, errors, errors.fractions(step, machine), seconds)
     if not 1 / _LARGEST < seconds / seconds_of(found) < _LARGEST:
         raise ShoalError(
-            given=f"--known-step-time {seconds:.4g} on {machine.name}",
+            given=f"a known step of {seconds:.4g} s on {machine.name}",
             found=f"the predicted time is {step.total:.3g} s; no plausible efficiency gives this one",
             fix="check the time, and that model, layout, batch and machine are those of the step",
         )
@@ -111,7 +117,8 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
 
     Args:
         text: Seconds, or an MFU such as `45%`, and `layout=…`, `batch=…`; also `micro_batch=…`
-            (default: the local batch), `recompute=…` and `precision=…` (default: `mixed`).
+            (default: the local batch), `recompute=…`, `precision=…` (default: `mixed`), `schedule=…`
+            and `stages=…` (those of a rank).
         model: The transformer of the step.
         machine: The machine, whose peak is that of an MFU.
 
@@ -123,13 +130,18 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
     unknown = [name for name in values if name not in _NAMES]
     missing = [name for name in ("layout", "batch") if name not in values]
     number = re.fullmatch(r"(\d+(?:\.\d+)?)(%|s)?", time)
-    whole = all(values.get(name, "1").isdecimal() for name in ("batch", "micro_batch"))
+    whole = all(values.get(name, "1").isdecimal() for name in ("batch", "micro_batch", "stages"))
     if unknown or missing or number is None or not float(number[1]) or not whole:
         found = f"{time!r} is not a time or an MFU" if number is None else f"it has {sorted(values)}"
         raise _wrong(text, found)
     recompute, precision = values.get("recompute", "none"), values.get("precision", "mixed")
-    if recompute not in RECOMPUTES or precision not in FORMATS:
-        raise _wrong(text, f"recompute {recompute!r} or precision {precision!r} is unknown")
+    schedule = values.get("schedule", "1f1b")
+    known = recompute in RECOMPUTES, precision in FORMATS, schedule in SCHEDULES
+    if not all(known):
+        names = f"recompute {recompute!r}, precision {precision!r} or schedule {schedule!r}"
+        raise _wrong(text, f"{names} is unknown")
+    machine.check_precision(precision)
+    stages = int(values.get("stages", SCHEDULES[schedule].stages))
     layout = Layout.parse(values["layout"])
     layout = layout.resolve(math.prod(max(1, each) for each in vars(layout).values()))
     batch = int(values["batch"])
@@ -143,6 +155,8 @@ def parse_known_step(text: str, model: Transformer, machine: Machine) -> tuple[P
         micro_batch=micro,
         recompute=next(each for each in RECOMPUTES if each == recompute),
         precision=precision,
+        schedule=schedule,
+        stages=stages if layout.pipeline > 1 else 1,
         sequence_parallel=layout.tensor > 1 and layout.pipeline == 1,
     )
     seconds = float(number[1])

@@ -31,6 +31,7 @@ class ComputeSeconds(Amounts):
     memory: Quantity = 0.0
     launch: Quantity = 0.0
     host: Quantity = 0.0
+    fp8: Quantity = 0.0
 
     @property
     def total(self) -> Quantity:
@@ -42,6 +43,7 @@ def compute_seconds(work: Work, plan: PlannedStep, machine: Machine) -> ComputeS
     """Return the seconds of some work on one device."""
     rates, peak = machine.efficiency, peak_rate(plan, machine)
     products = work.products / (rates.product * peak)
+    fp8 = work.fp8_products / (rates.product * (machine.fp8 or machine.half))
     convolutions = work.convolutions / (rates.convolution * peak)
     attention = work.attention / (rates.attention * peak)
     memory = (work.product_bytes + work.traffic) / (rates.memory * machine.memory_bandwidth)
@@ -49,9 +51,9 @@ def compute_seconds(work: Work, plan: PlannedStep, machine: Machine) -> ComputeS
     if machine.is_cpu:  # the host computes
         return ComputeSeconds(products, convolutions, attention, memory, 0.0, host)
     launch = work.operations * rates.launch
-    device = products + convolutions + attention + memory + launch
+    device = products + convolutions + attention + memory + launch + fp8
     waited = (device**4 + host**4) ** 0.25 - device
-    return ComputeSeconds(products, convolutions, attention, memory, launch, waited)
+    return ComputeSeconds(products, convolutions, attention, memory, launch, waited, fp8)
 
 
 def peak_rate(plan: PlannedStep, machine: Machine) -> Quantity:
@@ -164,6 +166,14 @@ def layer_collectives(
     return tensor, passes * collective_seconds("all_to_all", sent, group, machine)
 
 
+def expert_seconds(model: Transformer, plan: PlannedStep, machine: Machine) -> Quantity:
+    """Return the seconds of a layer in which tokens move to their experts and back, both passes."""
+    sent = plan.tokens(model.seq) * model.choices * model.hidden * plan.numbers.activation
+    group = RankGroup(plan.layout.expert, plan.layout.context * plan.layout.tensor)
+    passes = 4 + 2 * (plan.recompute == "full")
+    return passes * collective_seconds("all_to_all", sent, group, machine)
+
+
 def step_collectives(
     model: Transformer, plan: PlannedStep, machine: Machine, parameters: Quantity, layer: LayerSeconds
 ) -> tuple[Quantity, Quantity]:
@@ -180,9 +190,16 @@ def step_collectives(
     waiting = messages * collective_seconds("send", sent, neighbours, machine)
 
     layers = model.layers / layout.pipeline
-    replicas = RankGroup(plan.copies, layout.tensor * plan.shards)
-    summed = parameters / plan.shards * plan.numbers.reduced
+    # FSDP sums the gradients of other parameters over the expert axis too.
+    experts = layers * model.expert_weights / layout.expert
+    over = np.where(plan.sharded, 1, layout.expert)
+    stride = layout.tensor * plan.shards * layout.expert
+    replicas = RankGroup(plan.copies * over, stride // over)
+    size = plan.numbers.reduced / plan.shards
+    summed = (parameters - experts) * over / layout.expert * size
     exposed = collective_seconds("all_reduce", summed, replicas, machine)
+    copies = RankGroup(plan.copies, stride)
+    exposed += collective_seconds("all_reduce", experts * size, copies, machine)
     if plan.overlap:
         tail = collective_seconds("all_reduce", np.minimum(summed, _BUCKET), replicas, machine)
         exposed = np.maximum(tail, exposed - np.maximum(layers - 1, 0) * layer.computing_backward)
@@ -200,10 +217,18 @@ def _sharded_seconds(
     In a pipeline, it is kept for all micro-batches. The table is gathered alone.
     """
     numbers, tensor, piped = plan.numbers, plan.layout.tensor, plan.layout.pipeline > 1
-    shard = RankGroup(plan.shards, tensor)
-    weights, table = model.layer_weights / tensor, model.embedding / tensor
-    gather = collective_seconds("all_gather", weights * numbers.gathered, shard, machine)
-    scatter = collective_seconds("reduce_scatter", weights * numbers.reduced, shard, machine)
+    expert = plan.layout.expert
+    shard, experts = RankGroup(plan.shards * expert, tensor), RankGroup(plan.shards, tensor * expert)
+    weights, table = model.shared_weights / tensor, model.embedding / tensor
+    own = model.expert_weights / expert
+    gather, scatter = (
+        collective_seconds(operation, weights * number, shard, machine)
+        + collective_seconds(operation, own * number, experts, machine)
+        for operation, number in (
+            ("all_gather", numbers.gathered),
+            ("reduce_scatter", numbers.reduced),
+        )
+    )
     forward, backward = (each if plan.overlap else 0.0 for each in (layer.forward, layer.backward))
     gathers = np.where(piped, 1, plan.micro_batches)
     sums = np.where(plan.keeps_gradients, 1, plan.micro_batches)

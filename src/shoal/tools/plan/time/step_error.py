@@ -25,11 +25,13 @@ _REASONS = {
     "host": "layers this small wait for the host",
     "communication": "most of the step is communication",
     "attention": "most of the step is attention",
+    "fp8": "steps in FP8 differ in their casts and scales",
 }
 PARTS: Mapping[str, tuple[str, ...]] = {
     "host": ("launch",),
-    "communication": ("tensor", "context", "pipeline", "data"),
+    "communication": ("tensor", "context", "experts", "imbalance", "pipeline", "data"),
     "attention": ("attention",),
+    "fp8": ("fp8",),
 }
 """The parts of a step with an uncertainty of their own, and how `StepParts` names them."""
 
@@ -56,8 +58,8 @@ class StepErrors:
         return self.source**2 + sum(common) + self.machine**2 * one["machine"] * other["machine"]
 
     def alone(self, one: Mapping[str, float]) -> float:
-        """Return the variance that a step has alone: half of the host's error is of its layers."""
-        return self.step**2 + (self.parts["host"] / 2 * one["host"]) ** 2
+        """Return the variance that a step has alone: half of the errors of the host and of FP8."""
+        return self.step**2 + sum((self.parts[name] / 2 * one[name]) ** 2 for name in ("host", "fp8"))
 
     def variance(self, one: Mapping[str, float], known: Mapping[str, float] | None = None) -> float:
         """Return the variance of a step, also of one whose source has a known step."""
@@ -70,7 +72,7 @@ class StepErrors:
     def fractions(self, step: StepParts, machine: Machine) -> dict[str, float]:
         """Return by which fraction of its own change each part changes a step.
 
-        `machine` is 1 without published steps.
+        `machine` is 1 without published steps, as of all models with experts.
         """
         total = float(step.total)
         found = {
@@ -79,7 +81,7 @@ class StepErrors:
         }
         # Layers take (device^4 + host^4)^(1/4), which is how much of a step follows the host.
         found["host"] = 1 - (1 - found["host"]) ** 4
-        return found | {"machine": float(not self.knows(machine))}
+        return found | {"machine": float("experts" in step.parts or not self.knows(machine))}
 
     def knows(self, machine: Machine) -> bool:
         """Return whether steps are published of a machine with the same processors."""
@@ -124,7 +126,8 @@ def step_band(step: StepParts, machine: Machine, errors: StepErrors | None = Non
     reasons = []
     if machine.known_step is None:
         if fractions["machine"]:
-            reasons.append(f"no step on {machine.name} is published")
+            what = "step with experts" if "experts" in step.parts else f"step on {machine.name}"
+            reasons.append(f"no {what} is published")
         large = [name for name in errors.parts if fractions[name] * errors.parts[name] > errors.source]
         reasons += [_REASONS[name] for name in large]
     total = float(step.total)

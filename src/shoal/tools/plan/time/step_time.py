@@ -14,20 +14,21 @@ import numpy as np
 
 from shoal.distributed.pipeline_schedules import PipelineAction, action_lists
 from shoal.tools.plan.machine.machines import Machine
-from shoal.tools.plan.memory.estimate import stage_parameters
+from shoal.tools.plan.memory.estimate import sharded_parameters, stage_parameters
 from shoal.tools.plan.time.rates import (
     ComputeSeconds,
     LayerSeconds,
     compute_seconds,
+    expert_seconds,
     layer_collectives,
     step_collectives,
 )
 from shoal.tools.plan.work.layers import transformer_work
 from shoal.tools.plan.work.planned_step import PlannedStep, Quantity
-from shoal.tools.plan.work.slowest import slowest
+from shoal.tools.plan.work.slowest import busiest_load, slowest
 from shoal.tools.plan.work.transformer import Transformer
 
-_PASSES = ("products", "convolutions", "attention", "memory", "recompute", "launch")
+_PASSES = ("products", "fp8", "convolutions", "attention", "memory", "recompute", "launch")
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,24 @@ OVERHEAD = 0.10
 """Computation of eager PyTorch and FSDP beyond that of the formulas, relative to it (0 to 0.2): copies,
 casts, gaps. Megatron-LM has none. The median of published steps (`step_errors.toml`)."""
 
-_LAYER = ("piped", "tensor", "context", "micro", "precision", "recompute")
+_LAYER = ("piped", "tensor", "context", "expert", "micro", "precision", "recompute")
 """The options on which the seconds of a layer depend."""
 
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one layer, and of the output layer (`head`), for one micro-batch."""
+    """Seconds of one layer, and of the output layer (`head`), for one micro-batch.
+
+    `experts` are those of their collectives, and `busiest` what the rank with most tokens adds.
+    """
 
     forward: ComputeSeconds
     backward: ComputeSeconds
     again: Quantity
     tensor: Quantity
     context: Quantity
+    experts: Quantity
+    busiest: Quantity
     head: ComputeSeconds
 
     @property
@@ -109,12 +115,17 @@ class PassSeconds:
     @property
     def total(self) -> Quantity:
         """All seconds of a layer."""
-        return self.computing + self.tensor + self.context
+        return self.computing + self.waiting
+
+    @property
+    def waiting(self) -> Quantity:
+        """Seconds of the collectives of a layer, with those until the busiest rank calls them."""
+        return self.tensor + self.context + self.experts + self.busiest
 
     @property
     def forward_total(self) -> Quantity:
         """Seconds of the forward pass of a layer with its collectives."""
-        return self.forward.total + (self.tensor + self.context) / 3
+        return self.forward.total + self.waiting / 3
 
 
 def pass_seconds(model: Transformer, plan: PlannedStep, machine: Machine) -> PassSeconds:
@@ -122,15 +133,26 @@ def pass_seconds(model: Transformer, plan: PlannedStep, machine: Machine) -> Pas
 
     def seconds(plan: PlannedStep) -> PassSeconds:
         work = transformer_work(model, plan, machine.units)
-        parts = (work.forward, work.backward, work.recompute, work.head, work.table, *work.overlapped)
-        forward, backward, again, head, table, *weights = (
-            compute_seconds(each, plan, machine) for each in parts
+        parts = (work.forward, work.backward, work.recompute, work.head, work.table, work.experts)
+        forward, backward, again, head, table, products, *weights = (
+            compute_seconds(each, plan, machine) for each in (*parts, *work.overlapped)
         )
         totals = [each.total for each in weights]
         tensor, context = layer_collectives(model, plan, machine, totals)
-        return PassSeconds(forward, backward, again.total, tensor, context, head + table)
+        experts = expert_seconds(model, plan, machine)
+        busiest = (_load(model, plan) - 1) * (products.total + experts)
+        head += table
+        return PassSeconds(forward, backward, again.total, tensor, context, experts, busiest, head)
 
     return plan.tabulate(_LAYER, seconds)
+
+
+def _load(model: Transformer, plan: PlannedStep) -> Quantity:
+    """Return the tokens of the busiest rank's experts relative to the mean, with random routers."""
+    if not model.experts:
+        return 1.0
+    load = np.vectorize(busiest_load, otypes=[np.float64])
+    return load(plan.tokens(model.seq), model.choices, model.experts, plan.layout.expert)
 
 
 def estimate_step(
@@ -159,8 +181,10 @@ def estimate_step(
     bandwidth = machine.efficiency.memory * machine.memory_bandwidth
     spread = machine.efficiency.spread * slowest(plan.layout.size)
     overhead = 0.0 if plan.split_sends or machine.is_cpu else OVERHEAD
+    routed = {"experts": each.experts, "imbalance": each.busiest} if model.experts else {}
     return StepParts.of(
         products=passes.products,
+        fp8=passes.fp8,
         attention=passes.attention,
         memory=passes.memory,
         recompute=again,
@@ -170,9 +194,10 @@ def estimate_step(
         bubble=(plan.layout.pipeline - 1) / plan.stages * layers * filling,
         pipeline=sends,
         data=data,
-        optimizer=parameters / plan.shards * updated / bandwidth,
+        optimizer=sharded_parameters(model, plan) * updated / bandwidth,
         stragglers=spread * (passes.total + again),
         overhead=overhead * (passes.total + again),
+        **{name: layers * count * seconds for name, seconds in routed.items()},
     )
 
 
@@ -200,7 +225,7 @@ def pipeline_bubble(
     ranks, stages, count = plan.layout.pipeline, plan.stages, plan.micro_batches
     each, head = layers / (ranks * stages), layer.head
     backward = each * (layer.total - layer.forward_total)
-    weights = each * layer.backward.products / 2
+    weights = each * (layer.backward.products + layer.backward.fp8) / 2
     usual = {
         "F": each * layer.forward_total,
         "B": backward,

@@ -177,7 +177,7 @@ def training_of(
 ) -> TrainingEstimate:
     """Return the estimate of a whole training in one layout, with samples of `tokens` tokens."""
     plan, devices = found.plan, found.plan.layout.size
-    nodes = math.ceil(devices / machine.devices)
+    nodes = math.ceil(devices / machine.per_host)
     count = plan.global_batch * tokens
     return estimate_training(training, found.step_seconds, devices, count, nodes=nodes)
 

@@ -44,7 +44,8 @@ class TransformerWork:
     """The work of one micro-batch: of a layer, of the output layer, and of the embedding's gradient.
 
     `recompute` is what a layer computes again before its backward pass. `overlapped` are the gradients
-    of weights that need no sum over the gradients of inputs.
+    of weights that need no sum over the gradients of inputs. `experts` are the products of experts in
+    `forward` and `backward`.
     """
 
     forward: Work
@@ -53,55 +54,85 @@ class TransformerWork:
     head: Work
     table: Work
     overlapped: tuple[Work, Work]
+    experts: Work
 
 
-def product_work(shape: Shape, size: Quantity, units: int | None) -> Work:
-    """Return the work of one matrix product of numbers of `size` bytes."""
+_CAST_BYTES, _CAST_OPERATIONS = 5, 2
+"""Of a cast of a number from 16 to 8 bits: it is read for the largest one, read again, and written."""
+
+
+def product_work(shape: Shape, size: Quantity, units: int | None, fp8: Quantity = 0) -> Work:
+    """Return the work of one matrix product of numbers of `size` bytes.
+
+    With `fp8`, its operands are cast to 8 bits (dynamic scales, as torchao has).
+    """
     rows, columns, inner = shape
-    moved = size * (rows * inner + inner * columns + rows * columns)
-    return Work(products=tiled_flops(rows, columns, inner, units), product_bytes=moved, operations=1)
-
-
-def gradient_work(shape: Shape, size: Quantity, units: int | None) -> Work:
-    """Return the work of both gradients of a matrix product: of its input and of its weights."""
-    rows, columns, inner = shape
-    return product_work((rows, inner, columns), size, units) + product_work(
-        (columns, inner, rows), size, units
+    flops, operands = tiled_flops(rows, columns, inner, units), rows * inner + inner * columns
+    return Work(
+        products=flops * (1 - fp8),
+        fp8_products=flops * fp8,
+        product_bytes=(size - fp8) * operands + size * rows * columns,
+        traffic=_CAST_BYTES * operands * fp8,
+        operations=1 + 2 * _CAST_OPERATIONS * fp8,
     )
 
 
+def gradient_work(shape: Shape, size: Quantity, units: int | None, fp8: Quantity = 0) -> Work:
+    """Return the work of both gradients of a matrix product: of its input and of its weights."""
+    rows, columns, inner = shape
+    return product_work((rows, inner, columns), size, units, fp8) + product_work(
+        (columns, inner, rows), size, units, fp8
+    )
+
+
+def own_experts(model: Transformer, plan: PlannedStep) -> Quantity:
+    """Return the number of MLPs of a layer on one rank."""
+    return max(1, model.experts) / plan.layout.expert
+
+
 def layer_products(model: Transformer, plan: PlannedStep) -> tuple[Shape, ...]:
-    """Return the products of a layer's forward pass: queries to values, output, MLP up, MLP down."""
+    """Return the products of a layer's forward pass: queries to values, output, MLP up, MLP down.
+
+    Those of the MLP are of one of the rank's experts.
+    """
     tensor, hidden, rows = plan.layout.tensor, model.hidden, plan.tokens(model.seq)
+    routed = rows * max(1, model.choices) / own_experts(model, plan)
     return (
         (rows, model.qkv / tensor, hidden),
         (rows, hidden, hidden / tensor),
-        (rows, (1 + model.gated) * model.width / tensor, hidden),
-        (rows, hidden, model.width / tensor),
+        (routed, (1 + model.gated) * model.width / tensor, hidden),
+        (routed, hidden, model.width / tensor),
     )
 
 
 def transformer_work(model: Transformer, plan: PlannedStep, units: int | None) -> TransformerWork:
     """Return the work of one micro-batch, on a device with this many processors."""
     size, tensor, rows = plan.numbers.activation, plan.layout.tensor, plan.tokens(model.seq)
+    fp8 = plan.numbers.fp8
     shapes = layer_products(model, plan)
-    rest = sum((product_work(shape, size, units) for shape in shapes[:-1]), Work())
+    count = own_experts(model, plan)
+    forwards = [product_work(shape, size, units, fp8) for shape in shapes]
+    backwards = [gradient_work(shape, size, units, fp8) for shape in shapes]
+    for works in (forwards, backwards):
+        works[2:] = [each * count for each in works[2:]]
+    rest = sum(forwards[:-1], Work())
     # Read and written: two norms, the sum with the residual, its mask of dropout; the activation; heads
     # that plain attention transposes.
     residual = rows * model.hidden * (3 * size + model.dropout) / plan.slices
     unsplit = rows * model.hidden * 2 * 2 * size / plan.slices
     moved = 0 if model.flash else 2 * model.qkv
-    split = rows * ((2 + model.gated) * model.width + moved) * size / tensor
+    split = rows * ((2 + model.gated) * model.token_width + moved) * size / tensor
+    split += 4 * rows * model.choices * model.hidden * size  # sorted by expert, and back
     times = EAGER if plan.eager else 1.0
     rest += Work(traffic=times * (residual + unsplit + split), operations=_OTHER_OPERATIONS)
     # The last product of the MLP, and the sum after it.
-    last = product_work(shapes[-1], size, units) + Work(traffic=times * residual, operations=1)
+    last = forwards[-1] + Work(traffic=times * residual, operations=1)
     attention = _attention_work(model, plan)
     forward = attention + rest + last
     # Products have two gradients; fused attention recomputes its scores: five products instead of
-    # four. Element-wise operations read one more tensor than forward.
+    # four. Element-wise operations read one more tensor than forward; three operands are cast, not two.
     backward = replace(
-        sum((gradient_work(shape, size, units) for shape in shapes), Work()),
+        sum(backwards, Work()),
         attention=forward.attention * (2.5 if model.flash else 2),
         traffic=1.5 * forward.traffic,
         operations=2 * forward.operations,
@@ -110,7 +141,7 @@ def transformer_work(model: Transformer, plan: PlannedStep, units: int | None) -
     full = rest + last if model.dropout else rest
     again = attention * (plan.recompute != "none") + full * (plan.recompute == "full")
     overlapped = [
-        product_work((columns, inner, rows), size, units) for rows, columns, inner in shapes[::2]
+        product_work((columns, inner, rows), size, units, fp8) for rows, columns, inner in shapes[::2]
     ]
     table = model.embedding / tensor
     return TransformerWork(
@@ -121,6 +152,7 @@ def transformer_work(model: Transformer, plan: PlannedStep, units: int | None) -
         # The gradient of the embedding is zeros, to which the rows of the tokens are added.
         table=Work(traffic=table * (plan.layout.pipeline == 1) * 2 * size, operations=2),
         overlapped=(overlapped[0], overlapped[1]),
+        experts=sum([*forwards[2:], *backwards[2:]], Work()) * bool(model.experts),
     )
 
 

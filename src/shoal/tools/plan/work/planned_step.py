@@ -6,7 +6,7 @@ The work of a step are FLOPs, bytes, operations and collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self, TypeAlias, TypeVar
 
@@ -40,6 +40,7 @@ class Work(Amounts):
     traffic: Quantity = 0.0
     operations: Quantity = 0.0
     convolutions: Quantity = 0.0
+    fp8_products: Quantity = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,10 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:
-    """Bytes of one parameter in each kind of memory, with Adam, and of collectives."""
+    """Bytes of one parameter in each kind of memory, with Adam, and of collectives.
+
+    `fp8` is 1 if the linear layers in front of the output layer compute in 8 bits.
+    """
 
     parameter: int
     """The parameter, with its copy in 16 bits if there is one."""
@@ -102,16 +106,20 @@ class NumberFormat:
     """A parameter that FSDP gathers."""
     reduced: int
     """A gradient that ranks sum."""
+    fp8: int = 0
 
 
+_MIXED = NumberFormat(parameter=6, gradient=4, state=8, activation=2, gathered=2, reduced=4)
 FORMATS = {
-    "mixed": NumberFormat(parameter=6, gradient=4, state=8, activation=2, gathered=2, reduced=4),
+    "mixed": _MIXED,
+    "fp8": replace(_MIXED, fp8=1),
     "fp16": NumberFormat(parameter=6, gradient=2, state=8, activation=2, gathered=2, reduced=2),
     "half": NumberFormat(parameter=2, gradient=2, state=4, activation=2, gathered=2, reduced=2),
     "fp32": NumberFormat(parameter=4, gradient=4, state=8, activation=4, gathered=4, reduced=4),
 }
 """`mixed` computes in 16 bits; parameters, gradients and optimizer state are float32: 18 bytes. `fp16`
-is the same with gradients in 16 bits."""
+is the same with gradients in 16 bits, and `fp8` with the products of layers in 8 bits, to which their
+operands are cast."""
 
 ANY_PRECISION = "any"
 """The precision with which a search tries all formats."""
@@ -238,7 +246,10 @@ class PlannedStep:
             parts.append("shoal.ContextParallel()")
         if self.layout.tensor > 1:
             parts.append("shoal.TensorParallel(plan=…)")
-        parts.append(self._last_strategy())
+        if self.layout.expert > 1:
+            parts.append("shoal.ExpertParallel()")
+        if self.layout.expert == 1 or self.layout.pipeline > 1 or self.sharded:
+            parts.append(self._last_strategy())
         return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
 
     def _last_strategy(self) -> str:

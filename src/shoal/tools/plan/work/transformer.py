@@ -15,7 +15,8 @@ class Transformer:
     `ffn` is the width inside the MLP; 0 means 4 * hidden. `kv_heads` is the number of key and value
     heads; 0 means `heads`. `gated` is 1 for an MLP with a gate (SwiGLU). `flash` is 1 for fused
     attention, which stores no matrix of scores. `tied` is 1 if the output layer is the embedding.
-    `dropout` is 1 if activations and attention have dropout.
+    `dropout` is 1 if activations and attention have dropout. With `experts`, each layer has this many
+    MLPs, of which each token passes `choices`.
     """
 
     hidden: int
@@ -29,13 +30,15 @@ class Transformer:
     flash: int = 1
     tied: int = 1
     dropout: int = 1
+    experts: int = 0
+    choices: int = 0
 
     def __post_init__(self) -> None:
         flags = {"gated", "flash", "tied", "dropout"}
         mistakes = []
         for each in fields(self):
             value = getattr(self, each.name)
-            least = 0 if each.name in flags | {"ffn", "kv_heads"} else 1
+            least = 0 if each.name in flags | {"ffn", "kv_heads", "experts", "choices"} else 1
             most = 1 if each.name in flags else 10**7
             if not least <= value <= most:
                 mistakes.append(f"{each.name} is {value}, not between {least} and {most}")
@@ -43,6 +46,8 @@ class Transformer:
             mistakes.append(f"hidden {self.hidden} does not divide by heads {self.heads}")
         if not mistakes and self.heads % self.key_heads:
             mistakes.append(f"heads {self.heads} does not divide by kv_heads {self.key_heads}")
+        if bool(self.experts) != bool(self.choices) or self.choices > self.experts:
+            mistakes.append(f"{self.choices} choices among {self.experts} experts")
         if mistakes:
             raise ShoalError(
                 given=f"a transformer of hidden={self.hidden},layers={self.layers},heads={self.heads}",
@@ -66,9 +71,20 @@ class Transformer:
         return self.hidden + 2 * self.hidden * self.key_heads // self.heads
 
     @property
-    def layer_weights(self) -> int:
-        """Parameters of the matrices of one layer."""
-        return self.hidden * (self.qkv + self.hidden + (2 + self.gated) * self.width)
+    def token_width(self) -> int:
+        """The width inside the MLPs that a token passes."""
+        return self.width * max(1, self.choices)
+
+    @property
+    def expert_weights(self) -> int:
+        """Parameters of the experts of one layer."""
+        return self.experts * self.hidden * (2 + self.gated) * self.width
+
+    @property
+    def shared_weights(self) -> int:
+        """Parameters of the matrices of one layer that every token passes."""
+        columns = 0 if self.experts else (2 + self.gated) * self.width
+        return self.hidden * (self.qkv + self.hidden + columns)
 
     @property
     def embedding(self) -> int:
@@ -78,7 +94,8 @@ class Transformer:
     @property
     def parameters(self) -> int:
         """All parameters without biases and norms, which are below 0.1 %."""
-        return self.layers * self.layer_weights + (2 - self.tied) * self.embedding
+        layer = self.shared_weights + self.expert_weights
+        return self.layers * layer + (2 - self.tied) * self.embedding
 
     def flops(self, samples: int) -> float:
         """Return the FLOPs of forward and backward of these samples, without recomputation.
@@ -87,7 +104,8 @@ class Transformer:
         (Narayanan et al. 2021, appendix).
         """
         tokens = samples * self.seq
-        layer = self.layer_weights + 2 * self.seq * self.hidden
+        weights = self.hidden * (self.qkv + self.hidden + (2 + self.gated) * self.token_width)
+        layer = weights + 2 * self.seq * self.hidden
         return 6.0 * tokens * (self.layers * layer + self.embedding)
 
 
@@ -104,10 +122,11 @@ MODELS = {
     "llama-7b": _LLAMA,
     "llama-8b": replace(_LLAMA, ffn=14336, kv_heads=8, vocab=128256, seq=8192),
     "llama-13b": replace(_LLAMA, hidden=5120, layers=40, heads=40, ffn=13824),
+    "mixtral-8x7b": replace(_LLAMA, ffn=14336, kv_heads=8, seq=32768, experts=8, choices=2),
     "llama-70b": replace(_LLAMA, hidden=8192, layers=80, heads=64, ffn=28672, kv_heads=8),
 }
 """Dimensions as published: GPT-2 and GPT-3 (Radford 2019, Brown 2020), Llama 2 and 3 (Touvron 2023,
-Grattafiori 2024)."""
+Grattafiori 2024), Mixtral (Jiang 2024)."""
 
 
 def _fix(text: str) -> str:
