@@ -18,7 +18,7 @@ from harness import finish, parse, show
 from harness import machine as here
 from shoal.distributed.pipeline_schedules import action_lists
 from shoal.tools.plan.machine.machines import Machine, find_machine
-from shoal.tools.plan.memory.estimate import estimate_memory
+from shoal.tools.plan.memory.estimate import PUBLISHED_MARGIN, estimate_memory
 from shoal.tools.plan.search.candidates import Candidates, find_candidates
 from shoal.tools.plan.search.search import search_plans
 from shoal.tools.plan.time.step_time import estimate_step
@@ -43,7 +43,7 @@ def screened(model: Transformer, machine: Machine, devices: int, precision: str)
     """Return all configurations, after the memory and the bounds of those that fit."""
     precisions = tuple(FORMATS) if precision == ANY_PRECISION else (precision,)
     candidates = find_candidates(model, machine, devices, BATCH, precisions)
-    fits = estimate_memory(model, candidates).total <= machine.available
+    fits = (1 + PUBLISHED_MARGIN) * estimate_memory(model, candidates).total <= machine.available
     estimate_step(model, candidates.where(fits), machine)
     return candidates
 

@@ -6,6 +6,7 @@ Tables are CSV files that Shoal does not ship. A table is one source, machine an
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 from shoal.distributed.layout import Layout
 from shoal.tools.plan.machine.machines import Efficiency, Machine, find_machine
+from shoal.tools.plan.memory.estimate import estimate_memory
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer, parse_model
@@ -26,6 +28,8 @@ class Row:
     """A measured step. `workload` is the same for configurations that compete.
 
     `recomputed` is the part of the layers that is recomputed in full, in a plan without recomputation.
+    `memory` are the measured bytes that a rank's allocator reserves, infinite if they did not suffice,
+    0 if the table does not say.
     """
 
     table: str
@@ -35,6 +39,19 @@ class Row:
     seconds: float
     workload: tuple[Any, ...] = ()
     recomputed: float = 0.0
+    memory: float = 0.0
+
+
+def predicted_memory(row: Row) -> float:
+    """Return the predicted bytes of a rank."""
+    model, plan = row.model, row.plan
+    if not row.recomputed:
+        return float(estimate_memory(model, plan).total)
+    # torchtitan keeps the results of attention and of every second product: of queries and values, of
+    # one of the two into the MLP, and of the one out of it.
+    columns = 2.5 * model.hidden + model.qkv / 2 + model.width
+    kept = float(plan.tokens(model.seq) * model.layers * columns * plan.numbers.activation)
+    return float(estimate_memory(model, replace(plan, recompute="full")).total) + kept
 
 
 def predicted(row: Row, efficiency: Efficiency | None = None) -> float:
@@ -107,13 +124,20 @@ def _llm_foundry(file: Path) -> Iterable[Row]:
         yield Row(f"llm-foundry, {machine.name}", model, plan, machine, seconds, workload)
 
 
+_H100 = 95 * 2**30
+"""Bytes of memory of torchtitan's H100."""
 _TORCHTITAN = {"A100": "a100-80", "H100": "h100-sxm", "H200": "h200"}
 
 
-def _torchtitan(file: Path) -> Iterable[Row]:
-    """Read Llama 3 with FSDP2; its H100 have slower memory, and a limit of 500 W of 700 W."""
+def _torchtitan(file: Path, *, memory: bool = False) -> Iterable[Row]:
+    """Read Llama 3 with FSDP2; its H100 have slower memory, and a limit of 500 W of 700 W.
+
+    Pipelines split the local batch into as many micro-batches as ranks, and their last rank kept the
+    outputs of all, in float32 at first, with a joined copy. FSDP shards over the context axis too.
+    """
     for each in _cells(file):
-        if "float8" in each["technique"]:
+        float8 = "float8" in each["technique"]
+        if float8 and not (memory and each["act_ckpt"]):
             continue
         number = {key: int(value) for key, value in each.items() if value.isdigit()}
         model = Transformer(
@@ -129,19 +153,24 @@ def _torchtitan(file: Path) -> Iterable[Row]:
             # At the limit of power, the clock falls with its third root.
             rates = machine.efficiency
             rates = replace(rates, product=rates.product * (500 / 700) ** (1 / 3))
-            machine = replace(machine, memory=95e9, memory_bandwidth=2.4e12, efficiency=rates)
+            machine = replace(machine, memory=_H100, memory_bandwidth=2.4e12, efficiency=rates)
         local, shard, tensor, pipeline = (number[key] for key in ("local_batch", "fsdp", "tp", "pp"))
+        context, tokens = number["cp"], local * shard * number["seq"] / number["gpus"]
+        if shard == 1 < context:
+            shard, context = context, 1
+            model = replace(model, seq=model.seq // shard)
         full = each["act_ckpt"] == "full"
         plan = PlannedStep(
-            layout=Layout(shard=shard, tensor=tensor, context=number["cp"], pipeline=pipeline),
+            layout=Layout(shard=shard, tensor=tensor, context=context, pipeline=pipeline),
             global_batch=local * shard,
-            micro_batch=1 if pipeline > 1 else local,
+            micro_batch=local // pipeline,
             stages=2 if each["schedule"].startswith("Interleaved") else 1,
             recompute="full" if full else "none",
             sequence_parallel=tensor > 1,
+            split_sends=memory and pipeline > 1,
+            kept_outputs=(pipeline > 1) * 2 * (4 if each["source"].startswith("arXiv") else 2),
             fused="compile" in each["technique"],
         )
-        tokens = local * shard * number["seq"] / number["gpus"]
         yield Row(
             f"torchtitan, {machine.name}",
             model,
@@ -150,6 +179,7 @@ def _torchtitan(file: Path) -> Iterable[Row]:
             tokens / float(each["tokens_per_s_per_gpu"]),
             # "selective op" recomputes every second product, "selective layer" every second layer.
             recomputed=0.5 if "selective" in each["act_ckpt"] else 0.0,
+            memory=float(each["memory_gib"] or 0) * 2**30,
         )
 
 
@@ -197,7 +227,10 @@ def _colossalai(file: Path) -> Iterable[Row]:
         )
         machine = find_machine(each["gpu"].lower())
         seconds = local * gpus / float(each["samples_per_s"])
-        yield Row(f"Colossal-AI, {machine.name}", model, plan, machine, seconds)
+        memory = float(each["peak_mem_mib"]) * 2**20
+        # One row has more than the device that it names.
+        memory = memory if memory < machine.memory else 0.0
+        yield Row(f"Colossal-AI, {machine.name}", model, plan, machine, seconds, memory=memory)
 
 
 def _fsdp_paper(file: Path) -> Iterable[Row]:
@@ -211,6 +244,32 @@ def _fsdp_paper(file: Path) -> Iterable[Row]:
         machine = replace(find_machine("a100-80"), network=2e12 / 8 / 8)
         seconds = model.flops(local) * 4 / 3 / (float(each["value"]) * 1e12)
         yield Row("FSDP paper, a100-80", model, plan, machine, seconds)
+
+
+def _bmtrain(file: Path) -> Iterable[Row]:
+    """Read GPT-2 with 13B of Megatron-LM and DeepSpeed on 32 V100, whose batches are per GPU.
+
+    Assumed are 32 GB and recomputation, without which no row would fit.
+    """
+    model = parse_model("gpt3-175b,hidden=5120,layers=40,heads=128,seq=512,flash=0")
+    machine = find_machine("v100-32")
+    for each in _cells(file):
+        zero, _, rest = each["system"].partition("(mp=")
+        if not rest:
+            continue
+        tensor = int(rest.rstrip(")"))
+        micro = int(each["batch_size"]) * tensor
+        plan = PlannedStep(
+            layout=Layout(shard=32 // tensor, tensor=tensor),
+            global_batch=micro * 32 // tensor,
+            micro_batch=micro,
+            recompute="full",
+            precision="fp16",
+            reshard_after_forward=zero == "ZeRO3",
+            split_sends=True,
+        )
+        memory = math.inf if each["samples_per_gpu_s"] == "OOM" else 0.0
+        yield Row("BMTrain, v100-32", model, plan, machine, math.nan, memory=memory)
 
 
 ONE_NODE = "vTrain, a100-80"
@@ -247,6 +306,23 @@ _READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
     "colossalai_readme.csv": _colossalai,
     "ddp_fsdp_text_figures.csv": _fsdp_paper,
 }
+
+
+def read_memory(directory: Path) -> list[Row]:
+    """Return the rows whose memory was measured, and all of a table with some that ran out of it."""
+    readers: dict[str, Callable[[Path], Iterable[Row]]] = {
+        "torchtitan.csv": partial(_torchtitan, memory=True),
+        "colossalai_readme.csv": _colossalai,
+        "bmtrain_v100_13b.csv": _bmtrain,
+    }
+    rows = [
+        row
+        for name, read in readers.items()
+        if (directory / name).exists()
+        for row in read(directory / name)
+    ]
+    failed = {row.table for row in rows if row.memory == math.inf}
+    return [row for row in rows if row.memory or row.table in failed]
 
 
 def read_tables(directory: Path) -> dict[str, list[Row]]:

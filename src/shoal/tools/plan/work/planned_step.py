@@ -127,8 +127,9 @@ class PlannedStep:
     `global_batch` and `micro_batch` are in samples. `overlap` says whether gradients are summed during
     the backward pass, `tensor_overlap` whether the sums of tensor parallelism in the backward pass run
     during the products for the gradients of weights, and `split_sends` whether its ranks split the
-    logits and what a pipeline sends: Megatron-LM does both, Shoal neither. `fused` says whether
-    element-wise operations are compiled, as Megatron-LM's are anyway. `stages` is the number of
+    logits and what a pipeline sends: Megatron-LM does both, Shoal neither. `kept_outputs` are the bytes
+    of a score that the last rank of a pipeline keeps of all micro-batches: 0 in Shoal. `fused` says
+    whether element-wise operations are compiled, as Megatron-LM's are anyway. `stages` is the number of
     pipeline stages per rank (interleaved above 1, also with the schedule "1f1b"). `split_points` and
     `schedule` are those of `shoal.Pipeline`; without split points, the stages of a traced module get
     equal FLOPs. `reshard_after_forward` and `accumulate` are those of `shoal.FSDP`.
@@ -147,6 +148,7 @@ class PlannedStep:
     overlap: bool = True
     tensor_overlap: bool = False
     split_sends: bool = False
+    kept_outputs: int = 0
     fused: bool = False
     split_points: tuple[str, ...] = ()
     schedule: str = "1f1b"
