@@ -26,6 +26,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +287,8 @@ def main() -> None:
     show("each table by the constants of the others", report)
     show("constants", constants)
     show(", ".join(["with the constants that Shoal ships", *commits]), compared)
-    stated, memory = memory_rows(read_memory(given.tables))
+    others = (rows for name, rows in tables.items() if not name.startswith("torchtitan"))
+    stated, memory = memory_rows([*read_memory(given.tables), *chain.from_iterable(others)])
     show("predicted over measured memory", stated)
     show("memory by table", memory)
     if given.write:

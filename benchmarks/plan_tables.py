@@ -117,6 +117,7 @@ def _llm_foundry(file: Path) -> Iterable[Row]:
             micro_batch=int(each["microbatch_per_gpu"]),
             recompute="full" if each["act_ckpt"] == "True" else "none",
             precision="half" if each["mp_mode"] == "PURE" else "mixed",
+            score_bytes=2,  # a fused loss writes gradients over the scores
         )
         workload = (each["model"], model.seq, gpus, each["gpu"], each["global_batch_tokens"])
         machine = find_machine(each["gpu"].replace("_", "-").removesuffix("gb"))
@@ -132,8 +133,8 @@ _TORCHTITAN = {"A100": "a100-80", "H100": "h100-sxm", "H200": "h200"}
 def _torchtitan(file: Path, *, memory: bool = False) -> Iterable[Row]:
     """Read Llama 3 with FSDP2; its H100 have slower memory, and a limit of 500 W of 700 W.
 
-    Pipelines split the local batch into as many micro-batches as ranks, and their last rank kept the
-    outputs of all, in float32 at first, with a joined copy. FSDP shards over the context axis too.
+    Pipelines split the local batch into as many micro-batches as ranks. FSDP shards over the context
+    axis too.
     """
     for each in _cells(file):
         float8 = "float8" in each["technique"]
@@ -168,7 +169,9 @@ def _torchtitan(file: Path, *, memory: bool = False) -> Iterable[Row]:
             recompute="full" if full else "none",
             sequence_parallel=tensor > 1,
             split_sends=memory and pipeline > 1,
-            kept_outputs=(pipeline > 1) * 2 * (4 if each["source"].startswith("arXiv") else 2),
+            # Pipelines keep the outputs of all micro-batches, and a joined copy, at first in float32.
+            score_bytes=12
+            + (pipeline > 1) * pipeline * 2 * (4 if each["source"].startswith("arXiv") else 2),
             fused="compile" in each["technique"],
         )
         yield Row(
@@ -309,20 +312,13 @@ _READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
 
 
 def read_memory(directory: Path) -> list[Row]:
-    """Return the rows whose memory was measured, and all of a table with some that ran out of it."""
+    """Return the rows of torchtitan, also in 8 bits, and those of a table that ran out of memory."""
     readers: dict[str, Callable[[Path], Iterable[Row]]] = {
         "torchtitan.csv": partial(_torchtitan, memory=True),
-        "colossalai_readme.csv": _colossalai,
         "bmtrain_v100_13b.csv": _bmtrain,
     }
-    rows = [
-        row
-        for name, read in readers.items()
-        if (directory / name).exists()
-        for row in read(directory / name)
-    ]
-    failed = {row.table for row in rows if row.memory == math.inf}
-    return [row for row in rows if row.memory or row.table in failed]
+    files = {directory / name: read for name, read in readers.items()}
+    return [row for file, read in files.items() if file.exists() for row in read(file)]
 
 
 def read_tables(directory: Path) -> dict[str, list[Row]]:

@@ -226,19 +226,19 @@ def test_activations_of_korthikanti() -> None:
 
 
 # torchtitan on H100, benchmarks/llama3_h100_202412_torchtitan.md and Liang et al. 2024
-# (arXiv:2410.06511): dimensions of Llama 3, layout, samples in the local batch, bytes of a score that
-# the last rank of a pipeline keeps, GiB reserved.
+# (arXiv:2410.06511): dimensions of Llama 3, layout, samples in the local batch, bytes of the loss per
+# score (the last rank of a pipeline kept the outputs of all micro-batches), GiB reserved.
 RESERVED = [
-    ("llama-8b,seq=32768", "shard=8", 1, 0, 83.9),
-    ("llama-70b,vocab=128256,seq=8192", "shard=32,tensor=8", 16, 0, 71.9),
-    (LLAMA_405B, "pipeline=8,shard=8,tensor=8", 32, 4, 82.5),
-    (LLAMA_405B, "pipeline=16,shard=4,tensor=8", 32, 8, 78.0),
+    ("llama-8b,seq=32768", "shard=8", 1, 12, 83.9),
+    ("llama-70b,vocab=128256,seq=8192", "shard=32,tensor=8", 16, 12, 71.9),
+    (LLAMA_405B, "pipeline=8,shard=8,tensor=8", 32, 12 + 8 * 4, 82.5),
+    (LLAMA_405B, "pipeline=16,shard=4,tensor=8", 32, 12 + 16 * 8, 78.0),
 ]
 
 
 @pytest.mark.parametrize("row", RESERVED)
 def test_memory_with_recomputation(row: tuple[str, str, int, int, float]) -> None:
-    text, layout, local, kept, gib = row
+    text, layout, local, scores, gib = row
     mesh = Layout.parse(layout)
     plan = PlannedStep(
         layout=mesh,
@@ -247,7 +247,7 @@ def test_memory_with_recomputation(row: tuple[str, str, int, int, float]) -> Non
         recompute="full",
         sequence_parallel=mesh.tensor > 1,
         split_sends=mesh.pipeline > 1,
-        kept_outputs=kept,
+        score_bytes=scores,
         fused=True,
     )
     ratio = estimate_memory(parse_model(text), plan).total / (gib * 2**30)

@@ -96,13 +96,9 @@ def stage_parameters(model: Transformer, plan: PlannedStep) -> Quantity:
 
 
 def _logit_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
-    """Return the bytes of the output layer's result.
-
-    The product; in float32 the logarithms of probabilities, their gradient, and that of the scores.
-    """
+    """Return the bytes of the output layer's result, and of the loss."""
     columns = model.vocab / np.where(plan.splits_logits, plan.layout.tensor, 1)
-    kept = plan.kept_outputs * plan.micro_batches
-    return plan.tokens(model.seq) * columns * (12 + plan.numbers.activation + kept)
+    return plan.tokens(model.seq) * columns * (plan.score_bytes + plan.numbers.activation)
 
 
 def _buffer_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
