@@ -45,13 +45,16 @@ class Row:
 def predicted_memory(row: Row) -> float:
     """Return the predicted bytes of a rank."""
     model, plan = row.model, row.plan
+    plain = float(estimate_memory(model, plan).total)
     if not row.recomputed:
-        return float(estimate_memory(model, plan).total)
+        return plain
+    full = float(estimate_memory(model, replace(plan, recompute="full")).total)
+    if not row.table.startswith("torchtitan"):
+        return plain + row.recomputed * (full - plain)
     # torchtitan keeps the results of attention and of every second product: of queries and values, of
     # one of the two into the MLP, and of the one out of it.
     columns = 2.5 * model.hidden + model.qkv / 2 + model.width
-    kept = float(plan.tokens(model.seq) * model.layers * columns * plan.numbers.activation)
-    return float(estimate_memory(model, replace(plan, recompute="full")).total) + kept
+    return full + float(plan.tokens(model.seq) * model.layers * columns * plan.numbers.activation)
 
 
 def predicted(row: Row, efficiency: Efficiency | None = None) -> float:

@@ -274,3 +274,21 @@ def test_a_plan_without_its_margin_is_tight() -> None:
     ]
     assert [(each.fits, each.tight) for each in found] == [(True, False), (False, True), (False, False)]
     assert found[1].verdict.startswith("is tight: 28")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gigabits", "tokens"), [("a100-80", 128, 400, 4550), ("h100-sxm", 96, 800, 9600)]
+)
+def test_compiled_steps(name: str, gpus: int, gigabits: int, tokens: int) -> None:
+    """Llama 2 with 7B by fms-fsdp: tokens per second and GPU, with torch.compile."""
+    machine = replace(find_machine(name), network=gigabits * 1e9 / 8 / 8)
+    plan = PlannedStep(
+        layout=Layout(shard=8, replicate=gpus // 8),
+        global_batch=2 * gpus,
+        micro_batch=2,
+        precision="fp16",
+        fused=True,
+    )
+    step = estimate_step(LLAMA, plan, machine)
+    assert step.parts["overhead"] == 0
+    assert 2 * LLAMA.seq / step.total == pytest.approx(tokens, rel=0.08)
