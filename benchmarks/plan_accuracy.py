@@ -9,6 +9,9 @@ chosen with all of these tables in view; only its constants are left out.
 
     python benchmarks/plan_accuracy.py --tables DIR [--write] [--peers DIR] [--json]
 
+The last two tables compare the memory that rows state, or that did not suffice, with the predicted one:
+within 8 % or above, and whether a plan that ran out of memory fits with the margin.
+
 --write replaces `step_errors.toml` and the table of the accuracy page. --peers adds other planners on
 the same rows, and how much slower than the best measured configuration of a workload the best of the
 predicted top 1 and top 3 is; plan_peers.py says which planners, and how they are run.
@@ -23,6 +26,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +42,9 @@ from plan_errors import (
     measured_rows,
 )
 from plan_peers import Predict, find_peers
-from plan_tables import Row, predicted, read_tables
+from plan_tables import Row, predicted, predicted_memory, read_memory, read_tables
 from shoal.tools.plan.machine.machines import Efficiency
+from shoal.tools.plan.memory.estimate import PUBLISHED_MARGIN
 from shoal.tools.plan.time.step_time import OVERHEAD
 
 FOLDS = 5
@@ -204,6 +209,50 @@ def figures(rows: Sequence[Row], times: Sequence[float]) -> dict[str, Any]:
     }
 
 
+NEAR = 0.08
+"""How far below the measured memory a prediction may be."""
+
+
+def memory_rows(rows: Sequence[Row]) -> tuple[list[Columns], list[Columns]]:
+    """Return each row that states its memory with the predicted one, and a summary of each table."""
+    stated, tables = [], defaultdict(list)
+    for row in rows:
+        bytes_ = predicted_memory(row)
+        fits = (1 + PUBLISHED_MARGIN) * bytes_ <= row.machine.available
+        tables[row.table].append((bytes_ / row.memory if row.memory else math.nan, fits, row.memory))
+        if 0 < row.memory < math.inf:
+            stated.append(
+                {
+                    "table": row.table,
+                    "layout": str(row.plan.layout),
+                    "hidden": row.model.hidden,
+                    "samples": f"{row.plan.micro_batches} x {row.plan.micro_batch}",
+                    "measured, GB": row.memory / 1e9,
+                    "ratio": bytes_ / row.memory,
+                }
+            )
+    summaries = []
+    for name, found in tables.items():
+        ratios = [ratio for ratio, _, memory in found if 0 < memory < math.inf]
+        failed = [fits for _, fits, memory in found if memory == math.inf]
+        ran = [fits for _, fits, memory in found if memory < math.inf]
+        summaries.append(
+            {
+                "table": name,
+                "stated": len(ratios),
+                "least": min(ratios, default=math.nan),
+                "median": statistics.median(ratios) if ratios else math.nan,
+                "most": max(ratios, default=math.nan),
+                "within 8 % or above": sum(ratio >= 1 - NEAR for ratio in ratios),
+                "ran": len(ran),
+                "of these fit": sum(ran),
+                "out of memory": len(failed),
+                "of those fit": sum(failed),
+            }
+        )
+    return stated, summaries
+
+
 def pooled(name: str, judged: Sequence[Judged], again: Sequence[Judged]) -> Columns:
     """Return the figures of the rows of several tables."""
     known = {f"known {key}": value for key, value in summary(again).items() if key != "mean"}
@@ -238,10 +287,23 @@ def main() -> None:
     show("each table by the constants of the others", report)
     show("constants", constants)
     show(", ".join(["with the constants that Shoal ships", *commits]), compared)
+    others = (rows for name, rows in tables.items() if not name.startswith("torchtitan"))
+    stated, memory = memory_rows([*read_memory(given.tables), *chain.from_iterable(others)])
+    show("predicted over measured memory", stated)
+    show("memory by table", memory)
     if given.write:
         write_errors(known)
         write_page(report)
-    finish(given, {"left out": report, "constants": constants, "planners": compared})
+    finish(
+        given,
+        {
+            "left out": report,
+            "constants": constants,
+            "planners": compared,
+            "memory": stated,
+            "memory by table": memory,
+        },
+    )
 
 
 if __name__ == "__main__":

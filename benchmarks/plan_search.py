@@ -18,7 +18,7 @@ from harness import finish, parse, show
 from harness import machine as here
 from shoal.distributed.pipeline_schedules import action_lists
 from shoal.tools.plan.machine.machines import Machine, find_machine
-from shoal.tools.plan.memory.estimate import estimate_memory
+from shoal.tools.plan.memory.estimate import PUBLISHED_MARGIN, estimate_memory
 from shoal.tools.plan.search.candidates import Candidates, FixedOptions, find_candidates
 from shoal.tools.plan.search.search import search_plans
 from shoal.tools.plan.time.step_time import estimate_step
@@ -42,7 +42,7 @@ def seconds(repeats: int, function: Callable[[], object]) -> float:
 def screened(model: Transformer, machine: Machine, devices: int, precision: str) -> Candidates:
     """Return all configurations, after the memory and the bounds of those that fit."""
     candidates = find_candidates(model, machine, devices, BATCH, FixedOptions(precision=precision))
-    fits = estimate_memory(model, candidates).total <= machine.available
+    fits = (1 + PUBLISHED_MARGIN) * estimate_memory(model, candidates).total <= machine.available
     estimate_step(model, candidates.where(fits), machine)
     return candidates
 

@@ -6,6 +6,7 @@ Tables are CSV files that Shoal does not ship. A table is one source, machine an
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 from shoal.distributed.layout import Layout
 from shoal.tools.plan.machine.machines import Efficiency, Machine, find_machine
+from shoal.tools.plan.memory.estimate import estimate_memory
 from shoal.tools.plan.time.step_time import estimate_step
 from shoal.tools.plan.work.planned_step import PlannedStep
 from shoal.tools.plan.work.transformer import Transformer, parse_model
@@ -26,6 +28,8 @@ class Row:
     """A measured step. `workload` is the same for configurations that compete.
 
     `recomputed` is the part of the layers that is recomputed in full, in a plan without recomputation.
+    `memory` are the measured bytes that a rank's allocator reserves, infinite if they did not suffice,
+    0 if the table does not say.
     """
 
     table: str
@@ -35,6 +39,22 @@ class Row:
     seconds: float
     workload: tuple[Any, ...] = ()
     recomputed: float = 0.0
+    memory: float = 0.0
+
+
+def predicted_memory(row: Row) -> float:
+    """Return the predicted bytes of a rank."""
+    model, plan = row.model, row.plan
+    plain = float(estimate_memory(model, plan).total)
+    if not row.recomputed:
+        return plain
+    full = float(estimate_memory(model, replace(plan, recompute="full")).total)
+    if not row.table.startswith("torchtitan"):
+        return plain + row.recomputed * (full - plain)
+    # torchtitan keeps the results of attention and of every second product: of queries and values, of
+    # one of the two into the MLP, and of the one out of it.
+    columns = 2.5 * model.hidden + model.qkv / 2 + model.width
+    return full + float(plan.tokens(model.seq) * model.layers * columns * plan.numbers.activation)
 
 
 def predicted(row: Row, efficiency: Efficiency | None = None) -> float:
@@ -100,6 +120,7 @@ def _llm_foundry(file: Path) -> Iterable[Row]:
             micro_batch=int(each["microbatch_per_gpu"]),
             recompute="full" if each["act_ckpt"] == "True" else "none",
             precision="half" if each["mp_mode"] == "PURE" else "mixed",
+            score_bytes=2,  # a fused loss writes gradients over the scores
         )
         workload = (each["model"], model.seq, gpus, each["gpu"], each["global_batch_tokens"])
         machine = find_machine(each["gpu"].replace("_", "-").removesuffix("gb"))
@@ -107,17 +128,22 @@ def _llm_foundry(file: Path) -> Iterable[Row]:
         yield Row(f"llm-foundry, {machine.name}", model, plan, machine, seconds, workload)
 
 
+_H100 = 95 * 2**30
+"""Bytes of memory of torchtitan's H100."""
 _TORCHTITAN = {"A100": "a100-80", "H100": "h100-sxm", "H200": "h200"}
 
 
-def _torchtitan(file: Path) -> Iterable[Row]:
+def _torchtitan(file: Path, *, memory: bool = False) -> Iterable[Row]:
     """Read Llama 3 with FSDP2; its H100 have slower memory, and a limit of 500 W of 700 W.
 
-    In FP8, rows with a scale per row and with ring attention are left out, which no plan has.
+    Pipelines split the local batch into as many micro-batches as ranks. FSDP shards over the context
+    axis too. Of rows in FP8, steps with a scale per row and with ring attention, which no plan has, are
+    left out, and memory without its recomputation.
     """
     for each in _cells(file):
         fp8 = "float8" in each["technique"]
-        if fp8 and (each["cp"] != "1" or "rowwise" in each["technique"] or not each["local_batch"]):
+        special = each["cp"] != "1" or "rowwise" in each["technique"] or not each["local_batch"]
+        if fp8 and (not each["act_ckpt"] if memory else special):
             continue
         number = {key: int(value) for key, value in each.items() if value.isdigit()}
         model = Transformer(
@@ -133,20 +159,27 @@ def _torchtitan(file: Path) -> Iterable[Row]:
             # At the limit of power, the clock falls with its third root.
             rates = machine.efficiency
             rates = replace(rates, product=rates.product * (500 / 700) ** (1 / 3))
-            machine = replace(machine, memory=95e9, memory_bandwidth=2.4e12, efficiency=rates)
+            machine = replace(machine, memory=_H100, memory_bandwidth=2.4e12, efficiency=rates)
         local, shard, tensor, pipeline = (number[key] for key in ("local_batch", "fsdp", "tp", "pp"))
+        context, tokens = number["cp"], local * shard * number["seq"] / number["gpus"]
+        if shard == 1 < context:
+            shard, context = context, 1
+            model = replace(model, seq=model.seq // shard)
         full = each["act_ckpt"] == "full"
         plan = PlannedStep(
-            layout=Layout(shard=shard, tensor=tensor, context=number["cp"], pipeline=pipeline),
+            layout=Layout(shard=shard, tensor=tensor, context=context, pipeline=pipeline),
             global_batch=local * shard,
-            micro_batch=1 if pipeline > 1 else local,
+            micro_batch=local // pipeline,
             stages=2 if each["schedule"].startswith("Interleaved") else 1,
             recompute="full" if full else "none",
             precision="fp8" if fp8 else "mixed",
             sequence_parallel=tensor > 1,
+            split_sends=memory and pipeline > 1,
+            # Pipelines keep the outputs of all micro-batches, and a joined copy, at first in float32.
+            score_bytes=12
+            + (pipeline > 1) * pipeline * 2 * (4 if each["source"].startswith("arXiv") else 2),
             fused="compile" in each["technique"],
         )
-        tokens = local * shard * number["seq"] / number["gpus"]
         yield Row(
             f"torchtitan{' in FP8' * fp8}, {machine.name}",
             model,
@@ -155,6 +188,7 @@ def _torchtitan(file: Path) -> Iterable[Row]:
             tokens / float(each["tokens_per_s_per_gpu"]),
             # "selective op" recomputes every second product, "selective layer" every second layer.
             recomputed=0.5 if "selective" in each["act_ckpt"] else 0.0,
+            memory=float(each["memory_gib"] or 0) * 2**30,
         )
 
 
@@ -202,7 +236,10 @@ def _colossalai(file: Path) -> Iterable[Row]:
         )
         machine = find_machine(each["gpu"].lower())
         seconds = local * gpus / float(each["samples_per_s"])
-        yield Row(f"Colossal-AI, {machine.name}", model, plan, machine, seconds)
+        memory = float(each["peak_mem_mib"]) * 2**20
+        # One row has more than the device that it names.
+        memory = memory if memory < machine.memory else 0.0
+        yield Row(f"Colossal-AI, {machine.name}", model, plan, machine, seconds, memory=memory)
 
 
 def _fsdp_paper(file: Path) -> Iterable[Row]:
@@ -216,6 +253,32 @@ def _fsdp_paper(file: Path) -> Iterable[Row]:
         machine = replace(find_machine("a100-80"), network=2e12 / 8 / 8)
         seconds = model.flops(local) * 4 / 3 / (float(each["value"]) * 1e12)
         yield Row("FSDP paper, a100-80", model, plan, machine, seconds)
+
+
+def _bmtrain(file: Path) -> Iterable[Row]:
+    """Read GPT-2 with 13B of Megatron-LM and DeepSpeed on 32 V100, whose batches are per GPU.
+
+    Assumed are 32 GB and recomputation, without which no row would fit.
+    """
+    model = parse_model("gpt3-175b,hidden=5120,layers=40,heads=128,seq=512,flash=0")
+    machine = find_machine("v100-32")
+    for each in _cells(file):
+        zero, _, rest = each["system"].partition("(mp=")
+        if not rest:
+            continue
+        tensor = int(rest.rstrip(")"))
+        micro = int(each["batch_size"]) * tensor
+        plan = PlannedStep(
+            layout=Layout(shard=32 // tensor, tensor=tensor),
+            global_batch=micro * 32 // tensor,
+            micro_batch=micro,
+            recompute="full",
+            precision="fp16",
+            reshard_after_forward=zero == "ZeRO3",
+            split_sends=True,
+        )
+        memory = math.inf if each["samples_per_gpu_s"] == "OOM" else 0.0
+        yield Row("BMTrain, v100-32", model, plan, machine, math.nan, memory=memory)
 
 
 ONE_NODE = "vTrain, a100-80"
@@ -252,6 +315,16 @@ _READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
     "colossalai_readme.csv": _colossalai,
     "ddp_fsdp_text_figures.csv": _fsdp_paper,
 }
+
+
+def read_memory(directory: Path) -> list[Row]:
+    """Return the rows of torchtitan, also in 8 bits, and those of a table that ran out of memory."""
+    readers: dict[str, Callable[[Path], Iterable[Row]]] = {
+        "torchtitan.csv": partial(_torchtitan, memory=True),
+        "bmtrain_v100_13b.csv": _bmtrain,
+    }
+    files = {directory / name: read for name, read in readers.items()}
+    return [row for file, read in files.items() if file.exists() for row in read(file)]
 
 
 def read_tables(directory: Path) -> dict[str, list[Row]]:

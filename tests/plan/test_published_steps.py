@@ -11,7 +11,13 @@ import pytest
 from plan_calibration import Case, fit_efficiency
 from shoal.distributed.layout import Layout
 from shoal.tools.plan.machine.machines import find_machine
-from shoal.tools.plan.memory.estimate import held_micro_batches, layer_activations
+from shoal.tools.plan.memory.estimate import (
+    PUBLISHED_MARGIN,
+    estimate_memory,
+    held_micro_batches,
+    layer_activations,
+)
+from shoal.tools.plan.search.search import predict
 from shoal.tools.plan.time.known_step import machine_of_step, parse_known_step
 from shoal.tools.plan.time.step_error import published_errors, step_band
 from shoal.tools.plan.time.step_time import estimate_step, pass_seconds, pipeline_bubble
@@ -20,6 +26,7 @@ from shoal.tools.plan.work.transformer import Transformer, parse_model
 from shoal.util.errors import ShoalError
 
 A100 = find_machine("a100-80")
+LLAMA_405B = "llama-70b,hidden=16384,layers=126,heads=128,kv_heads=8,ffn=53248,vocab=128256,seq=8192"
 
 # Narayanan et al. 2021 (arXiv:2104.04473), Table 1; settings of their recipes; seconds from the TFLOP/s
 # by their equation 3: heads, hidden, layers, tensor, pipeline, replicas, stages per rank, batch,
@@ -207,6 +214,7 @@ def test_activations_of_korthikanti() -> None:
             global_batch=64 * pipeline,
             micro_batch=micro,
             stages=stages,
+            split_sends=True,
         )
         selective = replace(plain, recompute="selective", sequence_parallel=True)
         model = gpt(heads, hidden, layers)
@@ -215,3 +223,72 @@ def test_activations_of_korthikanti() -> None:
             for plan in (plain, selective)
         ]
         assert found == pytest.approx(published, rel=1e-4), (heads, hidden)
+
+
+# torchtitan on H100, benchmarks/llama3_h100_202412_torchtitan.md and Liang et al. 2024
+# (arXiv:2410.06511): dimensions of Llama 3, layout, samples in the local batch, bytes of the loss per
+# score (the last rank of a pipeline kept the outputs of all micro-batches), GiB reserved.
+RESERVED = [
+    ("llama-8b,seq=32768", "shard=8", 1, 12, 83.9),
+    ("llama-70b,vocab=128256,seq=8192", "shard=32,tensor=8", 16, 12, 71.9),
+    (LLAMA_405B, "pipeline=8,shard=8,tensor=8", 32, 12 + 8 * 4, 82.5),
+    (LLAMA_405B, "pipeline=16,shard=4,tensor=8", 32, 12 + 16 * 8, 78.0),
+]
+
+
+@pytest.mark.parametrize("row", RESERVED)
+def test_memory_with_recomputation(row: tuple[str, str, int, int, float]) -> None:
+    text, layout, local, scores, gib = row
+    mesh = Layout.parse(layout)
+    plan = PlannedStep(
+        layout=mesh,
+        global_batch=local * mesh.shard,
+        micro_batch=local // mesh.pipeline,
+        recompute="full",
+        sequence_parallel=mesh.tensor > 1,
+        split_sends=mesh.pipeline > 1,
+        score_bytes=scores,
+        fused=True,
+    )
+    ratio = estimate_memory(parse_model(text), plan).total / (gib * 2**30)
+    assert 1 / (1 + PUBLISHED_MARGIN) < ratio < 1.1
+
+
+def test_a_plan_without_its_margin_is_tight() -> None:
+    """DeepSpeed trained GPT-2 with 13B on 32 V100 with 24 samples per GPU, and had no memory for 32."""
+    model = parse_model("gpt3-175b,hidden=5120,layers=40,heads=128,seq=512,flash=0")
+    found = [
+        predict(
+            model,
+            PlannedStep(
+                layout=Layout(shard=32),
+                global_batch=32 * local,
+                micro_batch=local,
+                recompute="full",
+                precision="fp16",
+                split_sends=True,
+            ),
+            find_machine("v100-32"),
+        )
+        for local in (16, 24, 32)
+    ]
+    assert [(each.fits, each.tight) for each in found] == [(True, False), (False, True), (False, False)]
+    assert found[1].verdict.startswith("is tight: 28")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gigabits", "tokens"), [("a100-80", 128, 400, 4550), ("h100-sxm", 96, 800, 9600)]
+)
+def test_compiled_steps(name: str, gpus: int, gigabits: int, tokens: int) -> None:
+    """Llama 2 with 7B by fms-fsdp: tokens per second and GPU, with torch.compile."""
+    machine = replace(find_machine(name), network=gigabits * 1e9 / 8 / 8)
+    plan = PlannedStep(
+        layout=Layout(shard=8, replicate=gpus // 8),
+        global_batch=2 * gpus,
+        micro_batch=2,
+        precision="fp16",
+        fused=True,
+    )
+    step = estimate_step(LLAMA, plan, machine)
+    assert step.parts["overhead"] == 0
+    assert 2 * LLAMA.seq / step.total == pytest.approx(tokens, rel=0.08)

@@ -37,6 +37,9 @@ class RankMemory:
 
 FRAGMENTATION = 0.06
 """The part of activations and buffers that the allocator loses: assumed."""
+PUBLISHED_MARGIN = 0.08
+"""The part of the predicted bytes that a training may need in addition. Of the published rows, the one
+that exceeds its prediction most needs 6 % more (docs/guides/plan-accuracy.md)."""
 _BUCKETS = 25e6 * 2
 """Bytes of the buckets of gradients."""
 
@@ -49,9 +52,15 @@ def layer_activations(model: Transformer, plan: PlannedStep) -> tuple[Quantity, 
     unit = plan.tokens(model.seq) * model.hidden * plan.numbers.activation / 2
     tensor, slices = plan.layout.tensor, plan.slices
     width = model.token_width / model.hidden
-    # Not split by tensor parallelism: two norms, the inputs of attention and MLP, two masks.
-    unsplit = (8.0 + 2 * model.dropout) / slices
-    split = (2 * (model.qkv / model.hidden + 1) + (2 + model.gated) * 2 * width) / tensor
+    # Not split by tensor parallelism: the inputs of two norms, which autocast converts to float32, and
+    # two masks; the inputs of attention and MLP, which only Megatron-LM gathers again in backward.
+    converted = plan.eager & (plan.numbers.parameter > plan.numbers.activation)
+    norms = (4.0 + 4 * converted + 2 * model.dropout) / slices
+    unsplit = norms + 4 / np.where(plan.split_sends, slices, 1)
+    # An MLP with a gate: its two products, the activation (fused kernels compute it again), their
+    # product.
+    columns = 2 + model.gated * (1 + plan.eager)
+    split = (2 * (model.qkv / model.hidden + 1) + columns * 2 * width) / tensor
     split += 4.0 * model.choices  # what experts get and return
     scores = (2.0 + 3 * model.dropout) * model.heads * model.seq / model.hidden
     kept = 0.0 if model.flash else scores / plan.layout.context / tensor
@@ -61,16 +70,20 @@ def layer_activations(model: Transformer, plan: PlannedStep) -> tuple[Quantity, 
     return unit * stored, unit * np.where(full, every, np.where(some, kept, 0.0))
 
 
-def held_micro_batches(plan: PlannedStep) -> Quantity:
+def held_micro_batches(plan: PlannedStep, *, last: bool = False) -> Quantity:
     """Return the largest number of micro-batches whose activations a rank of a pipeline holds.
 
-    A stage of several on a rank counts as this part of a micro-batch.
+    The rank is the first one, which holds most, or the `last`. A stage of several on a rank counts as
+    this part of a micro-batch.
     """
     ranks, stages, count, name = plan.layout.pipeline, plan.stages, plan.micro_batches, plan.schedule
     # Forward passes of all stages of a rank that begin before a first backward pass ends.
     interleaved = (stages > 1) & (name != "zero-bubble")
     in_round = count // np.maximum(1, count // ranks)
-    usual = (stages - 1) * in_round + ranks + interleaved * (ranks - 1)
+    before: Quantity = ranks - 1 + interleaved * (ranks - 1)
+    if last:
+        before = np.where(plan.splits, before, 0)
+    usual = (stages - 1) * in_round + 1 + before
     begun = np.where(plan.folded, 2 * ranks + (name == "dualpipev"), usual)
     every = (name == "gpipe") | (name == "looped")
     return np.where(ranks == 1, 1.0, np.where(every, count, np.minimum(begun / stages, count)))
@@ -96,12 +109,9 @@ def _stage_parts(model: Transformer, plan: PlannedStep) -> tuple[Quantity, Quant
 
 
 def _logit_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
-    """Return the bytes of the output layer's result.
-
-    The product; in float32 the logarithms of probabilities, their gradient, and that of the scores.
-    """
+    """Return the bytes of the output layer's result, and of the loss."""
     columns = model.vocab / np.where(plan.splits_logits, plan.layout.tensor, 1)
-    return plan.tokens(model.seq) * columns * (12 + plan.numbers.activation)
+    return plan.tokens(model.seq) * columns * (plan.score_bytes + plan.numbers.activation)
 
 
 def _buffer_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
@@ -122,17 +132,24 @@ def _buffer_bytes(model: Transformer, plan: PlannedStep) -> Quantity:
 
 
 def estimate_memory(model: Transformer, plan: PlannedStep) -> RankMemory:
-    """Return the bytes of a rank of the stage that needs most: the first or the last."""
+    """Return the bytes of the rank that needs most: the first of a pipeline, or the last."""
     parameters, numbers = sharded_parameters(model, plan), plan.numbers
+    # FSDP copies a shard to 16 bits only to gather it.
+    own = np.where(plan.sharded, np.minimum(numbers.parameter, 4), numbers.parameter)
     stored, again = layer_activations(model, plan)
+    layers = -(-model.layers // plan.layout.pipeline)
+    first = held_micro_batches(plan) * layers * stored
+    last = held_micro_batches(plan, last=True) * layers * stored
+    logits = _logit_bytes(model, plan)
+    first_logits = np.where(plan.both_tables, logits, 0.0)
+    later = last + logits > first + first_logits
     moving = {
-        "activations": held_micro_batches(plan) * -(-model.layers // plan.layout.pipeline) * stored
-        + again,
-        "logits": _logit_bytes(model, plan),
+        "activations": np.where(later, last, first) + again,
+        "logits": np.where(later, logits, first_logits),
         "buffers": _buffer_bytes(model, plan),
     }
     kinds = {
-        "parameters": parameters * numbers.parameter,
+        "parameters": parameters * own,
         "gradients": parameters * numbers.gradient,
         "optimizer": parameters * numbers.state,
         **moving,

@@ -16,7 +16,7 @@ import numpy as np
 
 from shoal.distributed.layout import AXES, Layout
 from shoal.tools.plan.machine.machines import RANGES, Machine, find_machine
-from shoal.tools.plan.memory.estimate import RankMemory, estimate_memory
+from shoal.tools.plan.memory.estimate import PUBLISHED_MARGIN, RankMemory, estimate_memory
 from shoal.tools.plan.search.candidates import (
     MIXED,
     Candidates,
@@ -70,9 +70,16 @@ class Prediction:
         return self.needed <= self.available
 
     @property
+    def tight(self) -> bool:
+        """Whether the machine has them without the margin only."""
+        return not self.fits and self.needed - self.margin <= self.available
+
+    @property
     def verdict(self) -> str:
         """A sentence: whether it fits, and by how much."""
         rest = self.available - self.needed
+        if self.tight:
+            return f"is {_tight(self)}"
         of = f"{size(self.needed)} of {size(self.available)}"
         return f"fits: {of}, {size(rest)} free" if self.fits else f"does not fit: {of}"
 
@@ -140,7 +147,13 @@ def predict(model: Transformer, plan: PlannedStep, machine: Machine) -> Predicti
         bubble = pipeline_bubble(plan, model.layers, passes)
         time = StepParts({**time.parts, "bubble": bubble})
     memory = estimate_memory(model, plan)
-    return Prediction(plan=plan, memory=memory, time=time, available=machine.available)
+    return Prediction(
+        plan=plan,
+        memory=memory,
+        time=time,
+        available=machine.available,
+        margin=round(PUBLISHED_MARGIN * memory.total),
+    )
 
 
 def search_plans(
@@ -165,7 +178,7 @@ def search_plans(
     if not len(candidates.rows):
         raise _no_configuration(model, machine, devices, batch, fixed)
     memory = estimate_memory(model, candidates).total
-    fitting = np.flatnonzero(memory <= machine.available)
+    fitting = np.flatnonzero((1 + PUBLISHED_MARGIN) * memory <= machine.available)
     chosen = _Screened(model, machine, candidates.where(fitting))
     best = chosen.fastest(np.arange(len(fitting)), top)
     rejected = []
@@ -216,7 +229,14 @@ def _rejected(found: Prediction, reason: str) -> RejectedLayout:
     return RejectedLayout(layout=found.plan.layout, reason=reason, best=found)
 
 
+def _tight(found: Prediction) -> str:
+    needed = size(found.needed)
+    return f"tight: {size(found.needed - found.margin)} of {size(found.available)}, up to {needed}"
+
+
 def _too_much(found: Prediction) -> str:
+    if found.tight:
+        return _tight(found)
     kinds = found.memory.kinds
     largest = max(kinds, key=kinds.__getitem__)
     over = size(found.needed - found.available)

@@ -316,7 +316,8 @@ def _band(model: Transformer, machine: Machine, first: Prediction) -> list[Docum
 def _step_sections(model: Transformer, machine: Machine, best: Sequence[Prediction]) -> list[Section]:
     """Return the time and the memory of the best plans, and when the ranks of a pipeline compute."""
     labels = [f"{place}: {each.plan.layout}" for place, each in enumerate(best, 1)]
-    parts, kinds = [each.time.parts for each in best], [each.memory.kinds for each in best]
+    parts = [each.time.parts for each in best]
+    kinds = [{**each.memory.kinds, "margin": each.margin} for each in best]
     every, limit = "Memory of a rank by kind", machine.available
     sections = {
         "Where a step's time goes": time_bars("Step of the first", "A step by part", labels, parts),

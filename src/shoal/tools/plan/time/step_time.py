@@ -84,8 +84,8 @@ def add_span(spans: list[Span], new: Span) -> None:
 
 
 OVERHEAD = 0.10
-"""Computation of eager PyTorch and FSDP beyond that of the formulas, relative to it (0 to 0.2): copies,
-casts, gaps. Megatron-LM has none. The median of published steps (`step_errors.toml`)."""
+"""Computation of eager PyTorch beyond that of the formulas, relative to it (0 to 0.2): copies, casts,
+gaps. Compiled code and Megatron-LM have none. The median of published steps (`step_errors.toml`)."""
 
 _LAYER = ("piped", "tensor", "context", "expert", "micro", "precision", "recompute")
 """The options on which the seconds of a layer depend."""
@@ -180,7 +180,7 @@ def estimate_step(
     updated = 2 * numbers.parameter + 3 * numbers.gradient + 2 * numbers.state
     bandwidth = machine.efficiency.memory * machine.memory_bandwidth
     spread = machine.efficiency.spread * slowest(plan.layout.size)
-    overhead = 0.0 if plan.split_sends or machine.is_cpu else OVERHEAD
+    overhead = OVERHEAD if plan.eager and not machine.is_cpu else 0.0
     routed = {"experts": each.experts, "imbalance": each.busiest} if model.experts else {}
     return StepParts.of(
         products=passes.products,

@@ -135,11 +135,13 @@ class PlannedStep:
     `global_batch` and `micro_batch` are in samples. `overlap` says whether gradients are summed during
     the backward pass, `tensor_overlap` whether the sums of tensor parallelism in the backward pass run
     during the products for the gradients of weights, and `split_sends` whether its ranks split the
-    logits and what a pipeline sends: Megatron-LM does both, Shoal neither. `fused` says whether
-    element-wise operations are compiled, as Megatron-LM's are anyway. `stages` is the number of
-    pipeline stages per rank (interleaved above 1, also with the schedule "1f1b"). `split_points` and
-    `schedule` are those of `shoal.Pipeline`; without split points, the stages of a traced module get
-    equal FLOPs. `reshard_after_forward` and `accumulate` are those of `shoal.FSDP`.
+    logits and what a pipeline sends: Megatron-LM does both, Shoal neither. `score_bytes` are those that
+    a loss needs of each score, by default in float32 the logarithm of its probability, the gradient of
+    that and its own. `fused` says whether element-wise operations are compiled, as Megatron-LM's are
+    anyway. `stages` is the number of pipeline stages per rank (interleaved above 1, also with the
+    schedule "1f1b"). `split_points` and `schedule` are those of `shoal.Pipeline`; without split points,
+    the stages of a traced module get equal FLOPs. `reshard_after_forward` and `accumulate` are those of
+    `shoal.FSDP`.
 
     What follows from these options is computed for many plans at once too, whose options are arrays:
     `search.candidates.Candidates`.
@@ -155,6 +157,7 @@ class PlannedStep:
     overlap: bool = True
     tensor_overlap: bool = False
     split_sends: bool = False
+    score_bytes: int = 12
     fused: bool = False
     split_points: tuple[str, ...] = ()
     schedule: str = "1f1b"
