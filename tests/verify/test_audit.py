@@ -121,6 +121,37 @@ def test_a_clean_script_raises_no_alarm(home: Path) -> None:
     ] == [("independent of the number of micro-batches", "the script uses no shoal.Loader")]
 
 
+ONE_PROCESS = """
+import os
+import torch
+
+torch.manual_seed(0)
+model, first = torch.nn.Linear(3, 1), 0
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if os.path.exists("last.pt"):
+    state, first = torch.load("last.pt")
+    model.load_state_dict(state)
+for step in range(first, 6):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.save((model.state_dict(), step + 1), "new.pt")
+    os.replace("new.pt", "last.pt")  # fails, if another process has renamed the file
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [(1, 2), (2,)])
+def test_a_script_for_one_process_is_compared_on_one_rank(home: Path, ranks: tuple[int, ...]) -> None:
+    (home / "one.py").write_text(ONE_PROCESS)
+    report = audit(home, "one.py", ranks=ranks, kills=1)
+    found = {finding.name: finding for finding in report.findings}
+    assert report.refuted == 0
+    assert found["resume bit-equal"].verdict == "held"
+    assert "no process group" in found["independent of the number of ranks"].evidence
+
+
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(("restart_args", "verdict"), [((), "not decidable"), (("--resume",), "held")])

@@ -237,12 +237,10 @@ def test_numbers_of_ranks_are_equal_up_to_rounding_or_refuted() -> None:
 
 
 def test_ranks_without_a_process_group_are_separate_runs() -> None:
-    one = run(RankRecord(rank=0, steps=(step(1, (0,)),)), name="1 rank")
-    alone = tuple(RankRecord(rank=r, steps=(step(1, (0,), distributed=False),)) for r in (0, 1))
-    two = run(*alone, name="2 ranks").alone()
-    assert two.size == 1
-    found = properties.decide_world_size([one, two], SOURCE)
-    assert "no process group" in found.evidence
+    ranks = tuple(RankRecord(rank=r, steps=(step(1, (0,), distributed=False),)) for r in (0, 1))
+    assert run(*ranks).separate
+    assert run(*ranks).alone().size == 1
+    assert not run(*ranks[:1]).separate
 
 
 def test_samples_that_accelerate_repeats_in_evaluation_are_left_out_of_its_metrics() -> None:

@@ -27,6 +27,7 @@ from shoal.tools.verify.operations import (
     first_operation,
     first_operation_by_rows,
     same_step,
+    undecided,
 )
 from shoal.tools.verify.progress import VerifyProgress
 from shoal.tools.verify.properties import (
@@ -122,6 +123,8 @@ class _Audit:
         self._traces: dict[tuple[str, int], list[Trace]] = {}
         self._runs: list[RunRecord] = []
         """One run for each number of ranks, then the repetition."""
+        self._separate = False
+        """Whether a run had several ranks without a process group."""
         self._found: dict[str, PropertyFinding] = {}
         self._decided: set[str] = set()
 
@@ -129,11 +132,13 @@ class _Audit:
         """Run all variants."""
         request = self._request
         self._servers.expect(FIRST_SEED, OTHER_SEED)
-        most = max(request.ranks)
-        sizes = sorted(set(request.ranks))
-        for size in sizes:
-            self._observe(Variant(name=name_ranks(size), size=size, hash_seed=FIRST_SEED))
+        for size in sorted(set(request.ranks)):
+            if not self._separate:
+                self._observe(Variant(name=name_ranks(size), size=size, hash_seed=FIRST_SEED))
+        if not self._runs:
+            self._observe(Variant(name=name_ranks(1), size=1, hash_seed=FIRST_SEED))
         baseline = self._runs[-1]
+        most = baseline.size
         # Another hash seed and order of files are what the next start of the same command may have.
         name = f"{name_ranks(most)}, again"
         repeat = Variant(name=name, size=most, hash_seed=OTHER_SEED, reverse_files=True)
@@ -167,9 +172,11 @@ class _Audit:
     def _observe(self, variant: Variant) -> RunRecord:
         """Run the script, and decide what the run refutes."""
         record = self._start(variant)
-        if self._servers.stopped is None:
+        # Scripts that run at the same time in one directory may fail, or read each other's files.
+        self._separate = self._separate or record.separate
+        if self._servers.stopped is None and not record.separate:
             check_run(self._request, record)
-        if record.length:
+        if record.length and not record.separate:
             self._runs.append(record)
             self._decide(*self._decisions(), final=False)
         self._check_stopped()
@@ -181,12 +188,16 @@ class _Audit:
 
     def _decisions(self) -> Iterator[PropertyFinding]:
         """Yield what the runs so far say about the properties that no other run decides."""
-        runs, source = [run.alone() for run in self._runs], self._source
+        runs, source = self._runs, self._source
         yield properties.decide_counts(runs, source, training=True)
         yield properties.decide_order(runs)
         yield properties.decide_draws(runs, source)
         yield properties.decide_counts(runs, source, training=False)
-        yield properties.decide_world_size(runs[: len(set(self._request.ranks))], source)
+        if self._separate:
+            reason = "the script makes no process group: each rank is a separate run"
+            yield undecided(WORLD, reason)
+        else:
+            yield properties.decide_world_size(runs[: len(set(self._request.ranks))], source)
         yield properties.decide_replicas(runs, source)
         yield properties.decide_schedule(runs)
         yield properties.decide_files(runs)
@@ -313,24 +324,24 @@ def check_run(request: VerifyRequest, run: RunRecord) -> None:
         found = (
             f"the script failed with exit code {run.code}{f'; it {notes}' if notes else ''}:\n{output}"
         )
-        raise LaunchError(given=given, found=found, fix=_advice(notes, output, request))
+        raise LaunchError(given=given, found=found, fix=_advice(notes, output, run.size, request))
     if not run.length:
         reason = f"; it {notes}" if notes else ""
         found = f"the script ended without a call of Optimizer.step in its ranks{reason}"
-        fix = _advice(notes, output, request)
+        fix = _advice(notes, output, run.size, request)
         if not notes:
             fix += ", or verify without its checkpoints, if it has resumed a finished training"
         raise LaunchError(given=given, found=found, fix=fix)
 
 
-def _advice(notes: str, output: str, request: VerifyRequest) -> str:
+def _advice(notes: str, output: str, size: int, request: VerifyRequest) -> str:
     if "starts processes itself" in notes:
         return "let `shoal verify` start the ranks: run one rank per process"
     if "reads standard input" in notes:
         return "pass the values as arguments: shoal verify script.py --name value"
     if any(word in output.lower() for word in ("nvidia", "cuda", "gpu")):
         return "use a machine with a GPU, or the script's option for the CPU"
-    return f"run it by itself first: shoal run -n {request.ranks[0]} {request.script}"
+    return f"run it by itself first: shoal run -n {size} {request.script}"
 
 
 def name_ranks(size: int) -> str:

@@ -127,6 +127,19 @@ def _clipping(
     return function
 
 
+def keep_process_groups() -> None:
+    """Keep each process group that the script destroys, to the end of the process.
+
+    A DistributedDataParallel that is freed frees its group and waits for the threads of Gloo, which may
+    wait for Python's lock at the same time.
+    """
+    kept: list[Any] = []
+    if dist.is_available():
+        call_before(
+            dist, "destroy_process_group", lambda group=None: kept.append(group or dist.group.WORLD)
+        )
+
+
 def reverse_listings() -> None:
     """Reverse the result of `os.listdir`, on which `Path.iterdir` and `shutil` are built.
 
