@@ -34,9 +34,9 @@ MORE = [
     ("rank seed", (2,), 0, "initial parameters depend on the rank", "seed"),
     ("unseeded", (1,), 0, "unseeded numpy generator", "unseeded"),
     ("file order", (1,), 0, "file order", "file order"),
-    ("no optimizer", (1,), 1, "optimizer state not in the checkpoint", "save"),
-    ("no scheduler", (1,), 1, "scheduler state not in the checkpoint", "save"),
-    ("generators", (1,), 1, "generator state not in the checkpoint", "save"),
+    ("no optimizer", (1,), 1, "optimizer state not restored", "load"),
+    ("no scheduler", (1,), 1, "scheduler state not restored", "load"),
+    ("generators", (1,), 1, "generator state not restored", "load"),
     ("buffers", (1,), 1, "buffers not in the checkpoint", "save"),
     ("clipping", (1, 2), 0, "gradients clipped before they are averaged", "clipping"),
 ]
@@ -56,14 +56,14 @@ OPERATIONS = [
     (
         "forward by rank",
         (1, 2),
-        ("operation depends on the rank or on other samples", "forward by rank"),
-        "forward of 1, aten.mul.Tensor: equal inputs, different output",
+        ("value depends on the rank", "forward by rank"),
+        "forward of 1, aten.mul.Tensor: the argument is ('1',) and ('2',)",
     ),
     (
         "backward by rank",
         (1, 2),
-        ("operation depends on the rank or on other samples", "backward by rank"),
-        "backward of 1, aten.mul.Tensor: equal inputs, different output",
+        ("value depends on the rank", "backward by rank"),
+        "backward of 1, aten.mul.Tensor: the argument is ('1',) and ('2',)",
     ),
     (
         "random",

@@ -215,14 +215,17 @@ class _Audit:
         """Run again with the hash seed, then with the order of files of the first run."""
         seed, files = (f"{repeat.name}, same {what}" for what in ("hash seed", "files"))
         for changed, cause in (
-            (replace(repeat, name=seed, hash_seed=FIRST_SEED), hash_order_cause),
-            (replace(repeat, name=files, reverse_files=False), file_order_cause),
+            (replace(repeat, name=seed, hash_seed=FIRST_SEED), hash_order_cause(self._source)),
+            (
+                replace(repeat, name=files, reverse_files=False),
+                file_order_cause(baseline, self._source),
+            ),
         ):
             record = self._start(changed)
             self._check_stopped()
             check_run(self._request, record)
             if properties.first_difference(baseline, record) is None:
-                self._found[finding.name] = replace(finding, cause=cause(self._source))
+                self._found[finding.name] = replace(finding, cause=cause)
                 return
 
     def _restart(self, baseline: RunRecord, repeatable: PropertyFinding) -> None:
@@ -266,7 +269,9 @@ class _Audit:
         elif cause is None:
             line = runs[1].ranks[0].steps[difference.steps[1] - 1].line
             evidence = f"cause not known; {evidence}, before {line}"
-        if found is not None and cause is None:
+        # The line of a draw that was observed is better than that of the first in the script's text.
+        guessed = cause is not None and cause.name == "unseeded torch generator"
+        if found is not None and (cause is None or (guessed and found.part == "generator")):
             cause = operation_cause(
                 found,
                 restart=restart,

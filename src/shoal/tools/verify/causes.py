@@ -49,9 +49,10 @@ def hash_order_cause(source: ScriptSource) -> LikelyCause:
     return because("hash order", source.line("hash", "set", "frozenset"))
 
 
-def file_order_cause(source: ScriptSource) -> LikelyCause:
+def file_order_cause(run: RunRecord, source: ScriptSource) -> LikelyCause:
     """Return the cause for runs that are equal with the same order of directory entries only."""
-    return because("file order", source.line("listdir", "iterdir", "scandir", "glob"))
+    lines = {call.line for call in run.ranks[0].calls if call.what == "listdir"}
+    return because("file order", lines.pop() if len(lines) == 1 else source.name)
 
 
 class Restart(NamedTuple):

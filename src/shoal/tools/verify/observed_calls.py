@@ -29,6 +29,7 @@ REDUCTIONS = (
     *("reduce_scatter_tensor", "all_reduce_coalesced"),
 )
 CALLS: tuple[tuple[Any, str, str], ...] = (
+    (os, "listdir", "listdir"),
     (torch, "save", "save"),
     (torch, "load", "load"),
     (torch.autograd, "backward", "backward"),
