@@ -26,6 +26,7 @@ from shoal.tools.verify.operations import (
     Trace,
     first_operation,
     first_operation_by_rows,
+    last_line,
     same_step,
     undecided,
 )
@@ -46,7 +47,7 @@ from shoal.tools.verify.properties import (
 )
 from shoal.tools.verify.run_servers import RunServers, TimeLimitError
 from shoal.tools.verify.variants import Variant, VerifyRequest, last_output, run_killed, run_variant
-from shoal.util.document import Document, KeyNumbers, Section, Table, Text, to_plain
+from shoal.util.document import Document, Section, Table, Text, to_plain
 from shoal.util.errors import LaunchError
 from shoal.util.packages import versions
 
@@ -269,6 +270,10 @@ class _Audit:
         elif cause is None:
             line = runs[1].ranks[0].steps[difference.steps[1] - 1].line
             evidence = f"cause not known; {evidence}, before {line}"
+        if cause is not None and cause.name == "gradients clipped by the norm of a shard":
+            used = runs[1].ranks[0].steps[difference.steps[1] - 1].gradients.values()
+            line = last_line(second[0], {each.checksum for each in used})
+            cause = replace(cause, line=line or cause.line)
         # The line of a draw that was observed is better than that of the first in the script's text.
         guessed = cause is not None and cause.name == "unseeded torch generator"
         if found is not None and (cause is None or (guessed and found.part == "generator")):
@@ -380,7 +385,7 @@ def audit_document(report: AuditReport) -> Document:
         for each in cause_of(report.findings)
     ]
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-    runs = KeyNumbers(pairs=[("runs", "; ".join(report.runs)), ("versions", versions)])
+    runs = [Text(text=f"runs: {'; '.join(report.runs)}"), Text(text=f"versions: {versions}")]
     notes = [Text(text=f"note: {note}") for note in report.notes]
     return Document(
         title=f"shoal verify {report.command}",
@@ -389,7 +394,7 @@ def audit_document(report: AuditReport) -> Document:
         sections=[
             Section(heading="Answers", blocks=[answers]),
             Section(heading="Causes", blocks=causes),
-            Section(heading="Runs", blocks=[*notes, runs]),
+            Section(heading="Runs", blocks=[*notes, *runs]),
         ],
         values={
             **to_plain(report),

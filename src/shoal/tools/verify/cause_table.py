@@ -92,6 +92,11 @@ CAUSES = (
         "load {} from the checkpoint, which has it",
     ),
     CauseEvidence(
+        "generator state of rank 0 restored on all ranks",
+        "equal to that of rank 0",
+        "save the states of all ranks, and restore the one of this rank",
+    ),
+    CauseEvidence(
         "scheduler built after the optimizer was restored",
         "calls in this order",
         "build the scheduler first: its constructor sets the learning rate",
@@ -140,6 +145,11 @@ CAUSES = (
         "gradients clipped before they are averaged",
         "differ between ranks before clipping only",
         "clip after the gradients of all ranks have been averaged",
+    ),
+    CauseEvidence(
+        "gradients clipped by the norm of a shard",
+        "all ranks' shards have one norm",
+        "use `torch.nn.utils.clip_grad_norm_`, or sum the squares of the norms over the ranks",
     ),
     CauseEvidence(
         "gradients summed over ranks",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
@@ -120,6 +120,16 @@ def same_step(first: Trace, second: Trace) -> tuple[Trace, Trace]:
             break
         count += 1
     return computed[0][len(computed[0]) - count :], computed[1][len(computed[1]) - count :]
+
+
+def last_line(trace: Trace, tensors: Collection[str]) -> str:
+    """Return the line of the last operation before the update that made one of these tensors, or ""."""
+    made = (
+        record.line
+        for record in reversed(trace)
+        if record.phase != "update" and any(each.checksum in tensors for each in record.outputs)
+    )
+    return next((line for line in made if line), "")
 
 
 def first_operation(first: Sequence[Trace], second: Sequence[Trace]) -> OperationDifference | None:
