@@ -22,6 +22,7 @@ from shoal.tools.verify.causes import (
 )
 from shoal.tools.verify.observations import TIMED_OUT, RunRecord
 from shoal.tools.verify.operations import (
+    OperationDifference,
     PropertyFinding,
     Trace,
     first_operation,
@@ -283,14 +284,24 @@ class _Audit:
                 ranks=finding.name == WORLD,
                 layers={**runs[0].ranks[0].layers, **runs[1].ranks[0].layers},
                 source=self._source,
+                trained=self._trained_line(found, names[1], difference.steps[1]),
             )
         self._found[finding.name] = replace(finding, evidence=evidence, operation=found, cause=cause)
+
+    def _trained_line(self, found: OperationDifference, name: str, step: int) -> str:
+        """Return the line that set the training mode last before a step of a run, "" if the module of
+        an operation has no gradient in the step before, which made no difference.
+        """
+        steps = self._records[name].ranks[0].steps[: step - 1]
+        weight = steps[-1].gradients.get(f"{found.module}.weight") if steps else None
+        traced = self._records[_traced_name(name, step)]
+        return traced.ranks[0].called("train mode") if weight is not None and weight.norm else ""
 
     def _trace(self, name: str, step: int) -> list[Trace]:
         """Return the operations of each rank in one step of a run, which runs again for them once."""
         if (name, step) not in self._traces:
             # A name of its own: it is the name of the run's directory.
-            traced = f"{name}, operations of step {step}"
+            traced = _traced_name(name, step)
             record = self._start(replace(self._variants[name], name=traced, trace_at=step))
             self._check_stopped()
             self._traces[name, step] = [rank.operations for rank in record.ranks]
@@ -352,6 +363,10 @@ def _advice(notes: str, output: str, size: int, request: VerifyRequest) -> str:
     if any(word in output.lower() for word in ("nvidia", "cuda", "gpu")):
         return "use a machine with a GPU, or the script's option for the CPU"
     return f"run it by itself first: shoal run -n {size} {request.script}"
+
+
+def _traced_name(name: str, step: int) -> str:
+    return f"{name}, operations of step {step}"
 
 
 def name_ranks(size: int) -> str:

@@ -177,6 +177,11 @@ CAUSES = (
         "convert with `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`",
     ),
     CauseEvidence(
+        "BatchNorm no longer frozen",
+        "the same, but not in the step before",
+        "call `eval()` of its BatchNorm modules after each `train()` of the model",
+    ),
+    CauseEvidence(
         "dropout drawn per rank",
         "its masks differ first",
         "draw masks by sample, as Shoal does, or expect statistical equality only",

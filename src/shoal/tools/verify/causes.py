@@ -318,11 +318,17 @@ def operation_cause(
     ranks: bool,
     layers: Mapping[str, str],
     source: ScriptSource,
+    trained: str = "",
 ) -> LikelyCause | None:
-    """Return the cause at an operation that differs after a restart, between `ranks`, or runs."""
+    """Return the cause at an operation that differs after a restart, between `ranks`, or runs.
+
+    `trained` is the line that set the training mode last, if the module made no difference before.
+    """
     if restart is not None:
         return restart.operation_cause(found)
     line = found.line or source.name
+    if ranks and "batch_norm" in found.operation and trained:
+        return because("BatchNorm no longer frozen", trained)
     if ranks and "batch_norm" in found.operation:
         line = source.line("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
         return because("BatchNorm over the local batch", line)

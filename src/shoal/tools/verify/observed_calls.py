@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -50,7 +50,7 @@ CALLS: tuple[tuple[Any, str, str], ...] = (
 """Functions whose calls by the script are evidence of a cause: owner, name, and what a call does."""
 
 
-def call_before(owner: Any, name: str, call: Callable[..., None]) -> None:
+def call_before(owner: Any, name: str, call: Callable[..., object]) -> None:
     """Call `call` with the arguments of a function before each of its calls."""
     original = getattr(owner, name)
 
@@ -79,6 +79,7 @@ def observe_calls(called: Callable[[str], None]) -> None:
     """Call `called` with what a function of CALLS does before each of its calls."""
     for owner, name, what in CALLS:
         call_before(owner, name, lambda *_, what=what, **__: called(what))
+    call_before(nn.Module, "train", lambda _, mode=True: mode and called("train mode"))
     call_before(torch, "manual_seed", lambda seed: called(f"seed {seed}"))
 
 

@@ -187,7 +187,7 @@ def first_operation_by_rows(
     """
     traces = [dict(_numbered(trace)) for trace in (*first, *second)]
     mean: OperationDifference | None = None
-    for key, record in traces[0].items():
+    for key, record in reversed(traces[0].items()):
         same = [found[key] for found in traces if key in found]
         if len(same) < len(traces) or record.phase == "update":
             continue
@@ -227,9 +227,11 @@ def _is_uneven_mean(same: Sequence[TracedOperation], first: int) -> bool:
 
 
 def _numbered(trace: Trace) -> Iterator[tuple[tuple[str, str, str, int], TracedOperation]]:
-    """Number the calls of an operation in a module: wrappers of the model call more operations."""
+    """Number the calls of an operation in a module from the last one: wrappers of the model call more
+    operations, and an evaluation may come before the step.
+    """
     seen: Counter[tuple[str, str, str]] = Counter()
-    for record in trace:
+    for record in reversed(trace):
         call = record.phase, record.module, record.operation
         seen[call] += 1
         yield (*call, seen[call]), record
