@@ -132,10 +132,12 @@ def test_names_are_those_of_the_users_model(name: str) -> None:
     assert plain_name("module") == ""
 
 
-def test_a_process_group_that_a_script_destroys_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_that_a_script_destroys_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dist, "destroy_process_group", dist.destroy_process_group)
     keep_process_groups()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     group = ref(dist.group.WORLD)
     dist.destroy_process_group()
     assert not dist.is_initialized()

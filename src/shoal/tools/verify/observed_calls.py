@@ -50,7 +50,7 @@ CALLS: tuple[tuple[Any, str, str], ...] = (
 """Functions whose calls by the script are evidence of a cause: owner, name, and what a call does."""
 
 
-def call_before(owner: Any, name: str, call: Callable[..., object]) -> None:
+def call_before(owner: Any, name: str, call: Callable[..., None]) -> None:
     """Call `call` with the arguments of a function before each of its calls."""
     original = getattr(owner, name)
 
@@ -79,7 +79,12 @@ def observe_calls(called: Callable[[str], None]) -> None:
     """Call `called` with what a function of CALLS does before each of its calls."""
     for owner, name, what in CALLS:
         call_before(owner, name, lambda *_, what=what, **__: called(what))
-    call_before(nn.Module, "train", lambda _, mode=True: mode and called("train mode"))
+
+    def trained(_module: nn.Module, mode: bool = True) -> None:
+        if mode:
+            called("train mode")
+
+    call_before(nn.Module, "train", trained)
     call_before(torch, "manual_seed", lambda seed: called(f"seed {seed}"))
 
 
